@@ -1,0 +1,1 @@
+"""The other end of the servers: connections, fan-out over shards, staleness permits."""

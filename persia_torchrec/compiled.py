@@ -1,0 +1,37 @@
+"""Compile a Python loop to machine code, once and for all processes.
+
+Every hot loop of this package is a function under :func:`compiled`: numba translates
+it on its first call and keeps the machine code in ``__pycache__`` (or, where that
+cannot be written, in the user's cache folder), so that a second process only loads it.
+
+The settings, and why:
+
+* ``nogil``: other threads, such as the network's, run meanwhile.
+* ``error_model="numpy"``: a division by zero gives inf, as in NumPy. numba's default
+  checks every division, which keeps LLVM from using vector instructions.
+* ``fastmath`` allows sums to be reordered and multiply-adds to be fused, no more: NaN
+  and inf keep their meaning.
+"""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+import numba
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, compiled on its first call.
+
+    Args:
+        function: takes and returns numbers and NumPy arrays.
+    """
+    decorate = numba.njit(
+        cache=True,
+        nogil=True,
+        error_model="numpy",
+        fastmath={"reassoc", "contract", "nsz"},
+    )
+    return cast("Callable[P, R]", decorate(function))

@@ -1,0 +1,42 @@
+"""The two YAML files of a job, read into frozen dataclasses.
+
+``embedding_config.yml`` says which features are embedded and how,
+``global_config.yml`` what the servers and embedding workers may use. Their keys and
+defaults are PERSIA's; what PERSIA ignores in them is refused here: unknown keys, keys
+given twice, values of another type. ``differences.py`` lists the settings of PERSIA
+that have one value only, or no effect.
+"""
+
+from persia_torchrec.config.embedding_config import (
+    EmbeddingSchema,
+    FeatureGroup,
+    SlotConfig,
+    load_embedding_config,
+)
+from persia_torchrec.config.global_config import (
+    CheckpointingSettings,
+    CommonSettings,
+    EmbeddingParameterServerSettings,
+    EmbeddingWorkerSettings,
+    GlobalSettings,
+    InferSettings,
+    MetricsSettings,
+    load_global_config,
+)
+from persia_torchrec.config.yaml_file import read_yaml
+
+__all__ = [
+    "CheckpointingSettings",
+    "CommonSettings",
+    "EmbeddingParameterServerSettings",
+    "EmbeddingSchema",
+    "EmbeddingWorkerSettings",
+    "FeatureGroup",
+    "GlobalSettings",
+    "InferSettings",
+    "MetricsSettings",
+    "SlotConfig",
+    "load_embedding_config",
+    "load_global_config",
+    "read_yaml",
+]

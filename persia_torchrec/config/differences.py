@@ -1,0 +1,111 @@
+"""What PERSIA's files may say that this package does not act on.
+
+A setting that would change the result is refused unless it has the one value whose
+meaning holds here. A setting that only tunes PERSIA's machinery is accepted, so that
+its files load as they are, and named in the log. To give a setting a meaning, take
+it out of these tables.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from persia_torchrec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OneValue:
+    """A setting that has one value only."""
+
+    key_path: str
+    """Keys from the top of the file, with a dot between; ``*`` is any key."""
+
+    value: object
+    """What it must be where it is given."""
+
+    instead: str
+    """What gives the user what the setting was meant to."""
+
+
+ONE_VALUE = (
+    OneValue(
+        "slots_config.*.embedding_summation",
+        True,
+        "To embed ids one by one, give each position of a sample a slot of its own "
+        "and list these slots in one of feature_groups, so that they share rows.",
+    ),
+    OneValue(
+        "slots_config.*.hash_stack_config.hash_stack_rounds",
+        0,
+        "Leave hash_stack_config out: the capacity of a server bounds its rows, "
+        "whatever the number of ids.",
+    ),
+    OneValue(
+        "slots_config.*.index_prefix",
+        0,
+        "Leave it out: it follows from feature_groups.",
+    ),
+    OneValue(
+        "common_config.job_type",
+        "Train",
+        "A job trains; evaluate in it, with eval_ctx().",
+    ),
+    OneValue(
+        "common_config.infer_config",
+        None,
+        "Leave it out: look rows up in the job that trains them, with eval_ctx().",
+    ),
+    OneValue(
+        "embedding_parameter_server_config.enable_incremental_update",
+        False,
+        "Lookups outside training, with eval_ctx(), see every update at once.",
+    ),
+)
+
+NO_EFFECT = (
+    "slots_config.*.sample_fixed_size",
+    "common_config.metrics_config.enable_metrics",
+    "common_config.metrics_config.job_name",
+    "common_config.metrics_config.push_interval_seconds",
+    "common_config.checkpointing_config.num_workers",
+    "embedding_parameter_server_config.num_hashmap_internal_shards",
+    "embedding_parameter_server_config.incremental_buffer_size",
+    "embedding_parameter_server_config.incremental_dir",
+    "embedding_parameter_server_config.incremental_channel_capacity",
+)
+"""Key paths that are accepted with any value of the right type."""
+
+
+def check_differences(path: Path, content: object) -> None:
+    """Refuse or log each setting of a file that is in the tables.
+
+    Args:
+        path: the file, for messages.
+        content: what it says, its types checked.
+
+    Raises:
+        ConfigError: a setting of ``ONE_VALUE`` has another value.
+    """
+    for row in ONE_VALUE:
+        for key_path, value in _find(content, row.key_path.split("."), ""):
+            if value != row.value:
+                raise ConfigError(
+                    f"{path}: {key_path} must be {row.value!r}. "
+                    f"Received: {value!r}. {row.instead}"
+                )
+    for pattern in NO_EFFECT:
+        for key_path, _ in _find(content, pattern.split("."), ""):
+            logger.info("%s: %s has no effect here", path, key_path)
+
+
+def _find(content: object, pattern: list[str], at: str) -> Iterator[tuple[str, object]]:
+    """Yield key path and value of all that a pattern fits."""
+    if not pattern:
+        yield at.removeprefix("."), content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            if pattern[0] in ("*", key):
+                yield from _find(value, pattern[1:], f"{at}.{key}")

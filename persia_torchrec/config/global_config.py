@@ -1,0 +1,169 @@
+"""``global_config.yml``: what the servers and embedding workers may use.
+
+::
+
+    common_config:
+      job_type: Train
+    embedding_worker_config:
+      forward_buffer_size: 1000
+    embedding_parameter_server_config:
+      capacity: 1000000
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from persia_torchrec.config.differences import check_differences
+from persia_torchrec.config.yaml_file import Place, read_section, read_yaml
+from persia_torchrec.errors import ConfigError
+
+JOB_TYPES = ("Train", "Eval", "Infer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsSettings:
+    """``common_config.metrics_config``."""
+
+    enable_metrics: bool = True
+    """Whether metrics are pushed."""
+
+    job_name: str = "persia_default_jobname"
+    """Under which name."""
+
+    push_interval_seconds: int = 10
+    """How often."""
+
+    def __post_init__(self) -> None:
+        _require_positive("push_interval_seconds", self.push_interval_seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointingSettings:
+    """``common_config.checkpointing_config``."""
+
+    num_workers: int = 4
+    """Threads that write or read a checkpoint."""
+
+    def __post_init__(self) -> None:
+        _require_positive("num_workers", self.num_workers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferSettings:
+    """``common_config.infer_config``."""
+
+    servers: tuple[str, ...]
+    """Addresses of the servers, in the order of their shards."""
+
+    embedding_checkpoint: str
+    """The folder that the servers start from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommonSettings:
+    """``common_config``: of all roles."""
+
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    """See :class:`MetricsSettings`."""
+
+    job_type: str = "Train"
+    """``Train``, ``Eval`` or ``Infer``."""
+
+    infer: InferSettings | None = None
+    """See :class:`InferSettings`."""
+
+    checkpointing: CheckpointingSettings = field(default_factory=CheckpointingSettings)
+    """See :class:`CheckpointingSettings`."""
+
+    def __post_init__(self) -> None:
+        if self.job_type not in JOB_TYPES:
+            raise ConfigError(
+                f"job_type must be one of {', '.join(JOB_TYPES)}. "
+                f"Received: {self.job_type!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingWorkerSettings:
+    """``embedding_worker_config``."""
+
+    forward_buffer_size: int = 1000
+    """Batches of one data loader that may wait for their lookup; a full buffer makes
+    the loader wait."""
+
+    buffered_data_expired_sec: int = 1000
+    """After how many seconds a batch that nobody asked for may be forgotten."""
+
+    def __post_init__(self) -> None:
+        _require_positive("forward_buffer_size", self.forward_buffer_size)
+        _require_positive("buffered_data_expired_sec", self.buffered_data_expired_sec)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingParameterServerSettings:
+    """``embedding_parameter_server_config``."""
+
+    capacity: int = 1_000_000_000
+    """Rows that one server keeps; beyond, the least recently used leave."""
+
+    num_hashmap_internal_shards: int = 100
+    """Locks of PERSIA's index."""
+
+    enable_incremental_update: bool = False
+    """Whether changed rows are written out while training."""
+
+    incremental_buffer_size: int = 1_000_000
+    """Changed rows in a packet."""
+
+    incremental_dir: str = "/workspace/incremental_dir/"
+    """Where the packets go."""
+
+    incremental_channel_capacity: int = 1000
+    """Packets that may wait."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "capacity",
+            "num_hashmap_internal_shards",
+            "incremental_buffer_size",
+            "incremental_channel_capacity",
+        ):
+            _require_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalSettings:
+    """The whole file."""
+
+    common: CommonSettings = field(default_factory=CommonSettings)
+    """Of all roles."""
+
+    embedding_worker: EmbeddingWorkerSettings = field(
+        default_factory=EmbeddingWorkerSettings
+    )
+    """Of the embedding workers."""
+
+    embedding_parameter_server: EmbeddingParameterServerSettings = field(
+        default_factory=EmbeddingParameterServerSettings
+    )
+    """Of the servers."""
+
+
+def load_global_config(path: str | Path) -> GlobalSettings:
+    """Read ``global_config.yml``; an empty file gives the defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, or a value is of
+            another type or out of its range. The message names the file and the key
+            path.
+    """
+    place = Place(Path(path))
+    content = read_yaml(path)
+    settings = read_section(GlobalSettings, content, place)
+    check_differences(place.path, content)
+    return settings
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} must be >= 1. Received: {value}.")

@@ -1,0 +1,62 @@
+"""PERSIA's user types: batches, optimizers, and how new rows start."""
+
+import math
+from dataclasses import dataclass
+
+from persia_torchrec.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """What every table has in common: how rows start, and how far they may go.
+
+    Args:
+        emb_initialization: ``(lower, upper)``, both finite, ``lower <= upper``; the
+            weights of a new row are drawn uniformly from ``[lower, upper)``.
+        admit_probability: 1.0, the only value: the servers keep a row for every id
+            that training looks up, and forget what was least recently used.
+        weight_bound: after an update each weight is clamped to
+            ``[-weight_bound, weight_bound]``; ``>= 0``, and 0 switches the bound off.
+
+    Raises:
+        ConfigError: a value is out of its range.
+
+    Example:
+        >>> EmbeddingConfig(emb_initialization=(-0.1, 0.1)).weight_bound
+        10
+    """
+
+    emb_initialization: tuple[float, float] = (-0.01, 0.01)
+    admit_probability: float = 1.0
+    weight_bound: float = 10
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "emb_initialization", tuple(self.emb_initialization))
+        self._require(
+            "emb_initialization",
+            len(self.emb_initialization) == 2
+            and all(math.isfinite(bound) for bound in self.emb_initialization)
+            and self.emb_initialization[0] <= self.emb_initialization[1],
+            "two finite numbers (lower, upper) with lower <= upper",
+        )
+        self._require(
+            "admit_probability", 0 <= self.admit_probability <= 1, "in [0, 1]"
+        )
+        self._require(
+            "admit_probability",
+            self.admit_probability == 1,
+            "1.0: the servers admit every id, and a server's capacity bounds the "
+            "number of rows",
+        )
+        self._require(
+            "weight_bound",
+            math.isfinite(self.weight_bound) and self.weight_bound >= 0,
+            "finite and >= 0, where 0 switches the bound off",
+        )
+
+    def _require(self, name: str, holds: bool, must: str) -> None:
+        if not holds:
+            raise ConfigError(
+                f"EmbeddingConfig: {name} must be {must}. "
+                f"Received: {getattr(self, name)!r}."
+            )

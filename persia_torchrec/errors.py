@@ -1,0 +1,87 @@
+"""Every error this package raises.
+
+* PersiaError
+  + ConfigError             a setting that cannot work          (also a ValueError)
+  + BatchError              a batch with a bad shape or dtype   (also a ValueError)
+  + StoreError              the store cannot do what was asked
+  + WireError
+    - FrameError            bytes that are not a message of ours
+  + ServerError             a server, or an embedding worker, did not do what was asked
+    - RequestTimeoutError   no reply in time                    (also a TimeoutError)
+    - RemoteError           the other side answered with an error of its own
+  + StalenessError          no staleness permit became free     (also a TimeoutError)
+  + DataflowError           a batch did not get from loader to trainer
+  + JobError                another part of the job failed or ended
+    - DiscoveryError        a role did not register in time     (also a TimeoutError)
+
+Catch ``PersiaError`` to catch them all. ``assert`` is kept for what only a bug in
+this package can break.
+"""
+
+
+class PersiaError(Exception):
+    """Base class of every error raised by persia_torchrec."""
+
+
+class ConfigError(PersiaError, ValueError):
+    """A setting, or two settings together, cannot work."""
+
+
+class BatchError(PersiaError, ValueError):
+    """A batch has a shape, dtype or length that does not fit the others."""
+
+
+class StoreError(PersiaError):
+    """The embedding store cannot do what was asked of it."""
+
+
+class WireError(PersiaError):
+    """The bytes on the wire are not what both sides agreed on."""
+
+
+class FrameError(WireError):
+    """The bytes are not a message of this protocol version."""
+
+
+class ServerError(PersiaError):
+    """A server, or an embedding worker, did not do what was asked.
+
+    Attributes:
+        server: which one, as ``"embedding server 1 at tcp://127.0.0.1:7000"``.
+    """
+
+    def __init__(self, message: str, *, server: str) -> None:
+        super().__init__(f"{server}: {message}")
+        self.server = server
+
+
+class RequestTimeoutError(ServerError, TimeoutError):
+    """No reply came within the deadline."""
+
+
+class RemoteError(ServerError):
+    """The other side raised; its own message follows.
+
+    Attributes:
+        kind: name of the error class on the other side, as ``"ConfigError"``.
+    """
+
+    def __init__(self, message: str, *, server: str, kind: str) -> None:
+        super().__init__(f"{kind}: {message}", server=server)
+        self.kind = kind
+
+
+class StalenessError(PersiaError, TimeoutError):
+    """No permit of the staleness bound became free within the deadline."""
+
+
+class DataflowError(PersiaError):
+    """A batch did not get from the data loader to the trainer."""
+
+
+class JobError(PersiaError):
+    """Another part of the job failed, or the job ended."""
+
+
+class DiscoveryError(JobError, TimeoutError):
+    """A role of the job did not register within the deadline."""

@@ -1,0 +1,138 @@
+"""Run a user's script as a trainer or a data loader of a job.
+
+``python -m persia_torchrec.launch.script trainer|loader SCRIPT [ARGUMENTS...]``
+
+The script runs in this process as ``__main__``, as ``python SCRIPT ARGUMENTS...``
+would run it. Around it the process is a member of the job: what the script raises,
+or a status other than 0 that it exits with, ends the whole job; when the script is
+through, the process stays until the job is finished, because Slurm ends a job soon
+after the first of its processes ends. A data loader is interrupted when the job is
+finished before its script is.
+"""
+
+import argparse
+import logging
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from persia_torchrec import env
+from persia_torchrec.errors import ConfigError, JobError, PersiaError
+from persia_torchrec.launch.rendezvous import set_up_rendezvous
+from persia_torchrec.logger import get_default_logger
+from persia_torchrec.wire.membership import JobMember
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("trainer", "loader")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a script as a member of the job; return the status to exit with."""
+    get_default_logger()
+    role, script, arguments = _parse(argv)
+    index, size = env.get_replica_index(), env.get_replica_size()
+    try:
+        is_expendable = role == "loader"
+        member = JobMember.join(
+            role, index, store=_job_store(), expendable=is_expendable
+        )
+    except PersiaError as exc:
+        logger.error("%s", exc)
+        return 1
+    interrupts = _Interrupts(member)
+    with member:
+        try:
+            _require_script(script)
+            if role == "trainer":
+                set_up_rendezvous(member.book, index, size)
+        except PersiaError as exc:
+            raise SystemExit(str(exc)) from exc
+        run_script(script, arguments)
+        interrupts.script_has_ended()
+        member.report_done()
+        try:
+            member.wait_for_end()
+        except JobError:
+            return 1  # the member has logged why
+    return 0
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a script in this process as ``python SCRIPT ARGUMENTS...`` would.
+
+    Returns when the script ends, or exits with status 0.
+
+    Raises:
+        SystemExit: the script exits with another status, or a message.
+    """
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as exc:
+        if exc.code is not None and exc.code != 0:
+            raise
+
+
+class _Interrupts:
+    """What SIGTERM does to the main thread, whether the member or a user sends it."""
+
+    def __init__(self, member: JobMember) -> None:
+        self._member = member
+        self._pid = os.getpid()
+        self._script_is_running = True
+        signal.signal(signal.SIGTERM, self._interrupt)
+
+    def script_has_ended(self) -> None:
+        """Let the end of the job pass without an interrupt from now on."""
+        self._script_is_running = False
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child: as if nothing were set up
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        status = self._member.exit_status
+        if status is None:
+            raise SystemExit("ended from outside (SIGTERM)")
+        if status != 0 or self._script_is_running:
+            raise SystemExit(status)
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[str, str, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}",
+        description="Run a user's script as a member of a job.",
+    )
+    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("script", help="the user's Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parsed = parser.parse_args(argv)
+    return parsed.role, parsed.script, parsed.arguments
+
+
+def _job_store() -> tuple[str, int]:
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "PERSIA_STORE_PORT must name the port of the job's address book. "
+            "Received: none. Start the job with torchx, which sets it."
+        )
+    return store
+
+
+def _require_script(script: str) -> None:
+    if not Path(script).exists():
+        raise ConfigError(
+            f"The script must exist. Received: {script!r}, looked for in {Path.cwd()}."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

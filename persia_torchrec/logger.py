@@ -1,0 +1,85 @@
+"""Loggers for the user's scripts, under PERSIA's names.
+
+The package itself only ever writes to ``logging.getLogger(__name__)``. A script that
+wants to see those lines, or lines of its own, asks here for a logger that prints.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+from persia_torchrec import env
+from persia_torchrec.errors import ConfigError
+
+LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_RESET = "\x1b[0m"
+_COLOURS = {
+    logging.DEBUG: "\x1b[36m",  # cyan
+    logging.WARNING: "\x1b[33m",  # yellow
+    logging.ERROR: "\x1b[31m",  # red
+    logging.CRITICAL: "\x1b[1;31m",  # bold red
+}
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of that name as it is, without setting anything up."""
+    return logging.getLogger(name)
+
+
+def get_default_logger(
+    name: str = "persia_torchrec", *, log_file: str | Path | None = None
+) -> logging.Logger:
+    """Return the logger of that name, printing to stderr from ``LOG_LEVEL`` up.
+
+    Lines are coloured by level when stderr is a terminal. Asking again for the same
+    name prints no line twice, and only adds ``log_file`` if that is a new one.
+
+    Args:
+        name: the logger's; the default shows what this package itself logs.
+        log_file: a file that receives the same lines, without colour, at its end.
+
+    Raises:
+        ConfigError: ``LOG_LEVEL`` is no level, or ``log_file`` cannot be written.
+    """
+    logger = logging.getLogger(name)
+    logger.setLevel(env.log_level())
+    logger.propagate = False  # a logger above that prints would print it again
+    if not any(isinstance(handler, _Console) for handler in logger.handlers):
+        logger.addHandler(_Console())
+    if log_file is not None:
+        _add_file(logger, Path(log_file).absolute())
+    return logger
+
+
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # no class getitem
+    """The handler that prints; its own class, to be found again."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        on_terminal = sys.stderr.isatty()
+        formatter = _ColourFormatter if on_terminal else logging.Formatter
+        self.setFormatter(formatter(LINE_FORMAT))
+
+
+class _ColourFormatter(logging.Formatter):
+    """Wraps each line into the colour of its level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        colour = _COLOURS.get(record.levelno)
+        return line if colour is None else f"{colour}{line}{_RESET}"
+
+
+def _add_file(logger: logging.Logger, path: Path) -> None:
+    files = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
+    if any(Path(file.baseFilename) == path for file in files):
+        return
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(
+            f"log_file must be a path that can be written. Received: {path} ({exc})."
+        ) from exc
+    handler.setFormatter(logging.Formatter(LINE_FORMAT))
+    logger.addHandler(handler)

@@ -1,0 +1,102 @@
+"""Send each id once: unique ids, and the way back.
+
+A batch repeats popular ids many times. A lookup asks for each id once and spreads the
+answer out again; a gradient goes the other way, summed over the repeats.
+
+The unique ids come in the order of their first appearance, so that the same batch is
+always asked for in the same order; a hash table of twice the batch's length, thrown
+away afterwards, finds the repeats.
+
+Dimension key:
+    L: ids in the batch, repeats included
+    U: unique ids, U <= L
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.compiled import compiled
+from persia_torchrec.errors import BatchError
+from persia_torchrec.routing.hashing import Ids
+
+Positions = npt.NDArray[np.int32]
+
+MAX_IDS = 2**31 - 1
+"""Most ids that one batch may hold, since positions are int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class UniqueIds:
+    """Unique ids of a batch and where each came from.
+
+    Attributes:
+        ids: uint64 ``(U,)``, in the order of first appearance.
+        inverse: int32 ``(L,)``; ``ids[inverse]`` is the original batch.
+    """
+
+    ids: Ids
+    inverse: Positions
+
+
+def unique_ids(ids_L: Ids) -> UniqueIds:
+    """Find the unique ids of a batch.
+
+    Args:
+        ids_L: uint64 ``(L,)``, any order, may be empty.
+
+    Returns:
+        The unique ids in the order of their first appearance, with their inverse.
+
+    Raises:
+        BatchError: ``ids_L`` is not a flat uint64 array, or is too long.
+
+    Example:
+        >>> unique = unique_ids(np.array([7, 3, 7], dtype=np.uint64))
+        >>> unique.ids.tolist(), unique.inverse.tolist()
+        ([7, 3], [0, 1, 0])
+    """
+    if ids_L.dtype != np.uint64 or ids_L.ndim != 1:
+        raise BatchError(
+            "ids must be a flat uint64 array. "
+            f"Received: dtype={ids_L.dtype}, shape={ids_L.shape}."
+        )
+    if len(ids_L) > MAX_IDS:
+        raise BatchError(f"A batch holds at most {MAX_IDS} ids. Received: {len(ids_L)}.")
+    return UniqueIds(*_unique(np.ascontiguousarray(ids_L)))
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
+_64 = np.uint64(64)
+
+
+@compiled
+def _unique(ids_L: Ids) -> tuple[Ids, Positions]:
+    bits = _ONE
+    while (_ONE << bits) < np.uint64(2 * len(ids_L)):
+        bits += _ONE
+    shift = _64 - bits
+    last = (_ONE << bits) - _ONE
+    # Bucket -> position in `unique`, or -1; multiplicative hashing takes the top bits.
+    buckets = np.full(np.int64(_ONE << bits), -1, dtype=np.int32)
+    unique = np.empty(len(ids_L), dtype=np.uint64)
+    inverse = np.empty(len(ids_L), dtype=np.int32)
+    count = 0
+    for i in range(len(ids_L)):
+        id_ = ids_L[i]
+        bucket = ((id_ ^ (id_ >> np.uint64(32))) * _GOLDEN) >> shift
+        while True:
+            found = buckets[bucket]
+            if found < 0:
+                buckets[bucket] = count
+                unique[count] = id_
+                inverse[i] = count
+                count += 1
+                break
+            if unique[found] == id_:
+                inverse[i] = found
+                break
+            bucket = (bucket + _ONE) & last
+    return unique[:count].copy(), inverse

@@ -1,0 +1,95 @@
+"""The hash and the prefix that decide where an id lives, as PERSIA computes them.
+
+An id is hashed by FarmHash's 64-bit fingerprint of its eight little-endian bytes; the
+remainder modulo the number of servers is its shard. Before that, ids of different
+feature groups are told apart by a prefix: the group's number takes the top ``n`` bits,
+the id is reduced into the rest.
+
+Dimension key:
+    L: ids, in any order
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.compiled import compiled
+from persia_torchrec.errors import ConfigError
+
+Ids = npt.NDArray[np.uint64]
+
+_K2 = np.uint64(0x9AE16A3B2F90404F)
+_MUL = np.uint64((0x9AE16A3B2F90404F + 16) % 2**64)
+_S25, _S27, _S37, _S39, _S47 = (np.uint64(bits) for bits in (25, 27, 37, 39, 47))
+
+
+@compiled
+def farmhash64_of(id_: np.uint64) -> np.uint64:
+    """Hash one id: FarmHash Fingerprint64, the branch for 8 to 16 bytes."""
+    a = id_ + _K2
+    b = id_
+    c = ((b >> _S37) | (b << _S27)) * _MUL + a
+    d = (((a >> _S25) | (a << _S39)) + b) * _MUL
+    t = (c ^ d) * _MUL
+    t ^= t >> _S47
+    t = (d ^ t) * _MUL
+    t ^= t >> _S47
+    return t * _MUL
+
+
+@compiled
+def farmhash64(ids_L: Ids) -> Ids:
+    """Hash each id.
+
+    Args:
+        ids_L: uint64 ``(L,)``.
+
+    Returns:
+        uint64 ``(L,)``.
+    """
+    hashes_L = np.empty_like(ids_L)
+    for i in range(len(ids_L)):
+        hashes_L[i] = farmhash64_of(ids_L[i])
+    return hashes_L
+
+
+def index_prefix(group: int, prefix_bits: int) -> int:
+    """Return the prefix of a feature group: ``(group + 1) << (64 - prefix_bits)``.
+
+    Args:
+        group: number of the group, from 0, in the order of the file.
+        prefix_bits: PERSIA's ``feature_index_prefix_bit``, in ``[1, 63]``.
+
+    Raises:
+        ConfigError: the group's number needs more than ``prefix_bits`` bits.
+
+    Example:
+        >>> hex(index_prefix(0, 12))
+        '0x10000000000000'
+    """
+    if group + 1 >= 2**prefix_bits:
+        raise ConfigError(
+            f"{prefix_bits} prefix bits tell {2**prefix_bits - 1} feature groups apart. "
+            f"Received: group number {group + 1}. Raise feature_index_prefix_bit."
+        )
+    return (group + 1) << (64 - prefix_bits)
+
+
+def add_prefix(ids_L: Ids, prefix: int, prefix_bits: int) -> Ids:
+    """Move ids into the id space of their feature group.
+
+    PERSIA's formula: ``id % (2**(64 - prefix_bits) - 1) + prefix``.
+
+    Args:
+        ids_L: uint64 ``(L,)``, not changed.
+        prefix: what :func:`index_prefix` returned.
+        prefix_bits: PERSIA's ``feature_index_prefix_bit``.
+
+    Returns:
+        uint64 ``(L,)``.
+
+    Example:
+        >>> ids = np.array([16000000000000000], dtype=np.uint64)
+        >>> add_prefix(ids, 450359962737049600, 12).tolist()
+        [452849163854938115]
+    """
+    return ids_L % np.uint64(2 ** (64 - prefix_bits) - 1) + np.uint64(prefix)

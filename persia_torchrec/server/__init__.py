@@ -1,0 +1,1 @@
+"""One embedding parameter server: one process, one shard of all tables."""

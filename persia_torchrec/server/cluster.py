@@ -1,0 +1,141 @@
+"""Embedding servers on this machine, for a first run, a notebook or a test.
+
+Each server is a child process on the loopback interface. A child ends when its cluster
+is closed, and also when the process that started it is gone.
+"""
+
+import logging
+import queue
+import subprocess
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from persia_torchrec.errors import ConfigError, ServerError
+from persia_torchrec.server.server import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+
+
+class EmbeddingCluster:
+    """Server processes, and their addresses. Use :meth:`local`, with ``with``.
+
+    Attributes:
+        addresses: one a server, in the order of their shards.
+        processes: the server processes.
+
+    Example:
+        ``with EmbeddingCluster.local(num_servers=2) as cluster: cluster.addresses``
+    """
+
+    def __init__(self, processes: list["subprocess.Popen[str]"]) -> None:
+        self.processes = processes
+        self.addresses: list[str] = []
+
+    @classmethod
+    def local(
+        cls,
+        num_servers: int = 2,
+        capacity: int = 1_000_000,
+        *,
+        start_timeout_s: float = 120.0,
+    ) -> "EmbeddingCluster":
+        """Start servers on this machine.
+
+        Args:
+            num_servers: number of processes, one a shard; at least 1.
+            capacity: rows a server, of all tables together.
+            start_timeout_s: seconds until all must be ready. The first start on a
+                machine compiles the store's loops, which takes some twenty seconds.
+
+        Raises:
+            ConfigError: ``num_servers`` or ``capacity`` is out of its range.
+            ServerError: a server ended, or was not ready in time.
+        """
+        if num_servers < 1 or capacity < 1:
+            raise ConfigError(
+                "num_servers and capacity must be >= 1. "
+                f"Received: {num_servers} and {capacity}."
+            )
+        configs = [
+            ServerConfig(shard=shard, num_shards=num_servers, capacity_rows=capacity)
+            for shard in range(num_servers)
+        ]
+        cluster = cls([_start(config) for config in configs])
+        deadline = time.monotonic() + start_timeout_s
+        try:
+            cluster.addresses = [
+                _address_of(shard, process, deadline)
+                for shard, process in enumerate(cluster.processes)
+            ]
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
+    def close(self) -> None:
+        """End all servers; their rows are gone. May be called twice."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for process in self.processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                logger.warning("server pid=%d does not end; killing it", process.pid)
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _start(config: ServerConfig) -> "subprocess.Popen[str]":
+    command = [
+        *(sys.executable, "-m", "persia_torchrec.server", "--standalone"),
+        *("--shard", str(config.shard), "--num-shards", str(config.num_shards)),
+        *("--host", config.host, "--capacity", str(config.capacity_rows)),
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def _address_of(
+    shard: int, process: "subprocess.Popen[str]", deadline: float
+) -> str:
+    """Wait for the line ``ready ADDRESS`` that a server prints."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    stdout = process.stdout
+    assert stdout is not None
+    reader = threading.Thread(
+        target=lambda: lines.put(stdout.readline()), name="server start", daemon=True
+    )
+    reader.start()
+    name = f"embedding server {shard}"
+    try:
+        line = lines.get(timeout=max(deadline - time.monotonic(), 0.1))
+    except queue.Empty:
+        raise ServerError("not ready in time.", server=name) from None
+    word, _, address = line.strip().partition(" ")
+    if word != "ready":
+        code = process.wait(_STOP_TIMEOUT_S)
+        raise ServerError(
+            f"ended with exit status {code} instead of becoming ready; its error "
+            "stands above.",
+            server=name,
+        )
+    return address

@@ -1,0 +1,37 @@
+"""An embedding server as a member of a job: registered, watched, ended with it."""
+
+import sys
+from collections.abc import Callable
+
+from persia_torchrec import env
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.server.server import EmbeddingServer
+from persia_torchrec.wire.discovery import local_address
+from persia_torchrec.wire.membership import JobMember
+
+
+def serve_in_job(make_server: Callable[[str], EmbeddingServer]) -> None:
+    """Serve until the job ends.
+
+    Args:
+        make_server: given the address to listen on, returns the server.
+
+    Raises:
+        ConfigError: the environment names no job.
+        DiscoveryError: the job's address book does not answer.
+        JobError: the job failed elsewhere.
+    """
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "A server must know its job: PERSIA_STORE_PORT is not set. Start it through "
+            "torchx (see components/), or pass --standalone."
+        )
+    server = make_server(local_address(store[0]))
+    config = server.config
+    with JobMember.join("server", config.shard, store=store) as member:
+        member.call_at_end(server.stop)
+        member.book.register("server", config.shard, config.num_shards, server.address)
+        sys.stdout.write(f"ready {server.address}\n")
+        sys.stdout.flush()
+        server.serve()

@@ -1,0 +1,1 @@
+"""The memory of one shard: index, recency, rows, initial values, optimizers; no I/O."""

@@ -1,0 +1,93 @@
+"""Memory by address: what the store's loops need and NumPy does not offer.
+
+Address space is reserved for the whole capacity at the start, but the operating system
+gives a page only when it is first written: memory grows with use, not with capacity.
+
+The loops prefetch what they will touch a few ids later, and eviction reads row headers
+of arrays of several shapes; both work on plain addresses. The intrinsics below become
+one machine instruction each.
+"""
+
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from persia_torchrec.errors import StoreError
+
+# Absent from Python's mmap module before 3.13; the value of Linux on x86 and Arm.
+_MAP_NORESERVE = 0x4000
+
+
+def reserve(num_words: int) -> npt.NDArray[np.uint64]:
+    """Reserve zeroed memory that costs nothing until it is written.
+
+    Args:
+        num_words: number of 8-byte words.
+
+    Returns:
+        uint64 ``(num_words,)``, all zero, aligned to a page, given back to the
+        operating system when the array is no longer used.
+
+    Raises:
+        StoreError: the operating system refuses the address space.
+    """
+    num_bytes = max(num_words * 8, 1)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, OverflowError, ValueError) as exc:
+        raise StoreError(
+            "The operating system must grant address space for the store's capacity. "
+            f"Received: {exc} for {num_bytes} bytes. Lower the capacity, or allow "
+            "overcommitted memory (vm.overcommit_memory)."
+        ) from exc
+    return np.frombuffer(memory, dtype=np.uint64, count=num_words)
+
+
+@intrinsic
+def load_word(typingctx: Any, address: Any) -> Any:
+    """Read the uint64 at a uint64 address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load(pointer)
+
+    return types.uint64(types.uint64), build
+
+
+@intrinsic
+def store_word(typingctx: Any, address: Any, word: Any) -> Any:
+    """Write a uint64 to a uint64 address."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store(args[1], pointer)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), build
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at a uint64 address; any address is allowed."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer_type = ir.IntType(8).as_pointer()
+        flag = ir.IntType(32)
+        hint = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [pointer_type],
+            ir.FunctionType(ir.VoidType(), [pointer_type, flag, flag, flag]),
+        )
+        pointer = builder.inttoptr(args[0], pointer_type)
+        for_read, keep_in_all_caches, data = (flag(value) for value in (0, 3, 1))
+        builder.call(hint, [pointer, for_read, keep_in_all_caches, data])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), build

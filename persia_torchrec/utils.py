@@ -1,0 +1,63 @@
+"""Small helpers for the user's scripts, under PERSIA's names."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from persia_torchrec import env
+from persia_torchrec.config import read_yaml
+from persia_torchrec.errors import ConfigError
+
+MAX_SEED = 2**32 - 1
+"""Largest seed that NumPy's global generator takes."""
+
+
+def setup_seed(seed: int) -> None:
+    """Make a run repeatable: seed every global generator, allow no random kernel.
+
+    Seeds Python's ``random``, NumPy's global generator and torch on all devices, and
+    makes torch refuse operations that have no deterministic form. Call it before the
+    first CUDA operation: cuBLAS reads its workspace setting only once.
+
+    Args:
+        seed: in ``[0, 2**32 - 1]``.
+
+    Raises:
+        ConfigError: the seed is out of its range.
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"seed must be in [0, {MAX_SEED}]. Received: {seed}.")
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # the user's script may draw from it
+    torch.manual_seed(seed)
+    env.set_env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def load_yaml(path: str | Path) -> object:
+    """Read a YAML file into plain values.
+
+    Raises:
+        ConfigError: the file is missing, is no YAML, or gives a key twice.
+    """
+    return read_yaml(path)
+
+
+def dump_yaml(data: object, path: str | Path) -> None:
+    """Write plain values to a YAML file, keys in their order; replaces the file.
+
+    Raises:
+        ConfigError: ``data`` holds something that YAML has no plain form for; the
+            file is then left as it was.
+    """
+    try:
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as exc:
+        raise ConfigError(
+            "data must be made of dicts, lists, strings, numbers, booleans and None. "
+            f"Received: {exc}."
+        ) from exc
+    Path(path).write_text(text, encoding="utf-8")

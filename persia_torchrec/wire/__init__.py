@@ -1,0 +1,1 @@
+"""Bytes on the network: messages, transport, the job's address book."""

@@ -1,0 +1,337 @@
+"""What a process does to be a member of a job.
+
+A job ends as one. A member tells the coordinator that it lives, learns from it that
+the job is finished or has failed, and then ends, whatever its main thread does:
+
+    the job is finished       what was given to ``call_at_end`` is called; the main
+                              thread comes to leave the ``with`` block by itself. An
+                              expendable member (a data loader) is interrupted, and
+                              ends with status 0.
+    the job has failed, the   the reason is logged; ``call_at_end``; the main thread
+    coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
+    parent process is gone    ends with status 1, even if its main thread is stuck.
+    this process raised       the others are told why, and the exception goes on.
+
+Two threads see to it. One beats, on a connection of its own, and may get stuck if the
+network does; the other touches no network and watches the first.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Self
+
+from persia_torchrec.errors import ConfigError, JobError
+from persia_torchrec.wire.discovery import AddressBook, JobState
+from persia_torchrec.wire.roll import Roll
+
+logger = logging.getLogger(__name__)
+
+_TIMINGS = "timings"
+_TIMINGS_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 2.0
+_VOLUNTARY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobTimings:
+    """The rhythm of a job; the coordinator decides it, and all members follow.
+
+    Raises:
+        ConfigError: a time is not positive, or ``silent_s`` is below two heartbeats.
+    """
+
+    heartbeat_s: float = 1.0
+    """How often a member says that it lives, and asks whether the job has ended."""
+
+    silent_s: float = 20.0
+    """A member, or the coordinator, that is silent for longer is taken for dead."""
+
+    grace_s: float = 3.0
+    """What an interrupted main thread has to end by itself when it must."""
+
+    finish_s: float = 20.0
+    """What a member has to leave after the job is finished."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ConfigError(f"{name} must be > 0. Received: {value}.")
+        if self.silent_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                "silent_s must be at least two heartbeats. "
+                f"Received: {self.silent_s} with heartbeat_s={self.heartbeat_s}."
+            )
+
+    def publish(self, book: AddressBook) -> None:
+        """Make these the timings of the job; the coordinator does, first of all."""
+        book.tell(_TIMINGS, json.dumps(asdict(self)))
+
+    @classmethod
+    def of_job(cls, book: AddressBook) -> "JobTimings":
+        """Return the timings of the job.
+
+        Raises:
+            DiscoveryError: the coordinator did not publish them in time.
+        """
+        (timings,) = book.ask([_TIMINGS], timeout_s=_TIMINGS_TIMEOUT_S)
+        return cls(**json.loads(timings))
+
+
+class JobMember:
+    """This process's part in a job, from :meth:`join` to the end of a ``with`` block.
+
+    Leaving the block by an exception, by ``SystemExit`` with a status other than 0,
+    or before the job has ended makes the whole job fail. One per process; the main
+    thread enters and leaves the block, and calls the methods. The process must end
+    soon after the block: it is made to.
+
+    Example::
+
+        with JobMember.join("server", 0, store=("10.0.0.7", 29400)) as member:
+            member.book.register("server", 0, num_servers, address)
+            member.call_at_end(server.stop)
+            server.serve()                    # returns once stop() was called
+    """
+
+    def __init__(
+        self, role: str, index: int, book: AddressBook, *, expendable: bool = False
+    ) -> None:
+        self.who = f"{role} {index}"
+        self.book = book
+        self._role = role
+        self._index = index
+        self._expendable = expendable
+        self._timings = JobTimings.of_job(book)
+        self._pid = os.getpid()
+        self._parent = os.getppid()
+        self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
+        self._has_called_back = False  # guarded by _lock
+        self._verdict: tuple[JobState, str] = ("running", "")  # guarded by _lock
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._waiting = threading.Event()
+        self._leaving = threading.Event()
+        self._num_beats = 0  # written by the beating thread only
+        self._beating: threading.Thread | None = None
+
+    @classmethod
+    def join(
+        cls,
+        role: str,
+        index: int,
+        *,
+        store: tuple[str, int],
+        expendable: bool = False,
+        timeout_s: float = 120.0,
+    ) -> "JobMember":
+        """Connect to the job; the ``with`` block makes the process a member.
+
+        Args:
+            role: ``"server"``, ``"worker"``, ``"loader"`` or ``"trainer"``.
+            index: which of the role.
+            store: host and port of the address book, as ``env.job_store()`` tells.
+            expendable: the process may be interrupted once the job is finished.
+            timeout_s: how long to wait for the coordinator.
+
+        Raises:
+            DiscoveryError: no coordinator answered in time.
+        """
+        book = AddressBook.join(*store, timeout_s=timeout_s)
+        return cls(role, index, book, expendable=expendable)
+
+    @property
+    def exit_status(self) -> int | None:
+        """What an interrupted main thread should exit with; None while the job runs.
+
+        0 when the job is finished, 1 when it has failed.
+        """
+        state, _ = self._state()
+        return {"running": None, "finished": 0, "failed": 1}[state]
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Have something called, from another thread, once the job has ended.
+
+        It must return quickly. It is called at once if the job has ended already.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+            too_late = self._has_called_back
+        if too_late:
+            callback()
+
+    def report_done(self) -> None:
+        """Say that the work is done; the job is finished when all trainers say so."""
+        Roll(self.book, self._role, self._index).done()
+
+    def wait_for_end(self) -> None:
+        """Wait until the job is finished, or has failed: for as long as it runs.
+
+        Raises:
+            JobError: the job has failed; the message says why.
+        """
+        self._waiting.set()
+        self._ended.wait()
+        state, reason = self._state()
+        if state == "failed":
+            raise JobError(f"The job failed: {reason}")
+
+    def __enter__(self) -> Self:
+        roll = Roll(self.book.clone(), self._role, self._index)
+        roll.sign()
+        self._beating = threading.Thread(
+            target=self._keep_beating, args=(roll,), name="job-heartbeat", daemon=True
+        )
+        self._beating.start()
+        threading.Thread(target=self._guard, name="job-guard", daemon=True).start()
+        logger.info("%s joined the job at %s", self.who, self.book.host_name)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child that left the block on its way out
+        failure = None if exc is None else _failure_of(exc)
+        if failure is None and not self._ended.is_set():
+            failure = "it left before the job had ended"
+        if failure is not None:
+            self._fail(failure)
+        state, reason = self._state()
+        self._leave()
+        if exc is None and state == "failed":
+            raise JobError(f"The job failed: {reason}")
+
+    def _fail(self, reason: str) -> None:
+        with contextlib.suppress(JobError):  # the coordinator is gone: nobody to tell
+            self.book.fail(self.who, reason)
+        self._end("failed", f"{self.who}: {reason}")
+
+    def _leave(self) -> None:
+        self._leaving.set()
+        assert self._beating is not None
+        self._beating.join(_LEAVE_TIMEOUT_S)
+
+    def _state(self) -> tuple[JobState, str]:
+        with self._lock:
+            return self._verdict
+
+    def _end(self, state: JobState, reason: str) -> None:
+        """Take note of how the job ended, once."""
+        with self._lock:
+            if self._verdict[0] != "running":
+                return
+            self._verdict = (state, reason)
+        self._ended.set()
+
+    # The beating thread
+
+    def _keep_beating(self, roll: Roll) -> None:
+        try:
+            while not self._leaving.is_set():
+                roll.beat()
+                state, reason = roll.job_state()
+                self._num_beats += 1
+                if state != "running":
+                    self._end(state, reason)
+                self._leaving.wait(self._timings.heartbeat_s)
+            roll.leave()
+        except JobError as exc:
+            self._end("failed", f"{self.who} lost the coordinator: {exc}")
+        except Exception as exc:
+            logger.exception("the heartbeat of %s broke", self.who)
+            self._end("failed", f"the heartbeat of {self.who} broke: {exc!r}")
+
+    # The guarding thread
+
+    def _guard(self) -> None:
+        try:
+            self._watch_parent_and_beats()
+            self._see_to_the_end()
+        except Exception:
+            logger.exception("the guard of %s broke", self.who)
+            os._exit(1)
+
+    def _watch_parent_and_beats(self) -> None:
+        """Return once the job has ended, for whatever reason."""
+        # Silence is counted in own ticks, not read off the clock: a process that did
+        # not run at all for a while must not blame the coordinator.
+        tick_s = self._timings.heartbeat_s / 2
+        silent_ticks, last_seen = 0, -1
+        while not self._ended.wait(tick_s):
+            silent_ticks += 1
+            if self._num_beats != last_seen:
+                silent_ticks, last_seen = 0, self._num_beats
+            if os.getppid() != self._parent:
+                self._end("failed", f"{self.who} lost the process that started it")
+            elif silent_ticks * tick_s > self._timings.silent_s:
+                silent = f"for {self._timings.silent_s:g} s"
+                self._end(
+                    "failed", f"{self.who}: no answer of the coordinator {silent}"
+                )
+
+    def _see_to_the_end(self) -> None:
+        """Make this process end within its time, now that the job has ended."""
+        state, reason = self._state()
+        if state == "failed":
+            logger.error("the job failed, %s ends: %s", self.who, reason)
+        self._call_back()
+        if state == "failed":
+            self._interrupt_unless_leaving(after_s=_VOLUNTARY_S)
+            self._exit_after(self._timings.grace_s, status=1)
+        elif self._expendable and not self._waiting.is_set():
+            logger.info("the job is finished, %s is not needed any more", self.who)
+            self._interrupt_unless_leaving(after_s=0)
+            self._exit_after(self._timings.grace_s, status=0)
+        else:
+            self._exit_after(self._timings.finish_s, status=1)
+
+    def _call_back(self) -> None:
+        with self._lock:
+            callbacks = list(self._callbacks)
+            self._has_called_back = True
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("%s could not be told of the end", self.who)
+
+    def _interrupt_unless_leaving(self, *, after_s: float) -> None:
+        if not self._leaving.wait(after_s):
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)
+
+    def _exit_after(self, seconds: float, *, status: int) -> None:
+        """End the process, which should have ended by itself before."""
+        time.sleep(seconds)
+        logger.error(
+            "%s did not end within %g s of the job's end; status %d",
+            self.who,
+            seconds,
+            status,
+        )
+        self._leave()
+        os._exit(status)
+
+
+def _failure_of(exc: BaseException) -> str | None:
+    """Say what went wrong, or None if nothing did."""
+    if not isinstance(exc, SystemExit):
+        text = str(exc)
+        name = type(exc).__name__
+        return f"{name}: {text}" if text else name
+    if exc.code is None or exc.code == 0:
+        return None
+    is_number = isinstance(exc.code, int)
+    return f"exit status {exc.code}" if is_number else str(exc.code)

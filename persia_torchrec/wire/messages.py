@@ -1,0 +1,221 @@
+"""The messages between a client and a server, to the byte.
+
+A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
+
+    offset  size  field
+    0       4     magic, the bytes "PTRC"
+    4       2     version of this protocol, 1
+    6       2     kind, see Kind
+    8       8     request: the reply carries the same number
+    16      8     incarnation: which start of the server is meant; 0 for any
+    24      8     stream of batches that this one belongs to, chosen by the client
+    32      8     batch: number within its stream
+    40      4     precision of rows and gradients, see Precision
+    44      4     flags: bit 0, the lookup is for training
+
+The frames after it, by kind:
+
+    LOOKUP, UPDATE   1: segments, int64 (T, 2): number of a table, how many of its ids
+    WRITE, READ      2: ids, uint64, those of the first segment first
+                     3: (UPDATE, WRITE) rows, in the precision of the header
+    reply to LOOKUP  1: rows of the ids, in the precision of the header
+    reply to READ    1: float32 weights and optimizer state
+    the others       1: a JSON value, in UTF-8; so is every reply not named here
+    ERROR            1: JSON {"kind": class of the error, "message": its text}
+
+What does not fit this is refused with a FrameError, and nothing of it is applied.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.errors import FrameError
+
+VERSION = 1
+TRAINING = 1
+
+Frame = bytes | memoryview
+Frames = list[Frame]
+Ids = npt.NDArray[np.uint64]
+Segments = npt.NDArray[np.int64]
+
+_HEADER = struct.Struct("<4sHHQQQQII")
+_MAGIC = b"PTRC"
+_NO_IDS = np.empty(0, dtype=np.uint64)
+
+
+class Kind(IntEnum):
+    """What a message asks for, or answers."""
+
+    REPLY = 0
+    ERROR = 1
+    HELLO = 2
+    ADD_TABLES = 3
+    LOOKUP = 4
+    UPDATE = 5
+    WRITE = 6
+    READ = 7
+    COUNTERS = 8
+    CLEAR = 9
+    SHUTDOWN = 10
+    BUFFER_IDS = 11
+    FORWARD = 12
+    BACKWARD = 13
+    ABANDON = 14
+    BATCH = 15
+    END_OF_DATA = 16
+
+
+class Precision(IntEnum):
+    """How rows and gradients travel."""
+
+    FP32 = 0
+    FP16 = 1
+    BF16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Frame 0 of a message; the fields are explained at the top of this file."""
+
+    kind: Kind
+    request: int = 0
+    incarnation: int = 0
+    stream: int = 0
+    batch: int = 0
+    precision: Precision = Precision.FP32
+    flags: int = 0
+
+    def encode(self) -> bytes:
+        """Return the 48 bytes."""
+        return _HEADER.pack(
+            *(_MAGIC, VERSION, self.kind, self.request, self.incarnation),
+            *(self.stream, self.batch, self.precision, self.flags),
+        )
+
+    @classmethod
+    def decode(cls, frame: Frame) -> "Header":
+        """Read the 48 bytes.
+
+        Raises:
+            FrameError: these are not the bytes of a header of this version.
+        """
+        if len(frame) != _HEADER.size:
+            raise FrameError(
+                f"A message's header must be {_HEADER.size} bytes. "
+                f"Received: {len(frame)} bytes."
+            )
+        magic, version, kind, *numbers = _HEADER.unpack(frame)
+        if magic != _MAGIC:
+            raise FrameError(f"A message must begin with {_MAGIC!r}. Received: {magic!r}.")
+        if version != VERSION:
+            raise FrameError(
+                f"The protocol's version must be {VERSION}. Received: {version}. "
+                "Run the same version of persia_torchrec on both sides."
+            )
+        request, incarnation, stream, batch, precision, flags = numbers
+        try:
+            return cls(
+                Kind(kind), request, incarnation, stream, batch, Precision(precision), flags
+            )
+        except ValueError as exc:
+            raise FrameError(f"Unknown field in a message's header: {exc}.") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class TableIds:
+    """Ids of one table, as a request names them."""
+
+    table: int
+    ids: Ids
+
+
+def encode_json(value: object) -> bytes:
+    """Return a JSON value as a frame."""
+    return json.dumps(value).encode()
+
+
+def decode_json(frames: Sequence[Frame]) -> object:
+    """Return the JSON value of frame 1.
+
+    Raises:
+        FrameError: there is no such frame, or it holds no JSON.
+    """
+    if len(frames) != 2:
+        raise FrameError(f"The message must have 2 frames. Received: {len(frames)}.")
+    try:
+        value: object = json.loads(bytes(frames[1]))
+    except ValueError as exc:
+        raise FrameError(f"Frame 1 must be JSON ({exc}).") from exc
+    return value
+
+
+def error_frames(error: BaseException) -> Frames:
+    """Return the frames after the header of an ERROR."""
+    return [encode_json({"kind": type(error).__name__, "message": str(error)})]
+
+
+def encode_segments(tables: Sequence[TableIds]) -> Frames:
+    """Return frames 1 and 2 of a request: segments and ids."""
+    segments = np.array([(t.table, len(t.ids)) for t in tables], dtype=np.int64)
+    pieces = [t.ids for t in tables]
+    ids = pieces[0] if len(pieces) == 1 else np.concatenate([_NO_IDS, *pieces])
+    return [bytes_of(segments), bytes_of(ids)]
+
+
+def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableIds]:
+    """Read frames 1 and 2 of a request.
+
+    Args:
+        frames: all frames of the message.
+        num_frames: how many there must be.
+
+    Returns:
+        The ids of each table, views of the frames.
+
+    Raises:
+        FrameError: frames are missing, or their lengths do not fit one another.
+    """
+    if len(frames) != num_frames:
+        raise FrameError(
+            f"The message must have {num_frames} frames. Received: {len(frames)}."
+        )
+    segments = array_of(frames[1], np.int64).reshape(-1, 2)
+    ids = array_of(frames[2], np.uint64)
+    counts = segments[:, 1]
+    if (counts < 0).any() or int(counts.sum()) != len(ids):
+        raise FrameError(
+            f"The segments must name as many ids as follow, {len(ids)}. "
+            f"Received: counts {counts.tolist()[:8]}."
+        )
+    stops = np.cumsum(counts)
+    return [
+        TableIds(int(table), ids[stop - count : stop])
+        for (table, count), stop in zip(segments.tolist(), stops.tolist(), strict=True)
+    ]
+
+
+def bytes_of(array: npt.NDArray[np.generic]) -> memoryview:
+    """Return an array's bytes, without a copy where it is contiguous."""
+    return memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+
+
+def array_of(frame: Frame, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+    """View a frame as a flat array, without a copy.
+
+    Raises:
+        FrameError: its length is no multiple of the item's size.
+    """
+    size = np.dtype(dtype).itemsize
+    if len(frame) % size:
+        raise FrameError(
+            f"A frame of {np.dtype(dtype).name} must be a multiple of {size} bytes. "
+            f"Received: {len(frame)} bytes."
+        )
+    return np.frombuffer(frame, dtype=dtype)

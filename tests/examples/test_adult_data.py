@@ -1,0 +1,392 @@
+import gzip
+import hashlib
+import os
+import threading
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.adult_income import adult
+
+HEADER = (
+    "age, workclass, fnlwgt, education, education-num, marital-status, occupation, "
+    "relationship, race, sex, capital-gain, capital-loss, hours-per-week, "
+    "native-country, Y"
+)
+TRAIN = [
+    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, "
+    "Not-in-family, White, Male, 2174, 0, 40, United-States, <=50K",
+    "52, ?, 209642, HS-grad, 9, Married-civ-spouse, ?, "
+    "Husband, White, Male, 0, 1902, 45, Cuba, >50K",
+]
+TEST = [
+    "25, Private, 226802, 11th, 7, Never-married, Machine-op-inspct, "
+    "Own-child, Black, Male, 0, 0, 40, United-States, <=50K.",
+    "28, State-gov, 336951, Bachelors, 13, Married-civ-spouse, Adm-clerical, "
+    "Wife, White, Female, 7688, 0, 16, ?, >50K.",
+]
+
+
+def write(folder, *, train=TRAIN, test=TEST, ending="\n"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adult.data").write_bytes("\n".join(train).encode() + ending.encode())
+    (folder / "adult.test").write_bytes("\n".join(test).encode() + ending.encode())
+    return folder
+
+
+def sums(folder):
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in ("adult.data", "adult.test")
+    }
+
+
+@pytest.fixture
+def real_dir():
+    if not os.environ.get("PERSIA_DATA_DIR"):
+        pytest.skip("PERSIA_DATA_DIR does not name a folder with UCI's files")
+    return Path(os.environ["PERSIA_DATA_DIR"])
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def do_GET(self):
+        self.server.paths.append(self.path)
+        if self.server.answer is None:
+            super().do_GET()
+        else:
+            self.server.answer(self)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    """An HTTP server on loopback whose files are those of ``tmp_path / "www"``."""
+    www = tmp_path / "www"
+    www.mkdir()
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Handler, directory=www)
+    ) as server:
+        server.www, server.paths, server.answer = www, [], None
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+def assert_equal(rows, others):
+    np.testing.assert_array_equal(rows.dense, others.dense)
+    np.testing.assert_array_equal(rows.ids, others.ids)
+    np.testing.assert_array_equal(rows.labels, others.labels)
+
+
+# Reading
+
+
+def test_numbers_and_labels_are_as_in_the_file(tmp_path):
+    train, test = adult.load_adult(write(tmp_path))
+    assert train.dense.tolist() == [[39, 13, 2174, 0, 40], [52, 9, 0, 1902, 45]]
+    assert test.dense.tolist() == [[25, 7, 0, 0, 40], [28, 13, 7688, 0, 16]]
+    assert train.labels.tolist() == test.labels.tolist() == [[0], [1]]
+    assert train.dense.dtype == train.labels.dtype == np.float32
+    assert len(train) == len(test) == 2
+
+
+def test_an_id_means_the_same_in_both_files(tmp_path):
+    train, test = adult.load_adult(write(tmp_path))
+    assert train.ids.dtype == test.ids.dtype == np.uint64
+    # workclass: ?, Private, State-gov.
+    assert train.ids[:, 0].tolist() == [2, 0]
+    assert test.ids[:, 0].tolist() == [1, 2]
+    # education: 11th, Bachelors, HS-grad.
+    assert train.ids[:, 1].tolist() == [1, 2]
+    assert test.ids[:, 1].tolist() == [0, 1]
+    # native_country: ?, Cuba, United-States.
+    assert train.ids[:, 7].tolist() == [2, 1]
+    assert test.ids[:, 7].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("first", [[], [HEADER], ["|1x3 Cross validator"]])
+@pytest.mark.parametrize("ending", ["", "\n", "\n\n", "\r\n"])
+def test_a_header_and_empty_last_lines_are_no_rows(tmp_path, first, ending):
+    expected = adult.load_adult(write(tmp_path / "plain"))
+    folder = write(
+        tmp_path / "other", train=first + TRAIN, test=first + TEST, ending=ending
+    )
+    for rows, others in zip(adult.load_adult(folder), expected, strict=True):
+        assert_equal(rows, others)
+
+
+def test_gzipped_files_and_a_subfolder_named_adult_are_found(tmp_path):
+    expected = adult.load_adult(write(tmp_path / "plain"))
+    folder = write(tmp_path / "data" / "adult")
+    for path in list(folder.iterdir()):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    for rows, others in zip(adult.load_adult(tmp_path / "data"), expected, strict=True):
+        assert_equal(rows, others)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (", Cuba", "", r"there must be 15 fields, separated by commas\. Received: 14"),
+        (", >50K", ", >50K, 1", r"there must be 15 fields.*Received: 16"),
+        ("52,", "old,", r"age must be a whole number\. Received: \['old', "),
+        (" 1902,", " -1,", r"capital_loss must be a whole number"),
+        (" 9,", " ,", r"education_num must be a whole number"),
+        (" Cuba,", " ,", r"native_country must be a word or \?"),
+        (">50K", "rich", r"label must be in \['<=50K', '>50K'\]"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, old, new, message):
+    assert old in TRAIN[1]
+    folder = write(tmp_path, train=[HEADER, TRAIN[0], TRAIN[1].replace(old, new)])
+    with pytest.raises(ValueError, match=rf"adult\.data, line 3: {message}"):
+        adult.load_adult(folder)
+
+
+@pytest.mark.parametrize("line", ["", HEADER, "|1x3 Cross validator"])
+def test_an_empty_line_or_a_header_between_rows_is_malformed(tmp_path, line):
+    folder = write(tmp_path, test=[TEST[0], line, TEST[1]])
+    with pytest.raises(ValueError, match=r"adult\.test, line 2: (there|age) must be"):
+        adult.load_adult(folder)
+
+
+def test_a_file_without_rows_is_refused(tmp_path):
+    folder = write(tmp_path, test=[HEADER])
+    with pytest.raises(ValueError, match=r"adult\.test: .* at least one row"):
+        adult.load_adult(folder)
+
+
+def test_a_truncated_gzip_file_is_named(tmp_path):
+    path = write(tmp_path) / "adult.data"
+    path.with_name("adult.data.gz").write_bytes(gzip.compress(path.read_bytes())[:-9])
+    path.unlink()
+    with pytest.raises(ValueError, match=r"adult\.data\.gz: cannot be read as text"):
+        adult.load_adult(tmp_path)
+
+
+def test_the_real_files_hold_what_uci_says(real_dir):
+    data = adult.obtain_adult(real_dir)
+    assert (len(data.train), len(data.test)) == (32_561, 16_281)
+    assert data.train.labels.mean() == pytest.approx(0.2408, abs=1e-4)
+    assert data.test.labels.mean() == pytest.approx(0.2362, abs=1e-4)
+    ids = np.concatenate([data.train.ids, data.test.ids])
+    assert ids.max(axis=0).tolist() == [8, 15, 6, 14, 5, 4, 1, 41]
+    assert not data.is_made_up
+    assert data.source == f"UCI Adult in {real_dir}"
+
+
+# Where the data comes from
+
+
+def test_a_folder_without_the_files_is_an_error_and_no_reason_to_make_rows_up(tmp_path):
+    write(tmp_path)
+    (tmp_path / "adult.test").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must hold adult\.test or adult\."):
+        adult.obtain_adult(tmp_path)
+
+
+def test_files_are_downloaded_once_and_checked(tmp_path, server):
+    write(server.www)
+    download = adult.Download(server.url, sums(server.www))
+    cache = tmp_path / "cache" / "adult"
+    for _ in range(2):
+        data = adult.obtain_adult(download=download, cache_dir=cache)
+        assert_equal(data.train, adult.load_adult(server.www)[0])
+        assert data.source == f"UCI Adult in {cache}"
+    assert server.paths == ["/adult.data", "/adult.test"]
+    assert sums(cache) == sums(server.www)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_download_with_another_checksum_is_refused_and_deleted(tmp_path, server):
+    write(server.www)
+    found = sums(server.www)
+    wanted = {**found, "adult.test": "0" * 64}
+    cache = tmp_path / "cache"
+    message = f"SHA-256 must be {'0' * 64}. Received: {found['adult.test']}. The file"
+    with pytest.raises(adult.DownloadError, match=message):
+        adult.obtain_adult(download=adult.Download(server.url, wanted), cache_dir=cache)
+    assert [path.name for path in cache.iterdir()] == ["adult.data"]
+
+
+def test_a_downloaded_file_that_was_changed_since_is_refused_and_deleted(
+    tmp_path, server
+):
+    write(server.www)
+    download = adult.Download(server.url, sums(server.www))
+    cache = tmp_path / "cache"
+    adult.obtain_adult(download=download, cache_dir=cache)
+    (cache / "adult.data").write_text(TRAIN[0])
+    with pytest.raises(adult.DownloadError, match=r"cache/adult\.data: the file's SHA"):
+        adult.obtain_adult(download=download, cache_dir=cache)
+    assert not (cache / "adult.data").exists()
+    adult.obtain_adult(download=download, cache_dir=cache)
+    assert sums(cache) == sums(server.www)
+
+
+def test_a_server_without_the_file_is_an_error(tmp_path, server):
+    write(server.www)
+    download = adult.Download(f"{server.url}/moved", sums(server.www))
+    with pytest.raises(
+        adult.DownloadError, match=r"moved/adult\.data: .* 404 .*--data"
+    ):
+        adult.obtain_adult(download=download, cache_dir=tmp_path / "cache")
+
+
+def test_a_download_that_breaks_off_leaves_nothing(tmp_path, server):
+    def answer(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        handler.wfile.write(b"x" * 10)
+
+    server.answer = answer
+    path = tmp_path / "cache" / "adult.data"
+    with pytest.raises(adult.DownloadError, match=r"only 10 of 1000 bytes came"):
+        adult.fetch(f"{server.url}/adult.data", path, "0" * 64)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_server_that_falls_silent_is_given_up(tmp_path, server):
+    is_over = threading.Event()
+
+    def answer(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        is_over.wait(timeout=10)
+
+    server.answer = answer
+    with pytest.raises(adult.DownloadError, match=r"broke off: TimeoutError"):
+        adult.fetch(f"{server.url}/a", tmp_path / "a", "0" * 64, timeout_s=0.1)
+    is_over.set()
+    assert not (tmp_path / "a").exists()
+
+
+def test_without_a_network_rows_are_made_up_and_the_source_says_so(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as nobody:
+        port = nobody.server_port
+    download = adult.Download(f"http://127.0.0.1:{port}", {"adult.data": "0" * 64})
+    cache = tmp_path / "cache"
+    data = adult.obtain_adult(download=download, cache_dir=cache)
+    assert data.is_made_up
+    assert data.source.startswith("made-up rows")
+    assert "\n" not in data.source
+    assert "Connection refused" in data.source
+    assert (len(data.train), len(data.test)) == (32_561, 16_281)
+    assert not cache.exists()
+
+
+def test_the_checksums_are_those_of_the_files_as_uci_serves_them(
+    tmp_path, server, real_dir
+):
+    folder = real_dir if (real_dir / "adult.data.gz").exists() else real_dir / "adult"
+    for name, first in (("adult.data", b""), ("adult.test", b"|1x3 Cross validator\n")):
+        lines = gzip.decompress((folder / f"{name}.gz").read_bytes()).rstrip(b"\n")
+        (server.www / name).write_bytes(first + lines.partition(b"\n")[2] + b"\n\n")
+    data = adult.obtain_adult(
+        download=replace(adult.UCI, base_url=server.url), cache_dir=tmp_path / "cache"
+    )
+    for rows, others in zip(
+        (data.train, data.test), adult.load_adult(real_dir), strict=True
+    ):
+        assert_equal(rows, others)
+
+
+# The generator
+
+
+def test_made_up_rows_are_the_same_at_every_call():
+    for rows, others in zip(
+        adult.generate_adult(), adult.generate_adult(), strict=True
+    ):
+        assert_equal(rows, others)
+
+
+def test_made_up_rows_look_like_the_real_ones():
+    train, test = adult.generate_adult()
+    assert (train.dense.shape, train.ids.shape) == ((32_561, 5), (32_561, 8))
+    assert (test.dense.dtype, test.ids.dtype) == (np.float32, np.uint64)
+    assert train.labels.mean() == pytest.approx(0.24, abs=0.005)
+    assert test.labels.mean() == pytest.approx(0.24, abs=0.005)
+    assert train.dense.min(axis=0).tolist() == [17, 1, 0, 0, 1]
+    ids = np.concatenate([train.ids, test.ids])
+    assert ids.max(axis=0).tolist() == [8, 15, 6, 14, 5, 4, 1, 41]
+    # Skewed: the commonest category is well ahead of an even share.
+    for column in ids.T:
+        shares = np.bincount(column.astype(np.int64)) / len(column)
+        assert shares.max() > 1.3 / len(shares)
+
+
+def test_a_logistic_regression_finds_the_signal_in_made_up_rows():
+    train, test = adult.generate_adult()
+    mean, spread = train.dense.mean(axis=0), train.dense.std(axis=0)
+    widths = train.ids.max(axis=0).astype(np.int64) + 1
+
+    def design(rows):
+        one_hot = [
+            np.eye(width)[column.astype(np.int64)]
+            for width, column in zip(widths, rows.ids.T, strict=True)
+        ]
+        numbers = (rows.dense - mean) / spread
+        ones = np.ones((len(rows), 1))
+        return np.concatenate([ones, numbers, *one_hot], axis=1)
+
+    features, labels = design(train), train.labels[:, 0]
+    weights = np.zeros(features.shape[1])
+    for _ in range(6):  # Newton's steps
+        chance = 1 / (1 + np.exp(-features @ weights))
+        gradient = features.T @ (labels - chance) - weights
+        curvature = (features * (chance * (1 - chance))[:, None]).T @ features
+        weights += np.linalg.solve(curvature + np.eye(len(weights)), gradient)
+    auc = adult.roc_auc(test.labels, design(test) @ weights)
+    assert auc == pytest.approx(0.902, abs=0.001)
+
+
+# The area under the ROC curve
+
+scored = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 6)), min_size=2, max_size=40
+).filter(lambda pairs: len({label for label, _ in pairs}) == 2)
+
+
+@given(scored)
+def test_the_auc_counts_the_pairs_in_the_right_order(pairs):
+    positives = [score for label, score in pairs if label]
+    negatives = [score for label, score in pairs if not label]
+    wins = sum(
+        (positive > negative) + (positive == negative) / 2
+        for positive in positives
+        for negative in negatives
+    )
+    labels, scores = zip(*pairs, strict=True)
+    expected = wins / (len(positives) * len(negatives))
+    assert adult.roc_auc(labels, scores) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_auc_takes_columns_of_float32():
+    labels = np.array([[0], [0], [1], [1]], dtype=np.float32)
+    scores = np.array([[0.1], [0.4], [0.4], [0.8]], dtype=np.float32)
+    assert adult.roc_auc(labels, scores) == 0.875
+
+
+def test_an_auc_of_one_class_is_refused():
+    with pytest.raises(ValueError, match=r"both classes\. Received: 2 positive, 0 neg"):
+        adult.roc_auc([1, 1], [0.2, 0.3])
+
+
+def test_an_auc_of_nan_scores_is_refused():
+    with pytest.raises(ValueError, match=r"Received: 1 numbers among 2 scores for 2"):
+        adult.roc_auc([0, 1], [0.2, np.nan])
