@@ -10,7 +10,7 @@ Dimension key:
     D: its embedding dim
 """
 
-import itertools
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -53,6 +53,11 @@ class BatchNumber:
     stream: int
     batch: int
 
+    @staticmethod
+    def new_stream() -> int:
+        """Return a number for a stream of batches that no other process will choose."""
+        return secrets.randbits(63)
+
 
 class EmbeddingClient:
     """Pull rows from the servers and push gradients to them.
@@ -73,7 +78,6 @@ class EmbeddingClient:
         self._timeout_s = timeout_s
         self._tables: dict[str, TableSpec] = {}
         self._numbers: list[dict[str, int]] = [{} for _ in incarnations]
-        self._streams = itertools.count(1)
 
     @classmethod
     def connect(
@@ -121,10 +125,6 @@ class EmbeddingClient:
     def timeout_s(self) -> float:
         """Seconds that any request may take."""
         return self._timeout_s
-
-    def new_stream(self) -> int:
-        """Return a number for a stream of batches, unique in this client."""
-        return next(self._streams)
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make tables known to every server, or change the settings of known ones.

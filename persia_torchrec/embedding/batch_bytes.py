@@ -178,7 +178,7 @@ def _read_header(reader: _Reader) -> Fields:
 
 def _read_batch(reader: _Reader, header: Fields) -> PersiaBatch:
     batch_size = _count(header, "batch_size")
-    batch = PersiaBatch(
+    batch = PersiaBatch(  # its arguments are read in the order of the sections
         [_read_ids(reader, fields, batch_size) for fields in _parts(header, "ids")],
         [
             NonIDTypeFeature(*_read_dense(reader, fields))

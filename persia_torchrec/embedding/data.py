@@ -346,7 +346,7 @@ def _check_flat_ids(name: str, ids: object) -> None:
 def _check_name(kind: str, name: object) -> None:
     if not isinstance(name, str) or not name:
         raise BatchError(
-            f"The name of a {kind} must be a string that is not empty. "
+            f"Every {kind} must have a name, a string that is not empty. "
             f"Received: {_describe(name)}."
         )
 

@@ -25,7 +25,7 @@ from persia_torchrec.wire.discovery import AddressBook, JobState
 from persia_torchrec.wire.membership import JobTimings
 from persia_torchrec.wire.roll import Roll, Signature
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
 
 NAME = "coordinator"
 

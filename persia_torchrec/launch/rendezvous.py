@@ -1,4 +1,4 @@
-"""The rendezvous of the trainers: what ``torch.distributed`` reads from the environment.
+"""The rendezvous of the trainers: the variables that ``torch.distributed`` reads.
 
 A trainer's rank is its replica index. Its local rank is its position among the
 trainers that name the same host, so that each takes a device of its own. Trainer 0
@@ -35,7 +35,7 @@ def set_up_rendezvous(
         book.tell("trainer/master", f"{address} {free_port(address)}")
     *host_names, master = book.ask([*hosts, "trainer/master"], timeout_s=timeout_s)
     address, _, port = master.rpartition(" ")
-    variables = {
+    variables: dict[str, str | int] = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": host_names[:rank].count(host_names[rank]),

@@ -26,7 +26,7 @@ from persia_torchrec.launch.rendezvous import set_up_rendezvous
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.membership import JobMember
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("persia_torchrec.launch.script")  # also as __main__
 
 ROLES = ("trainer", "loader")
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             member.wait_for_end()
         except JobError:
-            return 1  # the member has logged why
+            raise SystemExit(1) from None  # the member has logged why
     return 0
 
 

@@ -170,7 +170,7 @@ class EmbeddingServer:
         self._metrics.count(f"requests_{header.kind.name.lower()}")
         match header.kind:
             case Kind.LOOKUP:
-                return [self._lookup(peer, header, frames)]
+                return [self._lookup(header, frames)]
             case Kind.UPDATE:
                 self._queue_update(peer, header, frames)
                 return None
@@ -217,7 +217,7 @@ class EmbeddingServer:
             logger.info("table %s", spec)
         return numbers
 
-    def _lookup(self, peer: bytes, header: Header, frames: Frames) -> Frame:
+    def _lookup(self, header: Header, frames: Frames) -> Frame:
         tables = self._decode_tables(frames, num_frames=3)
         training = bool(header.flags & TRAINING)
         rows = np.empty(sum(self._num_weights(t) for t in tables), dtype=np.float32)
@@ -228,7 +228,7 @@ class EmbeddingServer:
             shape = (len(t.ids), self._store.tables[t.table].dim)
             self._store.lookup(t.table, t.ids, out.reshape(shape), training=training)
         if training:
-            self._open_batches.begin(peer, header.stream, header.batch)
+            self._open_batches.begin(header.stream, header.batch)
         return encode_floats(rows, header.precision)
 
     def _queue_update(self, peer: bytes, header: Header, frames: Frames) -> None:
@@ -243,7 +243,7 @@ class EmbeddingServer:
             self._store.update(t.table, t.ids, grads_ND)
             for t, grads_ND in zip(update.tables, update.grads, strict=True)
         )
-        self._open_batches.end(update.peer, header.stream, header.batch)
+        self._open_batches.end(header.stream, header.batch)
         ack = Header(Kind.REPLY, header.request)
         self._listener.send(update.peer, ack, [encode_json(num_missed)])
 

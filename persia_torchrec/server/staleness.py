@@ -21,24 +21,24 @@ class OpenBatches:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._open: dict[tuple[bytes, int], set[int]] = {}
+        self._open: dict[int, set[int]] = {}
 
-    def begin(self, peer: bytes, stream: int, batch: int) -> None:
+    def begin(self, stream: int, batch: int) -> None:
         """A training lookup of a batch has been answered."""
-        batches = self._open.setdefault((peer, stream), set())
+        batches = self._open.setdefault(stream, set())
         batches.add(batch)
         if len(batches) > _MAX_OPEN:
             # A trainer that died leaves its stream open; a live one is bounded.
             batches.clear()
         self._publish()
 
-    def end(self, peer: bytes, stream: int, batch: int) -> None:
+    def end(self, stream: int, batch: int) -> None:
         """The update of a batch has been applied, or its trainer gave it up."""
-        batches = self._open.get((peer, stream))
+        batches = self._open.get(stream)
         if batches is not None:
             batches.discard(batch)
             if not batches:
-                del self._open[peer, stream]
+                del self._open[stream]
         self._publish()
 
     def _publish(self) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Literal
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch has no __all__
 
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError
 
@@ -107,7 +107,10 @@ class AddressBook:
     def clone(self) -> "AddressBook":
         """Open a further connection, for another thread."""
         with self._store_errors() as store:
-            return AddressBook(store.clone(), self.host_name)
+            address = store.host
+        deadline = time.monotonic() + _OPERATION_TIMEOUT.total_seconds()
+        store = _connect(address, self.host_name, self.port, deadline)
+        return AddressBook(store, self.host_name)
 
     def close(self) -> None:
         """Close the connection; the host's book is gone for everybody with it."""

@@ -315,12 +315,8 @@ class JobMember:
     def _exit_after(self, seconds: float, *, status: int) -> None:
         """End the process, which should have ended by itself before."""
         time.sleep(seconds)
-        logger.error(
-            "%s did not end within %g s of the job's end; status %d",
-            self.who,
-            seconds,
-            status,
-        )
+        late = f"{self.who} did not end within {seconds:g} s of the job's end"
+        logger.warning("%s, and is ended with status %d", late, status)
         self._leave()
         os._exit(status)
 

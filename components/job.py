@@ -1,0 +1,74 @@
+"""The whole job: coordinator, embedding servers and workers, data loaders, NN workers.
+
+torchx run -s local_cwd components/job.py:train --nn_worker train.py
+    --data_loader data_loader.py --embedding_config embedding_config.yml
+    --global_config global_config.yml --embedding_servers 2
+"""
+
+from typing import Dict, Optional
+
+import torchx.specs as specs
+
+from persia_torchrec.launch import roles
+
+
+def train(
+    nn_worker: str,
+    data_loader: str,
+    embedding_config: str,
+    global_config: str,
+    embedding_servers: int = 1,
+    embedding_workers: int = 1,
+    data_loaders: int = 1,
+    nn_workers: int = 1,
+    nn_worker_gpus: int = 0,
+    port: int = 0,
+    python: str = "python3",
+    image: str = "",
+    env: Optional[Dict[str, str]] = None,
+) -> specs.AppDef:
+    """Train a model whose embeddings live on servers.
+
+    Args:
+        nn_worker: the NN workers' script and its arguments, as "train.py --epochs 2"
+        data_loader: the data loaders' script and its arguments
+        embedding_config: path of embedding_config.yml, where the roles run
+        global_config: path of global_config.yml, where the roles run
+        embedding_servers: number of servers; ids are spread over them by hash
+        embedding_workers: number of embedding workers
+        data_loaders: number of data loaders; 0 if the NN workers read their own data
+        nn_workers: number of NN workers, one process each
+        nn_worker_gpus: GPUs that each NN worker asks the scheduler for
+        port: TCP port of the job's address book; 0 takes one that is free on the
+            machine that runs torchx, so name one on a cluster
+        python: interpreter, looked up in PATH where the roles run
+        image: container image; not used by local_cwd
+        env: further variables for every role, as NAME=value,NAME=value
+    """
+    job = roles.JobSettings(
+        embedding_config=embedding_config,
+        global_config=global_config,
+        port=roles.job_port(port),
+        python=python,
+        image=image,
+        env=env or {},
+    )
+    loaders = (
+        [roles.data_loaders(job, data_loader, data_loaders)] if data_loaders else []
+    )
+    return specs.AppDef(
+        name=roles.APP_NAME,
+        roles=[
+            roles.coordinator(
+                job,
+                num_servers=embedding_servers,
+                num_workers=embedding_workers,
+                num_loaders=data_loaders,
+                num_trainers=nn_workers,
+            ),
+            roles.embedding_servers(job, embedding_servers),
+            roles.embedding_workers(job, embedding_workers),
+            *loaders,
+            roles.nn_workers(job, nn_worker, nn_workers, gpus=nn_worker_gpus),
+        ],
+    )

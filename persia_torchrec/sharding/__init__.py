@@ -1,0 +1,1 @@
+"""The TorchRec side: sharders, sharded modules."""

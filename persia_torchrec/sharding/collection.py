@@ -1,0 +1,125 @@
+"""What TorchRec's collections say of their tables, in the servers' terms.
+
+A table of a collection on the servers has no length: ids are raw 64-bit values, and
+``num_embeddings`` only sets the range of the initial weights, as it does in TorchRec.
+What the servers cannot do is refused here, before anything is trained.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    get_embedding_names_by_table,
+)
+
+from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.table import TableSpec
+from persia_torchrec.worker.bags import FeatureSpec, Pooling
+
+_POOLINGS: dict[PoolingType, Pooling] = {
+    PoolingType.SUM: "sum",
+    PoolingType.MEAN: "mean",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionSpec:
+    """A collection: its tables, and its features in the order of their columns.
+
+    Attributes:
+        tables: one a table of the collection.
+        features: one a column block of the pooled output.
+    """
+
+    tables: tuple[TableSpec, ...]
+    features: tuple[FeatureSpec, ...]
+
+
+def describe_bags(
+    module: EmbeddingBagCollection, optimizer: Optimizer
+) -> CollectionSpec:
+    """Describe an ``EmbeddingBagCollection``.
+
+    Args:
+        module: on any device; only its configuration is read.
+        optimizer: of all its tables.
+
+    Raises:
+        ConfigError: a setting that the servers cannot honour; the message names the
+            table and what works instead.
+    """
+    if module.is_weighted():
+        raise ConfigError(
+            "The collection on the servers must be unweighted. Received: "
+            "is_weighted=True. Leave this collection to TorchRec's own sharder."
+        )
+    configs = module.embedding_bag_configs()
+    names_by_table = get_embedding_names_by_table(configs)
+    features = [
+        FeatureSpec(name=name, key=key, table=config.name, pooling=_pooling(config))
+        for config, names in zip(configs, names_by_table, strict=True)
+        for name, key in zip(names, config.feature_names, strict=True)
+    ]
+    return CollectionSpec(_tables(configs, optimizer), tuple(features))
+
+
+def _tables(
+    configs: Iterable[BaseEmbeddingConfig], optimizer: Optimizer
+) -> tuple[TableSpec, ...]:
+    return tuple(
+        TableSpec(
+            name=config.name,
+            dim=config.embedding_dim,
+            optimizer=optimizer,
+            lower=_bounds(config)[0],
+            upper=_bounds(config)[1],
+            seed=_seed(config.name),
+        )
+        for config in configs
+    )
+
+
+def _pooling(config: EmbeddingBagConfig) -> Pooling:
+    if config.data_type != DataType.FP32:
+        raise ConfigError(
+            f"Table {config.name!r}: the servers hold float32 rows. "
+            f"Received: data_type={config.data_type}."
+        )
+    if config.pooling not in _POOLINGS:
+        raise ConfigError(
+            f"Table {config.name!r}: pooling must be SUM or MEAN. "
+            f"Received: {config.pooling}."
+        )
+    return _POOLINGS[config.pooling]
+
+
+def _bounds(config: BaseEmbeddingConfig) -> tuple[float, float]:
+    """Return the range of initial weights: TorchRec's +-sqrt(1 / num_embeddings)."""
+    init = config.init_fn
+    if init is None:
+        return config.get_weight_init_min(), config.get_weight_init_max()
+    # TorchRec itself fills init_fn with a uniform_ between the bounds.
+    if isinstance(init, functools.partial) and init.func is torch.nn.init.uniform_:
+        bounds = {"a": 0.0, "b": 1.0, **init.keywords}
+        return float(bounds["a"]), float(bounds["b"])
+    raise ConfigError(
+        f"Table {config.name!r}: the servers draw initial weights by id, uniformly. "
+        f"Received: init_fn={init}. Give weight_init_min and weight_init_max instead."
+    )
+
+
+def _seed(table: str) -> int:
+    """Return the same seed for the same table name, everywhere."""
+    digest = hashlib.blake2b(table.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,207 @@
+"""A sharded module whose rows live on the embedding servers.
+
+TorchRec drives every sharded module by three calls, and so it drives this one:
+
+    input_dist    begins to pull the batch in the background and returns at once
+    compute       waits for the pooled embeddings and puts them into the autograd graph
+    output_dist   names their columns: a KeyedTensor
+
+In the backward pass the gradient of the pooled embeddings leaves through the same
+place; what the servers do with it does not concern autograd. The module has no
+parameters: rows and optimizer state stay on the servers.
+
+Dimension key:
+    B: samples
+    T: sum of the dims of all features
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    NoWait,
+    ShardedModule,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.streamable import Multistreamable
+
+from persia_torchrec.data.kjt import to_jagged_ids
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.worker.bags import Bags
+from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
+
+Handle = TypeVar("Handle")
+
+
+class RemoteContext(Multistreamable):
+    """What TorchRec passes along with one batch; nothing needs to be remembered."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """No tensor of this context lives on a device."""
+
+
+class PullSource(Protocol):
+    """What a remote collection accepts as a batch instead of a KeyedJaggedTensor."""
+
+
+class StartedPull(Generic[Handle]):
+    """A batch whose pull has begun: hand it to the model in place of its ids."""
+
+    def __init__(self, future: "Future[PulledBatch[Handle]]", timeout_s: float) -> None:
+        self._future = future
+        self._timeout_s = timeout_s
+
+    def wait(self) -> PulledBatch[Handle]:
+        """Wait for the batch.
+
+        Raises:
+            PersiaError: what went wrong, as ServerError or StalenessError.
+        """
+        return self._future.result(self._timeout_s)
+
+
+class _Rows(torch.autograd.Function):
+    """Pooled embeddings that push their gradient when it comes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        pulled: PulledBatch[Any],
+        module: "ShardedRemoteEmbeddingBagCollection",
+    ) -> torch.Tensor:
+        ctx.pulled = pulled
+        ctx.module = module
+        return module.on_device(pulled)
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, None, None]:
+        (grad_BT,) = grads
+        scaled = grad_BT.detach() * ctx.module.gradient_scale
+        flat = scaled.to("cpu", torch.float32).contiguous()
+        ctx.pulled.push(flat.numpy())
+        return None, None, None
+
+
+class ShardedRemoteEmbeddingBagCollection(
+    ShardedModule[Any, torch.Tensor, KeyedTensor, RemoteContext]
+):
+    """An ``EmbeddingBagCollection`` on the embedding servers.
+
+    In training mode, with gradients enabled, rows are made on first sight and the
+    gradients are pushed; otherwise the servers are only read, and an unknown id reads
+    zeros.
+
+    Args:
+        pipeline: pulls and pushes; the module does not close it.
+        keys: features that a batch must have.
+        names: of the columns of the output, one a feature.
+        dims: of the features, in the same order.
+        device: where the embeddings are wanted.
+        gradient_scale: multiplied into every gradient before it is pushed.
+    """
+
+    def __init__(
+        self,
+        pipeline: BatchPipeline[Any, Any],
+        *,
+        keys: tuple[str, ...],
+        names: tuple[str, ...],
+        dims: tuple[int, ...],
+        device: torch.device,
+        timeout_s: float,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+        self.gradient_scale = gradient_scale
+        self._keys = keys
+        self._names = list(names)
+        self._dims = list(dims)
+        self._device = device
+        self._timeout_s = timeout_s
+        # Autograd only calls a function's backward if an input wants a gradient.
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def start(self, batch: object) -> StartedPull[Any]:
+        """Begin to pull a batch; returns at once.
+
+        Args:
+            batch: a KeyedJaggedTensor, or what this collection's pipeline takes.
+
+        Raises:
+            BatchError: features are missing, or ids are not int64.
+            PersiaError: an earlier push failed.
+        """
+        if isinstance(batch, KeyedJaggedTensor):
+            jagged = to_jagged_ids(batch, self._keys)
+            batch = {key: Bags(*feature) for key, feature in jagged.items()}
+        is_training = self.training and torch.is_grad_enabled()
+        future = self.pipeline.start(batch, training=is_training)
+        # The pull itself ends in an error in time; the margin is for a wait for a
+        # permit that comes before it.
+        return StartedPull(future, 2 * self._timeout_s + 5)
+
+    def input_dist(
+        self, ctx: RemoteContext, *input: Any, **kwargs: Any
+    ) -> Awaitable[Awaitable[StartedPull[Any]]]:
+        """Begin to pull; a batch whose pull has begun is passed on."""
+        (batch,) = (*input, *kwargs.values())
+        started = batch if isinstance(batch, StartedPull) else self.start(batch)
+        return NoWait(NoWait(started))
+
+    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
+        """Wait for the pooled embeddings; float32 ``(B, T)`` on the device."""
+        pulled = dist_input.wait()
+        if not (pulled.is_training and torch.is_grad_enabled()):
+            return self.on_device(pulled)
+        embeddings: torch.Tensor = _Rows.apply(self._anchor, pulled, self)
+        return embeddings
+
+    def output_dist(
+        self, ctx: RemoteContext, output: torch.Tensor
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Name the columns."""
+        return _NamedColumns(KeyedTensor(self._names, self._dims, output))
+
+    def create_context(self) -> RemoteContext:
+        """Return an empty context."""
+        return RemoteContext()
+
+    def on_device(self, pulled: PulledBatch[Any]) -> torch.Tensor:
+        """Return the pooled embeddings as a tensor on the module's device."""
+        return torch.from_numpy(pulled.pooled).to(self._device, non_blocking=True)
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """There are none: the rows are on the servers."""
+        return iter(())
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+        """What this module was before it was sharded."""
+        return EmbeddingBagCollection
+
+    def copy(self, device: torch.device) -> "ShardedRemoteEmbeddingBagCollection":
+        """Refuse: a copy would push the same batches twice."""
+        raise ConfigError(
+            "A collection on the embedding servers cannot be copied to another device. "
+            "Build a second DistributedModelParallel there."
+        )
+
+
+class _NamedColumns(LazyAwaitable[KeyedTensor]):
+    """An output that is already there."""
+
+    def __init__(self, output: KeyedTensor) -> None:
+        super().__init__()
+        self._output = output
+
+    def _wait_impl(self) -> KeyedTensor:
+        return self._output

@@ -1,0 +1,238 @@
+"""Lookup and gradient of a whole batch.
+
+    bags of every feature
+      -> prefix, unique ids a table, grouped by server      (_route)
+      -> rows of the unique ids, from the servers           (client.pull)
+      -> one vector a bag                                   (pool)
+    gradient of these vectors
+      -> gradient of each unique id, summed over the batch  (add_gradients)
+      -> to the servers, which apply the optimizer          (client.push)
+
+Ids of all features of a table are made unique together: an id in two features is
+pulled once and updated once, with the sum of both gradients.
+
+Dimension key:
+    B: samples
+    L: ids of one feature in a batch
+    U: unique ids of one table
+    D: embedding dim
+    T: sum of the dims of all features
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.routing.dedup import Positions, unique_ids
+from persia_torchrec.routing.hashing import Ids, add_prefix
+from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Precision
+from persia_torchrec.worker.bags import Bags, FeatureSpec
+from persia_torchrec.worker.pooling import Floats, Lengths, add_gradients, pool
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedBatch:
+    """A batch's ids, unique and grouped by server; what its gradient needs again.
+
+    Attributes:
+        number: which batch it is, or None when it is not for training.
+        tables: names of tables with their unique ids.
+        inverses: for each feature, int32 ``(L,)``: which of its table's grouped ids
+            each id is.
+        lengths: for each feature, int32 ``(B,)``: ids a bag.
+        num_samples: B.
+    """
+
+    number: BatchNumber | None
+    tables: list[tuple[str, ShardedIds]]
+    inverses: list[Positions]
+    lengths: list[Lengths]
+    num_samples: int
+
+
+class EmbeddingWorker:
+    """Pull and pool batches, un-pool and push their gradients.
+
+    Any thread may call any method.
+
+    Args:
+        client: of the servers; the worker does not close it.
+        features: in the order of their columns in the pooled array.
+        precision: how rows and gradients travel.
+
+    Raises:
+        ConfigError: no feature, or two of the same name.
+    """
+
+    def __init__(
+        self,
+        client: EmbeddingClient,
+        features: Sequence[FeatureSpec],
+        *,
+        precision: Precision = Precision.FP32,
+    ) -> None:
+        self.features = tuple(features)
+        names = [feature.name for feature in self.features]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(
+                f"There must be features, each of its own name. Received: {names}."
+            )
+        self._client = client
+        self._precision = precision
+        self._tables = list(dict.fromkeys(feature.table for feature in self.features))
+
+    def add_tables(self, specs: Sequence[TableSpec]) -> None:
+        """Make the tables known to the servers; see ``EmbeddingClient.add_tables``.
+
+        Raises:
+            ConfigError: a feature's table is not among them.
+        """
+        missing = set(self._tables) - {spec.name for spec in specs}
+        if missing:
+            raise ConfigError(f"No table {sorted(missing)[0]!r}, which a feature names.")
+        self._client.add_tables(specs)
+
+    def dims(self) -> list[int]:
+        """Return the dim of each feature."""
+        return [self._client.table(feature.table).dim for feature in self.features]
+
+    def pull(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> tuple[Floats, RoutedBatch]:
+        """Fetch and pool the rows of a batch; returns when they are here.
+
+        Args:
+            bags: by key of the features, all of the same number of samples; exactly
+                the keys of this worker's features.
+            number: which batch of which stream, when it is for training. None only
+                looks.
+
+        Returns:
+            float32 ``(B, T)``, and what :meth:`push` needs.
+
+        Raises:
+            BatchError: features are missing, unknown, or do not fit together.
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        batch = self._route(bags, number)
+        rows = self._client.pull(batch.tables, batch=number, precision=self._precision)
+        rows_of = dict(zip((name for name, _ in batch.tables), rows, strict=True))
+        pooled_BT = np.empty((batch.num_samples, sum(self.dims())), dtype=np.float32)
+        for f, columns in enumerate(self._columns()):
+            feature = self.features[f]
+            pool(
+                rows_of[feature.table],
+                *(batch.inverses[f], batch.lengths[f], feature.pooling),
+                pooled_BT[:, columns],
+            )
+        return pooled_BT, batch
+
+    def push(self, batch: RoutedBatch, grads_BT: Floats) -> list[Reply]:
+        """Send the gradients of a training batch; returns before they are applied.
+
+        Args:
+            batch: what :meth:`pull` returned.
+            grads_BT: float32 ``(B, T)``, the gradient of the pooled array.
+
+        Returns:
+            Replies of the servers, for :meth:`missed`.
+
+        Raises:
+            BatchError: the gradient's shape is not the pooled array's.
+        """
+        assert batch.number is not None, "a batch that was not pulled for training"
+        expected = (batch.num_samples, sum(self.dims()))
+        if grads_BT.shape != expected:
+            raise BatchError(
+                f"The gradient must have the shape {expected}. "
+                f"Received: {grads_BT.shape}."
+            )
+        grads_of = {
+            name: np.zeros(
+                (len(ids.ids), self._client.table(name).dim), dtype=np.float32
+            )
+            for name, ids in batch.tables
+        }
+        for f, columns in enumerate(self._columns()):
+            feature = self.features[f]
+            add_gradients(
+                grads_BT[:, columns],
+                *(batch.inverses[f], batch.lengths[f], feature.pooling),
+                grads_of[feature.table],
+            )
+        grads = list(grads_of.values())
+        return self._client.push(
+            batch.tables, grads, batch.number, precision=self._precision
+        )
+
+    def abandon(self, batch: RoutedBatch) -> list[Reply]:
+        """Tell the servers that a training batch will get no gradients."""
+        assert batch.number is not None, "a batch that was not pulled for training"
+        return self._client.push([], [], batch.number)
+
+    def missed(self, replies: Sequence[Reply]) -> int:
+        """Wait until a push is applied; return how many ids had no row any more."""
+        return self._client.missed(replies)
+
+    def check(self, bags: Mapping[str, Bags]) -> int:
+        """Check a batch against the features; return its number of samples.
+
+        Raises:
+            BatchError: features are missing, unknown, or do not fit together.
+        """
+        keys = {feature.key for feature in self.features}
+        if bags.keys() != keys:
+            raise BatchError(
+                f"A batch must have the features {sorted(keys)}. Received: missing "
+                f"{sorted(keys - bags.keys())}, unknown {sorted(bags.keys() - keys)}."
+            )
+        num_samples = {name: len(bag.lengths) for name, bag in bags.items()}
+        if len(set(num_samples.values())) > 1:
+            raise BatchError(
+                "All features must have the same number of samples. "
+                f"Received: {num_samples}."
+            )
+        for name, bag in bags.items():
+            bag.check(name)
+        return next(iter(num_samples.values()))
+
+    def _route(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> RoutedBatch:
+        num_samples = self.check(bags)
+        tables = []
+        inverses: dict[str, Positions] = {}
+        for table in self._tables:
+            members = [f for f in self.features if f.table == table]
+            ids = [_prefixed(bags[f.key], f) for f in members]
+            unique = unique_ids(np.concatenate(ids))
+            split = self._client.split(unique.ids)
+            tables.append((table, split))
+            stops = np.cumsum([len(piece) for piece in ids])[:-1]
+            pieces = np.split(split.place[unique.inverse], stops)
+            inverses.update(zip((f.name for f in members), pieces, strict=True))
+        return RoutedBatch(
+            number,
+            tables,
+            [inverses[feature.name] for feature in self.features],
+            [bags[feature.key].lengths for feature in self.features],
+            num_samples,
+        )
+
+    def _columns(self) -> list[slice]:
+        stops = np.cumsum(self.dims()).tolist()
+        return [
+            slice(stop - dim, stop)
+            for stop, dim in zip(stops, self.dims(), strict=True)
+        ]
+
+
+def _prefixed(bags: Bags, feature: FeatureSpec) -> Ids:
+    if not feature.prefix:
+        return bags.ids
+    return add_prefix(bags.ids, feature.prefix, feature.prefix_bits)

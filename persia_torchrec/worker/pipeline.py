@@ -1,0 +1,340 @@
+"""Batches on their way: pulls ahead of the training, pushes behind it.
+
+    start()  -> queue -> pulling thread: take a permit, pull -> the batch is ready
+    push()   -> queue -> pushing thread: un-pool, send  ...  acknowledged: permit back
+
+Training pulls happen in the order of ``start``, each under a permit of the staleness
+bound (see ``client/permits.py``); evaluation pulls take none and have a thread of
+their own, so that they never wait behind a training pull that waits for a permit.
+Pushes are sent in the order of ``push`` and acknowledged in the background.
+
+A training batch whose pooled embeddings are dropped without a push (no backward pass
+came, or it raised) is given up: the servers are told, and the permit comes back.
+
+An error of a background push is raised by the next call, whichever it is.
+"""
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from persia_torchrec.client.client import BatchNumber, Reply
+from persia_torchrec.client.permits import Permit, Permits
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
+from persia_torchrec.worker.pooling import Floats
+
+logger = logging.getLogger(__name__)
+
+Source = TypeVar("Source", contravariant=True)
+Handle = TypeVar("Handle")
+
+
+class Lookup(Protocol[Source, Handle]):
+    """Something that pulls batches and pushes their gradients.
+
+    An embedding worker in this process, or the way to one in another.
+    """
+
+    def pull(self, source: Source, number: BatchNumber | None) -> tuple[Floats, Handle]:
+        """Return the pooled embeddings of a batch, and what a push needs."""
+
+    def push(self, handle: Handle, grads_BT: Floats) -> Sequence[Reply]:
+        """Send the gradients of a batch; replies come when they are applied."""
+
+    def abandon(self, handle: Handle) -> Sequence[Reply]:
+        """Tell that a training batch gets no gradients."""
+
+    def missed(self, replies: Sequence[Reply]) -> int:
+        """Return how many ids of a push had no row any more; may wait."""
+
+
+class PulledBatch(Generic[Handle]):
+    """Pooled embeddings of one batch, and the one push they may get.
+
+    Attributes:
+        pooled: float32 ``(B, T)``, C-contiguous, owned by this batch.
+        is_training: whether it can be pushed.
+    """
+
+    def __init__(
+        self,
+        pooled: Floats,
+        push: Callable[[Floats], None] | None,
+        give_up: Callable[[], None] | None,
+    ) -> None:
+        self.pooled = pooled
+        self.is_training = push is not None
+        self._push = push
+        # Runs at most once: when this object is no longer used, unless push() came.
+        self._give_up = weakref.finalize(self, give_up) if give_up else None
+        if self._give_up is not None:
+            self._give_up.atexit = False
+
+    def push(self, grads_BT: Floats) -> None:
+        """Send the gradient of ``pooled``; waits for the servers at staleness 0.
+
+        Args:
+            grads_BT: float32 ``(B, T)``; must not be changed afterwards.
+
+        Raises:
+            BatchError: this batch was pushed before, or was not pulled for training.
+            PersiaError: a push of before failed, or, at staleness 0, this one.
+        """
+        if self._push is None or self._give_up is None or not self._give_up.detach():
+            raise BatchError(
+                "A training batch's gradients can be pushed once. Received: a second "
+                "backward pass, or a batch that was looked up for evaluation."
+            )
+        self._push(grads_BT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Push(Generic[Handle]):
+    handle: Handle
+    grads: Floats | None  # None: the batch is given up
+    permit: Permit
+    done: "Future[int]"
+
+
+class BatchPipeline(Generic[Source, Handle]):
+    """The batches of one embedding collection. Any thread may call any method.
+
+    Args:
+        lookup: where batches are pulled from and pushed to.
+        staleness: batches that may be between pull and acknowledged push; 0 makes
+            :meth:`PulledBatch.push` wait, which equals ordinary training.
+        timeout_s: seconds that a wait for a permit or an acknowledgement may take.
+
+    Raises:
+        ConfigError: ``staleness`` is negative.
+    """
+
+    def __init__(
+        self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
+    ) -> None:
+        self._lookup = lookup
+        self._timeout_s = timeout_s
+        self._stream = BatchNumber.new_stream()
+        self._lock = threading.Lock()
+        self._num_started = 0  # guarded by _lock
+        self._num_missed = 0  # guarded by _lock
+        self._error: BaseException | None = None  # guarded by _lock
+        self._open: set[Future[int]] = set()  # guarded by _lock
+        self._is_closed = False  # guarded by _lock
+        self.set_staleness(staleness)
+        # Bounded by the permits: a push needs one, and a pull waits for one.
+        self._pushes: queue.SimpleQueue[_Push[Handle] | None] = queue.SimpleQueue()
+        self._training = _Puller("training pulls")
+        self._evaluation = _Puller("evaluation pulls")
+        self._pusher = threading.Thread(
+            target=self._run_pushes, name="pushes", daemon=True
+        )
+        self._pusher.start()
+
+    def set_staleness(self, staleness: int) -> None:
+        """Change the bound; only while no training batch is under way.
+
+        Raises:
+            ConfigError: ``staleness`` is negative, or batches are under way.
+        """
+        if staleness < 0:
+            raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
+        with self._lock:
+            if self._open:
+                raise ConfigError(
+                    "The staleness bound can change only while no batch is under way. "
+                    f"Received: {len(self._open)} batches without acknowledgement."
+                )
+            self._waits_for_ack = staleness == 0
+            self._permits = Permits(max(staleness, 1), self._timeout_s)
+
+    def start(
+        self, source: Source, *, training: bool
+    ) -> "Future[PulledBatch[Handle]]":
+        """Begin to pull a batch; returns at once.
+
+        Args:
+            source: the batch, as the lookup takes it.
+            training: whether its gradients will be pushed.
+
+        Raises:
+            PersiaError: a push of before failed, or the pipeline is closed.
+        """
+        self._raise_error()
+        if not training:
+            return self._evaluation.submit(lambda: self._pull_for_evaluation(source))
+        with self._lock:
+            self._num_started += 1
+            number = BatchNumber(self._stream, self._num_started)
+            permits = self._permits
+        return self._training.submit(lambda: self._pull(source, number, permits))
+
+    @property
+    def num_missed(self) -> int:
+        """Ids so far whose row had been evicted when their gradient came."""
+        with self._lock:
+            return self._num_missed
+
+    def flush(self) -> None:
+        """Wait until every push so far is applied.
+
+        Raises:
+            PersiaError: one of them failed, or was not acknowledged in time.
+        """
+        with self._lock:
+            waiting = list(self._open)
+        for done in waiting:
+            self._await(done)
+        self._raise_error()
+
+    def close(self) -> None:
+        """Stop the threads; pushes that were begun are sent. May be called twice."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._training.close()
+        self._evaluation.close()
+        self._pushes.put(None)
+        self._pusher.join(timeout=self._timeout_s)
+
+    def _pull_for_evaluation(self, source: Source) -> PulledBatch[Handle]:
+        pooled, _ = self._lookup.pull(source, None)
+        return PulledBatch(pooled, None, None)
+
+    def _pull(
+        self, source: Source, number: BatchNumber, permits: Permits
+    ) -> PulledBatch[Handle]:
+        permit = permits.take()
+        try:
+            pooled, handle = self._lookup.pull(source, number)
+        except BaseException:
+            permit.give_back()
+            raise
+        done: Future[int] = Future()
+        with self._lock:
+            self._open.add(done)
+        return PulledBatch(
+            pooled,
+            lambda grads: self._push(_Push(handle, grads, permit, done)),
+            lambda: self._pushes.put(_Push(handle, None, permit, done)),
+        )
+
+    def _push(self, push: _Push[Handle]) -> None:
+        self._pushes.put(push)
+        if self._waits_for_ack:
+            self._await(push.done)
+        self._raise_error()
+
+    def _await(self, done: "Future[int]") -> None:
+        try:
+            done.result(self._timeout_s)
+        except PersiaError:
+            raise
+        except TimeoutError:
+            raise StalenessError(
+                f"A push was not acknowledged within {self._timeout_s:g} s."
+            ) from None
+
+    def _run_pushes(self) -> None:
+        while (push := self._pushes.get()) is not None:
+            try:
+                if push.grads is None:
+                    replies = self._lookup.abandon(push.handle)
+                else:
+                    replies = self._lookup.push(push.handle, push.grads)
+            except Exception as exc:  # noqa: BLE001  # handed to the next caller
+                self._finish(push, exc)
+                continue
+            _when_all_done(replies, lambda p=push, r=replies: self._settle(p, r))
+
+    def _settle(self, push: _Push[Handle], replies: Sequence[Reply]) -> None:
+        """All replies to a push have come, each with a result or an error."""
+        try:
+            num_missed = self._lookup.missed(replies)
+        except Exception as exc:  # noqa: BLE001  # handed to the next caller
+            self._finish(push, exc)
+            return
+        with self._lock:
+            self._num_missed += num_missed
+        self._finish(push, None)
+
+    def _finish(self, push: _Push[Handle], error: Exception | None) -> None:
+        with self._lock:
+            self._open.discard(push.done)
+            if error is not None and self._error is None and not self._is_closed:
+                logger.error("a push failed: %s", error)
+                self._error = error
+        push.permit.give_back()
+        if error is None:
+            push.done.set_result(0)
+        else:
+            push.done.set_exception(error)
+
+    def _raise_error(self) -> None:
+        with self._lock:
+            error = self._error
+            if error is None and self._is_closed:
+                error = PersiaError("The embedding pipeline is closed.")
+        if error is not None:
+            raise error
+
+
+class _Puller:
+    """One thread that runs pulls in their order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[object], Callable[[], object]]] = (
+            queue.SimpleQueue()
+        )
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, pull: "Callable[[], PulledBatch[Handle]]") -> "Future[PulledBatch[Handle]]":
+        future: Future[PulledBatch[Handle]] = Future()
+        self._jobs.put((future, pull))  # type: ignore[arg-type]  # futures differ in what they hold
+        return future
+
+    def close(self) -> None:
+        self._closing.set()
+        self._jobs.put((Future(), lambda: None))
+
+    def _run(self) -> None:
+        while True:
+            future, pull = self._jobs.get()
+            if self._closing.is_set():
+                future.set_exception(PersiaError("The embedding pipeline is closed."))
+                if self._jobs.empty():
+                    return
+                continue
+            try:
+                future.set_result(pull())
+            except Exception as exc:  # noqa: BLE001  # handed to whoever waits
+                future.set_exception(exc)
+            # Or this thread would keep the last batch, and its permit, alive.
+            del future, pull
+
+
+def _when_all_done(replies: Sequence[Reply], call: Callable[[], None]) -> None:
+    """Call once every reply is there; by the thread that brings the last one."""
+    lock = threading.Lock()
+    left = len(replies)
+
+    def count(_: Reply) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            call()
+
+    if not replies:
+        call()
+    for reply in replies:
+        reply.add_done_callback(count)

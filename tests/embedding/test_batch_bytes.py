@@ -1,0 +1,298 @@
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from persia_torchrec.embedding.batch_bytes import decode_batch, encode_batch
+from persia_torchrec.embedding.data import (
+    DTYPES,
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia_torchrec.errors import FrameError
+
+VERSION_1 = Path(__file__).parent / "batch_v1.bin"
+
+names = st.text(min_size=1, max_size=8)
+uint64s = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def id_features(draw, name, num_samples):
+    if draw(st.booleans()):
+        ids = draw(hnp.arrays(np.uint64, num_samples, elements=uint64s))
+        return IDTypeFeatureWithSingleID(name, ids)
+    samples = hnp.arrays(np.uint64, st.integers(0, 4), elements=uint64s)
+    return IDTypeFeature(
+        name, draw(st.lists(samples, min_size=num_samples, max_size=num_samples))
+    )
+
+
+@st.composite
+def dense_arrays(draw, num_samples):
+    shape = (num_samples, *draw(st.lists(st.integers(0, 3), max_size=2)))
+    return draw(hnp.arrays(draw(st.sampled_from(DTYPES)), shape))
+
+
+@st.composite
+def batches(draw):
+    num_samples = draw(st.integers(1, 5))
+    dense = st.lists(dense_arrays(num_samples), max_size=3)
+    unique_names = st.lists(names, min_size=1, max_size=3, unique=True)
+    batch = PersiaBatch(
+        [draw(id_features(name, num_samples)) for name in draw(unique_names)],
+        [NonIDTypeFeature(data, f"d{i}") for i, data in enumerate(draw(dense))],
+        [Label(np.zeros(num_samples)), *(Label(data) for data in draw(dense))],
+        requires_grad=draw(st.booleans()),
+        meta=draw(st.none() | st.binary(max_size=20)),
+    )
+    batch.batch_id = draw(st.none() | st.integers(0, 2**63 - 1))
+    return batch
+
+
+def content(batch):
+    """All that a batch says, as values that compare."""
+    return (
+        [
+            (type(f), f.name, f.ids.tobytes(), f.lengths.tobytes())
+            for f in batch.id_type_features
+        ],
+        [
+            (type(d), d.name, d.data.dtype, d.data.shape, d.data.tobytes())
+            for d in batch.non_id_type_features + batch.labels
+        ],
+        (batch.batch_size, batch.requires_grad, batch.meta, batch.batch_id),
+    )
+
+
+def small_batch():
+    """The batch that ``batch_v1.bin`` holds."""
+    batch = PersiaBatch(
+        [
+            IDTypeFeature("basket", [np.array([7, 2**64 - 1], np.uint64), empty_ids()]),
+            IDTypeFeatureWithSingleID("user", np.array([1, 2], dtype=np.uint64)),
+        ],
+        [NonIDTypeFeature(np.array([[1.5], [-2.5]], dtype=np.float32), "height")],
+        [Label(np.array([True, False]), "clicked")],
+        meta=b"day 3",
+    )
+    batch.batch_id = 12
+    return batch
+
+
+def empty_ids():
+    return np.empty(0, dtype=np.uint64)
+
+
+def with_header(change):
+    """Return the bytes of the small batch after a change to its header."""
+    data = encode_batch(small_batch())
+    magic, version, size = struct.unpack_from("<4sIQ", data)
+    header = json.loads(data[16 : 16 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    body = data[16 + size + -size % 8 :]
+    frame = struct.pack("<4sIQ", magic, version, len(text))
+    return frame + text + bytes(-len(text) % 8) + body
+
+
+@given(batches())
+def test_a_batch_comes_back_as_it_was(batch):
+    data = encode_batch(batch)
+    again = decode_batch(data)
+    assert content(again) == content(batch)
+    assert encode_batch(again) == data
+
+
+@given(batches())
+def test_equal_batches_give_equal_bytes(batch):
+    twin = PersiaBatch(
+        list(batch.id_type_features),
+        list(batch.non_id_type_features),
+        list(batch.labels),
+        batch_size=np.int64(batch.batch_size),
+        requires_grad=np.bool_(batch.requires_grad),
+        meta=batch.meta,
+    )
+    twin.batch_id = batch.batch_id
+    assert twin.to_bytes() == batch.to_bytes() == encode_batch(batch)
+
+
+def test_the_first_version_of_the_format_is_still_read_and_written():
+    data = VERSION_1.read_bytes()
+    assert content(decode_batch(data)) == content(small_batch())
+    assert encode_batch(small_batch()) == data
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_reading_copies_no_array(kind):
+    data = kind(encode_batch(small_batch()))
+    memory = np.frombuffer(data, dtype=np.uint8)
+    batch = decode_batch(data)
+    for array in (
+        batch.id_type_features[0].ids,
+        batch.id_type_features[0].lengths,
+        batch.id_type_features[1].ids,
+        batch.non_id_type_features[0].data,
+        batch.labels[0].data,
+    ):
+        assert np.shares_memory(array, memory)
+        assert array.flags.aligned
+
+
+def test_bytes_that_are_cut_off_anywhere_are_refused():
+    data = encode_batch(small_batch())
+    for size in range(len(data)):
+        with pytest.raises(FrameError, match="must not end within"):
+            decode_batch(data[:size])
+
+
+def test_bytes_beyond_the_end_are_refused():
+    data = encode_batch(small_batch())
+    with pytest.raises(FrameError, match=f"must end with it, after {len(data)}"):
+        decode_batch(data + bytes(8))
+
+
+def test_another_version_is_refused():
+    data = bytearray(encode_batch(small_batch()))
+    data[4] = 2
+    with pytest.raises(FrameError, match=r"of version 1\. Received: 2\."):
+        decode_batch(data)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data):
+    with pytest.raises(FrameError):
+        decode_batch(data)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_behind_a_frame_are_refused(data):
+    with pytest.raises(FrameError):
+        decode_batch(struct.pack("<4sIQ", b"PTRB", 1, len(data)) + data)
+
+
+@given(st.data())
+def test_a_changed_byte_is_refused_or_gives_a_valid_batch(data):
+    changed = bytearray(encode_batch(small_batch()))
+    position = data.draw(st.integers(0, len(changed) - 1))
+    changed[position] = data.draw(st.integers(0, 255))
+    try:
+        batch = decode_batch(changed)
+    except FrameError:
+        return
+    assert content(decode_batch(encode_batch(batch))) == content(batch)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "must be JSON"),
+        (b"{", "must be JSON"),
+        (b"\xff\xfe\xff", "must be JSON"),
+        (b"[" * 100_000, "must be JSON"),
+        (b"1" * 10_000, "must be JSON"),
+        (b"[]", "all must be an object. Received: list"),
+        (b"{}", "batch_size must be a count. Received: NoneType"),
+    ],
+)
+def test_a_header_that_is_no_object_of_json_is_refused(text, message):
+    data = struct.pack("<4sIQ", b"PTRB", 1, len(text)) + text + bytes(-len(text) % 8)
+    with pytest.raises(FrameError, match=message):
+        decode_batch(data)
+
+
+def test_a_header_that_claims_more_bytes_than_there_are_is_refused():
+    data = struct.pack("<4sIQ", b"PTRB", 1, 2**64 - 1) + b"{}"
+    with pytest.raises(FrameError, match="must not end within the header"):
+        decode_batch(data)
+
+
+NESTED = json.loads("[" * 900 + "]" * 900)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("ids", "num_ids", 10**9, "must not end within id type feature 'basket'"),
+        ("ids", "num_ids", 10**30, "num_ids must be a count"),
+        ("ids", "num_ids", -1, "num_ids must be a count. Received: int"),
+        ("ids", "num_ids", True, "num_ids must be a count. Received: bool"),
+        ("ids", "num_ids", 2.0, "num_ids must be a count. Received: float"),
+        ("ids", "num_ids", NESTED, "num_ids must be a count. Received: list"),
+        ("ids", "single_id", 1, "single_id must be a boolean"),
+        ("ids", "single_id", True, "padding of 'clicked' must be zeros"),
+        ("ids", "name", None, "name must be a string. Received: NoneType"),
+        ("ids", "name", "", "must have a name, a string that is not empty"),
+        ("ids", "name", "user", "must differ. Received: id type feature 'user' twice"),
+        ("dense", "dtype", "object", "dtype of 'height' must be one of bool, int8"),
+        ("dense", "shape", [2, 10**15], "must not end within 'height'"),
+        ("dense", "shape", [2**62, 2**62, 0], "must have a shape for NumPy"),
+        ("dense", "shape", [0] * 100, "must have a shape for NumPy"),
+        ("dense", "shape", [2, -1], "a length must be a count"),
+        ("dense", "shape", [NESTED], "a length must be a count. Received: list"),
+        ("dense", "shape", 2, "shape must be an array"),
+        ("dense", "shape", [], "padding of 'height' must be zeros"),
+        ("dense", "shape", [1, 2], "Received: 1 in non-id type feature 'height'"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(part, key, value, message):
+    def change(header):
+        header[part][0][key] = value
+
+    with pytest.raises(FrameError, match=message):
+        decode_batch(with_header(change))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ids", None, "ids must be an array"),
+        ("ids", [1], "ids must be an object. Received: int"),
+        ("batch_size", -1, "batch_size must be a count"),
+        ("batch_size", "2", "batch_size must be a count. Received: str"),
+        ("batch_id", -1, "batch_id must be a count"),
+        ("meta_bytes", 9, "must not end within meta"),
+        ("meta_bytes", None, "must end with it"),
+        ("requires_grad", "yes", "requires_grad must be a boolean"),
+    ],
+)
+def test_a_header_with_a_wrong_field_is_refused(key, value, message):
+    def change(header):
+        header[key] = value
+
+    with pytest.raises(FrameError, match=message):
+        decode_batch(with_header(change))
+
+
+def test_lengths_that_do_not_sum_up_are_refused():
+    data = encode_batch(small_batch())
+    ids, lengths = b"\xff" * 8, np.array([2, 0], dtype="<i4").tobytes()
+    assert data.count(ids + lengths) == 1
+    negative = np.array([3, -1], dtype="<i4").tobytes()
+    wrong = data.replace(ids + lengths, ids + negative)
+    with pytest.raises(FrameError, match="lengths must be >= 0 and sum up"):
+        decode_batch(wrong)
+
+
+def test_booleans_other_than_0_and_1_are_refused():
+    data = encode_batch(small_batch())
+    clicked = b"\x01\x00" + bytes(6) + b"day 3"
+    assert data.count(clicked) == 1
+    with pytest.raises(FrameError, match="booleans of 'clicked' must be 0 or 1"):
+        decode_batch(data.replace(clicked, b"\x02" + clicked[1:]))
+
+
+def test_padding_other_than_zeros_is_refused():
+    data = bytearray(encode_batch(small_batch()))
+    data[-1] = 1
+    with pytest.raises(FrameError, match="padding of meta must be zeros"):
+        decode_batch(data)

@@ -1,0 +1,48 @@
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.errors import ConfigError
+
+
+def test_the_defaults_are_persias():
+    config = EmbeddingConfig()
+    assert config.emb_initialization == (-0.01, 0.01)
+    assert config.admit_probability == 1.0
+    assert config.weight_bound == 10
+
+
+def test_a_config_does_not_change_and_takes_a_list_of_bounds():
+    config = EmbeddingConfig([0, 0], weight_bound=0)
+    assert config == EmbeddingConfig((0, 0), 1.0, 0)
+    with pytest.raises(FrozenInstanceError):
+        config.weight_bound = 1
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [(0.1, -0.1), (0,), (0, 1, 2), (-math.inf, 0), (0, math.inf), (math.nan, 0)],
+)
+def test_bounds_that_are_not_finite_or_not_in_order_are_refused(bounds):
+    with pytest.raises(ConfigError, match=r"emb_initialization must be two finite"):
+        EmbeddingConfig(emb_initialization=bounds)
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.1, math.nan])
+def test_an_admit_probability_that_is_none_is_refused(probability):
+    with pytest.raises(ConfigError, match=r"admit_probability must be in \[0, 1\]"):
+        EmbeddingConfig(admit_probability=probability)
+
+
+@pytest.mark.parametrize("probability", [0, 0.5])
+def test_an_admit_probability_below_one_is_refused(probability):
+    with pytest.raises(ConfigError, match=r"must be 1\.0: the servers admit every id"):
+        EmbeddingConfig(admit_probability=probability)
+
+
+@pytest.mark.parametrize("bound", [-1, math.inf, math.nan])
+def test_a_weight_bound_that_is_negative_or_not_finite_is_refused(bound):
+    with pytest.raises(ConfigError, match="weight_bound must be finite and >= 0"):
+        EmbeddingConfig(weight_bound=bound)

@@ -1,0 +1,124 @@
+"""Real processes for tests, quickly: forked from one that has imported torch already."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "__main__",
+        "persia_torchrec.launch.coordinator",
+        "persia_torchrec.launch.script",
+    ]
+)
+
+DEADLINE_S = 20.0
+"""What a process of a test may take to do what the test waits for."""
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Wait until a condition holds; fail the test when it does not in time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process of that number runs: is there, and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+class Running:
+    """One process of a test, with all that it printed."""
+
+    def __init__(self, process: ForkServerProcess, log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def has_printed(self, text: str) -> None:
+        """Wait until the process has printed a text."""
+        wait_until(
+            lambda: text in self.output() or not is_running(self.pid),
+            f"{self.log.stem} prints {text!r}",
+        )
+        assert text in self.output(), self.output()
+
+    def status(self) -> int:
+        """Wait until the process has ended; return its exit status."""
+        self.process.join(DEADLINE_S)
+        assert self.process.exitcode is not None, (
+            f"{self.log.stem} still runs: {self.output()}"
+        )
+        return self.process.exitcode
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class Processes:
+    """Starts processes, and leaves none behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[Running] = []
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for running in self.started:
+            if running.process.is_alive():
+                running.send(signal.SIGKILL)
+            running.process.join(DEADLINE_S)
+
+    def start(
+        self,
+        name: str,
+        target: Callable[..., object],
+        *args: object,
+        env: Mapping[str, str] | None = None,
+    ) -> Running:
+        """Start ``sys.exit(target(*args))`` in the tests' folder."""
+        log = self.folder / f"{name}.log"
+        process = CONTEXT.Process(
+            target=_run, args=(log, self.folder, dict(env or {}), target, args)
+        )
+        process.start()
+        self.started.append(Running(process, log))
+        return self.started[-1]
+
+
+def _run(
+    log: Path,
+    folder: Path,
+    env: dict[str, str],
+    target: Callable[..., object],
+    args: tuple[object, ...],
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.chdir(folder)
+    os.environ.update(env)
+    sys.exit(target(*args))

@@ -1,0 +1,115 @@
+import os
+
+import pytest
+
+from persia_torchrec import env
+from persia_torchrec.errors import ConfigError
+
+NUMBERS = [
+    (env.get_rank, "RANK", 0),
+    (env.get_local_rank, "LOCAL_RANK", 0),
+    (env.get_world_size, "WORLD_SIZE", 1),
+    (env.get_replica_index, "REPLICA_INDEX", 0),
+    (env.get_replica_size, "REPLICA_SIZE", 1),
+]
+PATHS = [
+    (env.embedding_config_path, "PERSIA_EMBEDDING_CONFIG"),
+    (env.global_config_path, "PERSIA_GLOBAL_CONFIG"),
+    (env.data_dir, "PERSIA_DATA_DIR"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch):
+    names = [name for _, name, *_ in NUMBERS + PATHS]
+    stores = ["PERSIA_STORE_PORT", "PERSIA_STORE_HOST", "PERSIA_STORE_HOST_ENV"]
+    for name in [*names, *stores, "LOG_LEVEL", "NODES"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("read", "name", "default"), NUMBERS)
+def test_a_number_is_read_and_has_a_default(monkeypatch, read, name, default):
+    assert read() == default
+    monkeypatch.setenv(name, "")
+    assert read() == default
+    monkeypatch.setenv(name, "3")
+    assert read() == 3
+
+
+@pytest.mark.parametrize(("read", "name", "default"), NUMBERS)
+def test_a_number_that_cannot_be_is_refused_by_name(monkeypatch, read, name, default):
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer. .*'two'"):
+        read()
+    monkeypatch.setenv(name, str(default - 1))
+    with pytest.raises(ConfigError, match=f"^{name} must be >= {default}. Received"):
+        read()
+
+
+@pytest.mark.parametrize(("read", "name"), PATHS)
+def test_a_path_is_read_or_none(monkeypatch, read, name):
+    assert read() is None
+    monkeypatch.setenv(name, "/data/file.yml")
+    assert read() == "/data/file.yml"
+
+
+def test_a_variable_can_be_set(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    env.set_env("RANK", 2)
+    assert os.environ["RANK"] == "2"
+    assert env.get_rank() == 2
+
+
+def test_without_a_port_the_process_belongs_to_no_job(monkeypatch):
+    monkeypatch.setenv("PERSIA_STORE_HOST", "coordinator")
+    assert env.job_store() is None
+
+
+def test_the_store_is_on_this_machine_unless_the_host_is_given(monkeypatch):
+    monkeypatch.setenv("PERSIA_STORE_PORT", "29400")
+    assert env.job_store() == ("localhost", 29400)
+    monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "NODES")
+    assert env.job_store() == ("localhost", 29400)
+    monkeypatch.setenv("NODES", "first")
+    assert env.job_store() == ("first", 29400)
+    monkeypatch.setenv("PERSIA_STORE_HOST", "coordinator")
+    assert env.job_store() == ("coordinator", 29400)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node-1.example.org", "node-1.example.org"),
+        ("node1,node2", "node1"),
+        ("node[03-07,09],other", "node03"),
+        ("node[9,11-12]", "node9"),
+        ("node[1-2]-ib", "node1-ib"),
+        ("rack[1-2]node[4-8]", "rack1node4"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_of_several_hosts_the_first_has_the_store(monkeypatch, nodes, first):
+    monkeypatch.setenv("PERSIA_STORE_PORT", "29400")
+    monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "NODES")
+    monkeypatch.setenv("NODES", nodes)
+    assert env.job_store() == (first, 29400)
+
+
+@pytest.mark.parametrize(
+    ("port", "message"),
+    [("http", "must be an integer"), ("0", "must be >= 1"), ("65536", "<= 65535")],
+)
+def test_a_port_that_is_none_is_refused(monkeypatch, port, message):
+    monkeypatch.setenv("PERSIA_STORE_PORT", port)
+    with pytest.raises(ConfigError, match=f"PERSIA_STORE_PORT .*{message}"):
+        env.job_store()
+
+
+def test_the_log_level_is_info_or_what_is_set_in_capitals_or_not(monkeypatch):
+    assert env.log_level() == "INFO"
+    monkeypatch.setenv("LOG_LEVEL", "debug")
+    assert env.log_level() == "DEBUG"
+    monkeypatch.setenv("LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="LOG_LEVEL must be one of DEBUG, INFO"):
+        env.log_level()

@@ -1,0 +1,100 @@
+import io
+import logging
+import sys
+
+import pytest
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.logger import get_default_logger, get_logger
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def name(request):
+    """A logger name of this test's own, its handlers closed afterwards."""
+    yield request.node.name
+    logger = logging.getLogger(request.node.name)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@pytest.fixture(autouse=True)
+def _level_is_unset(monkeypatch):
+    monkeypatch.delenv("LOG_LEVEL", raising=False)
+
+
+def test_a_logger_by_name_is_left_as_it_is(name):
+    logger = get_logger(name)
+    assert logger is logging.getLogger(name)
+    assert not logger.handlers
+
+
+def test_lines_go_to_stderr_from_info_up(capsys, name):
+    logger = get_default_logger(name)
+    logger.debug("hidden")
+    logger.info("step %d", 3)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith(f" INFO {name}: step 3\n")
+    assert err.count("\n") == 1
+
+
+def test_the_environment_sets_the_level(capsys, monkeypatch, name):
+    monkeypatch.setenv("LOG_LEVEL", "error")
+    logger = get_default_logger(name)
+    logger.warning("hidden")
+    logger.error("shown")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_asking_twice_prints_no_line_twice(capsys, name):
+    assert get_default_logger(name) is get_default_logger(name)
+    child = get_default_logger(f"{name}.child")
+    child.info("once")
+    child.handlers.clear()
+    assert capsys.readouterr().err.count("once") == 1
+
+
+def test_without_a_name_it_shows_what_the_package_logs(capsys, monkeypatch):
+    package = logging.getLogger("persia_torchrec")
+    monkeypatch.setattr(package, "handlers", [])
+    monkeypatch.setattr(package, "level", package.level)
+    monkeypatch.setattr(package, "propagate", package.propagate)
+    assert get_default_logger() is package
+    logging.getLogger("persia_torchrec.store").info("evicted=3")
+    assert "persia_torchrec.store: evicted=3" in capsys.readouterr().err
+
+
+def test_lines_are_coloured_on_a_terminal_only(monkeypatch, name):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    logger = get_default_logger(name)
+    logger.error("red")
+    logger.info("plain")
+    red, plain = terminal.getvalue().splitlines()
+    assert red.startswith("\x1b[31m")
+    assert red.endswith("red\x1b[0m")
+    assert "\x1b" not in plain
+
+
+def test_lines_go_to_a_file_too_when_one_is_given(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    path = tmp_path / "train.log"
+    path.write_text("before\n")
+    for _ in range(2):
+        logger = get_default_logger(name, log_file=path)
+    logger.error("once")
+    before, line = path.read_text().splitlines()
+    assert before == "before"
+    assert line.endswith(f" ERROR {name}: once")
+    assert "\x1b" not in line
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="log_file must be a path that can be"):
+        get_default_logger(name, log_file=tmp_path / "missing" / "train.log")

@@ -1,0 +1,157 @@
+import socket
+import threading
+import time
+
+import pytest
+
+from persia_torchrec.errors import ConfigError, DiscoveryError, JobError
+from persia_torchrec.wire.discovery import AddressBook, local_address
+from persia_torchrec.wire.ports import free_port
+
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture
+def host():
+    book = AddressBook.host(0, loopback=True)
+    yield book
+    book.close()
+
+
+@pytest.fixture
+def book(host):
+    book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    yield book
+    book.close()
+
+
+def test_a_role_is_found_by_index_once_all_of_it_has_registered(host, book):
+    host.register("server", 1, 2, "tcp://127.0.0.1:2")
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.extend(book.addresses("server", timeout_s=TIMEOUT_S))
+    )
+    waiting.start()
+    host.register("server", 0, 2, "tcp://127.0.0.1:1")
+    waiting.join(TIMEOUT_S)
+    assert found == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+
+
+def test_a_role_that_was_restarted_is_found_at_its_new_address(host, book):
+    book.register("worker", 0, 1, "tcp://127.0.0.1:1")
+    assert host.addresses("worker", timeout_s=TIMEOUT_S) == ["tcp://127.0.0.1:1"]
+    book.register("worker", 0, 1, "tcp://127.0.0.1:2")
+    assert host.addresses("worker", timeout_s=TIMEOUT_S) == ["tcp://127.0.0.1:2"]
+
+
+def test_those_that_did_not_register_in_time_are_named(book):
+    book.register("server", 1, 4, "tcp://127.0.0.1:1")
+    started = time.monotonic()
+    with pytest.raises(DiscoveryError, match=r"Missing: server 0, server 2, server 3"):
+        book.addresses("server", timeout_s=0.2)
+    assert time.monotonic() - started < 2
+
+
+def test_a_role_of_which_nobody_registered_in_time_is_named(book):
+    with pytest.raises(TimeoutError, match=r"Every worker must .* within 0\.1 s"):
+        book.addresses("worker", timeout_s=0.1)
+
+
+def test_nobody_at_the_address_is_said_within_the_deadline():
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*refused"):
+        AddressBook.join("127.0.0.1", port, timeout_s=0.5)
+    assert time.monotonic() - started < 3
+
+
+def test_somebody_else_at_the_address_is_said_within_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        port = somebody.getsockname()[1]
+        with pytest.raises(DiscoveryError, match="Something else listens there"):
+            AddressBook.join("127.0.0.1", port, timeout_s=0.5)
+
+
+def test_an_unknown_host_is_said_within_the_deadline():
+    with pytest.raises(DiscoveryError, match=r"no-such-host\.invalid:29400"):
+        AddressBook.join("no-such-host.invalid", 29400, timeout_s=0.3)
+
+
+def test_an_index_beyond_the_size_is_refused(book):
+    with pytest.raises(ConfigError, match=r"server must be in \[0, 2\)\. Received: 2"):
+        book.register("server", 2, 2, "tcp://127.0.0.1:1")
+
+
+def test_two_of_a_role_that_disagree_on_its_size_are_refused(book):
+    book.register("server", 0, 2, "tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"Received: 3 from server 1, 2 from another"):
+        book.register("server", 1, 3, "tcp://127.0.0.1:2")
+
+
+def test_notes_are_answered_once_all_are_told(host, book):
+    host.tell("one", "1")
+    with pytest.raises(DiscoveryError, match=r"Missing: two, three"):
+        book.ask(["one", "two", "three"], timeout_s=0.1)
+    host.tell("two", "2")
+    assert book.ask(["two", "one"], timeout_s=TIMEOUT_S) == ["2", "1"]
+
+
+def test_the_first_failure_stands(host, book):
+    assert book.state() == ("running", "")
+    book.fail("trainer 0", "the loss is not a number")
+    book.fail("server 1", "lost trainer 0")
+    host.finish()
+    assert host.state() == ("failed", "trainer 0: the loss is not a number")
+
+
+def test_a_finished_job_does_not_fail_any_more(host, book):
+    host.finish()
+    book.fail("loader 0", "too late")
+    assert book.state() == ("finished", "")
+
+
+def test_who_waits_for_a_role_learns_that_the_job_has_failed(host, book):
+    host.fail("server 0", "out of memory")
+    with pytest.raises(JobError, match="server 0: out of memory"):
+        book.addresses("server", timeout_s=TIMEOUT_S)
+
+
+def test_a_clone_is_a_connection_of_its_own(host, book):
+    further = book.clone()
+    book.close()
+    further.register("server", 0, 1, "tcp://127.0.0.1:1")
+    assert host.addresses("server", timeout_s=TIMEOUT_S) == ["tcp://127.0.0.1:1"]
+    with pytest.raises(JobError, match="a closed one"):
+        book.state()
+
+
+def test_a_book_whose_host_is_gone_says_so(host, book):
+    host.close()
+    with pytest.raises(JobError, match=rf"localhost:{host.port} must answer"):
+        book.state()
+
+
+def test_a_port_that_is_taken_is_refused(host):
+    with pytest.raises(JobError, match=rf"port {host.port}\. .*another job"):
+        AddressBook.host(host.port, loopback=True)
+
+
+def test_a_book_for_all_interfaces_takes_a_free_port_too():
+    host = AddressBook.host(0)
+    assert host.port > 0
+    host.close()
+
+
+def test_an_impossible_port_is_refused():
+    with pytest.raises(ConfigError, match=r"\[0, 65535\]\. Received: 65536"):
+        AddressBook.host(65_536)
+
+
+def test_the_address_towards_this_machine_is_the_loopback():
+    assert local_address("localhost") == "127.0.0.1"
+    assert local_address("127.0.1.3") == "127.0.0.1"
+
+
+def test_there_is_no_address_towards_an_unknown_machine():
+    with pytest.raises(DiscoveryError, match=r"'no-such-host\.invalid'"):
+        local_address("no-such-host.invalid")

@@ -1,0 +1,129 @@
+import re
+import signal
+
+import pytest
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.membership import JobTimings
+from persia_torchrec.wire.roll import Roll
+from tests.processes import Processes, is_running, wait_until
+from tests.wire import members
+
+pytestmark = pytest.mark.multiprocess
+
+QUICK = JobTimings(heartbeat_s=0.1, silent_s=1.0, grace_s=0.3, finish_s=5.0)
+
+
+@pytest.fixture
+def book():
+    book = AddressBook.host(0, loopback=True)
+    QUICK.publish(book)
+    yield book
+    book.close()
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes):
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    roll = Roll(book, "server", 0)
+    assert not roll.has_left(roll.signature())
+    book.finish()
+    assert member.status() == 0
+    assert "left" in member.output()
+    assert roll.has_left(roll.signature())
+
+
+def test_what_a_member_raises_fails_the_job_and_the_member(book, processes):
+    member = processes.start("member", members.fail, book.port)
+    assert member.status() == 1
+    assert book.state() == ("failed", "server 0: ValueError: the table is round")
+    assert "in fail" in member.output()
+
+
+def test_a_member_that_leaves_before_the_end_fails_the_job(book, processes):
+    member = processes.start("member", members.leave_early, book.port)
+    assert member.status() == 1
+    assert book.state() == ("failed", "server 0: it left before the job had ended")
+
+
+def test_a_member_ends_when_another_has_failed_and_says_why(book, processes):
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    book.fail("trainer 1", "the loss is not a number")
+    assert member.status() == 1
+    assert "trainer 1: the loss is not a number" in member.output()
+    assert "left" not in member.output()
+
+
+def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
+    book, processes
+):
+    member = processes.start("member", members.be_stuck, book.port)
+    member.has_printed("stuck")
+    book.fail("trainer 1", "the loss is not a number")
+    assert member.status() == 1
+    roll = Roll(book, "server", 0)
+    assert roll.has_left(roll.signature())
+
+
+def test_a_member_ends_when_the_coordinator_is_gone(book, processes):
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    book.close()
+    assert member.status() == 1
+    assert "server 0 lost the coordinator" in member.output()
+
+
+def test_a_member_ends_when_the_coordinator_does_not_answer(tmp_path, processes):
+    coordinator = processes.start("coordinator", _host_a_book, tmp_path / "port")
+    coordinator.has_printed("open")
+    port = int((tmp_path / "port").read_text())
+    member = processes.start("member", members.serve, port)
+    member.has_printed("serving")
+    coordinator.send(signal.SIGSTOP)
+    assert member.status() == 1
+    assert "no answer of the coordinator for 1 s" in member.output()
+
+
+def test_a_member_ends_when_the_process_that_started_it_is_gone(book, processes):
+    parent = processes.start("parent", members.serve_as_a_child, book.port)
+    parent.has_printed("serving")
+    parent.has_printed(".")
+    child = int(re.search(r"child (\d+)\.", parent.output())[1])
+    assert is_running(child)
+    parent.send(signal.SIGKILL)
+    wait_until(lambda: not is_running(child), "the child ends")
+    assert "server 0 lost the process that started it" in parent.output()
+
+
+def test_a_forked_child_does_not_speak_for_the_member(book, processes):
+    member = processes.start("member", members.fork_a_child_that_leaves, book.port)
+    member.has_printed("the child has ended")
+    assert book.state() == ("running", "")
+    book.finish()
+    assert member.status() == 0
+
+
+def test_a_silence_shorter_than_two_heartbeats_is_refused():
+    with pytest.raises(ConfigError, match=r"two heartbeats\. Received: 1\.5"):
+        JobTimings(silent_s=1.5)
+
+
+def test_a_time_that_is_not_positive_is_refused():
+    with pytest.raises(ConfigError, match=r"grace_s must be > 0\. Received: 0"):
+        JobTimings(grace_s=0)
+
+
+def _host_a_book(port_file):
+    book = AddressBook.host(0, loopback=True)
+    QUICK.publish(book)
+    port_file.write_text(str(book.port))
+    print("open", flush=True)
+    signal.pause()
