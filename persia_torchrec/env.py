@@ -10,6 +10,7 @@ that is set to nothing counts as unset, for launchers that write out every varia
     PERSIA_STORE_PORT                          port of the job's address book
     PERSIA_STORE_HOST                          its host, or else
     PERSIA_STORE_HOST_ENV                      the name of a variable that holds it
+    TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
 """
@@ -76,6 +77,11 @@ def job_store() -> tuple[str, int] | None:
     if port > MAX_PORT:
         raise ConfigError(f"PERSIA_STORE_PORT must be <= {MAX_PORT}. Received: {port}.")
     return _store_host(), port
+
+
+def is_local_job() -> bool:
+    """Return whether all of the job runs on this machine, by ``TORCHX_JOB_ID``."""
+    return (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
 
 
 def embedding_config_path() -> str | None:

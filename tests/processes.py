@@ -1,4 +1,4 @@
-"""Real processes for tests, quickly: forked from one that has imported torch already."""
+"""Real processes for tests, quickly: forked from one that has imported torch."""
 
 import multiprocessing
 import os

@@ -113,3 +113,17 @@ def test_the_log_level_is_info_or_what_is_set_in_capitals_or_not(monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="LOG_LEVEL must be one of DEBUG, INFO"):
         env.log_level()
+
+
+@pytest.mark.parametrize(
+    ("job_id", "is_local"),
+    [
+        ("local_cwd://torchx/persia-x1", True),
+        ("slurm://torchx/17", False),
+        ("kubernetes://torchx/default:persia-x1", False),
+        ("", False),
+    ],
+)
+def test_only_torchx_on_this_machine_makes_a_local_job(monkeypatch, job_id, is_local):
+    monkeypatch.setenv("TORCHX_JOB_ID", job_id)
+    assert env.is_local_job() is is_local

@@ -350,7 +350,9 @@ class EmbeddingClient:
                 rows_UD[ids.offsets[server] : ids.offsets[server + 1]].reshape(-1)
                 for (_, ids), rows_UD in zip(tables, rows, strict=True)
             ]
-            flat = pieces[0] if len(pieces) == 1 else np.concatenate([_NO_ROWS, *pieces])
+            flat = (
+                pieces[0] if len(pieces) == 1 else np.concatenate([_NO_ROWS, *pieces])
+            )
             frames.append(encode_floats(flat, precision))
         return frames
 

@@ -1,1 +1,19 @@
-"""Batches on their way to the model: datasets, the loader, KeyedJaggedTensors."""
+"""Batches on their way to the model: datasets, the loader, KeyedJaggedTensors.
+
+``kjt.py`` needs torchrec and is imported by its full name.
+"""
+
+from persia_torchrec.data.dataset import (
+    IterableDataset,
+    IterableDatasetBase,
+    StreamingDataset,
+)
+from persia_torchrec.data.loader import DataLoader, PersiaTrainingBatch
+
+__all__ = [
+    "DataLoader",
+    "IterableDataset",
+    "IterableDatasetBase",
+    "PersiaTrainingBatch",
+    "StreamingDataset",
+]

@@ -52,9 +52,7 @@ def to_keyed_jagged_tensor(
     )
 
 
-def to_jagged_ids(
-    kjt: KeyedJaggedTensor, keys: Iterable[str]
-) -> dict[str, JaggedIds]:
+def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, JaggedIds]:
     """Take the ids of some features out of a ``KeyedJaggedTensor``.
 
     Args:
@@ -62,11 +60,13 @@ def to_jagged_ids(
         keys: the features wanted; others are left out.
 
     Returns:
-        For each key its ids and lengths; views of the tensor where it is on the CPU.
+        For each key its ids and lengths. The ids are views of the tensor where it is
+        on the CPU; the lengths, which the backward pass needs again, are copies.
 
     Raises:
-        BatchError: a key is missing, the values are not int64, or the features have
-            different numbers of samples.
+        BatchError: a key is missing, the values are not int64, the features have
+            different numbers of samples, or the lengths do not sum up to the number of
+            ids.
     """
     values = kjt.values()
     if values.dtype != torch.int64:
@@ -80,9 +80,15 @@ def to_jagged_ids(
             f"Received: {dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))}."
         )
     ids_L = values.detach().cpu().numpy().view(np.uint64)
-    lengths_FB = kjt.lengths().detach().cpu().to(torch.int32)
+    lengths_FB = kjt.lengths().detach().to("cpu", torch.int32, copy=True)
     lengths = lengths_FB.reshape(len(kjt.keys()), kjt.stride()).numpy()
     stops = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+    total = int(lengths.sum(dtype=np.int64))
+    if total != len(ids_L):
+        raise BatchError(
+            "A KeyedJaggedTensor's lengths must sum up to the number of ids, "
+            f"{len(ids_L)}. Received: a sum of {total}."
+        )
     place = {key: f for f, key in enumerate(kjt.keys())}
     features = {}
     for key in keys:

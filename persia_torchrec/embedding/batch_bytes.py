@@ -26,7 +26,7 @@ Dimension key:
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from persia_torchrec.embedding.data import (
     DTYPES,
+    BatchRest,
     IDFeature,
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -59,6 +60,7 @@ Fields = Mapping[str, object]
 """One JSON object of the header."""
 
 T = TypeVar("T", str, bool, list[Any])
+B = TypeVar("B")
 S = TypeVar("S", bound=np.generic)
 
 
@@ -71,10 +73,19 @@ def encode_batch(batch: PersiaBatch) -> bytes:
         >>> decode_batch(encode_batch(batch)).id_type_features[0].ids.tolist()
         [0, 1, 2]
     """
+    return _encode(batch, batch.id_type_features)
+
+
+def encode_rest(batch: PersiaBatch | BatchRest) -> bytes:
+    """Return the batch without its ids as bytes."""
+    return _encode(batch, ())
+
+
+def _encode(batch: PersiaBatch | BatchRest, features: Sequence[IDFeature]) -> bytes:
     header = {
         "batch_id": batch.batch_id,
         "batch_size": batch.batch_size,
-        "ids": [_describe_ids(f) for f in batch.id_type_features],
+        "ids": [_describe_ids(f) for f in features],
         "labels": [_describe_dense(label) for label in batch.labels],
         "meta_bytes": None if batch.meta is None else len(batch.meta),
         "dense": [_describe_dense(f) for f in batch.non_id_type_features],
@@ -82,7 +93,7 @@ def encode_batch(batch: PersiaBatch) -> bytes:
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     arrays: list[Array] = []
-    for feature in batch.id_type_features:
+    for feature in features:
         arrays.append(feature.ids)
         if isinstance(feature, IDTypeFeature):
             arrays.append(feature.lengths)
@@ -104,10 +115,28 @@ def decode_batch(data: bytes | bytearray | memoryview) -> PersiaBatch:
         FrameError: the bytes are no batch of this version, are cut off or too many,
             or describe a batch that cannot be.
     """
+    return _decode(data, _read_batch)
+
+
+def decode_rest(data: bytes | bytearray | memoryview) -> BatchRest:
+    """Read what :func:`encode_rest` wrote.
+
+    Args:
+        data: kept, not copied: the arrays are views of it.
+
+    Raises:
+        FrameError: as :func:`decode_batch` does.
+    """
+    return _decode(data, _read_rest)
+
+
+def _decode(
+    data: bytes | bytearray | memoryview, read: Callable[["_Reader", Fields], B]
+) -> B:
     reader = _Reader(memoryview(data).cast("B"))
     header = _read_header(reader)
     try:
-        batch = _read_batch(reader, header)
+        batch = read(reader, header)
     except BatchError as exc:
         raise FrameError(f"The bytes of a batch must hold a valid one: {exc}") from exc
     reader.expect_end()
@@ -178,20 +207,42 @@ def _read_header(reader: _Reader) -> Fields:
 
 def _read_batch(reader: _Reader, header: Fields) -> PersiaBatch:
     batch_size = _count(header, "batch_size")
-    batch = PersiaBatch(  # its arguments are read in the order of the sections
-        [_read_ids(reader, fields, batch_size) for fields in _parts(header, "ids")],
-        [
-            NonIDTypeFeature(*_read_dense(reader, fields))
-            for fields in _parts(header, "dense")
-        ],
-        [Label(*_read_dense(reader, fields)) for fields in _parts(header, "labels")],
+    features = [_read_ids(reader, part, batch_size) for part in _parts(header, "ids")]
+    rest = _read_dense_parts(reader, header)
+    batch = PersiaBatch(
+        features,
+        rest.non_id_type_features,
+        rest.labels,
         batch_size=batch_size,
+        requires_grad=rest.requires_grad,
+        meta=rest.meta,
+    )
+    batch.batch_id = rest.batch_id
+    return batch
+
+
+def _read_rest(reader: _Reader, header: Fields) -> BatchRest:
+    if _parts(header, "ids"):
+        raise FrameError("The rest of a batch must be without ids.")
+    return _read_dense_parts(reader, header)
+
+
+def _read_dense_parts(reader: _Reader, header: Fields) -> BatchRest:
+    """Read all but the ids; the arguments are read in the order of the sections."""
+    has_id = header.get("batch_id") is not None
+    return BatchRest(
+        batch_size=_count(header, "batch_size"),
+        batch_id=_count(header, "batch_id") if has_id else None,
         requires_grad=_value(header, "requires_grad", bool),
+        non_id_type_features=tuple(
+            NonIDTypeFeature(*_read_dense(reader, part))
+            for part in _parts(header, "dense")
+        ),
+        labels=tuple(
+            Label(*_read_dense(reader, part)) for part in _parts(header, "labels")
+        ),
         meta=_read_meta(reader, header),
     )
-    if header.get("batch_id") is not None:
-        batch.batch_id = _count(header, "batch_id")
-    return batch
 
 
 def _read_ids(reader: _Reader, fields: Fields, batch_size: int) -> IDFeature:

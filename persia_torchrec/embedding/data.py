@@ -15,6 +15,7 @@ Dimension key:
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -303,6 +304,29 @@ class PersiaBatch:
         yield from (("id type feature", part) for part in self.id_type_features)
         yield from ((part.KIND, part) for part in self.non_id_type_features)
         yield from ((part.KIND, part) for part in self.labels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRest:
+    """What a batch is without its ids, which have gone to an embedding worker."""
+
+    batch_size: int
+    """Samples."""
+
+    non_id_type_features: tuple[NonIDTypeFeature, ...]
+    """All of ``batch_size`` samples."""
+
+    labels: tuple[Label, ...]
+    """All of ``batch_size`` samples."""
+
+    requires_grad: bool
+    """Whether the batch is for training."""
+
+    meta: bytes | None
+    """The user's own bytes."""
+
+    batch_id: int | None
+    """Its number among all batches of all data loaders."""
 
 
 def _concatenate(name: str, samples: Sequence[Ids]) -> Ids:

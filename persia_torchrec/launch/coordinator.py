@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
+from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.discovery import AddressBook, JobState
@@ -35,7 +36,7 @@ class CoordinatorConfig:
     """Settings of the coordinator.
 
     Raises:
-        ConfigError: a count is negative, there is no trainer, or a time is negative.
+        ConfigError: a count is negative, there is no trainer, or a time is too short.
     """
 
     port: int
@@ -54,7 +55,7 @@ class CoordinatorConfig:
     """How many data loaders the job has."""
 
     loopback: bool = False
-    """Listen for this machine only."""
+    """Listen for this machine only; so for a job of torchx's local_cwd."""
 
     join_timeout_s: float = 120.0
     """How long after the start a member may join."""
@@ -71,14 +72,15 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_servers", "num_workers", "num_loaders", "linger_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name} must be >= 0. Received: {getattr(self, name)}."
-                )
-        if self.num_trainers < 1:
-            raise ConfigError(
-                f"num_trainers must be >= 1. Received: {self.num_trainers}."
-            )
+            self._require(name, getattr(self, name) >= 0, ">= 0")
+        for name in ("join_timeout_s", "leave_timeout_s"):
+            self._require(name, getattr(self, name) > 0, "> 0")
+        self._require("num_trainers", self.num_trainers >= 1, ">= 1")
+
+    def _require(self, name: str, holds: bool, must: str) -> None:
+        if not holds:
+            value = getattr(self, name)
+            raise ConfigError(f"{name} must be {must}. Received: {value}.")
 
     def members(self) -> list[tuple[str, int]]:
         """Return role and index of every member of the job."""
@@ -240,7 +242,8 @@ def _config_from(argv: Sequence[str] | None) -> CoordinatorConfig:
     timings = JobTimings(
         heartbeat_s=arguments.pop("heartbeat_s"), silent_s=arguments.pop("silent_s")
     )
-    return CoordinatorConfig(timings=timings, **arguments)
+    loopback = env.is_local_job()
+    return CoordinatorConfig(timings=timings, loopback=loopback, **arguments)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SystemExit(str(exc)) from exc
         run_script(script, arguments)
         interrupts.script_has_ended()
+        if member.exit_status is None:
+            logger.info("%s: %s is through, waiting for the job", member.who, script)
         member.report_done()
         try:
             member.wait_for_end()

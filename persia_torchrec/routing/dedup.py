@@ -63,7 +63,9 @@ def unique_ids(ids_L: Ids) -> UniqueIds:
             f"Received: dtype={ids_L.dtype}, shape={ids_L.shape}."
         )
     if len(ids_L) > MAX_IDS:
-        raise BatchError(f"A batch holds at most {MAX_IDS} ids. Received: {len(ids_L)}.")
+        raise BatchError(
+            f"A batch holds at most {MAX_IDS} ids. Received: {len(ids_L)}."
+        )
     return UniqueIds(*_unique(np.ascontiguousarray(ids_L)))
 
 

@@ -61,9 +61,7 @@ def split_by_shard(ids_U: Ids, num_shards: int) -> ShardedIds:
 
 
 @compiled
-def _split(
-    ids_U: Ids, num_shards: int
-) -> tuple[Ids, npt.NDArray[np.int64], Positions]:
+def _split(ids_U: Ids, num_shards: int) -> tuple[Ids, npt.NDArray[np.int64], Positions]:
     shard_of = np.empty(len(ids_U), dtype=np.int32)
     offsets = np.zeros(num_shards + 1, dtype=np.int64)
     for u in range(len(ids_U)):

@@ -43,7 +43,7 @@ def main() -> int:
             warm_up()
             serve_in_job(lambda host: EmbeddingServer(_config(arguments, host)))
     except PersiaError as exc:
-        logger.error("%s: %s", type(exc).__name__, exc)  # noqa: TRY400
+        logger.error("%s: %s", type(exc).__name__, exc)
         return 1
     return 0
 
@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shard", type=int, default=None, help="which shard [REPLICA_INDEX]")
     add("--num-shards", type=int, default=None, help="of how many [REPLICA_SIZE]")
-    add("--host", default=None, help="address to listen on [the way to the job's store]")
+    add(
+        "--host", default=None, help="address to listen on [the way to the job's store]"
+    )
     add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
     add("--capacity", type=int, default=None, help="rows of all tables together")
     add("--global-config", type=Path, default=None, help="PERSIA's global_config.yml")

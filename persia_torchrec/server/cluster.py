@@ -114,9 +114,7 @@ def _start(config: ServerConfig) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def _address_of(
-    shard: int, process: "subprocess.Popen[str]", deadline: float
-) -> str:
+def _address_of(shard: int, process: "subprocess.Popen[str]", deadline: float) -> str:
     """Wait for the line ``ready ADDRESS`` that a server prints."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     stdout = process.stdout

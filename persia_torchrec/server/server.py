@@ -150,7 +150,7 @@ class EmbeddingServer:
             request = header.request
             self._require_incarnation(header)
             reply = self._handle(peer, header, frames)
-        except Exception as exc:  # noqa: BLE001  # the server lives on; the peer is told
+        except Exception as exc:  # the server lives on; the peer is told
             if not isinstance(exc, PersiaError):
                 logger.exception("a request failed")
             self._metrics.count("requests_refused")

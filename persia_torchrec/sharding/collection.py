@@ -45,6 +45,19 @@ class CollectionSpec:
     tables: tuple[TableSpec, ...]
     features: tuple[FeatureSpec, ...]
 
+    def keys(self) -> list[str]:
+        """Return the features that a batch must have, each once."""
+        return list(dict.fromkeys(feature.key for feature in self.features))
+
+    def names(self) -> list[str]:
+        """Return the names of the columns, one a feature."""
+        return [feature.name for feature in self.features]
+
+    def dims(self) -> list[int]:
+        """Return the dim of each feature, in the order of the columns."""
+        dim_of = {table.name: table.dim for table in self.tables}
+        return [dim_of[feature.table] for feature in self.features]
+
 
 def describe_bags(
     module: EmbeddingBagCollection, optimizer: Optimizer

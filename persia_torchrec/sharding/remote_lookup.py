@@ -17,7 +17,7 @@ Dimension key:
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torchrec.distributed.types import (
@@ -32,6 +32,7 @@ from torchrec.streamable import Multistreamable
 
 from persia_torchrec.data.kjt import to_jagged_ids
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
@@ -43,10 +44,6 @@ class RemoteContext(Multistreamable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """No tensor of this context lives on a device."""
-
-
-class PullSource(Protocol):
-    """What a remote collection accepts as a batch instead of a KeyedJaggedTensor."""
 
 
 class StartedPull(Generic[Handle]):
@@ -84,9 +81,7 @@ class _Rows(torch.autograd.Function):
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, None, None]:
         (grad_BT,) = grads
-        scaled = grad_BT.detach() * ctx.module.gradient_scale
-        flat = scaled.to("cpu", torch.float32).contiguous()
-        ctx.pulled.push(flat.numpy())
+        ctx.module.push(ctx.pulled, grad_BT)
         return None, None, None
 
 
@@ -101,20 +96,17 @@ class ShardedRemoteEmbeddingBagCollection(
 
     Args:
         pipeline: pulls and pushes; the module does not close it.
-        keys: features that a batch must have.
-        names: of the columns of the output, one a feature.
-        dims: of the features, in the same order.
+        spec: the collection's tables and features.
         device: where the embeddings are wanted.
+        timeout_s: seconds that a pull may take.
         gradient_scale: multiplied into every gradient before it is pushed.
     """
 
     def __init__(
         self,
         pipeline: BatchPipeline[Any, Any],
+        spec: CollectionSpec,
         *,
-        keys: tuple[str, ...],
-        names: tuple[str, ...],
-        dims: tuple[int, ...],
         device: torch.device,
         timeout_s: float,
         gradient_scale: float = 1.0,
@@ -122,19 +114,22 @@ class ShardedRemoteEmbeddingBagCollection(
         super().__init__()
         self.pipeline = pipeline
         self.gradient_scale = gradient_scale
-        self._keys = keys
-        self._names = list(names)
-        self._dims = list(dims)
+        self.skip_non_finite = False
+        self.num_skipped = 0
+        self._keys = spec.keys()
+        self._names = spec.names()
+        self._dims = spec.dims()
         self._device = device
         self._timeout_s = timeout_s
         # Autograd only calls a function's backward if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
 
-    def start(self, batch: object) -> StartedPull[Any]:
+    def start(self, batch: object, *, is_training: bool) -> StartedPull[Any]:
         """Begin to pull a batch; returns at once.
 
         Args:
             batch: a KeyedJaggedTensor, or what this collection's pipeline takes.
+            is_training: make missing rows, and expect a backward pass.
 
         Raises:
             BatchError: features are missing, or ids are not int64.
@@ -143,7 +138,6 @@ class ShardedRemoteEmbeddingBagCollection(
         if isinstance(batch, KeyedJaggedTensor):
             jagged = to_jagged_ids(batch, self._keys)
             batch = {key: Bags(*feature) for key, feature in jagged.items()}
-        is_training = self.training and torch.is_grad_enabled()
         future = self.pipeline.start(batch, training=is_training)
         # The pull itself ends in an error in time; the margin is for a wait for a
         # permit that comes before it.
@@ -154,8 +148,10 @@ class ShardedRemoteEmbeddingBagCollection(
     ) -> Awaitable[Awaitable[StartedPull[Any]]]:
         """Begin to pull; a batch whose pull has begun is passed on."""
         (batch,) = (*input, *kwargs.values())
-        started = batch if isinstance(batch, StartedPull) else self.start(batch)
-        return NoWait(NoWait(started))
+        if not isinstance(batch, StartedPull):
+            is_training = self.training and torch.is_grad_enabled()
+            batch = self.start(batch, is_training=is_training)
+        return NoWait(NoWait(batch))
 
     def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
         """Wait for the pooled embeddings; float32 ``(B, T)`` on the device."""
@@ -178,6 +174,18 @@ class ShardedRemoteEmbeddingBagCollection(
     def on_device(self, pulled: PulledBatch[Any]) -> torch.Tensor:
         """Return the pooled embeddings as a tensor on the module's device."""
         return torch.from_numpy(pulled.pooled).to(self._device, non_blocking=True)
+
+    def push(self, pulled: PulledBatch[Any], grad_BT: torch.Tensor) -> None:
+        """Push a gradient, scaled; the backward pass calls this.
+
+        A gradient that is not finite is not pushed when ``skip_non_finite`` is set,
+        as it happens under a loss scale that is too large.
+        """
+        scaled_BT = grad_BT.detach() * self.gradient_scale
+        if self.skip_non_finite and not bool(torch.isfinite(scaled_BT).all()):
+            self.num_skipped += 1
+            return
+        pulled.push(scaled_BT.to("cpu", torch.float32).contiguous().numpy())
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """There are none: the rows are on the servers."""

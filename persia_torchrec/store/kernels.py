@@ -125,7 +125,9 @@ def lookup_or_insert(
                 row = floats[slot]
                 weights = row[HEADER_FLOATS : HEADER_FLOATS + dim]
                 fill_uniform(weights, ids_N[i] ^ seed, lower, upper)
-                for s in range(HEADER_FLOATS + dim, HEADER_FLOATS + dim + num_state_floats):
+                for s in range(
+                    HEADER_FLOATS + dim, HEADER_FLOATS + dim + num_state_floats
+                ):
                     row[s] = initial_state
             else:
                 tally[HITS] += 1

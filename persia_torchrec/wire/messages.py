@@ -113,7 +113,9 @@ class Header:
             )
         magic, version, kind, *numbers = _HEADER.unpack(frame)
         if magic != _MAGIC:
-            raise FrameError(f"A message must begin with {_MAGIC!r}. Received: {magic!r}.")
+            raise FrameError(
+                f"A message must begin with {_MAGIC!r}. Received: {magic!r}."
+            )
         if version != VERSION:
             raise FrameError(
                 f"The protocol's version must be {VERSION}. Received: {version}. "
@@ -122,7 +124,13 @@ class Header:
         request, incarnation, stream, batch, precision, flags = numbers
         try:
             return cls(
-                Kind(kind), request, incarnation, stream, batch, Precision(precision), flags
+                Kind(kind),
+                request,
+                incarnation,
+                stream,
+                batch,
+                Precision(precision),
+                flags,
             )
         except ValueError as exc:
             raise FrameError(f"Unknown field in a message's header: {exc}.") from exc

@@ -35,7 +35,9 @@ def encode_floats(values: Floats, precision: Precision) -> memoryview:
         return bytes_of(values)
     if precision is Precision.FP16:
         # NaN passes through np.clip; an infinity becomes the largest number.
-        return bytes_of(np.clip(values, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16))
+        return bytes_of(
+            np.clip(values, -_LARGEST_HALF, _LARGEST_HALF).astype(np.float16)
+        )
     bits = np.ascontiguousarray(values).view(np.uint32)
     is_nan = np.isnan(values)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
@@ -58,4 +60,6 @@ def decode_floats(frame: Frame, num: int, precision: Precision) -> Floats:
         return array_of(frame, np.float32).view(np.float32)
     if precision is Precision.FP16:
         return array_of(frame, np.float16).astype(np.float32)
-    return (array_of(frame, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return (array_of(frame, np.uint16).astype(np.uint32) << np.uint32(16)).view(
+        np.float32
+    )

@@ -111,7 +111,7 @@ class Service:
         try:
             reply = self._handler(header, frames)
             kind = Kind.REPLY
-        except Exception as exc:  # noqa: BLE001  # goes to whoever asked
+        except Exception as exc:  # goes to whoever asked
             if not isinstance(exc, PersiaError):
                 logger.exception("a request failed: %s", header)
             reply, kind = error_frames(exc), Kind.ERROR

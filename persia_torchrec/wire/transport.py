@@ -219,7 +219,7 @@ class Connections:
                     if monitor in ready:
                         self._notice_disconnect(server, monitor)
                 self._expire()
-        except Exception as exc:  # noqa: BLE001  # handed to whoever waits
+        except Exception as exc:  # handed to whoever waits
             logger.exception("the I/O thread of %s died", self.names)
             self._fail_all(f"the I/O thread died ({exc!r}).")
         finally:
@@ -319,7 +319,9 @@ class Connections:
                 pending.future.set_exception(error)
 
 
-def _connect(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+def _connect(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str
+) -> "zmq.Socket[bytes]":
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, 0)  # max_pending is the bound

@@ -144,7 +144,9 @@ def decode_bags(frames: Sequence[Frame]) -> dict[str, Bags]:
     except (ValueError, TypeError) as exc:
         raise FrameError(f"Frame 0 must list the features ({exc}).") from exc
     if len(ids) or len(lengths):
-        raise FrameError(f"{len(ids)} ids and {len(lengths)} lengths belong to nothing.")
+        raise FrameError(
+            f"{len(ids)} ids and {len(lengths)} lengths belong to nothing."
+        )
     for name, bag in bags.items():
         bag.check(name)
     return bags

@@ -94,7 +94,9 @@ class EmbeddingWorker:
         """
         missing = set(self._tables) - {spec.name for spec in specs}
         if missing:
-            raise ConfigError(f"No table {sorted(missing)[0]!r}, which a feature names.")
+            raise ConfigError(
+                f"No table {sorted(missing)[0]!r}, which a feature names."
+            )
         self._client.add_tables(specs)
 
     def dims(self) -> list[int]:

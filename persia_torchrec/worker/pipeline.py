@@ -19,7 +19,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 Source = TypeVar("Source", contravariant=True)
 Handle = TypeVar("Handle")
+Ticket = TypeVar("Ticket")
 
 
 class Lookup(Protocol[Source, Handle]):
@@ -131,6 +132,7 @@ class BatchPipeline(Generic[Source, Handle]):
         self._pushes: queue.SimpleQueue[_Push[Handle] | None] = queue.SimpleQueue()
         self._training = _Puller("training pulls")
         self._evaluation = _Puller("evaluation pulls")
+        self.set_num_pullers(1)
         self._pusher = threading.Thread(
             target=self._run_pushes, name="pushes", daemon=True
         )
@@ -153,9 +155,7 @@ class BatchPipeline(Generic[Source, Handle]):
             self._waits_for_ack = staleness == 0
             self._permits = Permits(max(staleness, 1), self._timeout_s)
 
-    def start(
-        self, source: Source, *, training: bool
-    ) -> "Future[PulledBatch[Handle]]":
+    def start(self, source: Source, *, training: bool) -> "Future[PulledBatch[Handle]]":
         """Begin to pull a batch; returns at once.
 
         Args:
@@ -167,12 +167,16 @@ class BatchPipeline(Generic[Source, Handle]):
         """
         self._raise_error()
         if not training:
-            return self._evaluation.submit(lambda: self._pull_for_evaluation(source))
+            return self._evaluation.submit(
+                lambda: None, lambda _: self._pull_for_evaluation(source)
+            )
         with self._lock:
             self._num_started += 1
             number = BatchNumber(self._stream, self._num_started)
             permits = self._permits
-        return self._training.submit(lambda: self._pull(source, number, permits))
+        return self._training.submit(
+            permits.take, lambda permit: self._pull(source, number, permit)
+        )
 
     @property
     def num_missed(self) -> int:
@@ -208,9 +212,8 @@ class BatchPipeline(Generic[Source, Handle]):
         return PulledBatch(pooled, None, None)
 
     def _pull(
-        self, source: Source, number: BatchNumber, permits: Permits
+        self, source: Source, number: BatchNumber, permit: Permit
     ) -> PulledBatch[Handle]:
-        permit = permits.take()
         try:
             pooled, handle = self._lookup.pull(source, number)
         except BaseException:
@@ -286,39 +289,62 @@ class BatchPipeline(Generic[Source, Handle]):
 
 
 class _Puller:
-    """One thread that runs pulls in their order."""
+    """Runs pulls: one thread lets them begin in their order, others wait for them.
+
+    Permits are taken by the first thread. If each pull took its own, a later batch
+    could get the permit that an earlier one needs, and the trainer, which waits for
+    the earlier one, would never give it back.
+    """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[object], Callable[[], object]]] = (
-            queue.SimpleQueue()
-        )
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, pull: "Callable[[], PulledBatch[Handle]]") -> "Future[PulledBatch[Handle]]":
+    def set_num_threads(self, num: int) -> None:
+        self._pool.shutdown(wait=True)
+        self._pool = ThreadPoolExecutor(num, thread_name_prefix=self._name)
+
+    def submit(
+        self,
+        begin: Callable[[], Ticket],
+        pull: "Callable[[Ticket], PulledBatch[Handle]]",
+    ) -> "Future[PulledBatch[Handle]]":
+        """Have ``pull(begin())`` called: ``begin`` in order, ``pull`` when it may."""
         future: Future[PulledBatch[Handle]] = Future()
-        self._jobs.put((future, pull))  # type: ignore[arg-type]  # futures differ in what they hold
+
+        def job() -> None:
+            try:
+                if self._closing.is_set():
+                    raise PersiaError("The embedding pipeline is closed.")
+                ticket = begin()
+                self._pool.submit(_fulfil, future, lambda: pull(ticket))
+            except Exception as exc:  # noqa: BLE001  # handed to whoever waits
+                future.set_exception(exc)
+
+        self._jobs.put(job)
         return future
 
     def close(self) -> None:
         self._closing.set()
-        self._jobs.put((Future(), lambda: None))
+        self._jobs.put(lambda: None)
 
     def _run(self) -> None:
-        while True:
-            future, pull = self._jobs.get()
-            if self._closing.is_set():
-                future.set_exception(PersiaError("The embedding pipeline is closed."))
-                if self._jobs.empty():
-                    return
-                continue
-            try:
-                future.set_result(pull())
-            except Exception as exc:  # noqa: BLE001  # handed to whoever waits
-                future.set_exception(exc)
-            # Or this thread would keep the last batch, and its permit, alive.
-            del future, pull
+        while not (self._closing.is_set() and self._jobs.empty()):
+            self._jobs.get()()
+        self._pool.shutdown(wait=False)
+
+
+def _fulfil(
+    future: "Future[PulledBatch[Handle]]", call: "Callable[[], PulledBatch[Handle]]"
+) -> None:
+    try:
+        future.set_result(call())
+    except Exception as exc:  # noqa: BLE001  # handed to whoever waits
+        future.set_exception(exc)
 
 
 def _when_all_done(replies: Sequence[Reply], call: Callable[[], None]) -> None:

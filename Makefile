@@ -1,0 +1,65 @@
+# make train   train the adult-income example on this machine
+# make test    everything that must hold before a change is done
+#
+# Both start from nothing: they make .venv with what the machine needs. torch comes
+# first and alone, because fbgemm has to fit it; torchrec's own metadata asks for the
+# CUDA build of fbgemm, so that its needs are installed by name.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+STAMP := $(VENV)/installed
+
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
+TORCH := torch==2.13.0
+FBGEMM := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),fbgemm-gpu,fbgemm-gpu-cpu)==1.8.0
+TORCHREC := torchrec==1.8.0
+TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+
+# The census data of the example, where it lies beside the checkout.
+ADULT := ../shared/datasets/adult
+ifneq ($(wildcard $(ADULT)),)
+export PERSIA_DATA_DIR ?= $(abspath $(ADULT))
+endif
+
+.PHONY: help install train test lint unit bench clean
+.NOTPARALLEL:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s  %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP)  ## make .venv
+
+$(STAMP): Makefile pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed. $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+			"Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "installing into $(VENV), with $(FBGEMM)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	$(PIP) '$(FBGEMM)' $(TORCHREC_NEEDS)
+	$(PIP) --no-deps '$(TORCHREC)'
+	$(PIP) --editable '.[dev]'
+	@touch $(STAMP)
+
+train: $(STAMP)  ## train the example; ARGS="--embedding_servers 3" overrides
+	PATH="$(BIN):$$PATH" TORCHXCONFIG=.torchxconfig $(BIN)/torchx run $(if $(ARGS),-- $(ARGS))
+
+test: lint bench unit  ## check everything
+
+lint: $(STAMP)  ## format, lint, types, import rules
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy --no-error-summary
+	$(BIN)/lint-imports --no-logo
+
+bench: $(STAMP)  ## the benchmarks, tiny, so that they cannot rot
+	$(BIN)/python -m persia_torchrec.bench --tiny
+
+unit: $(STAMP)  ## the tests; ARGS="-k wire" chooses
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+
+clean:  ## remove all that the other targets made
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .hypothesis *.egg-info build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

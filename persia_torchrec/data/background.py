@@ -1,0 +1,56 @@
+"""Make the next items of an iterator while the last one is being used."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_CHECK_S = 0.1
+
+
+def in_background(items: Iterable[T], capacity: int, name: str) -> Iterator[T]:
+    """Yield the items, made by a thread that is up to ``capacity`` ahead.
+
+    An exception of the iterator is raised where its item would have come. When the
+    caller stops early, so does the thread, at the next item.
+
+    Args:
+        items: iterated over by the thread.
+        capacity: items that may wait, at least 1.
+        name: of the thread.
+
+    Example:
+        >>> list(in_background(range(3), 2, "numbers"))
+        [0, 1, 2]
+    """
+    made: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(capacity)
+    stopping = threading.Event()
+
+    def put(entry: tuple[T] | BaseException | None) -> bool:
+        while not stopping.is_set():
+            try:
+                made.put(entry, timeout=_CHECK_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def make() -> None:
+        try:
+            for item in items:
+                if not put((item,)):
+                    return
+            put(None)
+        except BaseException as exc:  # noqa: BLE001  # raised by whoever iterates
+            put(exc)
+
+    threading.Thread(target=make, name=name, daemon=True).start()
+    try:
+        while (entry := made.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            yield entry[0]
+    finally:
+        stopping.set()

@@ -1,0 +1,148 @@
+"""How a batch gets from a data loader to a trainer.
+
+The ids have gone to an embedding worker; what is left of the batch, and the reference
+under which its ids wait there, goes to the trainer whose turn it is:
+
+    BATCH         header: stream = loader, batch = number of the batch, flags = loaders
+                  1: JSON [worker, loader, reference]
+                  2: the rest of the batch (embedding/batch_bytes.py)
+    END_OF_DATA   header: stream = loader, flags = loaders
+                  1: JSON null
+
+The reply to BATCH is JSON true, or false when the trainer's buffer stays full for a
+moment: the loader then sends the batch again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from persia_torchrec.data.inbox import Inbox
+from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest
+from persia_torchrec.embedding.data import BatchRest, PersiaBatch
+from persia_torchrec.errors import FrameError
+from persia_torchrec.wire.messages import (
+    Frames,
+    Header,
+    Kind,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.wire.service import Service
+from persia_torchrec.wire.transport import Connections
+
+_PUT_TIMEOUT_S = 0.5
+_MAX_LOADERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencedBatch:
+    """A batch without its ids, and where these wait.
+
+    Attributes:
+        origin: number of the embedding worker, of the data loader, and the reference.
+        rest: dense features, labels and the others.
+    """
+
+    origin: tuple[int, int, int]
+    rest: BatchRest
+
+
+class BatchReceiver:
+    """The trainer's end: fills an inbox with what data loaders send.
+
+    Args:
+        inbox: where batches go.
+        host: address to listen on.
+
+    Raises:
+        WireError: the address cannot be listened on.
+    """
+
+    def __init__(self, inbox: Inbox[ReferencedBatch], host: str) -> None:
+        self._inbox = inbox
+        self._service = Service(
+            "batch receiver", self._receive, host=host, num_threads=_MAX_LOADERS_AT_ONCE
+        )
+        self.address = self._service.address
+
+    def close(self) -> None:
+        """Stop listening. May be called twice."""
+        self._service.close()
+
+    def _receive(self, header: Header, frames: Frames) -> Frames:
+        loader, num_loaders = header.stream, header.flags
+        if header.kind is Kind.END_OF_DATA:
+            self._inbox.end(loader, num_loaders)
+            return [encode_json(None)]
+        if header.kind is not Kind.BATCH or len(frames) != 3:
+            raise FrameError(f"A trainer answers no such message: {header}.")
+        origin = decode_json(frames[:2])
+        if not isinstance(origin, list) or len(origin) != 3:
+            raise FrameError("A batch must say where its ids wait.")
+        worker, source, reference = (int(number) for number in origin)
+        # Copied: a frame is read-only, and torch wants memory that can be written.
+        rest = decode_rest(bytearray(frames[2]))
+        batch = ReferencedBatch((worker, source, reference), rest)
+        came = self._inbox.put(loader, num_loaders, batch, _PUT_TIMEOUT_S)
+        return [encode_json(came)]
+
+
+class BatchSender:
+    """The data loader's end: sends batches to the trainers.
+
+    Args:
+        addresses: of the trainers, by rank.
+        loader: number of this data loader.
+        num_loaders: how many there are.
+        timeout_s: seconds that one message may take.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        loader: int,
+        num_loaders: int,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._connections = Connections("trainer", addresses)
+        self._loader = loader
+        self._num_loaders = num_loaders
+        self._timeout_s = timeout_s
+
+    @property
+    def num_trainers(self) -> int:
+        """How many trainers there are."""
+        return len(self._connections)
+
+    def send(
+        self, trainer: int, batch: PersiaBatch, origin: tuple[int, int, int]
+    ) -> bool:
+        """Send a batch; return whether the trainer had room for it.
+
+        Raises:
+            ServerError: the trainer refuses it, or does not answer in time.
+        """
+        frames: Frames = [encode_json(origin), encode_rest(batch)]
+        answer = self._ask(trainer, Kind.BATCH, batch.batch_id or 0, frames)
+        return answer is True
+
+    def end(self) -> None:
+        """Tell every trainer that this loader has no more batches.
+
+        Raises:
+            ServerError: a trainer does not answer in time.
+        """
+        for trainer in range(self.num_trainers):
+            self._ask(trainer, Kind.END_OF_DATA, 0, [encode_json(None)])
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self._connections.close()
+
+    def _ask(self, trainer: int, kind: Kind, batch: int, frames: Frames) -> object:
+        header = Header(kind, stream=self._loader, batch=batch, flags=self._num_loaders)
+        reply = self._connections.submit(
+            trainer, header, frames, timeout_s=self._timeout_s, what="a batch"
+        )
+        return decode_json(reply.result(self._timeout_s + 5)[1])

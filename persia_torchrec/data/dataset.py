@@ -1,0 +1,110 @@
+"""Where batches come from: data loader processes, or this one.
+
+PERSIA's two kinds. A ``StreamingDataset`` receives what ``DataCtx`` sends from data
+loader processes, whose ids wait with the embedding workers. An ``IterableDataset`` is
+the user's own iterator of ``PersiaBatch``, in this process.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from persia_torchrec import env
+from persia_torchrec.data.background import in_background
+from persia_torchrec.data.dataflow import BatchReceiver, ReferencedBatch
+from persia_torchrec.data.inbox import Inbox
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.wire.discovery import AddressBook, local_address
+
+
+class IterableDatasetBase(ABC):
+    """What a ``DataLoader`` reads.
+
+    Args:
+        buffer_size: batches that may wait to be looked up, at least 1; of a
+            StreamingDataset, of each data loader.
+
+    Raises:
+        ConfigError: ``buffer_size`` is below 1.
+    """
+
+    def __init__(self, buffer_size: int = 10) -> None:
+        if buffer_size < 1:
+            raise ConfigError(f"buffer_size must be >= 1. Received: {buffer_size}.")
+        self.buffer_size = buffer_size
+
+    @abstractmethod
+    def batches(
+        self, timeout_s: float, *, in_order: bool
+    ) -> Iterator[PersiaBatch | ReferencedBatch]:
+        """Yield the batches of one pass.
+
+        Args:
+            timeout_s: seconds to wait for a batch.
+            in_order: in the order in which the data loaders numbered them.
+        """
+
+
+class IterableDataset(IterableDatasetBase):
+    """The user's batches, made in this process. Subclass it and write ``__iter__``.
+
+    Each pass calls ``__iter__`` anew, in a thread of its own.
+    """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches of one pass."""
+
+    def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[PersiaBatch]:
+        """Yield the batches, made ahead by a thread; they are in order anyway."""
+        return in_background(self, self.buffer_size, "dataset")
+
+
+class StreamingDataset(IterableDatasetBase):
+    """What data loader processes send to this trainer; one pass.
+
+    The trainer begins to listen, and registers with the job, on the first pass. It
+    ends when every data loader has ended.
+    """
+
+    def __init__(self, buffer_size: int = 10) -> None:
+        super().__init__(buffer_size)
+        self._receiver: BatchReceiver | None = None
+
+    def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
+        """Yield the batches as they come.
+
+        Raises:
+            ConfigError: this process belongs to no job, or this is the second pass.
+            DataflowError: nothing came for ``timeout_s``.
+        """
+        if self._receiver is not None:
+            raise ConfigError(
+                "A StreamingDataset can be iterated over once: what was received is "
+                "gone. Let the data loaders send the data again to a new job."
+            )
+        store = env.job_store()
+        if store is None:
+            raise ConfigError(
+                "A StreamingDataset must belong to a job: PERSIA_STORE_PORT is not "
+                "set. Start the script through torchx, or use an IterableDataset."
+            )
+        rank, world_size = env.get_rank(), env.get_world_size()
+        inbox: Inbox[ReferencedBatch] = Inbox(self.buffer_size, rank, world_size)
+        self._receiver = BatchReceiver(inbox, local_address(store[0]))
+        book = AddressBook.join(*store)
+        book.register("trainer", rank, world_size, self._receiver.address)
+        book.close()
+        return self._take_all(inbox, self._receiver, timeout_s, in_order=in_order)
+
+    @staticmethod
+    def _take_all(
+        inbox: Inbox[ReferencedBatch],
+        receiver: BatchReceiver,
+        timeout_s: float,
+        *,
+        in_order: bool,
+    ) -> Iterator[ReferencedBatch]:
+        while (batch := inbox.take(timeout_s, in_order=in_order)) is not None:
+            yield batch
+        receiver.close()

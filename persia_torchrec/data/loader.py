@@ -1,0 +1,152 @@
+"""The loader: batches whose rows are already on their way.
+
+    dataset -> begin the pull -> wait until the trainer asks -> batch
+
+A batch's pull begins as soon as the dataset has it, up to ``forward_buffer_size``
+batches before the trainer asks for it, and within the staleness bound.
+
+PERSIA's ``DataLoader`` is given no context: it belongs to the one that is entered. That
+is the only thing in this package that is known without being passed on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from persia_torchrec.data.background import in_background
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.dataset import IterableDatasetBase
+from persia_torchrec.embedding.data import Label, NonIDTypeFeature, PersiaBatch
+from persia_torchrec.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PersiaTrainingBatch:
+    """A batch as the trainer gets it; a context makes tensors of it."""
+
+    pull: Any
+    """The batch's rows, on their way."""
+
+    non_id_type_features: tuple[NonIDTypeFeature, ...]
+    """Dense features."""
+
+    labels: tuple[Label, ...]
+    """Labels."""
+
+    is_training: bool
+    """Whether a backward pass is expected."""
+
+    meta: bytes | None
+    """The user's own bytes."""
+
+    batch_id: int | None
+    """Its number among all batches of all data loaders."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookupSettings:
+    """How far lookups may be ahead of the training."""
+
+    forward_buffer_size: int
+    """Batches looked up ahead."""
+
+    num_workers: int
+    """Batches looked up at once."""
+
+    embedding_staleness: int | None
+    """Training batches that may be between lookup and update; None: as many as the
+    buffers hold."""
+
+
+class LookupContext(Protocol):
+    """What an entered context offers to loaders."""
+
+    def start_lookup(
+        self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
+    ) -> PersiaTrainingBatch:
+        """Begin to pull a batch; the settings hold for training batches."""
+
+
+_entered: list[LookupContext] = []
+
+
+def enter_context(context: LookupContext) -> None:
+    """Make a context the one that loaders belong to."""
+    _entered.append(context)
+
+
+def leave_context(context: LookupContext) -> None:
+    """Take a context, and any that was entered within it, back."""
+    while context in _entered:
+        _entered.pop()
+
+
+def entered_context() -> LookupContext | None:
+    """Return the innermost context, or None."""
+    return _entered[-1] if _entered else None
+
+
+class DataLoader:
+    """Iterate over a dataset's batches, with their rows on the way.
+
+    Args:
+        dataset: where the batches come from.
+        forward_buffer_size: batches looked up ahead, at least 1.
+        timeout_ms: how long to wait for a batch.
+        num_workers: batches looked up at once, at least 1. A reproducible loader looks
+            up one at a time.
+        reproducible: batches in the order in which the data loaders numbered them.
+            Together with ``embedding_staleness=1`` two runs are equal to the last bit.
+        embedding_staleness: training batches that may be between lookup and update, at
+            least 1; 1 is the schedule without stale rows. None: as many as the buffers
+            hold.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDatasetBase,
+        forward_buffer_size: int = 10,
+        timeout_ms: int = 600_000,
+        num_workers: int = 10,
+        reproducible: bool = False,
+        embedding_staleness: int | None = None,
+    ) -> None:
+        numbers = {
+            "forward_buffer_size": forward_buffer_size,
+            "timeout_ms": timeout_ms,
+            "num_workers": num_workers,
+            "embedding_staleness": embedding_staleness,
+        }
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} must be >= 1. Received: {number}.")
+        self.dataset = dataset
+        self._timeout_s = timeout_ms / 1000
+        self._reproducible = reproducible
+        self._settings = LookupSettings(
+            forward_buffer_size=forward_buffer_size,
+            num_workers=1 if reproducible else num_workers,
+            embedding_staleness=embedding_staleness,
+        )
+
+    def __iter__(self) -> Iterator[PersiaTrainingBatch]:
+        """Yield the batches of one pass over the dataset.
+
+        Raises:
+            ConfigError: no context is entered.
+            DataflowError: no batch came in time.
+        """
+        context = entered_context()
+        if context is None:
+            raise ConfigError(
+                "A DataLoader must be iterated over inside a context. "
+                "Use `with TrainCtx(...):` or `with eval_ctx(...):` around the loop."
+            )
+        batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
+        settings = self._settings
+        started = (context.start_lookup(batch, settings) for batch in batches)
+        ahead = self._settings.forward_buffer_size
+        return in_background(started, ahead, "lookups ahead")

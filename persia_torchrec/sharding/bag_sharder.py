@@ -1,0 +1,126 @@
+"""What every sharder of bag collections shares: how TorchRec's planner sees it.
+
+The planner plans these collections like any other module. It is told of one stand-in
+parameter a table, of one row and without storage, since the rows take no memory here;
+the sharding type and the kernel are names that the planner knows ("row_wise" and
+"fused"), as it refuses unknown ones.
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterStorage,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
+from persia_torchrec.worker.pipeline import BatchPipeline
+
+
+class BagSharder(ModuleSharder[EmbeddingBagCollection]):
+    """Replace ``EmbeddingBagCollection`` by its remote counterpart.
+
+    Args:
+        timeout_s: seconds that a pull or a push may take.
+        gradient_division: divide gradients by the number of trainers.
+    """
+
+    def __init__(self, *, timeout_s: float, gradient_division: bool) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._gradient_division = gradient_division
+
+    @abstractmethod
+    def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
+        """Return the collection's tables and features in the servers' terms."""
+
+    @abstractmethod
+    def make_pipeline(self, spec: CollectionSpec) -> BatchPipeline[Any, Any]:
+        """Return the pipeline of a collection, its tables known to the servers."""
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        """Which modules this sharder takes."""
+        return EmbeddingBagCollection
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedRemoteEmbeddingBagCollection:
+        """Make the tables known to the servers, and return the module that uses them.
+
+        Args:
+            module: the collection; its weights, if it has any, are not used.
+            params: the plan; it must name all tables of the collection.
+            env: gives the number of trainers.
+            device: where the embeddings are wanted; the CPU by default.
+            module_fqn: the module's path in the model; not needed.
+
+        Raises:
+            ConfigError: a setting of the collection that the servers cannot honour.
+            ServerError: a server refuses a table, or does not answer.
+        """
+        _require_whole_plan(module, params)
+        spec = self.describe(module)
+        world_size = env.world_size if self._gradient_division else 1
+        return ShardedRemoteEmbeddingBagCollection(
+            self.make_pipeline(spec),
+            spec,
+            device=device or torch.device("cpu"),
+            timeout_s=self._timeout_s,
+            gradient_scale=1 / world_size,
+        )
+
+    def shardable_parameters(
+        self, module: EmbeddingBagCollection
+    ) -> dict[str, nn.Parameter]:
+        """Return a stand-in of one row for each table."""
+        return {
+            config.name: nn.Parameter(
+                torch.empty(1, config.embedding_dim, device="meta")
+            )
+            for config in module.embedding_bag_configs()
+        }
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the one type: rows are spread over servers."""
+        return [ShardingType.ROW_WISE.value]
+
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
+        """Return the one kernel: lookup and update are the servers' own."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return zero bytes: the rows are not on this device."""
+        on_gpu = compute_device_type == "cuda"
+        storage = ParameterStorage.HBM if on_gpu else ParameterStorage.DDR
+        return {storage.value: 0}
+
+
+def _require_whole_plan(
+    module: EmbeddingBagCollection, params: EmbeddingModuleShardingPlan
+) -> None:
+    tables = {config.name for config in module.embedding_bag_configs()}
+    if set(params) != tables:
+        raise ConfigError(
+            f"The plan must name the tables {sorted(tables)}. "
+            f"Received: {sorted(params)}."
+        )

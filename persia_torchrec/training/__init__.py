@@ -1,0 +1,1 @@
+"""The engine under PERSIA's contexts: one model, its two halves joined by TorchRec."""

@@ -1,0 +1,240 @@
+"""What PERSIA's contexts run on: the user's model and its embeddings, inside DMP.
+
+    HybridModel
+      embeddings   EmbeddingBagCollection, from embedding_config.yml -> SlotsSharder
+      dense        the user's model, replicated by DistributedDataParallel
+
+``DistributedModelParallel`` shards the one and replicates the other: the same path that
+a TorchRec user's model takes. The engine belongs to one trainer process and is called
+by its main thread; only :meth:`Engine.start_pull` may be called by another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from persia_torchrec import env
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.kjt import to_keyed_jagged_tensor
+from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.remote_lookup import (
+    ShardedRemoteEmbeddingBagCollection,
+    StartedPull,
+)
+from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
+
+REQUEST_TIMEOUT_S = 120.0
+"""Seconds that one request to a worker or a server may take."""
+
+_DISCOVERY_TIMEOUT_S = 300.0
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+Pull = StartedPull[RemoteBatch]
+
+
+class HybridModel(nn.Module):
+    """A user's dense model with its embeddings before it.
+
+    Args:
+        embeddings: one table a feature group, on the meta device.
+        dense: takes a list of dense tensors and a list of embedding tensors.
+        slots: names of the slots, in the order in which ``dense`` gets them.
+    """
+
+    def __init__(
+        self, embeddings: nn.Module, dense: nn.Module, slots: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.dense = dense
+        self._slots = list(slots)
+
+    def forward(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
+        """Run the whole model on one batch."""
+        return self.dense(non_id_tensors, self.embed(pull))
+
+    def embed(self, pull: Pull) -> list[torch.Tensor]:
+        """Wait for a batch's embeddings; float32 ``(B, dim)`` a slot."""
+        pooled = self.embeddings(pull).to_dict()
+        return [pooled[slot] for slot in self._slots]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Settings of one trainer's engine."""
+
+    schema: EmbeddingSchema
+    """The slots."""
+
+    optimizer: Optimizer
+    """Of all tables."""
+
+    embedding_config: EmbeddingConfig
+    """How rows start, and how far weights may go."""
+
+    device: torch.device
+    """Of the dense model."""
+
+    backward_buffer_size: int
+    """Updates that may wait when there is no staleness bound."""
+
+
+class Engine:
+    """One trainer's connections, and its model inside DMP.
+
+    Args:
+        model: the user's dense model, on ``config.device``.
+        config: see :class:`EngineConfig`.
+
+    Raises:
+        ConfigError: this process belongs to no job.
+        DiscoveryError: workers or servers did not register in time.
+        ServerError: a worker or a server refuses the tables.
+    """
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self._config = config
+        self._settings: LookupSettings | None = None
+        workers, servers = _find_job()
+        _init_process_group(config.device)
+        self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
+        self._workers = RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
+        sharder = SlotsSharder(
+            self._workers,
+            config.schema,
+            config.embedding_config,
+            config.optimizer,
+            timeout_s=REQUEST_TIMEOUT_S,
+        )
+        hybrid = HybridModel(
+            make_collection(config.schema), model, list(config.schema.slots)
+        )
+        self.dmp = DistributedModelParallel(
+            hybrid, device=config.device, sharders=[sharder]
+        )
+        self._hybrid = hybrid
+        sharded = hybrid.embeddings
+        assert isinstance(sharded, ShardedRemoteEmbeddingBagCollection)
+        self._sharded = sharded
+
+    @property
+    def device(self) -> torch.device:
+        """Of the dense model."""
+        return self._config.device
+
+    def start_pull(
+        self,
+        batch: PersiaBatch | ReferencedBatch,
+        *,
+        is_training: bool,
+        settings: LookupSettings | None = None,
+    ) -> Pull:
+        """Begin to pull a batch; returns at once.
+
+        Args:
+            batch: with its ids, or with the reference to where they wait.
+            is_training: make missing rows, and expect a backward pass.
+            settings: of the loader that the batch comes from.
+
+        Raises:
+            ConfigError: other settings than before while batches are under way.
+            PersiaError: an earlier push failed.
+        """
+        if is_training and settings is not None:
+            self._apply(settings)
+        if isinstance(batch, PersiaBatch):
+            kjt = to_keyed_jagged_tensor(batch.id_type_features)
+            return self._sharded.start(kjt, is_training=is_training)
+        reference = BatchReference(*batch.origin)
+        return self._sharded.start(reference, is_training=is_training)
+
+    def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
+        """Run the whole model; its backward pass updates both halves."""
+        return self.dmp(non_id_tensors, pull)
+
+    def embed(self, pull: Pull) -> list[torch.Tensor]:
+        """Wait for a batch's embeddings; float32 ``(B, dim)`` a slot."""
+        return self._hybrid.embed(pull)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Divide the gradients that go to the servers by the scale of the loss.
+
+        Under a scale other than 1 a gradient that is not finite is left out.
+        """
+        self._sharded.gradient_scale = 1 / scale
+        self._sharded.skip_non_finite = scale != 1
+
+    @property
+    def num_skipped(self) -> int:
+        """Batches so far whose gradients were not finite."""
+        return self._sharded.num_skipped
+
+    @property
+    def num_missed(self) -> int:
+        """Ids so far whose row had been evicted when their gradient came."""
+        return self._sharded.pipeline.num_missed
+
+    def flush(self) -> None:
+        """Wait until every update so far is applied.
+
+        Raises:
+            PersiaError: one of them failed.
+        """
+        self._sharded.pipeline.flush()
+
+    def close(self) -> None:
+        """Close all connections. May be called twice."""
+        self._sharded.pipeline.close()
+        self._workers.close()
+        self.client.close()
+
+    def _apply(self, settings: LookupSettings) -> None:
+        if settings == self._settings:
+            return
+        staleness = settings.embedding_staleness
+        if staleness is None:
+            staleness = settings.forward_buffer_size + self._config.backward_buffer_size
+        self._sharded.pipeline.set_staleness(staleness)
+        self._sharded.pipeline.set_num_pullers(settings.num_workers)
+        self._settings = settings
+
+
+def _find_job() -> tuple[list[str], list[str]]:
+    """Return the addresses of the job's embedding workers and servers."""
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "A training context must belong to a job: PERSIA_STORE_PORT is not set. "
+            "Start the script through torchx (see components/)."
+        )
+    book = AddressBook.join(*store)
+    try:
+        servers = book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
+        workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
+    finally:
+        book.close()
+    return workers, servers
+
+
+def _init_process_group(device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if env.get_world_size() == 1:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)

@@ -1,0 +1,81 @@
+"""PERSIA's slots as a TorchRec collection, and the sharder that puts it on the servers.
+
+The collection is an ordinary ``EmbeddingBagCollection`` on the meta device, one table
+a feature group. What its configuration cannot say (prefixes, the root scaling, how
+PERSIA draws initial weights) the sharder takes from the YAML file itself, and its
+pulls go through the embedding workers of the job.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.sharding.bag_sharder import BagSharder
+from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.worker.bags import Bags
+from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
+from persia_torchrec.worker.schema import features_of, tables_of
+
+SlotsPipeline = BatchPipeline[BatchReference | Mapping[str, Bags], RemoteBatch]
+
+
+def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
+    """Return the slots as a collection on the meta device, one table a group."""
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=group.name,
+                embedding_dim=schema.slots[group.slots[0]].dim,
+                num_embeddings=1,  # the servers' tables have no length
+                feature_names=list(group.slots),
+            )
+            for group in schema.groups
+        ],
+        device=torch.device("meta"),
+    )
+
+
+class SlotsSharder(BagSharder):
+    """Put PERSIA's slots on the servers, through the embedding workers of the job.
+
+    The gradient of each trainer is applied by itself, as in PERSIA: embedding
+    gradients add up over trainers, while the dense ones are averaged.
+
+    Args:
+        workers: connections to the embedding workers.
+        schema: the slots.
+        config: how rows start, and how far weights may go.
+        optimizer: of all tables.
+        timeout_s: seconds that a pull or a push may take.
+    """
+
+    def __init__(
+        self,
+        workers: RemoteWorkers,
+        schema: EmbeddingSchema,
+        config: EmbeddingConfig,
+        optimizer: Optimizer,
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s, gradient_division=False)
+        self._workers = workers
+        self._schema = schema
+        self._config = config
+        self._optimizer = optimizer
+
+    def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
+        """Return the slots, in the order of the file."""
+        tables = tables_of(self._schema, self._config, self._optimizer)
+        return CollectionSpec(tables, features_of(self._schema))
+
+    def make_pipeline(self, spec: CollectionSpec) -> SlotsPipeline:
+        """Return the pipeline, its tables known to workers and servers."""
+        self._workers.add_tables(spec.tables)
+        return BatchPipeline(self._workers, staleness=1, timeout_s=self._timeout_s)

@@ -1,0 +1,114 @@
+"""Run one embedding worker.
+
+    python -m persia_torchrec.worker --index 0 --num-workers 1 \\
+        --embedding-config embedding_config.yml --global-config global_config.yml
+
+It is a member of a job: the environment says where the job's address book is, from
+which the worker learns the servers' addresses, and in which it registers its own.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from persia_torchrec import env
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.config import (
+    GlobalSettings,
+    load_embedding_config,
+    load_global_config,
+)
+from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.wire.discovery import local_address
+from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.service import Service
+from persia_torchrec.worker.buffers import IdBuffer
+from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.process import WorkerProcess
+from persia_torchrec.worker.schema import features_of
+from persia_torchrec.worker.warm_up import warm_up
+
+logger = logging.getLogger("persia_torchrec.worker")
+
+_DISCOVERY_TIMEOUT_S = 180.0
+_REQUEST_TIMEOUT_S = 60.0
+
+
+def main() -> int:
+    """Run the worker; return the process's exit status."""
+    arguments = _parser().parse_args()
+    logging.basicConfig(
+        level=env.log_level(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        _serve(arguments)
+    except PersiaError as exc:
+        logger.error("%s: %s", type(exc).__name__, exc)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m persia_torchrec.worker",
+        description="Run one embedding worker of a job.",
+    )
+    add = parser.add_argument
+    add("--index", type=int, default=None, help="which worker [REPLICA_INDEX]")
+    add("--num-workers", type=int, default=None, help="of how many [REPLICA_SIZE]")
+    add(
+        "--host", default=None, help="address to listen on [the way to the job's store]"
+    )
+    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    add("--embedding-config", type=Path, default=None, help="embedding_config.yml")
+    add("--global-config", type=Path, default=None, help="global_config.yml")
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "An embedding worker must know its job: PERSIA_STORE_PORT is not set. "
+            "Start it through torchx (see components/)."
+        )
+    path = arguments.embedding_config or env.embedding_config_path()
+    if path is None:
+        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
+    schema = load_embedding_config(path)
+    settings = _settings(arguments)
+    index = env.get_replica_index() if arguments.index is None else arguments.index
+    size = arguments.num_workers or env.get_replica_size()
+    warm_up()
+    with JobMember.join("worker", index, store=store) as member:
+        servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
+        client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
+        worker = EmbeddingWorker(client, features_of(schema))
+        buffer = IdBuffer(
+            settings.embedding_worker.forward_buffer_size,
+            settings.embedding_worker.buffered_data_expired_sec,
+        )
+        service = Service(
+            "embedding worker",
+            WorkerProcess(worker, buffer).answer,
+            host=arguments.host or local_address(store[0]),
+            port=arguments.port,
+            num_threads=8,
+        )
+        member.book.register("worker", index, size, service.address)
+        sys.stdout.write(f"ready {service.address}\n")
+        sys.stdout.flush()
+        member.wait_for_end()
+        service.close()
+        client.close()
+
+
+def _settings(arguments: argparse.Namespace) -> GlobalSettings:
+    path = arguments.global_config or env.global_config_path()
+    return GlobalSettings() if path is None else load_global_config(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

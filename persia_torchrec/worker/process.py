@@ -1,0 +1,115 @@
+"""An embedding worker as a process of its own: messages in, pooled embeddings out.
+
+    from a data loader   BUFFER_IDS  three frames of bags            -> {"reference"}
+    from a trainer       ADD_TABLES  JSON list of tables             -> null
+                         FORWARD     JSON {"loader", "reference"}    -> shape, floats
+                                     or JSON null and three frames of bags
+                         BACKWARD    floats, the gradient            -> ids missed
+                         ABANDON     nothing                         -> null
+
+In BUFFER_IDS the header's stream is the number of the data loader. BACKWARD is answered
+when the servers have applied the update.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.errors import FrameError
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import (
+    TRAINING,
+    Frame,
+    Frames,
+    Header,
+    Kind,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.wire.precision import decode_floats, encode_floats
+from persia_torchrec.worker.bags import Bags, decode_bags
+from persia_torchrec.worker.buffers import IdBuffer, OpenBatches
+from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """Answers the messages to an embedding worker; several threads may ask.
+
+    Args:
+        worker: pulls and pushes.
+        buffer: keeps the ids of data loaders.
+    """
+
+    def __init__(self, worker: EmbeddingWorker, buffer: IdBuffer) -> None:
+        self._worker = worker
+        self._buffer = buffer
+        self._open = OpenBatches()
+
+    def answer(self, header: Header, frames: Frames) -> Frames:
+        """Answer one message; the handler of a ``Service``.
+
+        Raises:
+            PersiaError: what the sender is told.
+        """
+        match header.kind:
+            case Kind.FORWARD:
+                return self._forward(header, frames)
+            case Kind.BACKWARD:
+                return [encode_json(self._backward(header, frames))]
+            case Kind.ABANDON:
+                batch = self._open.take(_number(header))
+                return [encode_json(self._worker.missed(self._worker.abandon(batch)))]
+            case Kind.BUFFER_IDS:
+                bags = decode_bags(frames[1:])
+                self._worker.check(bags)
+                reference = self._buffer.put(header.stream, bags)
+                return [encode_json({"reference": reference})]
+            case Kind.ADD_TABLES:
+                self._add_tables(decode_json(frames))
+                return [encode_json(None)]
+            case _:
+                raise FrameError(
+                    f"An embedding worker answers no {header.kind.name} message. "
+                    "Is this the address of another role?"
+                )
+
+    def _add_tables(self, descriptions: object) -> None:
+        if not isinstance(descriptions, list):
+            raise FrameError("ADD_TABLES must carry a list of tables.")
+        self._worker.add_tables([TableSpec.from_json(d) for d in descriptions])
+
+    def _forward(self, header: Header, frames: Sequence[Frame]) -> Frames:
+        origin = decode_json(frames[:2])
+        number = _number(header) if header.flags & TRAINING else None
+        if isinstance(origin, dict):
+            loader, reference = int(origin["loader"]), int(origin["reference"])
+            reply = self._pull(header, self._buffer.peek(loader, reference), number)
+            self._buffer.remove(loader, reference)
+            return reply
+        return self._pull(header, decode_bags(frames[2:]), number)
+
+    def _pull(
+        self, header: Header, bags: dict[str, Bags], number: BatchNumber | None
+    ) -> Frames:
+        pooled_BT, batch = self._worker.pull(bags, number)
+        if number is not None:
+            self._open.put(number, batch)
+        shape = encode_json(pooled_BT.shape)
+        return [shape, encode_floats(pooled_BT, header.precision)]
+
+    def _backward(self, header: Header, frames: Sequence[Frame]) -> int:
+        if len(frames) != 2:
+            raise FrameError(f"BACKWARD has 2 frames. Received: {len(frames)}.")
+        batch = self._open.take(_number(header))
+        shape = (batch.num_samples, sum(self._worker.dims()))
+        grads = decode_floats(frames[1], int(np.prod(shape)), header.precision)
+        replies = self._worker.push(batch, grads.reshape(shape))
+        return self._worker.missed(replies)
+
+
+def _number(header: Header) -> BatchNumber:
+    return BatchNumber(header.stream, header.batch)

@@ -1,0 +1,191 @@
+"""The trainer's way to embedding workers in other processes.
+
+``RemoteWorkers`` pulls and pushes like an ``EmbeddingWorker`` in this process; only the
+work is done elsewhere. A batch whose ids a data loader has left with a worker is asked
+for by its reference there; other batches go to the workers in turn.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from persia_torchrec.client.client import BatchNumber, Reply
+from persia_torchrec.errors import FrameError
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import (
+    TRAINING,
+    Frames,
+    Header,
+    Kind,
+    Precision,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats
+from persia_torchrec.wire.transport import Connections
+from persia_torchrec.worker.bags import Bags, encode_bags
+
+_ADD_TABLES_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReference:
+    """Where the ids of a batch wait.
+
+    Attributes:
+        worker: number of the embedding worker.
+        loader: number of the data loader that left them there.
+        reference: what the worker called them.
+    """
+
+    worker: int
+    loader: int
+    reference: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBatch:
+    """A batch that an embedding worker has pulled, and waits for its gradient."""
+
+    worker: int
+    number: BatchNumber
+
+
+class RemoteWorkers:
+    """Connections to all embedding workers. Any thread may call any method.
+
+    Args:
+        addresses: of the workers, in their order.
+        timeout_s: seconds that a request may take.
+        precision: how embeddings and gradients travel to and from the workers.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        precision: Precision = Precision.FP32,
+    ) -> None:
+        self._connections = Connections("embedding worker", addresses)
+        self._timeout_s = timeout_s
+        self._precision = precision
+        self._num_direct = 0
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return len(self._connections)
+
+    def add_tables(self, specs: Sequence[TableSpec]) -> None:
+        """Make every worker, and through it every server, know the tables.
+
+        Raises:
+            ServerError: a worker or a server refuses, or does not answer.
+        """
+        body = [encode_json([spec.to_json() for spec in specs])]
+        for worker in range(self.num_workers):
+            # One after the other: servers compile only once what the first one needs.
+            self._connections.submit(
+                worker,
+                Header(Kind.ADD_TABLES),
+                body,
+                timeout_s=_ADD_TABLES_TIMEOUT_S,
+                what="adding tables",
+            ).result(_ADD_TABLES_TIMEOUT_S + 5)
+
+    def buffer(self, worker: int, loader: int, bags: Mapping[str, Bags]) -> int | None:
+        """Leave the ids of a batch with a worker.
+
+        Args:
+            worker: number of the worker.
+            loader: number of this data loader.
+            bags: by name of feature.
+
+        Returns:
+            The reference, or None when the worker's buffer is full.
+
+        Raises:
+            BatchError: a feature's dtypes or lengths do not fit.
+            ServerError: the worker refuses the batch, or does not answer in time.
+        """
+        header = Header(Kind.BUFFER_IDS, stream=loader)
+        frames = encode_bags(bags)
+        answer = decode_json(self._wait(self._send(worker, header, frames, "ids")))
+        assert isinstance(answer, dict)
+        reference = answer["reference"]
+        return None if reference is None else int(reference)
+
+    def pull(
+        self,
+        source: BatchReference | Mapping[str, Bags],
+        number: BatchNumber | None,
+    ) -> tuple[Floats, RemoteBatch]:
+        """Have a batch pulled and pooled; see ``EmbeddingWorker.pull``.
+
+        Args:
+            source: where its ids wait, or the ids themselves.
+            number: which batch of which stream, when it is for training.
+        """
+        if isinstance(source, BatchReference):
+            worker = source.worker
+            origin = {"loader": source.loader, "reference": source.reference}
+            frames: Frames = [encode_json(origin)]
+        else:
+            worker = self._num_direct % self.num_workers
+            self._num_direct += 1
+            frames = [encode_json(None), *encode_bags(source)]
+        handle = RemoteBatch(worker, number or BatchNumber(0, 0))
+        header = self._header(Kind.FORWARD, handle, TRAINING if number else 0)
+        _, shape_frame, floats = self._reply(worker, header, frames, "lookup")
+        shape = decode_json([b"", shape_frame])
+        assert isinstance(shape, list)
+        size = int(np.prod(shape))
+        # Copied: the frame is read-only, and torch wants memory that can be written.
+        pooled = decode_floats(floats, size, self._precision).reshape(shape).copy()
+        return pooled, handle
+
+    def push(self, handle: RemoteBatch, grads_BT: Floats) -> list[Reply]:
+        """Send the gradients of a batch; the reply comes when they are applied."""
+        header = self._header(Kind.BACKWARD, handle, 0)
+        frames: Frames = [encode_floats(grads_BT, self._precision)]
+        return [self._send(handle.worker, header, frames, "update")]
+
+    def abandon(self, handle: RemoteBatch) -> list[Reply]:
+        """Tell that a training batch gets no gradients."""
+        header = self._header(Kind.ABANDON, handle, 0)
+        return [self._send(handle.worker, header, [encode_json(None)], "giving up")]
+
+    def missed(self, replies: Sequence[Reply]) -> int:
+        """Wait until a push is applied; return how many ids had no row any more."""
+        return sum(int(str(decode_json(self._wait(reply)))) for reply in replies)
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self._connections.close()
+
+    def _header(self, kind: Kind, handle: RemoteBatch, flags: int) -> Header:
+        number = handle.number
+        return Header(
+            kind,
+            stream=number.stream,
+            batch=number.batch,
+            precision=self._precision,
+            flags=flags,
+        )
+
+    def _send(self, worker: int, header: Header, frames: Frames, what: str) -> Reply:
+        return self._connections.submit(
+            worker, header, frames, timeout_s=self._timeout_s, what=what
+        )
+
+    def _reply(self, worker: int, header: Header, frames: Frames, what: str) -> Frames:
+        reply = self._wait(self._send(worker, header, frames, what))
+        if len(reply) != 3:
+            raise FrameError(f"The reply must have 3 frames. Received: {len(reply)}.")
+        return reply
+
+    def _wait(self, reply: Reply) -> Frames:
+        # The I/O thread fails the reply at its deadline; the margin is for its death.
+        return reply.result(self._timeout_s + 5)[1]

@@ -1,0 +1,59 @@
+"""PERSIA's slots, in the terms of servers and embedding workers.
+
+A feature group is one table: its slots share ids, and hence rows. Ids get the group's
+prefix, from which PERSIA draws the initial weights; the table's seed is therefore 0.
+"""
+
+from collections.abc import Mapping
+
+from persia_torchrec.config import EmbeddingSchema, SlotConfig
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.data import IDFeature
+from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.table import TableSpec
+from persia_torchrec.worker.bags import Bags, FeatureSpec
+
+
+def features_of(schema: EmbeddingSchema) -> tuple[FeatureSpec, ...]:
+    """Return one feature a slot, in the file's order."""
+    return tuple(_feature(slot, schema) for slot in schema.slots.values())
+
+
+def tables_of(
+    schema: EmbeddingSchema, config: EmbeddingConfig, optimizer: Optimizer
+) -> tuple[TableSpec, ...]:
+    """Return one table a feature group.
+
+    Args:
+        schema: the slots.
+        config: how rows start, and how far weights may go.
+        optimizer: of all tables.
+    """
+    lower, upper = config.emb_initialization
+    return tuple(
+        TableSpec(
+            name=group.name,
+            dim=schema.slots[group.slots[0]].dim,
+            optimizer=optimizer,
+            lower=lower,
+            upper=upper,
+            weight_bound=config.weight_bound,
+        )
+        for group in schema.groups
+    )
+
+
+def bags_of(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
+    """Return a batch's ID features as bags, without copies."""
+    return {name: Bags(f.ids, f.lengths) for name, f in features.items()}
+
+
+def _feature(slot: SlotConfig, schema: EmbeddingSchema) -> FeatureSpec:
+    return FeatureSpec(
+        name=slot.name,
+        key=slot.name,
+        table=slot.group,
+        pooling="sqrt" if slot.sqrt_scaling else "sum",
+        prefix=slot.index_prefix,
+        prefix_bits=schema.feature_index_prefix_bit,
+    )

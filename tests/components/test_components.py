@@ -1,0 +1,192 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchx.runner import get_runner
+from torchx.specs.finder import get_component
+
+from persia_torchrec.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = {"embedding_config": "embedding.yml", "global_config": "global.yml"}
+SCRIPTS = {"nn_worker": "train.py --epochs 2", "data_loader": "'my loader.py'"}
+BOOK = {"host": "10.0.0.7", "port": 29400}
+SCHEDULERS = ["local_cwd", "slurm", "kubernetes"]
+
+COMPONENTS = {
+    "job.py:train": {**SCRIPTS, **CONFIGS, "port": 29400},
+    "embedding_server.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
+    "embedding_worker.py:embedding_worker": {**BOOK, **CONFIGS},
+    "data_loader.py:data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
+    "nn_worker.py:nn_worker": {**BOOK, **CONFIGS, "script": "train.py", "gpus": 1},
+}
+
+
+def load(name):
+    return get_component(f"{ROOT / 'components'}/{name}").fn
+
+
+def train(**changes):
+    arguments = {**SCRIPTS, **CONFIGS, **changes}
+    app = load("job.py:train")(**arguments)
+    return {role.name: role for role in app.roles}
+
+
+def cfg_of(scheduler, folder):
+    return {
+        "local_cwd": {"log_dir": str(folder)},
+        "slurm": {"partition": "debug"},
+        "kubernetes": {"queue": "default"},
+    }[scheduler]
+
+
+@pytest.fixture
+def runner():
+    with get_runner() as runner:
+        yield runner
+
+
+def test_every_file_is_listed_here():
+    files = {path.name for path in (ROOT / "components").glob("*.py")}
+    assert files == {name.partition(":")[0] for name in COMPONENTS}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_component_is_understood_by_every_scheduler(
+    runner, tmp_path, name, scheduler
+):
+    if scheduler == "kubernetes" and not importlib.util.find_spec("kubernetes"):
+        pytest.skip("torchx needs the package kubernetes to speak to it")
+    app = load(name)(**COMPONENTS[name])
+    request = str(runner.dryrun(app, scheduler, cfg_of(scheduler, tmp_path)))
+    for role in app.roles:
+        assert role.args[1] in request
+        assert role.name.isalpha()
+
+
+def test_the_coordinator_stands_first_and_knows_how_many_to_expect():
+    roles = train(embedding_servers=2, embedding_workers=3, data_loaders=4)
+    counts = {name: role.num_replicas for name, role in roles.items()}
+    assert list(counts) == ["coordinator", "server", "worker", "loader", "trainer"]
+    assert list(counts.values()) == [1, 2, 3, 4, 1]
+    arguments = roles["coordinator"].args
+    assert arguments[2] == "--port"
+    assert arguments[4:] == [
+        *("--num-servers", "2"),
+        *("--num-workers", "3"),
+        *("--num-loaders", "4"),
+        *("--num-trainers", "1"),
+    ]
+
+
+def test_every_role_can_find_the_job_and_its_place_in_it():
+    for role in train(port=29400, nn_workers=2, env={"LOG_LEVEL": "DEBUG"}).values():
+        assert role.env == {
+            "PERSIA_STORE_PORT": "29400",
+            "PERSIA_STORE_HOST_ENV": "${rank0_env}",
+            "REPLICA_INDEX": "${replica_id}",
+            "REPLICA_SIZE": str(role.num_replicas),
+            "PERSIA_EMBEDDING_CONFIG": "embedding.yml",
+            "PERSIA_GLOBAL_CONFIG": "global.yml",
+            "PYTHONUNBUFFERED": "1",
+            "LOG_LEVEL": "DEBUG",
+        }
+
+
+def test_no_two_roles_share_their_variables():
+    variables = [id(role.env) for role in train().values()]
+    assert len(set(variables)) == len(variables)
+
+
+def test_a_port_is_chosen_when_none_is_named():
+    assert int(train()["server"].env["PERSIA_STORE_PORT"]) > 0
+
+
+def test_a_script_keeps_its_arguments_as_in_a_shell():
+    roles = train()
+    launcher = ["-m", "persia_torchrec.launch.script"]
+    assert roles["trainer"].args == [*launcher, "trainer", "train.py", "--epochs", "2"]
+    assert roles["loader"].args == [*launcher, "loader", "my loader.py"]
+
+
+def test_servers_and_workers_know_their_place():
+    roles = train(embedding_servers=2)
+    assert roles["server"].args[1:6] == [
+        *("persia_torchrec.server", "--shard", "${replica_id}"),
+        *("--num-shards", "2"),
+    ]
+    assert roles["worker"].args[1:4] == [
+        *("persia_torchrec.worker", "--index", "${replica_id}")
+    ]
+
+
+def test_image_and_interpreter_are_passed_on_untouched():
+    for role in train(image="registry/persia:1", python="python3.12").values():
+        assert (role.image, role.entrypoint) == ("registry/persia:1", "python3.12")
+
+
+def test_only_the_nn_workers_ask_for_gpus():
+    gpus = {name: role.resource.gpu for name, role in train(nn_worker_gpus=2).items()}
+    assert gpus.pop("trainer") == 2
+    assert set(gpus.values()) == {0}
+
+
+def test_a_job_without_loaders_leaves_the_role_out():
+    assert "loader" not in train(data_loaders=0, data_loader="")
+
+
+def test_a_role_alone_is_told_the_host():
+    name = "embedding_server.py:embedding_server"
+    (role,) = load(name)(**COMPONENTS[name]).roles
+    assert role.env["PERSIA_STORE_HOST"] == "10.0.0.7"
+    assert "PERSIA_STORE_HOST_ENV" not in role.env
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embedding_servers": 0}, r"embedding_servers must be >= 1\. Received: 0"),
+        ({"embedding_workers": 0}, "embedding_workers must be >= 1"),
+        ({"data_loaders": -1}, "data_loaders must be >= 1"),
+        ({"nn_workers": 0}, "nn_workers must be >= 1"),
+        ({"nn_worker_gpus": -1}, "nn_worker_gpus must be >= 0"),
+        ({"port": 65_536}, r"\[1, 65535\]\. Received: 65536"),
+        ({"nn_worker": ""}, "nn_worker must name a file"),
+        ({"data_loader": " "}, "data_loader must name a file"),
+        ({"embedding_config": ""}, "embedding_config must name a file"),
+        ({"global_config": ""}, "global_config must name a file"),
+        ({"nn_worker": "'train.py"}, "as in a shell"),
+        ({"env": {"REPLICA_INDEX": "1"}}, r"sets itself\. Received: \['REPLICA_INDEX'"),
+        ({"env": {"NICS": "eth0,eth1"}}, "no comma"),
+        ({"embedding_config": "a,b.yml"}, "no comma"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train(**changes)
+
+
+@pytest.mark.multiprocess
+def test_plain_torchx_run_is_the_example_and_its_arguments_can_be_changed(tmp_path):
+    command = [sys.executable, "-m", "torchx.cli.main", "run", "--dryrun"]
+    changed = subprocess.run(
+        [*command, "--", "--embedding_servers", "3"],
+        cwd=ROOT,
+        env={"HOME": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "'examples/adult_income/train.py'" in changed
+    assert "'num_replicas': 3" in changed
+    assert "'runs/torchx/" in changed
+
+
+def test_every_file_that_torchxconfig_names_is_there():
+    text = (ROOT / ".torchxconfig").read_text()
+    files = [word for word in text.split() if word.startswith("examples/")]
+    assert len(files) == 4
+    assert [name for name in files if not (ROOT / name).is_file()] == []

@@ -1,0 +1,254 @@
+"""The golden test: a model on the servers trains as it does on plain TorchRec.
+
+Both start from the same rows and the same dense weights and see the same batches; the
+embedding optimizer is the servers' in one and fbgemm's fused one in the other.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from persia_torchrec import SGD, Adagrad
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding.optim import Optimizer
+from tests.sharding.remote_job import CPU, META, RemoteJob, shard
+
+NUM_IDS = 40
+NUM_SAMPLES = 32
+NUM_STEPS = 200
+FEATURES = {"ad": 16, "query": 16, "user": 8, "place": 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer on the servers, and what fbgemm calls the same one."""
+
+    optimizer: Optimizer
+    kind: EmbOptimType
+    arguments: dict[str, float] = field(default_factory=dict)
+
+
+SGD_CASE = Case(SGD(2.0), EmbOptimType.EXACT_SGD, {"learning_rate": 2.0})
+ADAGRAD = {"learning_rate": 0.05, "eps": 1e-8}
+ADAGRAD_CASE = Case(
+    Adagrad(lr=0.05, initial_accumulator_value=0, eps=1e-8),
+    EmbOptimType.EXACT_ADAGRAD,
+    ADAGRAD,
+)
+ROWWISE_CASE = Case(
+    Adagrad(lr=0.05, initial_accumulator_value=0, eps=1e-8, vectorwise_shared=True),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    ADAGRAD,
+)
+
+
+def tables():
+    return [
+        EmbeddingBagConfig(NUM_IDS, 16, name="term", feature_names=["ad", "query"]),
+        EmbeddingBagConfig(NUM_IDS, 8, name="user", feature_names=["user"]),
+        EmbeddingBagConfig(
+            NUM_IDS,
+            *(4,),
+            name="place",
+            feature_names=["place"],
+            pooling=PoolingType.MEAN,
+        ),
+    ]
+
+
+class Dlrm(nn.Module):
+    """Dense features and projected embeddings, and all their dot products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingBagCollection(tables=tables(), device=META)
+        self.bottom = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.project = nn.ModuleDict(
+            {key: nn.Linear(dim, 8, bias=False) for key, dim in FEATURES.items()}
+        )
+        self.over = nn.Sequential(nn.Linear(18, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, dense, ids):
+        bottom = self.bottom(dense)
+        pooled = self.embeddings(ids)
+        projected = [self.project[key](pooled[key]) for key in FEATURES]
+        vectors = torch.stack([bottom, *projected], dim=1)
+        row, column = torch.triu_indices(5, 5, offset=1)
+        dots = (vectors @ vectors.transpose(1, 2))[:, row, column]
+        return self.over(torch.cat([bottom, dots], dim=1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device):
+        return Batch(self.dense.to(device), self.ids.to(device), self.labels.to(device))
+
+
+def make_batch(generator):
+    """Bags of 0 to 4 ids, the small ones often; ids and dense tell the label."""
+    num_bags = len(FEATURES) * NUM_SAMPLES
+    lengths = torch.randint(5, (num_bags,), generator=generator)
+    ids = (torch.rand(int(lengths.sum()), generator=generator) ** 2 * NUM_IDS).long()
+    dense = torch.randn(NUM_SAMPLES, 3, generator=generator)
+    bag_of_id = torch.arange(num_bags).repeat_interleave(lengths)
+    scores = torch.zeros(num_bags).index_add_(0, bag_of_id, (ids % 3 - 1).float())
+    score = scores.view(-1, NUM_SAMPLES).sum(0) + dense[:, 0]
+    kjt = KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths.int())
+    return Batch(dense, kjt, (score > 0).float())
+
+
+def make_batches(num):
+    generator = torch.Generator().manual_seed(0)
+    return [make_batch(generator) for _ in range(num)]
+
+
+def train(model, batches):
+    """Return the loss of each step; the dense half is trained by plain SGD."""
+    dense = [weight for name, weight in model.named_parameters() if "bags" not in name]
+    optimizer = torch.optim.SGD(dense, lr=0.2)
+    losses = []
+    for batch in batches:
+        logits = model(batch.dense, batch.ids)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return np.array(losses)
+
+
+class Twins:
+    """One model twice: its tables on the servers, and in plain TorchRec."""
+
+    def __init__(self, job, case, *, device=CPU, **settings):
+        self.job = job
+        torch.manual_seed(0)
+        model = Dlrm()
+        dense = {key: v.clone() for key, v in model.state_dict().items() if v.numel()}
+        self.remote = job.put_on_servers(
+            model.to(device) if device != CPU else model,
+            case.optimizer,
+            device=device,
+            **settings,
+        )
+        twin = Dlrm()
+        twin.load_state_dict(dense, strict=False)
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params={"optimizer": case.kind, **case.arguments}
+        )
+        fused = ParameterConstraints(
+            sharding_types=["table_wise"], compute_kernels=["fused"]
+        )
+        constraints = {table.name: fused for table in tables()}
+        self.local = shard(twin, sharder, constraints=constraints)
+        self.start = {}
+        for table in tables():
+            ids = np.arange(NUM_IDS, dtype=np.uint64)
+            split = job.client.split(ids)
+            number = BatchNumber(BatchNumber.new_stream(), 1)
+            (rows,) = job.client.pull([(table.name, split)], batch=number)
+            self.start[table.name] = rows[split.place]
+            self.local_rows(table).copy_(torch.from_numpy(rows[split.place]))
+
+    def local_rows(self, table):
+        name = f"embeddings.embedding_bags.{table.name}.weight"
+        (piece,) = self.local.state_dict()[name].local_shards()
+        return piece.tensor
+
+    def remote_rows(self, table):
+        return self.job.read(table.name, range(NUM_IDS))[:, : table.embedding_dim]
+
+    def row_differences(self):
+        """Return the largest difference of a table's rows, for each table."""
+        return [
+            np.abs(self.remote_rows(table) - self.local_rows(table).numpy()).max()
+            for table in tables()
+        ]
+
+    def row_moves(self):
+        """Return how far the row went that went farthest, for each table."""
+        return [
+            np.abs(self.remote_rows(table) - self.start[table.name]).max()
+            for table in tables()
+        ]
+
+
+@pytest.fixture
+def job():
+    with RemoteJob(num_servers=2) as job:
+        yield job
+
+
+def test_the_batches_have_repeated_ids_and_empty_bags():
+    for batch in make_batches(3):
+        for feature in batch.ids.to_dict().values():
+            bags = [bag.tolist() for bag in feature.to_dense()]
+            assert [] in bags
+            assert any(len(set(bag)) < len(bag) for bag in bags)
+
+
+@pytest.mark.parametrize("case", [SGD_CASE, ADAGRAD_CASE, ROWWISE_CASE])
+def test_every_step_has_the_loss_of_plain_torchrec(job, case):
+    twins = Twins(job, case)
+    batches = make_batches(NUM_STEPS)
+    losses = train(twins.remote, batches)
+    expected = train(twins.local, batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert max(twins.row_differences()) < 1e-5
+    # Nothing of this would mean much if the tables had learnt nothing.
+    assert expected[-20:].mean() < 0.85 * expected[:5].mean()
+    assert min(twins.row_moves()) > 0.03
+    assert job.total("gradients_missed") == 0
+
+
+def test_the_number_of_servers_does_not_change_the_training():
+    batches = make_batches(20)
+    losses = {}
+    for num_servers in (1, 3):
+        with RemoteJob(num_servers=num_servers) as job:
+            torch.manual_seed(0)
+            model = job.put_on_servers(Dlrm(), ADAGRAD_CASE.optimizer)
+            losses[num_servers] = train(model, batches)
+    assert np.array_equal(losses[1], losses[3])
+
+
+@pytest.mark.parametrize(
+    ("wire_dtype", "rtol"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)]
+)
+def test_half_of_the_bytes_on_the_wire_cost_little_of_the_loss(job, wire_dtype, rtol):
+    twins = Twins(job, ROWWISE_CASE, wire_dtype=wire_dtype)
+    batches = make_batches(50)
+    losses = train(twins.remote, batches)
+    expected = train(twins.local, batches)
+    np.testing.assert_allclose(losses, expected, rtol=rtol)
+    assert not np.array_equal(losses, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [SGD_CASE, ADAGRAD_CASE, ROWWISE_CASE])
+def test_a_model_on_a_gpu_trains_as_plain_torchrec_does(job, case):
+    device = torch.device("cuda", 0)
+    twins = Twins(job, case, device=device)
+    batches = make_batches(NUM_STEPS)
+    losses = train(twins.remote, [batch.to(device) for batch in batches])
+    expected = train(twins.local, batches)
+    # The dense half sums in another order there.
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
+    assert max(twins.row_differences()) < 1e-3

@@ -1,0 +1,41 @@
+"""Small jobs of real processes: a coordinator and the scripts of a test."""
+
+from pathlib import Path
+
+from persia_torchrec.launch import coordinator, script
+from persia_torchrec.wire.ports import free_port
+from tests.processes import Processes, Running
+
+
+class Job:
+    """A job whose coordinator is up; scripts are written and started by name."""
+
+    def __init__(self, processes: Processes, *options: str, **counts: int) -> None:
+        self.processes = processes
+        self.counts = counts
+        self.port = free_port()
+        arguments = ["--port", str(self.port), "--heartbeat-s", "0.1"]
+        arguments += ["--silent-s", "20", "--linger-s", "0", *options]
+        for role, count in counts.items():
+            arguments += [f"--num-{role}s", str(count)]
+        self.coordinator = processes.start("coordinator", coordinator.main, arguments)
+
+    def start(
+        self, role: str, text: str | None, *arguments: str, index: int = 0
+    ) -> Running:
+        """Start a script with this text; with None, one that is not there."""
+        name = f"{role}-{index}"
+        path = self.processes.folder / f"{name}.py"
+        if text is not None:
+            path.write_text(text)
+        env = {
+            "PERSIA_STORE_PORT": str(self.port),
+            "REPLICA_INDEX": str(index),
+            "REPLICA_SIZE": str(self.counts[role]),
+        }
+        command = [role, str(path), *arguments]
+        return self.processes.start(name, script.main, command, env=env)
+
+    @property
+    def folder(self) -> Path:
+        return self.processes.folder

@@ -1,0 +1,151 @@
+import signal
+import time
+
+import pytest
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.launch import coordinator
+from persia_torchrec.launch.coordinator import CoordinatorConfig
+from persia_torchrec.wire.discovery import AddressBook
+from tests.launch.jobs import Job
+from tests.processes import Processes
+
+WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(60)"
+WAIT_FOR_GO = """
+import pathlib, time
+print('at work', flush=True)
+while not pathlib.Path('go').exists():
+    time.sleep(0.02)
+"""
+multiprocess = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+@multiprocess
+def test_the_job_is_finished_when_all_trainers_are_done(processes):
+    job = Job(processes, loader=1, trainer=2)
+    loader = job.start("loader", "print('all sent')")
+    first = job.start("trainer", "print('trained')", index=0)
+    second = job.start("trainer", WAIT_FOR_GO, index=1)
+    for early in (loader, first):
+        early.has_printed("is through")
+    second.has_printed("at work")
+    # Slurm would end the job soon after the first process that ends.
+    assert loader.process.is_alive()
+    assert first.process.is_alive()
+    (job.folder / "go").touch()
+    members = [loader, first, second]
+    assert [member.status() for member in members] == [0, 0, 0]
+    assert job.coordinator.status() == 0
+
+
+@multiprocess
+def test_a_loader_is_ended_with_status_0_when_the_job_is_finished(processes):
+    job = Job(processes, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    loader.has_printed("at work")
+    trainer = job.start("trainer", "")
+    assert [trainer.status(), loader.status(), job.coordinator.status()] == [0, 0, 0]
+    assert "loader 0 is not needed any more" in loader.output()
+
+
+@multiprocess
+def test_what_a_trainer_raises_ends_every_process_and_is_in_every_log(processes):
+    job = Job(processes, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
+    for running in (loader, trainer, job.coordinator):
+        assert running.status() == 1
+        assert "trainer 0: ValueError: the loss is not a number" in running.output()
+
+
+@multiprocess
+def test_a_killed_member_ends_the_job(processes):
+    job = Job(processes, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    trainer = job.start("trainer", WAIT_FOR_EVER)
+    trainer.has_printed("at work")
+    trainer.send(signal.SIGKILL)
+    for running in (loader, job.coordinator):
+        assert running.status() == 1
+        assert f"trainer 0 (process {trainer.pid}) was killed" in running.output()
+
+
+@multiprocess
+def test_a_silent_member_ends_the_job(processes):
+    job = Job(processes, "--silent-s", "1", "--leave-timeout-s", "1", trainer=1)
+    trainer = job.start("trainer", WAIT_FOR_EVER)
+    trainer.has_printed("at work")
+    trainer.send(signal.SIGSTOP)
+    assert job.coordinator.status() == 1
+    assert "trainer 0 was silent for 1 s" in job.coordinator.output()
+    assert "did not leave in time: trainer 0" in job.coordinator.output()
+
+
+@multiprocess
+def test_an_absent_member_ends_the_job(processes):
+    job = Job(
+        processes, *("--join-timeout-s", "1"), *("--leave-timeout-s", "1"), trainer=2
+    )
+    trainer = job.start("trainer", WAIT_FOR_EVER, index=1)
+    for running in (trainer, job.coordinator):
+        assert running.status() == 1
+        assert "trainer 0 did not join within 1 s" in running.output()
+
+
+@multiprocess
+def test_a_coordinator_that_is_told_to_end_ends_the_job(processes):
+    job = Job(processes, loader=1, trainer=1)
+    running = [job.start(role, WAIT_FOR_EVER) for role in ("loader", "trainer")]
+    for member in running:
+        member.has_printed("at work")
+    job.coordinator.send(signal.SIGTERM)
+    for process in (*running, job.coordinator):
+        assert process.status() == 1
+        assert "coordinator: it was told to end (SIGTERM)" in process.output()
+
+
+@multiprocess
+def test_a_member_that_joins_a_failed_job_late_still_learns_why(processes):
+    job = Job(processes, loader=1, trainer=1)
+    trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
+    assert trainer.status() == 1
+    loader = job.start("loader", WAIT_FOR_EVER)
+    assert loader.status() == 1
+    assert "the loss is not a number" in loader.output()
+    assert job.coordinator.status() == 1
+
+
+@multiprocess
+def test_a_port_that_is_taken_is_said_at_once(processes):
+    other = AddressBook.host(0)
+    arguments = ["--port", str(other.port), "--num-trainers", "1"]
+    started = time.monotonic()
+    running = processes.start("coordinator", coordinator.main, arguments)
+    assert running.status() == 1
+    assert time.monotonic() - started < 10
+    assert f"listen on port {other.port}" in running.output()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"num_trainers": 0}, r"num_trainers must be >= 1\. Received: 0"),
+        ({"num_trainers": 1, "num_servers": -1}, r"num_servers must be >= 0"),
+        ({"num_trainers": 1, "join_timeout_s": 0}, r"join_timeout_s must be > 0"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(counts, message):
+    with pytest.raises(ConfigError, match=message):
+        CoordinatorConfig(port=0, **counts)
+
+
+def test_members_are_named_by_role_and_index():
+    config = CoordinatorConfig(port=0, num_trainers=2, num_servers=1)
+    assert config.members() == [("server", 0), ("trainer", 0), ("trainer", 1)]

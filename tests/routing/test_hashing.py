@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.routing.hashing import add_prefix, farmhash64, index_prefix
+from tests import reference
+from tests.strategies import id_arrays
+
+
+@pytest.mark.parametrize(
+    ("id_", "buckets"),
+    [
+        (12, [2, 18]),
+        (23, [5, 10]),
+        (34, [0, 11]),
+        (56, [6, 17]),
+        (78, [7, 12]),
+        (90, [8, 16]),
+    ],
+)
+def test_hashes_are_those_of_persias_hash_stack(id_, buckets):
+    first = farmhash64(np.array([id_], dtype=np.uint64))
+    second = farmhash64(first)
+    assert [int(first[0] % 10), int(second[0] % 10) + 10] == buckets
+
+
+@given(id_arrays())
+def test_an_id_is_hashed_as_its_eight_bytes_are_by_farmhash(ids_L):
+    assert farmhash64(ids_L).tolist() == [
+        reference.farmhash64(id_) for id_ in ids_L.tolist()
+    ]
+
+
+def test_prefixed_ids_are_persias():
+    ids = np.array([16000000000000000], dtype=np.uint64)
+    assert add_prefix(ids, 450359962737049600, 12).tolist() == [452849163854938115]
+
+
+@given(id_arrays(), st.integers(1, 63), st.data())
+def test_a_prefix_takes_the_top_bits_and_the_id_the_rest(ids_L, prefix_bits, data):
+    group = data.draw(st.integers(0, 2**prefix_bits - 2))
+    prefixed_L = add_prefix(ids_L, index_prefix(group, prefix_bits), prefix_bits)
+    bits_left = 64 - prefix_bits
+    assert [id_ >> bits_left for id_ in prefixed_L.tolist()] == [group + 1] * len(ids_L)
+    assert [id_ % 2**bits_left for id_ in prefixed_L.tolist()] == [
+        id_ % (2**bits_left - 1) for id_ in ids_L.tolist()
+    ]
+
+
+def test_ids_are_not_changed_by_their_prefix():
+    ids = np.array([2**64 - 1, 5], dtype=np.uint64)
+    add_prefix(ids, index_prefix(0, 8), 8)
+    assert ids.tolist() == [2**64 - 1, 5]
+
+
+@pytest.mark.parametrize(("group", "prefix_bits"), [(1, 1), (3, 2), (255, 8)])
+def test_more_groups_than_the_prefix_tells_apart_are_refused(group, prefix_bits):
+    index_prefix(group - 1, prefix_bits)
+    with pytest.raises(ConfigError, match=rf"Received: group number {group + 1}\."):
+        index_prefix(group, prefix_bits)

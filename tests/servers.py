@@ -1,0 +1,83 @@
+"""Embedding servers for tests: each in a thread of this process."""
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+
+DEADLINE_S = 20.0
+"""What anything in a test may take, if it does not fail."""
+
+
+class RunningServer:
+    """One server, in a thread."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.server = EmbeddingServer(config)
+        self.address = self.server.address
+        self._thread = threading.Thread(target=self.server.serve, name="server")
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until the server has ended."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), f"{self.address} still runs"
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.join()
+
+
+class Servers:
+    """Starts servers and clients of them, and leaves none behind."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, num_shards: int = 1, **settings: int) -> list[RunningServer]:
+        """Start the servers of one job."""
+        settings.setdefault("capacity_rows", 1000)
+        running = [
+            RunningServer(ServerConfig(shard=shard, num_shards=num_shards, **settings))
+            for shard in range(num_shards)
+        ]
+        self._stack.callback(_stop_all, running)
+        return running
+
+    def client(
+        self, running: list[RunningServer], *, timeout_s: float = DEADLINE_S
+    ) -> EmbeddingClient:
+        """Connect a client that is closed at the end of the test."""
+        client = EmbeddingClient.connect(
+            [server.address for server in running], timeout_s=timeout_s
+        )
+        self._stack.callback(client.close)
+        return client
+
+
+def _stop_all(running: list[RunningServer]) -> None:
+    for server in running:
+        server.server.stop()
+    for server in running:
+        server.join()
+
+
+def ids_of(*numbers: int) -> np.ndarray:
+    """Return ids, as uint64."""
+    return np.array(numbers, dtype=np.uint64)

@@ -1,0 +1,167 @@
+"""Embedding servers in threads, one trainer, and models whose tables they hold."""
+
+import threading
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+
+from persia_torchrec import (
+    SGD,
+    EmbeddingClient,
+    RemoteEmbeddingBagCollectionSharder,
+)
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+class Servers:
+    """Embedding servers, each served by a thread of this process."""
+
+    def __init__(self, num_servers: int = 2, capacity_rows: int = 100_000) -> None:
+        self.servers = [
+            EmbeddingServer(
+                ServerConfig(
+                    shard=shard, num_shards=num_servers, capacity_rows=capacity_rows
+                )
+            )
+            for shard in range(num_servers)
+        ]
+        self.addresses = [server.address for server in self.servers]
+        self._threads = [
+            threading.Thread(target=server.serve, name=f"server {shard}", daemon=True)
+            for shard, server in enumerate(self.servers)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+        for thread in self._threads:
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+class RemoteJob:
+    """Servers, a client of them, and this process as the only trainer."""
+
+    def __init__(
+        self,
+        *,
+        num_servers: int = 2,
+        capacity_rows: int = 100_000,
+        timeout_s: float = 20.0,
+    ) -> None:
+        self.servers = Servers(num_servers, capacity_rows)
+        self._timeout_s = timeout_s
+        self._models: list[DistributedModelParallel] = []
+
+    def __enter__(self) -> Self:
+        self.servers.__enter__()
+        self.client = EmbeddingClient.connect(
+            self.servers.addresses, timeout_s=self._timeout_s
+        )
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        dist.destroy_process_group()
+        for model in self._models:
+            for module in remote_modules(model):
+                module.pipeline.close()
+        self.client.close()
+        self.servers.stop()
+
+    def put_on_servers(
+        self,
+        model: nn.Module,
+        optimizer=None,
+        *,
+        device: torch.device = CPU,
+        **settings,
+    ) -> DistributedModelParallel:
+        """Shard a model as a user does: one more sharder, the stock planner."""
+        sharder = RemoteEmbeddingBagCollectionSharder(
+            self.client, optimizer or SGD(1.0), **settings
+        )
+        sharded = shard(model, sharder, device=device)
+        self._models.append(sharded)
+        return sharded
+
+    def read(self, table: str, ids: list[int] | range) -> np.ndarray:
+        """Return weights and state of ids that may be written as int64."""
+        return self.client.read(table, ids_of(ids))
+
+    def total(self, counter: str) -> int:
+        """Return a counter, summed over the servers."""
+        return sum(counters.get(counter, 0) for counters in self.client.counters())
+
+
+class Bags(nn.Module):
+    """Nothing but an embedding bag collection; its output is the pooled columns."""
+
+    def __init__(self, tables, device: torch.device = META) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(tables=tables, device=device)
+
+    def forward(self, ids: KeyedJaggedTensor):
+        return self.bags(ids)
+
+
+def shard(model: nn.Module, sharder, *, device=CPU, constraints=None):
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=dist.get_world_size(),
+            local_world_size=dist.get_world_size(),
+            compute_device=device.type,
+        ),
+        constraints=constraints,
+    )
+    plan = planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
+    return DistributedModelParallel(model, sharders=[sharder], plan=plan, device=device)
+
+
+def remote_modules(model: nn.Module) -> list[ShardedRemoteEmbeddingBagCollection]:
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, ShardedRemoteEmbeddingBagCollection)
+    ]
+
+
+def ids_of(ids) -> np.ndarray:
+    return np.array([id_ % 2**64 for id_ in ids], dtype=np.uint64)
+
+
+def kjt_of(bags: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
+    """Build a KeyedJaggedTensor from each feature's bags, as {"ad": [[7, 8], []]}."""
+    ids = [id_ for feature in bags.values() for bag in feature for id_ in bag]
+    return KeyedJaggedTensor(
+        keys=list(bags),
+        values=torch.tensor(ids, dtype=torch.int64),
+        lengths=torch.tensor(
+            [len(bag) for feature in bags.values() for bag in feature],
+            dtype=torch.int32,
+        ),
+    )

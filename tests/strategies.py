@@ -1,0 +1,34 @@
+"""What Hypothesis draws ids from."""
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+EDGE_IDS = (0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1)
+"""Where signs, halves and overflows would show."""
+
+ids = st.sampled_from(EDGE_IDS) | st.integers(0, 20) | st.integers(0, 2**64 - 1)
+"""One id: often one that repeats, or one at an edge of what 64 bits hold."""
+
+
+def id_arrays(max_size: int = 60) -> st.SearchStrategy[np.ndarray]:
+    """Return arrays of ids, uint64 ``(N,)``."""
+    return hnp.arrays(np.uint64, st.integers(0, max_size), elements=ids)
+
+
+def ids_of_one_hash(hash_: int, owner: int, num: int) -> list[int]:
+    """Return ids that the store's index hashes to one value, its steps undone.
+
+    Args:
+        hash_: in ``[0, 2**32)``.
+        owner: number of the table plus one.
+        num: how many.
+    """
+    ids = []
+    for low in range(num):
+        x = (hash_ << 32 | low) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+        x ^= x >> 29 ^ x >> 58
+        x = x * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+        x ^= x >> 32
+        ids.append(x ^ owner * 0x9E3779B97F4A7C15 % 2**64)
+    return ids
