@@ -28,10 +28,23 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: takes and returns numbers and NumPy arrays.
     """
+    return _compiled(function, {"reassoc", "contract", "nsz"})
+
+
+def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, compiled on its first call, without ``fastmath``.
+
+    For floats that must be the same, bit for bit, on every machine: where a processor
+    has fused multiply-adds, ``fastmath`` uses them, and they round otherwise.
+
+    Args:
+        function: takes and returns numbers and NumPy arrays.
+    """
+    return _compiled(function, set())
+
+
+def _compiled(function: Callable[P, R], fastmath: set[str]) -> Callable[P, R]:
     decorate = numba.njit(
-        cache=True,
-        nogil=True,
-        error_model="numpy",
-        fastmath={"reassoc", "contract", "nsz"},
+        cache=True, nogil=True, error_model="numpy", fastmath=fastmath
     )
     return cast("Callable[P, R]", decorate(function))

@@ -12,13 +12,10 @@ finished before its script is.
 
 import argparse
 import logging
-import os
 import runpy
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
@@ -44,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PersiaError as exc:
         logger.error("%s", exc)
         return 1
-    interrupts = _Interrupts(member)
     with member:
         try:
             _require_script(script)
@@ -53,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PersiaError as exc:
             raise SystemExit(str(exc)) from exc
         run_script(script, arguments)
-        interrupts.script_has_ended()
-        if member.exit_status is None:
+        if not member.job_has_ended:
             logger.info("%s: %s is through, waiting for the job", member.who, script)
         member.report_done()
         try:
@@ -80,31 +75,6 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     except SystemExit as exc:
         if exc.code is not None and exc.code != 0:
             raise
-
-
-class _Interrupts:
-    """What SIGTERM does to the main thread, whether the member or a user sends it."""
-
-    def __init__(self, member: JobMember) -> None:
-        self._member = member
-        self._pid = os.getpid()
-        self._script_is_running = True
-        signal.signal(signal.SIGTERM, self._interrupt)
-
-    def script_has_ended(self) -> None:
-        """Let the end of the job pass without an interrupt from now on."""
-        self._script_is_running = False
-
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child: as if nothing were set up
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        status = self._member.exit_status
-        if status is None:
-            raise SystemExit("ended from outside (SIGTERM)")
-        if status != 0 or self._script_is_running:
-            raise SystemExit(status)
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[str, str, list[str]]:

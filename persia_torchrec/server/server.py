@@ -4,8 +4,8 @@ One thread owns the socket and the store. Lookups are answered as they come; upd
 are queued and applied when no message is waiting, so that trainers that pull do not
 wait for trainers that push:
 
-    socket --lookup--> store --> reply
-       \\---update---> queue --(nothing else to do, or the queue is full)--> store --> ack
+    lookup --> store --> reply
+    update --> queue --(nothing else to do, or the queue is full)--> store --> ack
 
 The queue is bounded: when it is full, updates are applied before anything else is read
 from the socket, and what the socket cannot hold makes the trainers wait. Updates are
@@ -213,8 +213,8 @@ class EmbeddingServer:
             raise FrameError("ADD_TABLES must carry a list of tables.")
         specs = [TableSpec.from_json(description) for description in descriptions]
         numbers = [self._store.add_table(spec) for spec in specs]
-        for spec in specs:
-            logger.info("table %s", spec)
+        logger.info("tables %s", ", ".join(f"{s.name} (dim {s.dim})" for s in specs))
+        logger.debug("tables %s", specs)
         return numbers
 
     def _lookup(self, header: Header, frames: Frames) -> Frame:

@@ -13,7 +13,7 @@ the generator PCG32, and each weight made from the upper 23 of 32 random bits:
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled
+from persia_torchrec.compiled import compiled, compiled_as_written
 
 _PCG_MUL = np.uint64(6364136223846793005)
 _PCG_INC = np.uint64(11634580027462260723)
@@ -24,7 +24,7 @@ _S9, _S17, _S18, _S19, _S23, _S27, _S31, _S32, _S41, _S45, _S59 = (
 _UNIT = np.float32(2.0**-23)
 
 
-@compiled
+@compiled_as_written
 def fill_uniform(
     weights_D: npt.NDArray[np.float32],
     seed: np.uint64,

@@ -10,7 +10,8 @@ the job is finished or has failed, and then ends, whatever its main thread does:
     the job has failed, the   the reason is logged; ``call_at_end``; the main thread
     coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
     parent process is gone    ends with status 1, even if its main thread is stuck.
-    this process raised       the others are told why, and the exception goes on.
+    this process raised, or   the others are told why, and the exception goes on.
+    got a SIGTERM
 
 Two threads see to it. One beats, on a connection of its own, and may get stuck if the
 network does; the other touches no network and watches the first.
@@ -25,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from persia_torchrec.errors import ConfigError, JobError
@@ -115,7 +116,7 @@ class JobMember:
         self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
         self._has_called_back = False  # guarded by _lock
         self._verdict: tuple[JobState, str] = ("running", "")  # guarded by _lock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may interrupt its holder
         self._ended = threading.Event()
         self._waiting = threading.Event()
         self._leaving = threading.Event()
@@ -148,13 +149,9 @@ class JobMember:
         return cls(role, index, book, expendable=expendable)
 
     @property
-    def exit_status(self) -> int | None:
-        """What an interrupted main thread should exit with; None while the job runs.
-
-        0 when the job is finished, 1 when it has failed.
-        """
-        state, _ = self._state()
-        return {"running": None, "finished": 0, "failed": 1}[state]
+    def job_has_ended(self) -> bool:
+        """Whether the job is finished or has failed, as far as this member knows."""
+        return self._ended.is_set()
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have something called, from another thread, once the job has ended.
@@ -190,6 +187,7 @@ class JobMember:
             target=self._keep_beating, args=(roll,), name="job-heartbeat", daemon=True
         )
         self._beating.start()
+        self._previous_handler = signal.signal(signal.SIGTERM, self._interrupt)
         threading.Thread(target=self._guard, name="job-guard", daemon=True).start()
         logger.info("%s joined the job at %s", self.who, self.book.host_name)
         return self
@@ -203,14 +201,34 @@ class JobMember:
         if os.getpid() != self._pid:
             return  # a forked child that left the block on its way out
         failure = None if exc is None else _failure_of(exc)
-        if failure is None and not self._ended.is_set():
+        if failure is None and self._state()[0] == "running":
             failure = "it left before the job had ended"
         if failure is not None:
             self._fail(failure)
         state, reason = self._state()
         self._leave()
+        if signal.getsignal(signal.SIGTERM) == self._interrupt:
+            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
         if exc is None and state == "failed":
             raise JobError(f"The job failed: {reason}")
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """Make the main thread leave the block; the handler of SIGTERM."""
+        if os.getpid() != self._pid:  # a forked child: as if nothing were set up
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        # Slurm sends the signal as soon as another process has failed: ask why. Not
+        # by _end(): this thread may be interrupted inside the event that _end() sets.
+        with contextlib.suppress(JobError):
+            self._note(*self.book.state())
+        state, _ = self._state()
+        if state == "running":
+            raise SystemExit("ended from outside (SIGTERM)")
+        if state == "failed":
+            raise SystemExit(1)
+        if self._expendable and not self._waiting.is_set():
+            raise SystemExit(0)
 
     def _fail(self, reason: str) -> None:
         with contextlib.suppress(JobError):  # the coordinator is gone: nobody to tell
@@ -226,13 +244,17 @@ class JobMember:
         with self._lock:
             return self._verdict
 
-    def _end(self, state: JobState, reason: str) -> None:
-        """Take note of how the job ended, once."""
+    def _note(self, state: JobState, reason: str) -> None:
+        """Take note of how the job ended, if it has; the first verdict stands."""
         with self._lock:
-            if self._verdict[0] != "running":
-                return
-            self._verdict = (state, reason)
-        self._ended.set()
+            if self._verdict[0] == "running":
+                self._verdict = (state, reason)
+
+    def _end(self, state: JobState, reason: str) -> None:
+        """Take note of how the job ended, if it has, and have this process end."""
+        self._note(state, reason)
+        if state != "running":
+            self._ended.set()
 
     # The beating thread
 
@@ -242,8 +264,7 @@ class JobMember:
                 roll.beat()
                 state, reason = roll.job_state()
                 self._num_beats += 1
-                if state != "running":
-                    self._end(state, reason)
+                self._end(state, reason)
                 self._leaving.wait(self._timings.heartbeat_s)
             roll.leave()
         except JobError as exc:

@@ -155,6 +155,16 @@ class BatchPipeline(Generic[Source, Handle]):
             self._waits_for_ack = staleness == 0
             self._permits = Permits(max(staleness, 1), self._timeout_s)
 
+    def set_num_pullers(self, num: int) -> None:
+        """Change how many training batches may be pulled at once; before the first.
+
+        Raises:
+            ConfigError: ``num`` is below 1.
+        """
+        if num < 1:
+            raise ConfigError(f"At least one puller is needed. Received: {num}.")
+        self._training.set_num_threads(num)
+
     def start(self, source: Source, *, training: bool) -> "Future[PulledBatch[Handle]]":
         """Begin to pull a batch; returns at once.
 

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import signal
 
@@ -109,6 +110,24 @@ def test_a_forked_child_does_not_speak_for_the_member(book, processes):
     assert book.state() == ("running", "")
     book.finish()
     assert member.status() == 0
+
+
+def test_a_member_that_is_ended_from_outside_fails_the_job(book, processes):
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    member.send(signal.SIGTERM)
+    assert member.status() == 1
+    assert book.state() == ("failed", "server 0: ended from outside (SIGTERM)")
+
+
+def test_a_member_that_is_ended_because_another_has_failed_says_why(book, processes):
+    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    book.fail("trainer 1", "the loss is not a number")
+    member.send(signal.SIGTERM)
+    assert member.status() == 1
+    assert "trainer 1: the loss is not a number" in member.output()
 
 
 def test_a_silence_shorter_than_two_heartbeats_is_refused():
