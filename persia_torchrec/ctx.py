@@ -98,16 +98,14 @@ class DataCtx:
         persia_batch.batch_id = batch_id
         bags = bags_of({f.name: f for f in persia_batch.id_type_features})
         deadline = time.monotonic() + _SEND_TIMEOUT_S
-        for wait_s in _waits("embedding worker", deadline):
-            reference = self._workers.buffer(worker, self._loader, bags)
-            if reference is not None:
-                break
-            time.sleep(wait_s)
+        waits = _waits("embedding worker", deadline)
+        while (ref := self._workers.buffer(worker, self._loader, bags)) is None:
+            time.sleep(next(waits))
         trainer = batch_id % self._sender.num_trainers
-        origin = (worker, self._loader, reference or 0)
-        for _ in _waits("trainer", deadline):
-            if self._sender.send(trainer, persia_batch, origin):
-                break
+        origin = (worker, self._loader, ref)
+        waits = _waits("trainer", deadline)
+        while not self._sender.send(trainer, persia_batch, origin):
+            time.sleep(next(waits))
         self._num_sent += 1
 
     def __enter__(self) -> Self:

@@ -23,6 +23,7 @@ from persia_torchrec.routing.shard import ShardedIds, split_by_shard
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     TRAINING,
+    Frame,
     Frames,
     Header,
     Kind,
@@ -357,7 +358,11 @@ class EmbeddingClient:
         return frames
 
     def _ask_all(
-        self, kind: Kind, body: Frames, what: str, timeout_s: float | None = None
+        self,
+        kind: Kind,
+        body: Sequence[Frame],
+        what: str,
+        timeout_s: float | None = None,
     ) -> list[object]:
         timeout_s = timeout_s or self._timeout_s
         replies = [

@@ -68,8 +68,9 @@ def index_prefix(group: int, prefix_bits: int) -> int:
     """
     if group + 1 >= 2**prefix_bits:
         raise ConfigError(
-            f"{prefix_bits} prefix bits tell {2**prefix_bits - 1} feature groups apart. "
-            f"Received: group number {group + 1}. Raise feature_index_prefix_bit."
+            f"{prefix_bits} prefix bits tell {2**prefix_bits - 1} feature groups "
+            f"apart. Received: group number {group + 1}. Raise "
+            "feature_index_prefix_bit."
         )
     return (group + 1) << (64 - prefix_bits)
 

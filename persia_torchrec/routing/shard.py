@@ -65,11 +65,10 @@ def _split(ids_U: Ids, num_shards: int) -> tuple[Ids, npt.NDArray[np.int64], Pos
     shard_of = np.empty(len(ids_U), dtype=np.int32)
     offsets = np.zeros(num_shards + 1, dtype=np.int64)
     for u in range(len(ids_U)):
-        shard = np.int32(farmhash64_of(ids_U[u]) % np.uint64(num_shards))
-        shard_of[u] = shard
-        offsets[shard + 1] += 1
-    for shard in range(num_shards):
-        offsets[shard + 1] += offsets[shard]
+        shard_of[u] = np.int32(farmhash64_of(ids_U[u]) % np.uint64(num_shards))
+        offsets[shard_of[u] + 1] += 1
+    for p in range(num_shards):
+        offsets[p + 1] += offsets[p]
     cursor = offsets[:-1].copy()
     grouped = np.empty_like(ids_U)
     place = np.empty(len(ids_U), dtype=np.int32)

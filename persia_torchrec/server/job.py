@@ -24,8 +24,8 @@ def serve_in_job(make_server: Callable[[str], EmbeddingServer]) -> None:
     store = env.job_store()
     if store is None:
         raise ConfigError(
-            "A server must know its job: PERSIA_STORE_PORT is not set. Start it through "
-            "torchx (see components/), or pass --standalone."
+            "A server must know its job: PERSIA_STORE_PORT is not set. Start it "
+            "through torchx (see components/), or pass --standalone."
         )
     server = make_server(local_address(store[0]))
     config = server.config

@@ -49,7 +49,7 @@ class RemoteContext(Multistreamable):
 class StartedPull(Generic[Handle]):
     """A batch whose pull has begun: hand it to the model in place of its ids."""
 
-    def __init__(self, future: "Future[PulledBatch[Handle]]", timeout_s: float) -> None:
+    def __init__(self, future: Future[PulledBatch[Handle]], timeout_s: float) -> None:
         self._future = future
         self._timeout_s = timeout_s
 

@@ -53,11 +53,11 @@ def apply_gradients(
             decays = (f32(opt.weight_decay), f32(opt.g_square_momentum))
             step_rows(*rows, f32(opt.lr), *decays, f32(opt.eps), bound)
         case Adam(lr, (beta1, beta2), weight_decay, eps):
-            # In double precision: 1 - beta**t loses every digit in float32.
+            # In double precision: 1 - beta and 1 - beta**t lose digits in float32.
             rate = lr / (1 - beta1**step)
             root_scale = 1 / np.sqrt(1 - beta2**step)
-            betas = (f32(beta1), f32(beta2))
             scales = (f32(rate), f32(root_scale))
+            betas = (f32(beta1), f32(1 - beta1), f32(beta2), f32(1 - beta2))
             _step_adam(*rows, *scales, *betas, f32(weight_decay), f32(eps), bound)
         case _:
             raise ConfigError(f"No loop for the optimizer {table.optimizer!r}.")
@@ -173,13 +173,14 @@ def _step_adam(
     rate: np.float32,
     root_scale: np.float32,
     beta1: np.float32,
+    rest1: np.float32,
     beta2: np.float32,
+    rest2: np.float32,
     weight_decay: np.float32,
     eps: np.float32,
     bound: np.float32,
 ) -> None:
     dim = grads_ND.shape[1]
-    one = np.float32(1)
     for i in range(len(slots_N)):
         _prefetch_row(floats, slots_N, i + _AHEAD, 3 * dim)
         if slots_N[i] == MISSING:
@@ -190,7 +191,7 @@ def _step_adam(
         g = grads_ND[i]
         for d in range(dim):
             grad = g[d] + weight_decay * w[d]
-            m[d] = beta1 * m[d] + (one - beta1) * grad
-            v[d] = beta2 * v[d] + (one - beta2) * grad * grad
+            m[d] = beta1 * m[d] + rest1 * grad
+            v[d] = beta2 * v[d] + rest2 * grad * grad
             denominator = np.sqrt(v[d]) * root_scale + eps
             w[d] = _bounded(w[d] - rate * m[d] / denominator, bound)

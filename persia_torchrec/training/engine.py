@@ -234,7 +234,7 @@ def _init_process_group(device: torch.device) -> None:
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     if env.get_world_size() == 1:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, not in __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)

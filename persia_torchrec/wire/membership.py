@@ -115,6 +115,7 @@ class JobMember:
         self._parent = os.getppid()
         self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
         self._has_called_back = False  # guarded by _lock
+        self._has_said_why = False  # guarded by _lock
         self._verdict: tuple[JobState, str] = ("running", "")  # guarded by _lock
         self._lock = threading.RLock()  # a signal may interrupt its holder
         self._ended = threading.Event()
@@ -205,10 +206,11 @@ class JobMember:
             failure = "it left before the job had ended"
         if failure is not None:
             self._fail(failure)
-        state, reason = self._state()
+        self._say_why()
         self._leave()
         if signal.getsignal(signal.SIGTERM) == self._interrupt:
             signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
+        state, reason = self._state()
         if exc is None and state == "failed":
             raise JobError(f"The job failed: {reason}")
 
@@ -255,6 +257,14 @@ class JobMember:
         self._note(state, reason)
         if state != "running":
             self._ended.set()
+
+    def _say_why(self) -> None:
+        """Log once why the job has failed, if it has."""
+        with self._lock:  # held while logging: nobody ends the process before
+            state, reason = self._verdict
+            if state == "failed" and not self._has_said_why:
+                self._has_said_why = True
+                logger.error("the job failed, %s ends: %s", self.who, reason)
 
     # The beating thread
 
@@ -303,10 +313,9 @@ class JobMember:
 
     def _see_to_the_end(self) -> None:
         """Make this process end within its time, now that the job has ended."""
-        state, reason = self._state()
-        if state == "failed":
-            logger.error("the job failed, %s ends: %s", self.who, reason)
+        self._say_why()
         self._call_back()
+        state, _ = self._state()
         if state == "failed":
             self._interrupt_unless_leaving(after_s=_VOLUNTARY_S)
             self._exit_after(self._timings.grace_s, status=1)

@@ -31,6 +31,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,7 @@ Frame = bytes | memoryview
 Frames = list[Frame]
 Ids = npt.NDArray[np.uint64]
 Segments = npt.NDArray[np.int64]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 _HEADER = struct.Struct("<4sHHQQQQII")
 _MAGIC = b"PTRC"
@@ -194,10 +196,13 @@ def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableId
         raise FrameError(
             f"The message must have {num_frames} frames. Received: {len(frames)}."
         )
-    segments = array_of(frames[1], np.int64).reshape(-1, 2)
+    segments = array_of(frames[1], np.int64)
+    if len(segments) % 2:
+        raise FrameError("The segments must be pairs of table and count.")
+    segments = segments.reshape(-1, 2)
     ids = array_of(frames[2], np.uint64)
     counts = segments[:, 1]
-    if (counts < 0).any() or int(counts.sum()) != len(ids):
+    if (counts < 0).any() or (counts > len(ids)).any() or counts.sum() != len(ids):
         raise FrameError(
             f"The segments must name as many ids as follow, {len(ids)}. "
             f"Received: counts {counts.tolist()[:8]}."
@@ -211,10 +216,10 @@ def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableId
 
 def bytes_of(array: npt.NDArray[np.generic]) -> memoryview:
     """Return an array's bytes, without a copy where it is contiguous."""
-    return memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
 
 
-def array_of(frame: Frame, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+def array_of(frame: Frame, dtype: type[Scalar]) -> npt.NDArray[Scalar]:
     """View a frame as a flat array, without a copy.
 
     Raises:

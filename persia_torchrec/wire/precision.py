@@ -25,11 +25,11 @@ def size_of(precision: Precision) -> int:
 
 
 def encode_floats(values: Floats, precision: Precision) -> memoryview:
-    """Return numbers as a frame; float32 is not copied.
+    r"""Return numbers as a frame; float32 is not copied.
 
     Example:
         >>> bytes(encode_floats(np.array([1.5], dtype=np.float32), Precision.BF16))
-        b'\\xc0?'
+        b'\xc0?'
     """
     if precision is Precision.FP32:
         return bytes_of(values)

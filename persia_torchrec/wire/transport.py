@@ -61,7 +61,7 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
@@ -132,7 +132,7 @@ class Connections:
         self._deadlines: list[tuple[float, int]] = []  # guarded by _lock
         self._closed = False  # guarded by _lock
         self._numbers = itertools.count(1)
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._sockets = [_connect(context, address) for address in addresses]
         self._monitors = [
             socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -331,7 +331,8 @@ def _connect(
     except zmq.ZMQError as exc:
         socket.close()
         raise ConfigError(
-            f"An address must look like 'tcp://host:port'. Received: {address!r} ({exc})."
+            "An address must look like 'tcp://host:port'. "
+            f"Received: {address!r} ({exc})."
         ) from exc
     return socket
 

@@ -1,6 +1,6 @@
-"""Run one embedding worker.
+r"""Run one embedding worker.
 
-    python -m persia_torchrec.worker --index 0 --num-workers 1 \\
+    python -m persia_torchrec.worker --index 0 --num-workers 1 \
         --embedding-config embedding_config.yml --global-config global_config.yml
 
 It is a member of a job: the environment says where the job's address book is, from

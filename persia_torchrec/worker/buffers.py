@@ -66,7 +66,8 @@ class IdBuffer:
             DataflowError: there is no such batch (any more).
         """
         with self._lock:
-            entry = self._batches.get(loader, {}).get(reference)
+            batches = self._batches.get(loader)
+            entry = batches.get(reference) if batches else None
         if entry is None:
             raise DataflowError(
                 f"Batch {reference} of data loader {loader} must be in this embedding "
@@ -78,7 +79,8 @@ class IdBuffer:
     def remove(self, loader: int, reference: int) -> None:
         """Forget a batch."""
         with self._lock:
-            self._batches.get(loader, {}).pop(reference, None)
+            if loader in self._batches:
+                self._batches[loader].pop(reference, None)
 
     def __len__(self) -> int:
         with self._lock:

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from persia_torchrec.client.client import BatchNumber, Reply
@@ -264,7 +265,7 @@ class BatchPipeline(Generic[Source, Handle]):
             except Exception as exc:  # noqa: BLE001  # handed to the next caller
                 self._finish(push, exc)
                 continue
-            _when_all_done(replies, lambda p=push, r=replies: self._settle(p, r))
+            _when_all_done(replies, partial(self._settle, push, replies))
 
     def _settle(self, push: _Push[Handle], replies: Sequence[Reply]) -> None:
         """All replies to a push have come, each with a result or an error."""

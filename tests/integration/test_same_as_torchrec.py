@@ -40,7 +40,7 @@ class Case:
     arguments: dict[str, float] = field(default_factory=dict)
 
 
-SGD_CASE = Case(SGD(2.0), EmbOptimType.EXACT_SGD, {"learning_rate": 2.0})
+SGD_CASE = Case(SGD(4.0), EmbOptimType.EXACT_SGD, {"learning_rate": 4.0})
 ADAGRAD = {"learning_rate": 0.05, "eps": 1e-8}
 ADAGRAD_CASE = Case(
     Adagrad(lr=0.05, initial_accumulator_value=0, eps=1e-8),
@@ -52,6 +52,11 @@ ROWWISE_CASE = Case(
     EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     ADAGRAD,
 )
+CASES = [
+    pytest.param(SGD_CASE, id="SGD"),
+    pytest.param(ADAGRAD_CASE, id="Adagrad"),
+    pytest.param(ROWWISE_CASE, id="rowwise Adagrad"),
+]
 
 
 def tables():
@@ -203,7 +208,7 @@ def test_the_batches_have_repeated_ids_and_empty_bags():
             assert any(len(set(bag)) < len(bag) for bag in bags)
 
 
-@pytest.mark.parametrize("case", [SGD_CASE, ADAGRAD_CASE, ROWWISE_CASE])
+@pytest.mark.parametrize("case", CASES)
 def test_every_step_has_the_loss_of_plain_torchrec(job, case):
     twins = Twins(job, case)
     batches = make_batches(NUM_STEPS)
@@ -212,8 +217,8 @@ def test_every_step_has_the_loss_of_plain_torchrec(job, case):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert max(twins.row_differences()) < 1e-5
     # Nothing of this would mean much if the tables had learnt nothing.
-    assert expected[-20:].mean() < 0.85 * expected[:5].mean()
-    assert min(twins.row_moves()) > 0.03
+    assert expected[-20:].mean() < 0.75 * expected[:5].mean()
+    assert min(twins.row_moves()) > 0.1
     assert job.total("gradients_missed") == 0
 
 
@@ -229,7 +234,7 @@ def test_the_number_of_servers_does_not_change_the_training():
 
 
 @pytest.mark.parametrize(
-    ("wire_dtype", "rtol"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)]
+    ("wire_dtype", "rtol"), [(torch.float16, 2e-4), (torch.bfloat16, 5e-3)]
 )
 def test_half_of_the_bytes_on_the_wire_cost_little_of_the_loss(job, wire_dtype, rtol):
     twins = Twins(job, ROWWISE_CASE, wire_dtype=wire_dtype)
@@ -242,7 +247,7 @@ def test_half_of_the_bytes_on_the_wire_cost_little_of_the_loss(job, wire_dtype, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [SGD_CASE, ADAGRAD_CASE, ROWWISE_CASE])
+@pytest.mark.parametrize("case", CASES)
 def test_a_model_on_a_gpu_trains_as_plain_torchrec_does(job, case):
     device = torch.device("cuda", 0)
     twins = Twins(job, case, device=device)

@@ -7,8 +7,9 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch import coordinator
 from persia_torchrec.launch.coordinator import CoordinatorConfig
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.roll import Roll
 from tests.launch.jobs import Job
-from tests.processes import Processes
+from tests.processes import Processes, wait_until
 
 WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(60)"
 WAIT_FOR_GO = """
@@ -35,6 +36,11 @@ def test_the_job_is_finished_when_all_trainers_are_done(processes):
     for early in (loader, first):
         early.has_printed("is through")
     second.has_printed("at work")
+    book = AddressBook.join("localhost", job.port)
+    beats = Roll(book, "loader", 0)
+    now = beats.num_beats()
+    wait_until(lambda: beats.num_beats() >= now + 5, "the loader lives on")
+    assert book.state() == ("running", "")
     # Slurm would end the job soon after the first process that ends.
     assert loader.process.is_alive()
     assert first.process.is_alive()

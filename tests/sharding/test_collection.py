@@ -1,0 +1,116 @@
+import functools
+import math
+
+import pytest
+import torch
+from torchrec import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    PoolingType,
+)
+
+from persia_torchrec import Adagrad
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.collection import describe_bags
+
+
+def describe(*tables, is_weighted=False):
+    module = EmbeddingBagCollection(
+        tables=list(tables), is_weighted=is_weighted, device=torch.device("meta")
+    )
+    return describe_bags(module, Adagrad(lr=0.5))
+
+
+def table(name="term", *, num=100, dim=8, features=("ad",), **settings):
+    return EmbeddingBagConfig(
+        num, dim, name=name, feature_names=list(features), **settings
+    )
+
+
+def test_every_table_has_its_dim_and_the_optimizer():
+    spec = describe(table("term", dim=8), table("user", dim=16, features=["user"]))
+    assert [(t.name, t.dim) for t in spec.tables] == [("term", 8), ("user", 16)]
+    assert {t.optimizer for t in spec.tables} == {Adagrad(lr=0.5)}
+
+
+def test_features_stand_in_the_order_of_the_tables():
+    spec = describe(
+        table("term", features=["query", "ad"]),
+        table("user", features=["user"], pooling=PoolingType.MEAN),
+    )
+    assert [(f.name, f.key, f.table, f.pooling) for f in spec.features] == [
+        ("query", "query", "term", "sum"),
+        ("ad", "ad", "term", "sum"),
+        ("user", "user", "user", "mean"),
+    ]
+
+
+def test_a_feature_of_two_tables_has_a_column_name_for_each():
+    spec = describe(table("term", features=["ad", "query"]), table("topic"))
+    assert [(f.name, f.key, f.table) for f in spec.features] == [
+        ("ad@term", "ad", "term"),
+        ("query", "query", "term"),
+        ("ad@topic", "ad", "topic"),
+    ]
+
+
+def test_weights_start_in_torchrecs_range():
+    (spec,) = describe(table(num=100)).tables
+    assert (spec.lower, spec.upper) == (-math.sqrt(1 / 100), math.sqrt(1 / 100))
+
+
+def test_the_range_of_the_config_is_kept():
+    (spec,) = describe(table(weight_init_min=-0.5, weight_init_max=0.25)).tables
+    assert (spec.lower, spec.upper) == (-0.5, 0.25)
+
+
+def test_a_uniform_init_fn_gives_the_range():
+    init = functools.partial(torch.nn.init.uniform_, a=-0.5)
+    (spec,) = describe(table(init_fn=init)).tables
+    assert (spec.lower, spec.upper) == (-0.5, 1.0)
+
+
+def test_tables_of_two_names_start_with_other_numbers_and_of_one_with_the_same():
+    first = describe(table("term"), table("topic"))
+    again = describe(table("topic"), table("user"))
+    seeds = {t.name: t.seed for t in first.tables}
+    assert seeds["term"] != seeds["topic"]
+    assert again.tables[0].seed == seeds["topic"]
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        torch.nn.init.zeros_,
+        functools.partial(torch.nn.init.normal_, std=0.1),
+        functools.partial(torch.nn.init.uniform_, generator=torch.Generator()),
+    ],
+)
+def test_an_init_fn_of_ones_own_is_refused(init):
+    message = r"Table 'term': .*init_fn=.*Give weight_init_min and weight_init_max"
+    with pytest.raises(ConfigError, match=message):
+        describe(table(init_fn=init))
+
+
+@pytest.mark.parametrize("dtype", [DataType.FP16, DataType.BF16, DataType.INT8])
+def test_rows_that_are_not_float32_are_refused(dtype):
+    with pytest.raises(ConfigError, match=r"'term': the servers hold float32 rows"):
+        describe(table(data_type=dtype))
+
+
+def test_a_pooling_that_the_servers_do_not_know_is_refused():
+    module = EmbeddingBagCollection(tables=[table()], device=torch.device("meta"))
+    module.embedding_bag_configs()[0].pooling = PoolingType.NONE
+    with pytest.raises(ConfigError, match=r"'term': pooling must be SUM or MEAN"):
+        describe_bags(module, Adagrad())
+
+
+def test_a_weighted_collection_is_refused():
+    with pytest.raises(ConfigError, match=r"must be unweighted.*is_weighted=True"):
+        describe(table(), is_weighted=True)
+
+
+def test_a_dim_above_the_servers_limit_is_refused():
+    with pytest.raises(ConfigError, match=r"Table 'term': dim must be in \[1, 4096\]"):
+        describe(table(dim=4097))

@@ -1,0 +1,144 @@
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagConfig, PoolingType
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+
+from persia_torchrec import (
+    SGD,
+    Adagrad,
+    RemoteEmbeddingBagCollectionSharder,
+)
+from persia_torchrec.errors import ConfigError
+from tests.sharding.remote_job import CPU, Bags, kjt_of, remote_modules
+
+TABLES = [
+    EmbeddingBagConfig(100, 8, name="term", feature_names=["ad", "query"]),
+    EmbeddingBagConfig(
+        10, 4, name="user", feature_names=["user"], pooling=PoolingType.MEAN
+    ),
+]
+IDS = {"ad": [[1, 2], []], "query": [[2], [3]], "user": [[-1], [7, 7]]}
+
+
+class Tower(nn.Module):
+    def __init__(self, tables=TABLES):
+        super().__init__()
+        self.bags = Bags(tables)
+        width = sum(table.embedding_dim * table.num_features() for table in tables)
+        self.over = nn.Linear(width, 1)
+
+    def forward(self, ids):
+        return self.over(self.bags(ids).values()).squeeze(1)
+
+
+class TwoTowers(nn.Module):
+    """Two collections, each with its own tables."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = Tower(TABLES[:1])
+        self.right = Tower(TABLES[1:])
+
+    def forward(self, ids):
+        return self.left(ids) + self.right(ids)
+
+
+def train(model, num_steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(num_steps):
+        loss = (model(kjt_of(IDS)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_stock_planner_plans_every_table(job):
+    model = job.put_on_servers(Tower())
+    plan = model.plan.get_plan_for_module("bags.bags")
+    assert set(plan) == {"term", "user"}
+
+
+def test_a_model_needs_no_more_than_one_more_sharder(job):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(0.1))
+    model = DistributedModelParallel(Tower(), sharders=[sharder])
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    (module,) = remote_modules(model)
+    module.pipeline.close()
+
+
+def test_the_model_has_the_parameters_of_its_dense_half_alone(job):
+    model = job.put_on_servers(Tower())
+    dense = {"over.weight", "over.bias"}
+    assert {name for name, _ in model.named_parameters()} == dense
+    assert set(model.state_dict()) == dense
+    assert dict(model.named_buffers()) == {}
+    assert list(model.fused_optimizer.params) == []
+
+
+def test_a_dense_checkpoint_loads_strictly(job):
+    model = job.put_on_servers(Tower())
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    train(model, 1)
+    assert not torch.equal(model.state_dict()["over.weight"], state["over.weight"])
+    model.load_state_dict(state, strict=True)
+    assert torch.equal(model.state_dict()["over.weight"], state["over.weight"])
+
+
+def test_data_parallel_wraps_the_dense_half(job):
+    model = job.put_on_servers(Tower())
+    wrapped = model._dmp_wrapped_module
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    losses = train(model)
+    assert losses[-1] < losses[0]
+
+
+def test_a_model_may_have_no_dense_half(job):
+    model = job.put_on_servers(Bags(TABLES))
+    before = job.read("term", [1])
+    model(kjt_of(IDS)).values().sum().backward()
+    assert list(model.parameters()) == []
+    assert (job.read("term", [1]) != before).all()
+
+
+def test_two_collections_of_one_model_train_side_by_side(job):
+    model = job.put_on_servers(TwoTowers(), SGD(0.1))
+    losses = train(model, 5)
+    assert losses == sorted(losses, reverse=True)
+    assert job.total("requests_update") == 2 * 5 * 2  # collections, steps, servers
+    assert job.total("rows") == 5
+    assert job.total("open_batches") == 0
+
+
+def test_the_servers_draw_other_weights_than_the_collection_had(job):
+    tables = [EmbeddingBagConfig(4, 8, name="term", feature_names=["ad"])]
+    module = Bags(tables, device=CPU)
+    model = job.put_on_servers(module)
+    pooled = model(kjt_of({"ad": [[0], [1], [2**62]]})).values()
+    assert (pooled.abs() <= 0.5).all()  # TorchRec's sqrt(1 / num_embeddings)
+    assert pooled.unique().numel() == pooled.numel()
+
+
+def test_the_default_optimizer_is_persias_adagrad(job):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client)
+    assert {table.optimizer for table in sharder.describe(Bags(TABLES).bags).tables} == {
+        Adagrad()
+    }
+
+
+def test_a_plan_without_one_of_the_tables_is_refused(job):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client)
+    env = ShardingEnv.from_local(1, 0)
+    with pytest.raises(ConfigError, match=r"name the tables \['term', 'user'\]"):
+        sharder.shard(Bags(TABLES).bags, {}, env)
+
+
+def test_a_collection_on_the_servers_cannot_be_copied_to_another_device(job):
+    (module,) = remote_modules(job.put_on_servers(Bags(TABLES)))
+    with pytest.raises(ConfigError, match="cannot be copied to another device"):
+        module.copy(CPU)

@@ -1,0 +1,259 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.table import TableSpec
+from tests.reference import ReferenceStore, uniform_weights
+from tests.servers import ids_of
+from tests.strategies import id_arrays, ids_of_one_hash
+
+# Rows of "momentum" and "adagrad" are of one width and share an arena; so do those of
+# "rowwise" and "adam".
+TABLES = [
+    TableSpec(name="sgd", dim=1, optimizer=SGD(0.5), weight_bound=0.25),
+    TableSpec(name="momentum", dim=3, optimizer=SGD(0.1, 0.9, 0.01), seed=2**64 - 1),
+    TableSpec(name="adagrad", dim=3, optimizer=Adagrad(0.1), lower=-1, upper=1),
+    TableSpec(name="rowwise", dim=8, optimizer=Adagrad(0.1, vectorwise_shared=True)),
+    TableSpec(name="adam", dim=3, optimizer=Adam(0.1, weight_decay=0.01), seed=7),
+]
+# In each table, some ids have the hash of others in their own table.
+IDS = [
+    [0, 1, 2**63, 2**64 - 1, *ids_of_one_hash(2**32 - 1, number + 1, 3)]
+    for number in range(len(TABLES))
+]
+
+tables = st.integers(0, len(TABLES) - 1)
+picks = st.lists(st.integers(0, len(IDS[0]) - 1), max_size=6)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def floats_of(seed, num, dim):
+    """Return a few plain numbers, as gradients or weights."""
+    quarters = np.random.default_rng(seed).integers(-8, 9, (num, dim))
+    return (quarters / 4).astype(np.float32)
+
+
+def look_up(store, table, ids, *, training=True):
+    out = np.full((len(ids), store.tables[table].dim), np.nan, dtype=np.float32)
+    store.lookup(table, ids, out, training=training)
+    return out
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any order of requests agrees with a dictionary in the order of use."""
+
+    @initialize(capacity_rows=st.integers(1, 8))
+    def begin(self, capacity_rows):
+        self.fast = EmbeddingStore(capacity_rows)
+        self.slow = ReferenceStore(capacity_rows)
+        for number, table in enumerate(TABLES):
+            assert self.fast.add_table(table) == number
+        self.slow.tables = list(TABLES)
+
+    @rule(
+        table=tables,
+        picks=picks,
+        times=st.sampled_from([1, 1, 1, 2, 200]),
+        training=st.booleans(),
+    )
+    def look_up(self, table, picks, times, training):
+        ids = [IDS[table][pick] for pick in picks] * times
+        rows = look_up(self.fast, table, ids_of(*ids), training=training)
+        expected = self.slow.lookup(table, ids, training=training)
+        np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
+
+    @rule(table=tables, picks=picks, seed=seeds)
+    def update(self, table, picks, seed):
+        ids = [IDS[table][pick] for pick in picks]
+        grads = floats_of(seed, len(ids), TABLES[table].dim)
+        num_missed = self.fast.update(table, ids_of(*ids), grads)
+        assert num_missed == self.slow.update(table, ids, grads)
+
+    @rule(table=tables, picks=picks, seed=seeds)
+    def write(self, table, picks, seed):
+        ids = [IDS[table][pick] for pick in picks][: self.fast.capacity_rows]
+        weights = floats_of(seed, len(ids), TABLES[table].dim)
+        self.fast.write(table, ids_of(*ids), weights)
+        self.slow.write(table, ids, weights)
+
+    @rule()
+    def clear(self):
+        self.fast.clear()
+        self.slow.clear()
+
+    @invariant()
+    def same_rows_in_the_same_order(self):
+        self.fast.check()
+        assert self.fast.ids_oldest_first() == list(self.slow.rows)
+        assert self.fast.counters() == self.slow.counters()
+        for table, ids in enumerate(IDS):
+            rows = self.fast.read(table, ids_of(*ids))
+            expected = self.slow.read(table, ids)
+            np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
+
+
+TestStore = StoreMachine.TestCase
+
+
+def test_many_requests_agree_with_the_reference_too():
+    fast, slow = EmbeddingStore(3000), ReferenceStore(3000)
+    tables = [
+        TableSpec(name="a", dim=2, optimizer=SGD(0.1)),
+        TableSpec(name="b", dim=5, optimizer=Adagrad(), lower=0.5, upper=0.5),
+    ]
+    for table in tables:
+        fast.add_table(table)
+    slow.tables = tables
+    rng = np.random.default_rng(0)
+    for request in range(60):
+        table = request % 2
+        ids = rng.zipf(1.2, 400).astype(np.uint64) % np.uint64(10_000)
+        rows = look_up(fast, table, ids)
+        expected = slow.lookup(table, ids.tolist(), training=True)
+        np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
+        grads = floats_of(request, len(ids), tables[table].dim)
+        assert fast.update(table, ids, grads) == slow.update(table, ids.tolist(), grads)
+    fast.check()
+    assert fast.counters() == slow.counters()
+    assert fast.counters()["evictions"] > 1000
+    assert fast.ids_oldest_first() == list(slow.rows)
+
+
+@given(id_arrays(), st.integers(1, 100), st.randoms(use_true_random=False))
+def test_initial_rows_depend_on_neither_order_nor_capacity(ids, capacity, random):
+    table = TableSpec(name="item", dim=5, optimizer=SGD(0.1), seed=3)
+    expected = {id_: uniform_weights(id_ ^ 3, 5, -0.01, 0.01) for id_ in ids.tolist()}
+    store = EmbeddingStore(capacity)
+    store.add_table(table)
+    for _ in range(2):
+        shuffled = ids.tolist()
+        random.shuffle(shuffled)
+        rows = look_up(store, 0, ids_of(*shuffled))
+        for id_, row in zip(shuffled, rows, strict=True):
+            assert row.tobytes() == expected[id_].tobytes()
+
+
+def test_a_lookup_that_is_not_for_training_changes_nothing():
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=2, optimizer=SGD(0.1)))
+    rows = look_up(store, 0, ids_of(1, 2))
+    looked = look_up(store, 0, ids_of(1, 3), training=False)
+    assert np.array_equal(looked[0], rows[0])
+    assert not looked[1].any()
+    assert store.ids_oldest_first() == [(0, 1), (0, 2)]
+    look_up(store, 0, ids_of(3))
+    assert store.ids_oldest_first() == [(0, 2), (0, 3)]
+
+
+def test_the_gradient_of_an_evicted_id_is_counted_and_moves_nothing():
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=2, optimizer=SGD(1.0)))
+    look_up(store, 0, ids_of(1, 2, 3))  # 1 is evicted
+    before = store.read(0, ids_of(1, 2, 3))
+    grads = np.array([[5, 5], [0, 0], [1, 2]], dtype=np.float32)
+    assert store.update(0, ids_of(1, 2, 3), grads) == 1
+    moved = store.read(0, ids_of(1, 2, 3)) - before
+    np.testing.assert_allclose(moved, [[0, 0], [0, 0], [-1, -2]], rtol=1e-6)
+    assert store.counters()["gradients_missed"] == 1
+    assert store.ids_oldest_first() == [(0, 2), (0, 3)]
+
+
+def test_an_id_that_comes_twice_is_updated_twice():
+    store = EmbeddingStore(2)
+    optimizer = Adagrad(1.0, initial_accumulator_value=0, eps=0)
+    store.add_table(
+        TableSpec(name="item", dim=1, optimizer=optimizer, lower=0, upper=0)
+    )
+    look_up(store, 0, ids_of(7))
+    store.update(0, ids_of(7, 7), np.array([[3], [4]], dtype=np.float32))
+    weight, accumulator = store.read(0, ids_of(7))[0]
+    assert accumulator == 3 * 3 + 4 * 4
+    assert weight == pytest.approx(-3 / 3 - 4 / 5)
+
+
+def test_a_row_that_comes_back_starts_anew():
+    store = EmbeddingStore(1)
+    store.add_table(TableSpec(name="item", dim=2, optimizer=Adagrad()))
+    first = look_up(store, 0, ids_of(1))
+    store.update(0, ids_of(1), np.ones((1, 2), dtype=np.float32))
+    look_up(store, 0, ids_of(2))
+    assert np.array_equal(look_up(store, 0, ids_of(1)), first)
+    assert store.read(0, ids_of(1))[0, 2:].tolist() == pytest.approx([0.01, 0.01])
+
+
+def test_written_weights_keep_the_state_of_their_row():
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=1, optimizer=Adagrad()))
+    look_up(store, 0, ids_of(1))
+    store.update(0, ids_of(1), np.full((1, 1), 2, dtype=np.float32))
+    store.write(0, ids_of(1, 2), np.array([[0.5], [0.25]], dtype=np.float32))
+    rows = store.read(0, ids_of(1, 2))
+    np.testing.assert_allclose(rows, [[0.5, 4.01], [0.25, 0.01]], rtol=1e-6)
+
+
+def test_more_rows_than_fit_cannot_be_written():
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=1, optimizer=SGD(0.1)))
+    with pytest.raises(StoreError, match=r"At most 2 rows fit\. Received: 3 ids\."):
+        store.write(0, ids_of(1, 2, 3), np.zeros((3, 1), dtype=np.float32))
+    assert store.num_rows == 0
+
+
+def test_a_table_that_is_added_again_gets_its_new_settings_and_keeps_its_rows():
+    store = EmbeddingStore(2)
+    table = TableSpec(name="item", dim=1, optimizer=SGD(1.0), lower=0, upper=0)
+    store.add_table(table)
+    look_up(store, 0, ids_of(1))
+    faster = TableSpec(name="item", dim=1, optimizer=SGD(2.0), lower=3, upper=3)
+    assert store.add_table(faster) == 0
+    store.update(0, ids_of(1), np.ones((1, 1), dtype=np.float32))
+    assert look_up(store, 0, ids_of(1, 2)).tolist() == [[-2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("dim", "optimizer", "received"),
+    [
+        (4, SGD(0.1), r"dim 4 and optimizer sgd \(0 state floats"),
+        (3, Adagrad(), r"dim 3 and optimizer adagrad \(3 state"),
+        (3, SGD(0.1, momentum=0.9), r"dim 3 and optimizer sgd \(3 state"),
+    ],
+)
+def test_a_known_table_with_another_layout_is_refused(dim, optimizer, received):
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=3, optimizer=SGD(0.1)))
+    message = rf"'item' has dim 3 and optimizer sgd \(0 state.*Received: {received}"
+    with pytest.raises(ConfigError, match=message):
+        store.add_table(TableSpec(name="item", dim=dim, optimizer=optimizer))
+    assert store.tables[0].optimizer == SGD(0.1)
+
+
+def test_a_table_is_found_by_its_name():
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="user", dim=3, optimizer=SGD(0.1)))
+    store.add_table(TableSpec(name="item", dim=3, optimizer=SGD(0.1)))
+    assert store.table_number("item") == 1
+    with pytest.raises(ConfigError, match=r"'shop'.*has: \['item', 'user'\]"):
+        store.table_number("shop")
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2**32 - 1])
+def test_a_capacity_out_of_its_range_is_refused(capacity):
+    with pytest.raises(ConfigError, match=rf"4294967294\]\. Received: {capacity}\."):
+        EmbeddingStore(capacity)
+
+
+def test_clearing_forgets_how_often_a_table_was_updated():
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=1, optimizer=Adam(), lower=0, upper=0))
+    steps = []
+    for _ in range(2):
+        look_up(store, 0, ids_of(1))
+        store.update(0, ids_of(1), np.ones((1, 1), dtype=np.float32))
+        steps.append(store.read(0, ids_of(1)).tolist())
+        store.clear()
+    assert steps[0] == steps[1]
