@@ -2,7 +2,7 @@
 
     python examples/quickstart.py
 
-Everything runs on this machine: the servers are child processes, and end with the
+Everything runs on this machine; the servers are child processes and end with the
 ``with`` block. Only the lines marked (*) differ from plain TorchRec.
 """
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
-from persia_torchrec import (
+from persia_torchrec import (  # (*)
     Adagrad,
     EmbeddingClient,
     EmbeddingCluster,
@@ -22,10 +22,8 @@ from persia_torchrec import (
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(1000, 16, name=name, feature_names=[name])
-            for name in ("user", "item")
-        ]
+        names = ("user", "item")
+        tables = [EmbeddingBagConfig(1000, 16, n, feature_names=[n]) for n in names]
         self.embeddings = EmbeddingBagCollection(tables=tables, device="meta")
         self.over = torch.nn.Linear(32, 1)
 
@@ -35,12 +33,12 @@ class Model(torch.nn.Module):
 
 def make_batch(size: int = 512) -> tuple[KeyedJaggedTensor, torch.Tensor]:
     ids = torch.randint(2**62, (2, 50))[:, torch.randint(50, (size,))]  # any 64 bits
-    lengths = torch.ones(2 * size, dtype=torch.int32)
-    labels = (ids.sum(0) % 2).float()
-    return KeyedJaggedTensor(["user", "item"], ids.flatten(), lengths=lengths), labels
+    one_each = torch.ones(2 * size, dtype=torch.int32)
+    kjt = KeyedJaggedTensor(["user", "item"], ids.flatten(), lengths=one_each)
+    return kjt, (ids.sum(0) % 2).float()
 
 
-def main() -> None:
+if __name__ == "__main__":
     torch.manual_seed(0)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     batches = [make_batch() for _ in range(5)]
@@ -49,19 +47,12 @@ def main() -> None:
         sharder = RemoteEmbeddingBagCollectionSharder(client, Adagrad(lr=0.1))  # (*)
         model = DistributedModelParallel(Model(), sharders=[sharder])
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        loss_fn = torch.nn.BCEWithLogitsLoss()
         for step in range(100):
-            ids, labels = batches[step % len(batches)]
-            logits = model(ids)
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+            ids, labels = batches[step % 5]
+            loss = loss_fn(model(ids), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if step % 20 == 19:
-                print(f"step {step + 1} loss {loss.item():.4f}")
-        print(f"rows on the servers {client.num_rows()}")
-        client.close()
+        print(f"loss {loss.item():.4f}, rows on the servers {client.num_rows()}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

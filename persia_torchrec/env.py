@@ -99,13 +99,16 @@ def data_dir() -> str | None:
     return _text("PERSIA_DATA_DIR")
 
 
-def log_level() -> str:
-    """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it; INFO when unset.
+def log_level(default: str = "INFO") -> str:
+    """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it.
+
+    Args:
+        default: the level when it is unset.
 
     Raises:
         ConfigError: it is none of ``LOG_LEVELS``.
     """
-    level = (_text("LOG_LEVEL") or "INFO").upper()
+    level = (_text("LOG_LEVEL") or default).upper()
     if level not in LOG_LEVELS:
         raise ConfigError(
             f"LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}. Received: {level!r}."

@@ -133,7 +133,7 @@ class Coordinator:
             reason = self._failure(time.monotonic() > join_deadline)
             if reason is not None:
                 self._book.fail(NAME, reason)
-            elif any(m.roll.is_done() for m in self._members if m.role == "trainer"):
+            elif all(m.roll.is_done() for m in self._members if m.role == "trainer"):
                 self._book.finish()
             state, reason = self._book.state()
             if state != "running":

@@ -30,7 +30,7 @@ def main() -> int:
     """Run the server; return the process's exit status."""
     arguments = _parser().parse_args()
     logging.basicConfig(
-        level=env.log_level(),
+        level=env.log_level("WARNING" if arguments.standalone else "INFO"),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:

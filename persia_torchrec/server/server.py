@@ -125,8 +125,7 @@ class EmbeddingServer:
         try:
             while not self._stopping.is_set():
                 self._serve_once()
-            while self._updates:
-                self._apply_oldest_update()
+            self._apply_all_updates()
         finally:
             self._listener.close()
 
@@ -196,7 +195,7 @@ class EmbeddingServer:
                 self._metrics.set_gauge("updates_queued", len(self._updates))
                 return {**self._store.counters(), **self._metrics.snapshot()}
             case Kind.CLEAR:
-                self._updates.clear()
+                self._apply_all_updates()  # whoever sent them waits for the ack
                 self._store.clear()
                 return None
             case Kind.SHUTDOWN:
@@ -235,6 +234,10 @@ class EmbeddingServer:
         tables = self._decode_tables(frames, num_frames=4)
         grads = self._decode_rows(tables, frames[3], header)
         self._updates.append(_Update(peer, header, tables, grads))
+
+    def _apply_all_updates(self) -> None:
+        while self._updates:
+            self._apply_oldest_update()
 
     def _apply_oldest_update(self) -> None:
         update = self._updates.popleft()

@@ -123,7 +123,11 @@ def _bounds(config: BaseEmbeddingConfig) -> tuple[float, float]:
     if init is None:
         return config.get_weight_init_min(), config.get_weight_init_max()
     # TorchRec itself fills init_fn with a uniform_ between the bounds.
-    if isinstance(init, functools.partial) and init.func is torch.nn.init.uniform_:
+    if (
+        isinstance(init, functools.partial)
+        and init.func is torch.nn.init.uniform_
+        and init.keywords.keys() <= {"a", "b"}
+    ):
         bounds = {"a": 0.0, "b": 1.0, **init.keywords}
         return float(bounds["a"]), float(bounds["b"])
     raise ConfigError(

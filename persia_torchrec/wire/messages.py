@@ -161,7 +161,7 @@ def decode_json(frames: Sequence[Frame]) -> object:
         raise FrameError(f"The message must have 2 frames. Received: {len(frames)}.")
     try:
         value: object = json.loads(bytes(frames[1]))
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise FrameError(f"Frame 1 must be JSON ({exc}).") from exc
     return value
 

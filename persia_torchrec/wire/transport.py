@@ -133,7 +133,7 @@ class Connections:
         self._closed = False  # guarded by _lock
         self._numbers = itertools.count(1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._sockets = [_connect(context, address) for address in addresses]
+        self._sockets = _connect_all(context, addresses)
         self._monitors = [
             socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             for socket in self._sockets
@@ -317,6 +317,19 @@ class Connections:
                 name = self.names[pending.server]
                 error = ServerError(f"{pending.what}: {reason}", server=name)
                 pending.future.set_exception(error)
+
+
+def _connect_all(
+    context: "zmq.Context[zmq.Socket[bytes]]", addresses: Sequence[str]
+) -> "list[zmq.Socket[bytes]]":
+    sockets: list[zmq.Socket[bytes]] = []
+    try:
+        sockets.extend(_connect(context, address) for address in addresses)
+    except ConfigError:
+        for socket in sockets:
+            socket.close(linger=0)
+        raise
+    return sockets
 
 
 def _connect(

@@ -1,0 +1,194 @@
+import dataclasses
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.errors import FrameError
+from persia_torchrec.wire.messages import (
+    Header,
+    Kind,
+    Precision,
+    TableIds,
+    array_of,
+    bytes_of,
+    decode_json,
+    decode_segments,
+    encode_json,
+    encode_segments,
+    error_frames,
+)
+from tests.strategies import id_arrays
+
+uint64s = st.integers(0, 2**64 - 1)
+headers = st.builds(
+    Header,
+    kind=st.sampled_from(Kind),
+    request=uint64s,
+    incarnation=uint64s,
+    stream=uint64s,
+    batch=uint64s,
+    precision=st.sampled_from(Precision),
+    flags=st.integers(0, 2**32 - 1),
+)
+requests = st.lists(st.builds(TableIds, st.integers(0, 2**40), id_arrays(9)))
+
+
+@given(headers)
+def test_a_header_comes_back_as_it_was(header):
+    frame = header.encode()
+    assert len(frame) == 48
+    assert Header.decode(frame) == Header.decode(memoryview(frame)) == header
+
+
+def test_a_header_is_laid_out_as_the_protocol_says():
+    header = Header(Kind.UPDATE, 6, 7, 8, 9, Precision.BF16, 1)
+    assert header.encode() == b"PTRC" + struct.pack(
+        "<HHQQQQII", 1, 5, 6, 7, 8, 9, 2, 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, b"PTRX", r"must begin with b'PTRC'\. Received: b'PTRX'"),
+        (4, b"\2\0", r"version must be 1\. Received: 2\. Run the same version"),
+        (6, b"\x63\0", "Unknown field.*99 is not a valid Kind"),
+        (40, b"\3\0\0\0", "Unknown field.*3 is not a valid Precision"),
+    ],
+)
+def test_a_header_that_is_not_ours_is_refused(offset, value, message):
+    frame = bytearray(Header(Kind.HELLO).encode())
+    frame[offset : offset + len(value)] = value
+    with pytest.raises(FrameError, match=message):
+        Header.decode(bytes(frame))
+
+
+@pytest.mark.parametrize("size", [0, 1, 47, 49, 4096])
+def test_a_header_of_another_size_is_refused(size):
+    frame = Header(Kind.HELLO).encode().ljust(size, b"\0")[:size]
+    with pytest.raises(FrameError, match=rf"48 bytes\. Received: {size} bytes"):
+        Header.decode(frame)
+
+
+@given(st.binary(max_size=60) | st.binary(min_size=44, max_size=44))
+def test_random_bytes_are_no_header(data):
+    for frame in (data, b"PTRC" + data):
+        try:
+            header = Header.decode(frame)
+        except FrameError:
+            continue
+        assert header.encode() == frame
+
+
+@given(requests)
+def test_the_ids_of_each_table_come_back_as_they_were(tables):
+    frames = [b"", *encode_segments(tables)]
+    decoded = decode_segments(frames, num_frames=3)
+    assert [t.table for t in decoded] == [t.table for t in tables]
+    for mine, yours in zip(decoded, tables, strict=True):
+        assert np.array_equal(mine.ids, yours.ids)
+
+
+def test_segments_are_laid_out_as_the_protocol_says():
+    ids = np.array([5, 2**64 - 1, 6], dtype=np.uint64)
+    segments, body = encode_segments([TableIds(3, ids[:2]), TableIds(1, ids[2:])])
+    assert bytes(segments) == struct.pack("<qqqq", 3, 2, 1, 1)
+    assert bytes(body) == struct.pack("<QQQ", 5, 2**64 - 1, 6)
+
+
+TWO_IDS = struct.pack("<QQ", 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("segments", "ids", "message"),
+    [
+        (struct.pack("<qq", 0, 1), TWO_IDS, r"as many ids as follow, 2\. .* \[1\]"),
+        (struct.pack("<qq", 0, 3), TWO_IDS, r"as many ids as follow, 2\. .* \[3\]"),
+        (struct.pack("<qqqq", 0, 3, 0, -1), TWO_IDS, r"Received: counts \[3, -1\]"),
+        # Their sum is 2 modulo 2**64.
+        (
+            struct.pack("<10q", *[0, 2**62] * 4, 0, 2),
+            TWO_IDS,
+            "as many ids as follow, 2",
+        ),
+        (struct.pack("<qqq", 0, 2, 0), TWO_IDS, "pairs of table and count"),
+        (struct.pack("<qq", 0, 2)[:-1], TWO_IDS, r"int64 must be a multiple of 8 .* 15"),
+        (struct.pack("<qq", 0, 2), TWO_IDS[:-1], r"uint64 must be a multiple .* 15"),
+        (b"", TWO_IDS, r"as many ids as follow, 2"),
+    ],
+)
+def test_segments_that_do_not_fit_the_ids_are_refused(segments, ids, message):
+    with pytest.raises(FrameError, match=message):
+        decode_segments([b"", segments, ids], num_frames=3)
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 4])
+def test_a_request_with_another_number_of_frames_is_refused(num):
+    frames = [b"", struct.pack("<qq", 0, 2), TWO_IDS, b""][:num]
+    with pytest.raises(FrameError, match=rf"must have 3 frames\. Received: {num}\."):
+        decode_segments(frames, num_frames=3)
+
+
+@given(st.binary(max_size=80), st.binary(max_size=40))
+def test_random_bytes_are_refused_or_name_exactly_the_ids_that_follow(segments, ids):
+    try:
+        tables = decode_segments([b"", segments, ids], num_frames=3)
+    except FrameError:
+        return
+    assert b"".join(t.ids.tobytes() for t in tables) == ids
+
+
+def test_json_comes_back_as_it_was():
+    value = {"name": "Stra\u00dfe", "dims": [1, 2.5, None]}
+    assert decode_json([b"", encode_json(value)]) == value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b"'a'", b'{"a": 1} x', b"[" * 100_000],
+    ids=["nothing", "half", "no text", "quotes", "more", "deep"],
+)
+def test_a_body_that_is_no_json_is_refused(body):
+    with pytest.raises(FrameError, match="Frame 1 must be JSON"):
+        decode_json([b"", body])
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_json_comes_in_one_frame(num):
+    with pytest.raises(FrameError, match=rf"must have 2 frames\. Received: {num}"):
+        decode_json([b"null"] * num)
+
+
+def test_an_error_names_its_class_and_keeps_its_text():
+    error = FrameError("the table is round")
+    assert decode_json([b"", *error_frames(error)]) == {
+        "kind": "FrameError",
+        "message": "the table is round",
+    }
+
+
+def test_arrays_become_frames_without_a_copy():
+    floats = np.arange(6, dtype=np.float32).reshape(2, 3)
+    frame = bytes_of(floats)
+    assert np.shares_memory(array_of(frame, np.float32), floats)
+    assert bytes(bytes_of(floats.T)) == floats.T.tobytes()
+    assert len(bytes_of(floats[:0])) == 0
+
+
+def test_kinds_and_precisions_keep_their_numbers():
+    # They are on the wire: a number that changes its meaning needs a new version.
+    assert [kind.name for kind in Kind] == [
+        *("REPLY", "ERROR", "HELLO", "ADD_TABLES", "LOOKUP", "UPDATE", "WRITE", "READ"),
+        *("COUNTERS", "CLEAR", "SHUTDOWN", "BUFFER_IDS", "FORWARD", "BACKWARD"),
+        *("ABANDON", "BATCH", "END_OF_DATA"),
+    ]
+    assert list(Kind) == list(range(len(Kind)))
+    assert [(p.name, p.value) for p in Precision] == [
+        *(("FP32", 0), ("FP16", 1), ("BF16", 2))
+    ]
+    assert [field.name for field in dataclasses.fields(Header)] == [
+        *("kind", "request", "incarnation", "stream", "batch", "precision", "flags")
+    ]

@@ -1,0 +1,304 @@
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+
+from persia_torchrec.errors import (
+    ConfigError,
+    RemoteError,
+    RequestTimeoutError,
+    ServerError,
+    WireError,
+)
+from persia_torchrec.wire.messages import Header, Kind
+from persia_torchrec.wire.ports import free_port
+from persia_torchrec.wire.transport import Connections, Listener
+from tests.servers import DEADLINE_S
+
+
+class Peer:
+    """A server that answers as a test says, in a thread."""
+
+    def __init__(self, answer=None):
+        self.listener = Listener("127.0.0.1", 0)
+        self.address = self.listener.address
+        self.seen = []
+        self.arrived = threading.Semaphore(0)
+        self._answer = answer
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stopping.is_set():
+            message = self.listener.receive(5)
+            if message is None:
+                continue
+            peer, frames = message
+            header = Header.decode(frames[0])
+            self.seen.append((header, [bytes(frame) for frame in frames[1:]]))
+            if self._answer is not None:
+                self._answer(self.listener, peer, header, frames[1:])
+            self.arrived.release()
+        self.listener.close()
+
+    def close(self):
+        self._stopping.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+
+def echo(listener, peer, header, frames):
+    listener.send(peer, Header(Kind.REPLY, header.request), frames)
+
+
+@pytest.fixture
+def start():
+    peers = []
+
+    def start(answer=None):
+        peers.append(Peer(answer))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def connect():
+    opened = []
+
+    def connect(*addresses, **settings):
+        opened.append(Connections("echo server", addresses, **settings))
+        return opened[-1]
+
+    yield connect
+    for connections in opened:
+        connections.close()
+
+
+def submit(connections, frames=(b"",), *, server=0, timeout_s=DEADLINE_S, what="asking"):
+    header = Header(Kind.HELLO)
+    return connections.submit(server, header, frames, timeout_s=timeout_s, what=what)
+
+
+def test_a_request_gets_the_reply_of_its_own_server(start, connect):
+    connections = connect(*(start(echo).address for _ in range(3)))
+    replies = [
+        submit(connections, [b"%d" % n, b"rest"], server=n % len(connections))
+        for n in range(30)
+    ]
+    for n, reply in enumerate(replies):
+        header, frames = reply.result(DEADLINE_S)
+        assert header.kind is Kind.REPLY
+        assert [bytes(frame) for frame in frames[1:]] == [b"%d" % n, b"rest"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 65535, 65536, 3_000_000])
+def test_frames_of_any_size_arrive_whole(start, connect, size):
+    body = bytes(range(256)) * (size // 256 + 1)
+    reply = submit(connect(start(echo).address), [memoryview(body)[:size], b"end"])
+    _, frames = reply.result(DEADLINE_S)
+    assert bytes(frames[1]) == body[:size]
+    assert bytes(frames[2]) == b"end"
+
+
+def test_messages_to_one_server_arrive_in_the_order_of_submit(start, connect):
+    peer = start(echo)
+    connections = connect(peer.address, max_pending=1000)
+    # Small and large ones travel differently: copied, and as they are.
+    bodies = [b"%d" % n * (1 if n % 3 else 70_000) for n in range(60)]
+    replies = [submit(connections, [body]) for body in bodies]
+    for reply in replies:
+        reply.result(DEADLINE_S)
+    assert [frames for _, frames in peer.seen] == [[body] for body in bodies]
+
+
+def test_several_threads_ask_at_once(start, connect):
+    connections = connect(start(echo).address, max_pending=8)
+
+    def ask(n):
+        _, frames = submit(connections, [b"%d" % n]).result(DEADLINE_S)
+        return int(bytes(frames[1]))
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(300))) == list(range(300))
+
+
+def test_an_error_of_the_server_names_it_and_keeps_its_text(start, connect):
+    def refuse(listener, peer, header, frames):
+        listener.send_error(peer, header.request, ConfigError("the table is round"))
+
+    peer = start(refuse)
+    reply = submit(connect(peer.address))
+    message = rf"echo server 0 at {peer.address}: ConfigError: the table is round"
+    with pytest.raises(RemoteError, match=message) as caught:
+        reply.result(DEADLINE_S)
+    assert caught.value.kind == "ConfigError"
+    assert caught.value.server == f"echo server 0 at {peer.address}"
+
+
+def test_nobody_at_the_address_is_said_within_the_deadline(connect):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    reply = submit(connect(address), timeout_s=0.3, what="counting rows")
+    message = rf"server 0 at {address}: counting rows: no reply within 0\.3 s"
+    with pytest.raises(RequestTimeoutError, match=message) as caught:
+        reply.result(DEADLINE_S)
+    assert isinstance(caught.value, TimeoutError)
+    assert 0.3 <= time.monotonic() - started < 2
+
+
+def test_a_server_that_is_silent_is_told_from_one_that_answers(start, connect):
+    silent, talking = start(), start(echo)
+    connections = connect(silent.address, talking.address)
+    late = submit(connections, server=0, timeout_s=0.2)
+    assert submit(connections, server=1).result(DEADLINE_S)
+    with pytest.raises(RequestTimeoutError, match=f"0 at {silent.address}"):
+        late.result(DEADLINE_S)
+
+
+def test_each_request_has_a_deadline_of_its_own(start, connect):
+    connections = connect(start().address)
+    started = time.monotonic()
+    patient = submit(connections, timeout_s=1.0)
+    with pytest.raises(RequestTimeoutError, match=r"within 0\.1 s"):
+        submit(connections, timeout_s=0.1).result(DEADLINE_S)
+    assert time.monotonic() - started < 0.9
+    assert not patient.done()
+    with pytest.raises(RequestTimeoutError, match="within 1 s"):
+        patient.result(DEADLINE_S)
+
+
+def test_a_reply_after_the_deadline_is_nobodys(start, connect):
+    held = threading.Event()
+
+    def answer_late(listener, peer, header, frames):
+        held.wait(DEADLINE_S)
+        echo(listener, peer, header, frames)
+
+    peer = start(answer_late)
+    connections = connect(peer.address)
+    with pytest.raises(RequestTimeoutError):
+        submit(connections, [b"1"], timeout_s=0.1).result(DEADLINE_S)
+    held.set()
+    _, frames = submit(connections, [b"2"]).result(DEADLINE_S)
+    assert bytes(frames[1]) == b"2"
+
+
+def test_a_server_that_ends_fails_its_pending_requests_at_once(start, connect):
+    ending, living = start(), start()
+    connections = connect(ending.address, living.address)
+    lost = [submit(connections, server=0, what="lookup") for _ in range(3)]
+    other = submit(connections, server=1)
+    for _ in lost:
+        assert ending.arrived.acquire(timeout=DEADLINE_S)
+    started = time.monotonic()
+    ending.close()
+    for reply in lost:
+        message = rf"0 at {ending.address}: lookup: the connection was lost"
+        with pytest.raises(ServerError, match=message):
+            reply.result(DEADLINE_S)
+    assert time.monotonic() - started < 5
+    assert not other.done()
+
+
+def test_a_server_that_comes_back_is_reached_again(start, connect):
+    first = start(echo)
+    connections = connect(first.address)
+    assert submit(connections).result(DEADLINE_S)
+    first.close()
+    again = Listener("127.0.0.1", int(first.address.rpartition(":")[2]))
+    reply = submit(connections, [b"again"])
+    peer, frames = again.receive(int(DEADLINE_S * 1000))
+    echo(again, peer, Header.decode(frames[0]), frames[1:])
+    assert bytes(reply.result(DEADLINE_S)[1][1]) == b"again"
+    again.close()
+
+
+def test_more_requests_than_may_be_pending_wait_and_then_fail(start, connect):
+    peer = start()
+    connections = connect(peer.address, max_pending=2)
+    for _ in range(2):
+        submit(connections)
+    started = time.monotonic()
+    message = r"counting: too many requests were pending for 0\.2 s"
+    with pytest.raises(RequestTimeoutError, match=message):
+        submit(connections, timeout_s=0.2, what="counting")
+    assert 0.2 <= time.monotonic() - started < 2
+    assert len(peer.seen) <= 2
+
+
+def test_a_request_that_is_over_makes_room_for_another(start, connect):
+    connections = connect(start().address, max_pending=1)
+    for _ in range(3):
+        with pytest.raises(RequestTimeoutError, match="no reply"):
+            submit(connections, timeout_s=0.02).result(DEADLINE_S)
+
+
+def test_closing_fails_what_is_pending_and_what_comes_after(start, connect):
+    connections = connect(start().address)
+    pending = submit(connections, what="lookup")
+    connections.close()
+    with pytest.raises(ServerError, match="lookup: the connections were closed"):
+        pending.result(0)
+    with pytest.raises(ServerError, match="update: the connections are closed"):
+        submit(connections, what="update")
+    connections.close()
+
+
+def test_a_server_that_sends_nonsense_fails_the_requests_instead_of_hanging_them(
+    start, connect
+):
+    def answer(listener, peer, header, frames):
+        listener._socket.send_multipart([peer, b"nonsense"])
+
+    connections = connect(start(answer).address)
+    with pytest.raises(ServerError, match=r"I/O thread died.*must be 48 bytes"):
+        submit(connections).result(DEADLINE_S)
+    with pytest.raises(ServerError, match="connections are closed"):
+        submit(connections)
+
+
+def test_no_address_is_refused():
+    with pytest.raises(ConfigError, match="At least one address of an echo server"):
+        Connections("echo server", [])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7000", "tcp://", "tcp://host", "", "x"])
+def test_an_address_that_cannot_be_read_is_refused(address):
+    good = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError, match=rf"'tcp://host:port'. Received: '{address}'"):
+        Connections("echo server", [good, address])
+
+
+def test_an_address_that_is_taken_cannot_be_listened_on():
+    listener = Listener("127.0.0.1", 0)
+    port = int(listener.address.rpartition(":")[2])
+    with pytest.raises(WireError, match=rf"Cannot listen on 127\.0\.0\.1:{port}: "):
+        Listener("127.0.0.1", port)
+    listener.close()
+
+
+def test_a_listener_waits_no_longer_than_it_is_told():
+    listener = Listener("127.0.0.1", 0)
+    started = time.monotonic()
+    assert listener.receive(50) is None
+    assert 0.04 < time.monotonic() - started < 2
+    listener.close()
+
+
+def test_a_reply_to_a_peer_that_is_gone_is_dropped():
+    listener = Listener("127.0.0.1", 0)
+    gone = zmq.Context.instance().socket(zmq.DEALER)
+    gone.connect(listener.address)
+    gone.send(b"hello")
+    peer, _ = listener.receive(int(DEADLINE_S * 1000))
+    gone.close(linger=0)
+    for _ in range(3):
+        listener.send(peer, Header(Kind.REPLY))
+        listener.send(b"a stranger", Header(Kind.REPLY))
+    listener.close()
