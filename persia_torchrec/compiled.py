@@ -17,8 +17,11 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
 import numba
+import numpy as np
+import numpy.typing as npt
 
 P = ParamSpec("P")
+S = TypeVar("S", bound=np.generic)
 R = TypeVar("R")
 
 
@@ -48,3 +51,14 @@ def _compiled(function: Callable[P, R], fastmath: set[str]) -> Callable[P, R]:
         cache=True, nogil=True, error_model="numpy", fastmath=fastmath
     )
     return cast("Callable[P, R]", decorate(function))
+
+
+def read_only(array: npt.NDArray[S]) -> npt.NDArray[S]:
+    """Return a C-contiguous view that cannot be written to.
+
+    numba compiles a loop anew for arrays that may be written to and for those that may
+    not, as bytes from the network. Passing all inputs through here makes them one kind.
+    """
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view

@@ -1,12 +1,18 @@
 """Embedding servers for tests: each in a thread of this process."""
 
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeVar
 
 import numpy as np
 
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.errors import WireError
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+
+T = TypeVar("T")
 
 DEADLINE_S = 20.0
 """What anything in a test may take, if it does not fail."""
@@ -76,6 +82,20 @@ def _stop_all(running: list[RunningServer]) -> None:
         server.server.stop()
     for server in running:
         server.join()
+
+
+def once_the_port_is_free(listen: Callable[[], T]) -> T:
+    """Call what listens on a port that was listened on a moment ago.
+
+    ZeroMQ closes a socket in the background.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return listen()
+        except WireError:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
 
 def ids_of(*numbers: int) -> np.ndarray:

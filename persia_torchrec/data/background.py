@@ -1,5 +1,6 @@
 """Make the next items of an iterator while the last one is being used."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -30,11 +31,11 @@ def in_background(items: Iterable[T], capacity: int, name: str) -> Iterator[T]:
 
     def put(entry: tuple[T] | BaseException | None) -> bool:
         while not stopping.is_set():
-            try:
+            with contextlib.suppress(queue.Full):
                 made.put(entry, timeout=_CHECK_S)
-            except queue.Full:
-                continue
-            return True
+                if not stopping.is_set():
+                    return True
+        _empty(made)
         return False
 
     def make() -> None:
@@ -54,3 +55,11 @@ def in_background(items: Iterable[T], capacity: int, name: str) -> Iterator[T]:
             yield entry[0]
     finally:
         stopping.set()
+        _empty(made)
+
+
+def _empty(made: "queue.Queue[tuple[T] | BaseException | None]") -> None:
+    """Let go of what nobody will take; the thread may live on for a while."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            made.get_nowait()

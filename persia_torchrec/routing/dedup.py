@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled
+from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.hashing import Ids
 
@@ -66,7 +66,7 @@ def unique_ids(ids_L: Ids) -> UniqueIds:
         raise BatchError(
             f"A batch holds at most {MAX_IDS} ids. Received: {len(ids_L)}."
         )
-    return UniqueIds(*_unique(np.ascontiguousarray(ids_L)))
+    return UniqueIds(*_unique(read_only(ids_L)))
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

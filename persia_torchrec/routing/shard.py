@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled
+from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.routing.hashing import Ids, farmhash64_of
 
@@ -57,7 +57,7 @@ def split_by_shard(ids_U: Ids, num_shards: int) -> ShardedIds:
         >>> split.ids[split.place].tolist()
         [0, 1, 2, 3, 4]
     """
-    return ShardedIds(*_split(ids_U, num_shards))
+    return ShardedIds(*_split(read_only(ids_U), num_shards))
 
 
 @compiled

@@ -40,8 +40,7 @@ def main() -> int:
             # Only a job needs torch (for its address book), which takes two seconds.
             from persia_torchrec.server.job import serve_in_job
 
-            warm_up()
-            serve_in_job(lambda host: EmbeddingServer(_config(arguments, host)))
+            serve_in_job(_shard(arguments), lambda host: _make_server(arguments, host))
     except PersiaError as exc:
         logger.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -70,10 +69,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _shard(arguments: argparse.Namespace) -> int:
+    return env.get_replica_index() if arguments.shard is None else arguments.shard
+
+
+def _make_server(arguments: argparse.Namespace, host: str) -> EmbeddingServer:
+    config = _config(arguments, host)
+    warm_up()
+    return EmbeddingServer(config)
+
+
 def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
-    shard, num_shards = arguments.shard, arguments.num_shards
+    num_shards = arguments.num_shards
     config = ServerConfig(
-        shard=env.get_replica_index() if shard is None else shard,
+        shard=_shard(arguments),
         num_shards=env.get_replica_size() if num_shards is None else num_shards,
         host=arguments.host or host,
         port=arguments.port,
@@ -93,8 +102,7 @@ def _capacity(arguments: argparse.Namespace) -> int:
 
 
 def _serve_standalone(arguments: argparse.Namespace) -> None:
-    warm_up()
-    server = EmbeddingServer(_config(arguments, "127.0.0.1"))
+    server = _make_server(arguments, "127.0.0.1")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     watch = threading.Thread(

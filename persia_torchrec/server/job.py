@@ -10,10 +10,14 @@ from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
 
 
-def serve_in_job(make_server: Callable[[str], EmbeddingServer]) -> None:
+def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> None:
     """Serve until the job ends.
 
+    The process joins the job before anything can go wrong, so that the others learn
+    of it.
+
     Args:
+        shard: which server this is.
         make_server: given the address to listen on, returns the server.
 
     Raises:
@@ -27,11 +31,11 @@ def serve_in_job(make_server: Callable[[str], EmbeddingServer]) -> None:
             "A server must know its job: PERSIA_STORE_PORT is not set. Start it "
             "through torchx (see components/), or pass --standalone."
         )
-    server = make_server(local_address(store[0]))
-    config = server.config
-    with JobMember.join("server", config.shard, store=store) as member:
+    with JobMember.join("server", shard, store=store) as member:
+        server = make_server(local_address(store[0]))
         member.call_at_end(server.stop)
-        member.book.register("server", config.shard, config.num_shards, server.address)
+        num_shards = server.config.num_shards
+        member.book.register("server", shard, num_shards, server.address)
         sys.stdout.write(f"ready {server.address}\n")
         sys.stdout.flush()
         server.serve()

@@ -208,7 +208,9 @@ class EmbeddingServer:
                 )
 
     def _add_tables(self, descriptions: object) -> list[int]:
-        if not isinstance(descriptions, list):
+        if not isinstance(descriptions, list) or not all(
+            isinstance(description, dict) for description in descriptions
+        ):
             raise FrameError("ADD_TABLES must carry a list of tables.")
         specs = [TableSpec.from_json(description) for description in descriptions]
         numbers = [self._store.add_table(spec) for spec in specs]

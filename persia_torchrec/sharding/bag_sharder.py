@@ -39,6 +39,19 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         super().__init__()
         self._timeout_s = timeout_s
         self._gradient_division = gradient_division
+        self._pipelines: list[BatchPipeline[Any, Any]] = []
+
+    def flush(self) -> None:
+        """Wait until every update of the collections sharded so far is applied.
+
+        Call it before rows are read elsewhere or the script ends, unless the staleness
+        is 0.
+
+        Raises:
+            PersiaError: one of the updates failed, or was not acknowledged in time.
+        """
+        for pipeline in self._pipelines:
+            pipeline.flush()
 
     @abstractmethod
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
@@ -77,8 +90,10 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         _require_whole_plan(module, params)
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
+        pipeline = self.make_pipeline(spec)
+        self._pipelines.append(pipeline)
         return ShardedRemoteEmbeddingBagCollection(
-            self.make_pipeline(spec),
+            pipeline,
             spec,
             device=device or torch.device("cpu"),
             timeout_s=self._timeout_s,

@@ -31,7 +31,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from persia_torchrec.data.kjt import to_jagged_ids
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
@@ -59,7 +59,15 @@ class StartedPull(Generic[Handle]):
         Raises:
             PersiaError: what went wrong, as ServerError or StalenessError.
         """
-        return self._future.result(self._timeout_s)
+        try:
+            return self._future.result(self._timeout_s)
+        except PersiaError:
+            raise
+        except TimeoutError:
+            raise StalenessError(
+                f"The rows of a batch must come within {self._timeout_s:g} s. Received: "
+                "none. Does every training batch before it get its backward pass?"
+            ) from None
 
 
 class _Rows(torch.autograd.Function):
@@ -139,8 +147,8 @@ class ShardedRemoteEmbeddingBagCollection(
             jagged = to_jagged_ids(batch, self._keys)
             batch = {key: Bags(*feature) for key, feature in jagged.items()}
         future = self.pipeline.start(batch, training=is_training)
-        # The pull itself ends in an error in time; the margin is for a wait for a
-        # permit that comes before it.
+        # A pull ends in time by itself; before it may come a wait for a permit, until
+        # earlier pushes are acknowledged, which end in time as well.
         return StartedPull(future, 2 * self._timeout_s + 5)
 
     def input_dist(
@@ -184,6 +192,7 @@ class ShardedRemoteEmbeddingBagCollection(
         scaled_BT = grad_BT.detach() * self.gradient_scale
         if self.skip_non_finite and not bool(torch.isfinite(scaled_BT).all()):
             self.num_skipped += 1
+            pulled.give_up()  # the graph, and with it the batch, may live on
             return
         pulled.push(scaled_BT.to("cpu", torch.float32).contiguous().numpy())
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store import kernels
 from persia_torchrec.store.index import MAX_ROWS, empty_index, with_room_for
@@ -116,6 +117,7 @@ class EmbeddingStore:
                 row as used, in the order of the ids. Otherwise a missing row reads
                 zeros and nothing changes.
         """
+        ids_N = read_only(ids_N)
         spec, arena = self.tables[table], self._arena_of[table]
         floats = self._arenas[arena].floats
         if not training:
@@ -149,6 +151,7 @@ class EmbeddingStore:
         self._num_updates[table] += 1
         slots_N = self._find(table, ids_N)
         floats = self._arenas[self._arena_of[table]].floats
+        grads_ND = read_only(grads_ND)
         apply_gradients(spec, floats, slots_N, grads_ND, self._num_updates[table])
         num_missed = int(np.count_nonzero(slots_N == MISSING))
         self._num_gradients_missed += num_missed
@@ -172,7 +175,7 @@ class EmbeddingStore:
         self.lookup(table, ids_N, np.empty_like(weights_ND), training=True)
         slots_N = self._find(table, ids_N)
         floats = self._arenas[self._arena_of[table]].floats
-        kernels.write_weights(slots_N, weights_ND, floats)
+        kernels.write_weights(slots_N, read_only(weights_ND), floats)
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes and counts nothing.
@@ -266,7 +269,7 @@ class EmbeddingStore:
 
     def _find(self, table: int, ids_N: Ids) -> kernels.Slots:
         return kernels.find_slots(
-            *(ids_N, self._buckets, self._directory),
+            *(read_only(ids_N), self._buckets, self._directory),
             *(self._arena_of[table], table + 1),
         )
 

@@ -17,14 +17,14 @@ import zmq
 from persia_torchrec.errors import PersiaError, WireError
 from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
 from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Header, Frames], Frames]
 """Takes a request, returns the frames of the reply, or raises."""
 
-_POLL_MS = 2
-_IDLE_POLL_MS = 50
+_POLL_MS = 200
 
 
 class Service:
@@ -52,7 +52,8 @@ class Service:
         num_threads: int = 4,
         max_waiting: int = 1024,
     ) -> None:
-        self._listener = Listener(host, port)
+        self._wakeup = Wakeup()
+        self._listener = Listener(host, port, self._wakeup)
         self.address = self._listener.address
         self._handler = handler
         self._num_threads = num_threads
@@ -69,6 +70,7 @@ class Service:
     def close(self) -> None:
         """Stop; requests under way are answered first. May be called twice."""
         self._closing.set()
+        self._wakeup.wake()
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
@@ -80,9 +82,11 @@ class Service:
         finally:
             self._pool.shutdown(wait=False)
             self._listener.close()
+            self._wakeup.close()
 
     def _serve_once(self) -> None:
-        request = self._listener.receive(_POLL_MS if self._num_open else _IDLE_POLL_MS)
+        request = self._listener.receive(_POLL_MS)
+        self._wakeup.drain()
         if request is not None:
             self._begin(*request)
         while True:
@@ -116,3 +120,4 @@ class Service:
                 logger.exception("a request failed: %s", header)
             reply, kind = error_frames(exc), Kind.ERROR
         self._replies.put((peer, Header(kind, header.request), reply))
+        self._wakeup.wake()

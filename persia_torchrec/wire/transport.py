@@ -39,6 +39,7 @@ from persia_torchrec.wire.messages import (
     decode_json,
     error_frames,
 )
+from persia_torchrec.wire.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +56,13 @@ class Listener:
     Args:
         host: address to listen on, as ``"127.0.0.1"``.
         port: port to listen on; 0 takes a free one.
+        wakeup: ends a wait in :meth:`receive` early.
 
     Raises:
         WireError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, wakeup: Wakeup | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -70,6 +72,10 @@ class Listener:
             self._socket.close()
             raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if wakeup is not None:
+            self._poller.register(wakeup.socket, zmq.POLLIN)
 
     def receive(self, timeout_ms: int) -> tuple[bytes, Frames] | None:
         """Wait for a message.
@@ -78,9 +84,9 @@ class Listener:
             timeout_ms: how long; 0 does not wait.
 
         Returns:
-            Who sent it, and its frames; or None.
+            Who sent it, and its frames; or None when none came in time.
         """
-        if not self._socket.poll(timeout_ms):
+        if self._socket not in dict(self._poller.poll(timeout_ms)):
             return None
         peer, *frames = self._socket.recv_multipart(copy=False)
         return bytes(peer.buffer), [frame.buffer for frame in frames]
@@ -138,7 +144,7 @@ class Connections:
             socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             for socket in self._sockets
         ]
-        self._wake_end, self._wake_sender = _pair(context)
+        self._wakeup = Wakeup()
         self._thread = threading.Thread(
             target=self._run, name=f"{role} connections", daemon=True
         )
@@ -190,8 +196,7 @@ class Connections:
             self._pending[number] = _Pending(server, what, future, timeout_s)
             heapq.heappush(self._deadlines, (deadline, number))
             self._outgoing.append((server, message))
-            # The waking socket belongs to whoever holds the lock.
-            self._wake_sender.send(b"")
+        self._wakeup.wake()
         return future
 
     def close(self) -> None:
@@ -200,17 +205,17 @@ class Connections:
             if self._closed:
                 return
             self._closed = True
-            self._wake_sender.send(b"")
+        self._wakeup.wake()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in [self._wake_end, *self._sockets, *self._monitors]:
+        for socket in [self._wakeup.socket, *self._sockets, *self._monitors]:
             poller.register(socket, zmq.POLLIN)
         try:
             while not self._is_closed():
                 ready = dict(poller.poll(self._poll_ms()))
-                if self._wake_end in ready:
+                if self._wakeup.socket in ready:
                     self._send_outgoing()
                 for server, socket in enumerate(self._sockets):
                     if socket in ready:
@@ -228,8 +233,7 @@ class Connections:
                 socket.disable_monitor()
                 self._monitors[server].close()
                 socket.close(linger=0)
-            self._wake_end.close()
-            self._wake_sender.close()
+            self._wakeup.close()
 
     def _is_closed(self) -> bool:
         with self._lock:
@@ -243,8 +247,7 @@ class Connections:
         return min(max(int(left_s * 1000) + 1, 0), _IDLE_POLL_MS)
 
     def _send_outgoing(self) -> None:
-        while self._wake_end.poll(0):
-            self._wake_end.recv()
+        self._wakeup.drain()
         while True:
             with self._lock:
                 if not self._outgoing:
@@ -348,18 +351,6 @@ def _connect(
             f"Received: {address!r} ({exc})."
         ) from exc
     return socket
-
-
-def _pair(
-    context: "zmq.Context[zmq.Socket[bytes]]",
-) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
-    receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    receiver.setsockopt(zmq.RCVHWM, 0)
-    sender.setsockopt(zmq.SNDHWM, 0)
-    name = f"inproc://wake-{id(receiver)}-{time.monotonic_ns()}"
-    receiver.bind(name)
-    sender.connect(name)
-    return receiver, sender
 
 
 def _send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:

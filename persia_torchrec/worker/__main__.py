@@ -15,6 +15,7 @@ from pathlib import Path
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import (
+    EmbeddingSchema,
     GlobalSettings,
     load_embedding_config,
     load_global_config,
@@ -74,25 +75,21 @@ def _serve(arguments: argparse.Namespace) -> None:
             "An embedding worker must know its job: PERSIA_STORE_PORT is not set. "
             "Start it through torchx (see components/)."
         )
-    path = arguments.embedding_config or env.embedding_config_path()
-    if path is None:
-        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
-    schema = load_embedding_config(path)
-    settings = _settings(arguments)
     index = env.get_replica_index() if arguments.index is None else arguments.index
     size = arguments.num_workers or env.get_replica_size()
-    warm_up()
+    # Joined before anything can go wrong, so that the others learn of it.
     with JobMember.join("worker", index, store=store) as member:
+        schema, settings = _schema(arguments), _settings(arguments)
+        warm_up()
         servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
         client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
-        worker = EmbeddingWorker(client, features_of(schema))
         buffer = IdBuffer(
             settings.embedding_worker.forward_buffer_size,
             settings.embedding_worker.buffered_data_expired_sec,
         )
         service = Service(
             "embedding worker",
-            WorkerProcess(worker, buffer).answer,
+            WorkerProcess(EmbeddingWorker(client, features_of(schema)), buffer).answer,
             host=arguments.host or local_address(store[0]),
             port=arguments.port,
             num_threads=8,
@@ -103,6 +100,13 @@ def _serve(arguments: argparse.Namespace) -> None:
         member.wait_for_end()
         service.close()
         client.close()
+
+
+def _schema(arguments: argparse.Namespace) -> EmbeddingSchema:
+    path = arguments.embedding_config or env.embedding_config_path()
+    if path is None:
+        raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
+    return load_embedding_config(path)
 
 
 def _settings(arguments: argparse.Namespace) -> GlobalSettings:

@@ -1,7 +1,7 @@
 """What an embedding worker keeps between two messages about the same batch.
 
     data loader --ids--> IdBuffer --reference--> ...trainer asks for it... --> pulled
-    pulled --> OpenBatches --...trainer sends the gradient...--> pushed
+    pulled --> AwaitingGradient --...trainer sends the gradient...--> pushed
 
 Both are bounded. The buffer refuses a batch when it is full, so that the loader waits;
 a batch that nobody asked for within its time is dropped only then, and is logged.
@@ -101,7 +101,7 @@ class IdBuffer:
             )
 
 
-class OpenBatches:
+class AwaitingGradient:
     """Pulled training batches that wait for their gradient. Thread-safe."""
 
     def __init__(self) -> None:

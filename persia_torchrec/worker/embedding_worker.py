@@ -130,7 +130,8 @@ class EmbeddingWorker:
             pool(
                 rows_of[feature.table],
                 *(batch.inverses[f], batch.lengths[f], feature.pooling),
-                pooled_BT[:, columns],
+                pooled_BT,
+                columns,
             )
         return pooled_BT, batch
 
@@ -163,7 +164,8 @@ class EmbeddingWorker:
         for f, columns in enumerate(self._columns()):
             feature = self.features[f]
             add_gradients(
-                grads_BT[:, columns],
+                grads_BT,
+                columns,
                 *(batch.inverses[f], batch.lengths[f], feature.pooling),
                 grads_of[feature.table],
             )

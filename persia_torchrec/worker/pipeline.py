@@ -31,6 +31,9 @@ from persia_torchrec.worker.pooling import Floats
 
 logger = logging.getLogger(__name__)
 
+_PERMIT_TIMEOUT_S = 3600.0
+"""A permit comes when the trainer goes on, which an evaluation may delay for long."""
+
 Source = TypeVar("Source", contravariant=True)
 Handle = TypeVar("Handle")
 Ticket = TypeVar("Ticket")
@@ -94,13 +97,21 @@ class PulledBatch(Generic[Handle]):
             )
         self._push(grads_BT)
 
+    def give_up(self) -> None:
+        """Make room for another batch: no gradients will come.
+
+        Does nothing after a push. A batch that nobody uses any more gives itself up.
+        """
+        if self._give_up is not None:
+            self._give_up()
+
 
 @dataclass(frozen=True, slots=True)
 class _Push(Generic[Handle]):
     handle: Handle
     grads: Floats | None  # None: the batch is given up
     permit: Permit
-    done: "Future[int]"
+    done: "Future[None]"
 
 
 class BatchPipeline(Generic[Source, Handle]):
@@ -110,7 +121,7 @@ class BatchPipeline(Generic[Source, Handle]):
         lookup: where batches are pulled from and pushed to.
         staleness: batches that may be between pull and acknowledged push; 0 makes
             :meth:`PulledBatch.push` wait, which equals ordinary training.
-        timeout_s: seconds that a wait for a permit or an acknowledgement may take.
+        timeout_s: seconds that a wait for an acknowledgement may take.
 
     Raises:
         ConfigError: ``staleness`` is negative.
@@ -126,7 +137,8 @@ class BatchPipeline(Generic[Source, Handle]):
         self._num_started = 0  # guarded by _lock
         self._num_missed = 0  # guarded by _lock
         self._error: BaseException | None = None  # guarded by _lock
-        self._open: set[Future[int]] = set()  # guarded by _lock
+        self._num_open = 0  # guarded by _lock
+        self._under_way: set[Future[None]] = set()  # guarded by _lock
         self._is_closed = False  # guarded by _lock
         self.set_staleness(staleness)
         # Bounded by the permits: a push needs one, and a pull waits for one.
@@ -148,13 +160,13 @@ class BatchPipeline(Generic[Source, Handle]):
         if staleness < 0:
             raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
         with self._lock:
-            if self._open:
+            if self._num_open:
                 raise ConfigError(
                     "The staleness bound can change only while no batch is under way. "
-                    f"Received: {len(self._open)} batches without acknowledgement."
+                    f"Received: {self._num_open} batches without acknowledgement."
                 )
             self._waits_for_ack = staleness == 0
-            self._permits = Permits(max(staleness, 1), self._timeout_s)
+            self._permits = Permits(max(staleness, 1), _PERMIT_TIMEOUT_S)
 
     def set_num_pullers(self, num: int) -> None:
         """Change how many training batches may be pulled at once; before the first.
@@ -202,7 +214,7 @@ class BatchPipeline(Generic[Source, Handle]):
             PersiaError: one of them failed, or was not acknowledged in time.
         """
         with self._lock:
-            waiting = list(self._open)
+            waiting = list(self._under_way)
         for done in waiting:
             self._await(done)
         self._raise_error()
@@ -230,22 +242,23 @@ class BatchPipeline(Generic[Source, Handle]):
         except BaseException:
             permit.give_back()
             raise
-        done: Future[int] = Future()
         with self._lock:
-            self._open.add(done)
+            self._num_open += 1
         return PulledBatch(
             pooled,
-            lambda grads: self._push(_Push(handle, grads, permit, done)),
-            lambda: self._pushes.put(_Push(handle, None, permit, done)),
+            lambda grads: self._push(_Push(handle, grads, permit, Future())),
+            lambda: self._pushes.put(_Push(handle, None, permit, Future())),
         )
 
     def _push(self, push: _Push[Handle]) -> None:
+        with self._lock:
+            self._under_way.add(push.done)
         self._pushes.put(push)
         if self._waits_for_ack:
             self._await(push.done)
         self._raise_error()
 
-    def _await(self, done: "Future[int]") -> None:
+    def _await(self, done: "Future[None]") -> None:
         try:
             done.result(self._timeout_s)
         except PersiaError:
@@ -280,13 +293,14 @@ class BatchPipeline(Generic[Source, Handle]):
 
     def _finish(self, push: _Push[Handle], error: Exception | None) -> None:
         with self._lock:
-            self._open.discard(push.done)
+            self._num_open -= 1
+            self._under_way.discard(push.done)
             if error is not None and self._error is None and not self._is_closed:
                 logger.error("a push failed: %s", error)
                 self._error = error
         push.permit.give_back()
         if error is None:
-            push.done.set_result(0)
+            push.done.set_result(None)
         else:
             push.done.set_exception(error)
 

@@ -17,7 +17,7 @@ Dimension key:
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled
+from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.worker.bags import POOLINGS, Pooling
 
@@ -34,7 +34,8 @@ def pool(
     inverse_L: Positions,
     lengths_B: Lengths,
     pooling: Pooling,
-    out_BD: Floats,
+    out_BT: Floats,
+    columns: slice,
 ) -> None:
     """Pool the bags of one feature.
 
@@ -43,13 +44,16 @@ def pool(
         inverse_L: int32 ``(L,)``, which row each id is.
         lengths_B: int32 ``(B,)``, ids a bag.
         pooling: how.
-        out_BD: float32 ``(B, D)``, overwritten; may be columns of a wider array.
+        out_BT: float32 ``(B, T)``, C-contiguous; the columns are overwritten.
+        columns: the feature's D columns of it.
     """
-    _pool(rows_UD, inverse_L, lengths_B, POOLINGS.index(pooling), out_BD)
+    bags = read_only(inverse_L), read_only(lengths_B), POOLINGS.index(pooling)
+    _pool(read_only(rows_UD), *bags, out_BT, columns.start)
 
 
 def add_gradients(
-    grads_BD: Floats,
+    grads_BT: Floats,
+    columns: slice,
     inverse_L: Positions,
     lengths_B: Lengths,
     pooling: Pooling,
@@ -58,13 +62,15 @@ def add_gradients(
     """Add the gradient of each bag to those of the rows in it.
 
     Args:
-        grads_BD: float32 ``(B, D)``; may be columns of a wider array.
+        grads_BT: float32 ``(B, T)``.
+        columns: the feature's D columns of it.
         inverse_L: int32 ``(L,)``, which row each id is.
         lengths_B: int32 ``(B,)``, ids a bag.
         pooling: how the bags were pooled.
         out_UD: float32 ``(U, D)``, added to.
     """
-    _add_gradients(grads_BD, inverse_L, lengths_B, POOLINGS.index(pooling), out_UD)
+    bags = read_only(inverse_L), read_only(lengths_B), POOLINGS.index(pooling)
+    _add_gradients(read_only(grads_BT), columns.start, *bags, out_UD)
 
 
 @compiled
@@ -82,12 +88,13 @@ def _pool(
     inverse_L: Positions,
     lengths_B: Lengths,
     pooling: int,
-    out_BD: Floats,
+    out_BT: Floats,
+    column: int,
 ) -> None:
     dim = rows_UD.shape[1]
     j = 0
     for b in range(len(lengths_B)):
-        out = out_BD[b]
+        out = out_BT[b, column : column + dim]
         for d in range(dim):
             out[d] = np.float32(0)
         for _ in range(lengths_B[b]):
@@ -103,7 +110,8 @@ def _pool(
 
 @compiled
 def _add_gradients(
-    grads_BD: Floats,
+    grads_BT: Floats,
+    column: int,
     inverse_L: Positions,
     lengths_B: Lengths,
     pooling: int,
@@ -112,7 +120,7 @@ def _add_gradients(
     dim = out_UD.shape[1]
     j = 0
     for b in range(len(lengths_B)):
-        grad = grads_BD[b]
+        grad = grads_BT[b, column : column + dim]
         scale = _scale(lengths_B[b], pooling)
         for _ in range(lengths_B[b]):
             out = out_UD[inverse_L[j]]

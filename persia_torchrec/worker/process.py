@@ -30,7 +30,7 @@ from persia_torchrec.wire.messages import (
 )
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.worker.bags import Bags, decode_bags
-from persia_torchrec.worker.buffers import IdBuffer, OpenBatches
+from persia_torchrec.worker.buffers import AwaitingGradient, IdBuffer
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class WorkerProcess:
     def __init__(self, worker: EmbeddingWorker, buffer: IdBuffer) -> None:
         self._worker = worker
         self._buffer = buffer
-        self._open = OpenBatches()
+        self._open = AwaitingGradient()
 
     def answer(self, header: Header, frames: Frames) -> Frames:
         """Answer one message; the handler of a ``Service``.

@@ -15,7 +15,7 @@ from persia_torchrec.errors import (
 from persia_torchrec.wire.messages import Header, Kind
 from persia_torchrec.wire.ports import free_port
 from persia_torchrec.wire.transport import Connections, Listener
-from tests.servers import DEADLINE_S
+from tests.servers import DEADLINE_S, once_the_port_is_free
 
 
 class Peer:
@@ -211,7 +211,8 @@ def test_a_server_that_comes_back_is_reached_again(start, connect):
     connections = connect(first.address)
     assert submit(connections).result(DEADLINE_S)
     first.close()
-    again = Listener("127.0.0.1", int(first.address.rpartition(":")[2]))
+    port = int(first.address.rpartition(":")[2])
+    again = once_the_port_is_free(lambda: Listener("127.0.0.1", port))
     reply = submit(connections, [b"again"])
     peer, frames = again.receive(int(DEADLINE_S * 1000))
     echo(again, peer, Header.decode(frames[0]), frames[1:])

@@ -1,0 +1,189 @@
+"""A whole job in this process: all roles are threads, but for the trainer itself."""
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.config import load_embedding_config
+from persia_torchrec.ctx import DataCtx, TrainCtx
+from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia_torchrec.embedding.optim import SGD, Optimizer
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.service import Service
+from persia_torchrec.worker.buffers import IdBuffer
+from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.process import WorkerProcess
+from persia_torchrec.worker.schema import features_of
+from tests.servers import DEADLINE_S, Servers, ids_of
+
+ONE_SLOT = """
+feature_index_prefix_bit: 8
+slots_config:
+  item: {dim: 4}
+"""
+
+
+class LocalJob:
+    """Servers, embedding workers and the address book; the environment names them.
+
+    Trainers and data loaders of the test find the job as those of a real one do.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        embedding_config: str = ONE_SLOT,
+        *,
+        num_workers: int = 1,
+        forward_buffer_size: int = 1000,
+        capacity_rows: int = 1000,
+    ) -> None:
+        self._monkeypatch = monkeypatch
+        self._stack = ExitStack()
+        path = folder / "embedding_config.yml"
+        path.write_text(embedding_config)
+        self.schema = load_embedding_config(path)
+        self.book = AddressBook.host(0, loopback=True)
+        self._stack.callback(self.book.close)
+        cluster = self._stack.enter_context(Servers())
+        self.servers = cluster.start(2, capacity_rows=capacity_rows)
+        for shard, server in enumerate(self.servers):
+            self.book.register("server", shard, 2, server.address)
+        self.workers: list[Service] = []
+        self.buffers: list[IdBuffer] = []
+        for index in range(num_workers):
+            self.client = cluster.client(self.servers)
+            self._start_worker(index, num_workers, self.client, forward_buffer_size)
+        self._set("PERSIA_STORE_PORT", self.book.port)
+        self._set("PERSIA_EMBEDDING_CONFIG", path)
+
+    def _start_worker(
+        self, index: int, size: int, client: EmbeddingClient, buffer_size: int
+    ) -> None:
+        buffer = IdBuffer(buffer_size, expires_s=60)
+        worker = EmbeddingWorker(client, features_of(self.schema))
+        service = Service(
+            "embedding worker", WorkerProcess(worker, buffer).answer, num_threads=8
+        )
+        self._stack.callback(service.close)
+        self.book.register("worker", index, size, service.address)
+        self.workers.append(service)
+        self.buffers.append(buffer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._stack.close()
+
+    def train_ctx(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        lr: float = 0.1,
+        **settings: object,
+    ) -> TrainCtx:
+        """Make a context of a trainer on the CPU."""
+        model = model or SumOfEmbeddings()
+        return TrainCtx(
+            model=model,
+            embedding_optimizer=optimizer or SGD(1.0),
+            dense_optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+            mixed_precision=False,
+            **settings,
+        )
+
+    def data_ctx(self, index: int = 0, size: int = 1) -> DataCtx:
+        """Make the context of one of the data loaders; a trainer must listen."""
+        self._set("REPLICA_INDEX", index)
+        self._set("REPLICA_SIZE", size)
+        return DataCtx()
+
+    def read(self, slot: str, *numbers: int) -> np.ndarray:
+        """Return the weights of a slot's ids; zeros where there is no row."""
+        config = self.schema.slots[slot]
+        ids = ids_of(*numbers) + np.uint64(config.index_prefix)
+        return self.client.read(config.group, ids)[:, : config.dim]
+
+    def num_rows(self) -> int:
+        return sum(self.client.num_rows())
+
+    def total(self, counter: str) -> int:
+        """Return a counter, summed over the servers."""
+        return sum(counters.get(counter, 0) for counters in self.client.counters())
+
+    def _set(self, name: str, value: object) -> None:
+        self._monkeypatch.setenv(name, str(value))
+
+
+class SumOfEmbeddings(nn.Module):
+    """Sums up everything; the gradient of every embedding is that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, non_id_tensors, embeddings):
+        return self.bias + sum(e.sum(dim=1, keepdim=True) for e in embeddings)
+
+
+class Sending:
+    """Data loaders of a test, each in a thread."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+
+    def start(
+        self,
+        ctx: DataCtx,
+        batches: Iterable[PersiaBatch],
+        after_each: Callable[[int], None] = lambda _: None,
+    ) -> threading.Thread:
+        """Send the batches, in order, and end."""
+
+        def send() -> None:
+            try:
+                with ctx:
+                    for number, batch in enumerate(batches):
+                        ctx.send_data(batch)
+                        after_each(number)
+            except Exception as exc:
+                self.errors.append(exc)
+
+        thread = threading.Thread(target=send, name="data loader", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return thread
+
+    def join(self) -> None:
+        """Wait until all loaders have ended well."""
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive(), "a data loader still sends"
+        assert self.errors == []
+
+
+def batch_of(
+    *samples: list[int], name: str = "item", label: float = 0.0, **more: object
+) -> PersiaBatch:
+    """Return a batch with one slot, as batch_of([7, 8], [], [7])."""
+    labels = np.full((len(samples), 1), label, dtype=np.float32)
+    return PersiaBatch(
+        [IDTypeFeature(name, [ids_of(*sample) for sample in samples])],
+        labels=[Label(labels)],
+        **more,
+    )

@@ -1,0 +1,326 @@
+import json
+import socket
+import struct
+import threading
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import ConfigError, RemoteError, WireError
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import (
+    TRAINING,
+    Header,
+    Kind,
+    Precision,
+    decode_json,
+    encode_json,
+)
+from tests.servers import DEADLINE_S, ids_of
+
+ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0), lower=0.0, upper=0.0)
+ROWS = np.array([[1, 2], [3, 4]], dtype=np.float32)
+
+
+class Stranger:
+    """A socket that sends a server what it likes."""
+
+    def __init__(self, address):
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.connect(address)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close(linger=0)
+
+    def ask(self, *frames):
+        """Send frames; return the reply's header and what follows, decoded."""
+        self.socket.send_multipart([bytes(frame) for frame in frames])
+        assert self.socket.poll(DEADLINE_S * 1000), "no answer"
+        header, *body = self.socket.recv_multipart()
+        header = Header.decode(header)
+        if header.kind is Kind.ERROR:
+            body = decode_json([b"", *body])
+        return header, body
+
+
+@pytest.fixture
+def server(servers):
+    """A server with a table of two rows, and a client of it."""
+    running = servers.start()[0]
+    running.client = servers.client([running])
+    running.client.add_tables([ITEM])
+    running.client.write("item", ids_of(5, 6), ROWS)
+    return running
+
+
+def is_untouched(server):
+    counters = server.client.counters()[0]
+    rows = server.client.read("item", ids_of(5, 6, 7))
+    return counters["rows"] == 2 and rows.tolist() == [*ROWS.tolist(), [0, 0]]
+
+
+def one_segment(*ids, table=0):
+    return struct.pack("<qq", table, len(ids)), struct.pack(f"<{len(ids)}Q", *ids)
+
+
+GRADS = bytes(2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "error", "message"),
+    [
+        (Kind.LOOKUP, [], "FrameError", "must have 3 frames"),
+        (Kind.LOOKUP, [b"", b"", b""], "FrameError", "must have 3 frames"),
+        (Kind.LOOKUP, [b"x", b""], "FrameError", "multiple of 8 bytes"),
+        (Kind.LOOKUP, one_segment(7, table=1), "ConfigError", "has 1 tables"),
+        (Kind.LOOKUP, one_segment(7, table=-1), "ConfigError", "table number -1"),
+        (Kind.LOOKUP, [one_segment(7)[0], b""], "FrameError", "as many ids as follow"),
+        (Kind.UPDATE, [*one_segment(5, 6)], "FrameError", "must have 4 frames"),
+        (
+            Kind.UPDATE,
+            [*one_segment(5, 6), GRADS[:-1]],
+            "FrameError",
+            r"4 numbers as FP32 take 16 bytes\. Received: 15",
+        ),
+        (Kind.UPDATE, [*one_segment(5, 6), GRADS + GRADS], "FrameError", "32 bytes"),
+        (Kind.UPDATE, [*one_segment(5, table=9), GRADS], "ConfigError", "number 9"),
+        (Kind.WRITE, [*one_segment(5, 6), GRADS[:8]], "FrameError", "Received: 8"),
+        (Kind.READ, [*one_segment(5, table=2)], "ConfigError", "number 2"),
+        (Kind.ADD_TABLES, [b"{"], "FrameError", "must be JSON"),
+        (Kind.ADD_TABLES, [b"{}"], "FrameError", "a list of tables"),
+        (Kind.ADD_TABLES, [b"[5]"], "FrameError", "a list of tables"),
+        (Kind.ADD_TABLES, [b'[{"name": "x"}]'], "ConfigError", "needs an optimizer"),
+        (Kind.FORWARD, [b""], "FrameError", "no FORWARD message.*another role"),
+        (Kind.REPLY, [b""], "FrameError", "no REPLY message"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_and_changes_nothing(
+    server, kind, body, error, message
+):
+    with Stranger(server.address) as stranger:
+        header, answer = stranger.ask(Header(kind, 77, flags=TRAINING).encode(), *body)
+    assert (header.kind, header.request) == (Kind.ERROR, 77)
+    assert answer["kind"] == error
+    with pytest.raises(RemoteError, match=message):
+        raise RemoteError(answer["message"], server="", kind=error)
+    assert is_untouched(server)
+    assert server.client.counters()[0]["requests_refused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"), [(0, b"X"), (4, b"\2"), (6, b"\x63"), (40, b"\7")]
+)
+def test_a_header_that_is_not_ours_is_refused(server, offset, value):
+    frame = bytearray(Header(Kind.CLEAR, 77).encode())
+    frame[offset : offset + 1] = value
+    with Stranger(server.address) as stranger:
+        header, answer = stranger.ask(frame, encode_json(None))
+    assert header.kind is Kind.ERROR
+    assert answer["kind"] == "FrameError"
+    assert is_untouched(server)
+
+
+def test_random_frames_are_refused_and_the_server_lives_on(server):
+    data_requests = st.sampled_from([Kind.UPDATE, Kind.WRITE, Kind.ADD_TABLES])
+    headers = st.binary(max_size=60) | st.builds(
+        lambda kind, precision: Header(kind, precision=precision).encode(),
+        data_requests,
+        st.sampled_from(Precision),
+    )
+    body = st.binary(max_size=40) | st.sampled_from(one_segment(5, 6))
+
+    with Stranger(server.address) as stranger:
+
+        @given(headers, st.lists(body, max_size=4))
+        def is_refused(header, frames):
+            answer, _ = stranger.ask(header, *frames)
+            assert answer.kind is Kind.ERROR
+
+        is_refused()
+    assert is_untouched(server)
+
+
+def test_a_peer_that_announces_more_than_2_gib_is_disconnected(server):
+    # The ZeroMQ protocol by hand: greeting, READY, and the size of a long frame.
+    greeting = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(16 + 32)
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\6DEALER"
+    long_frame = b"\2" + struct.pack(">Q", 2**31 + 1)
+    address = ("127.0.0.1", server.port)
+    with socket.create_connection(address, timeout=DEADLINE_S) as peer:
+        peer.sendall(greeting + b"\4" + bytes([len(ready)]) + ready)
+        assert peer.recv(64, socket.MSG_WAITALL)[:1] == b"\xff"
+        peer.sendall(long_frame)
+        while peer.recv(4096):
+            pass  # until the server hangs up
+    assert is_untouched(server)
+
+
+def test_updates_are_applied_in_their_order_and_none_is_lost(servers):
+    running = servers.start(update_queue_batches=1)
+    client = servers.client(running)
+    # With momentum, the order of the gradients shows in the weights.
+    table = TableSpec(
+        name="item", dim=1, optimizer=SGD(1.0, momentum=0.5), lower=0, upper=0
+    )
+    client.add_tables([table])
+    split = client.split(ids_of(5))
+    client.pull([("item", split)], batch=BatchNumber(1, 0))
+    replies, weight, buffer = [], 0.0, 0.0
+    for batch in range(100):
+        grad = float(batch % 7)
+        buffer = 0.5 * buffer + grad
+        weight -= buffer
+        grads = np.full((1, 1), grad, dtype=np.float32)
+        push = client.push([("item", split)], [grads], BatchNumber(1, batch))
+        replies.append(push)
+    assert [client.missed(push) for push in replies] == [0] * 100
+    assert client.read("item", ids_of(5))[0, 0] == pytest.approx(weight, rel=1e-5)
+    assert client.counters()[0]["requests_update"] == 100
+
+
+def test_an_update_is_applied_although_lookups_never_cease(servers):
+    running = servers.start()
+    client = servers.client(running)
+    client.add_tables([ITEM])
+    split = client.split(np.arange(500, dtype=np.uint64))
+    stopping = threading.Event()
+
+    def look_up(own):
+        while not stopping.is_set():
+            replies = [own.pull([("item", split)]) for _ in range(3)]
+            assert len(replies) == 3
+
+    others = [servers.client(running) for _ in range(6)]
+    for other in others:
+        other.add_tables([ITEM])
+    threads = [threading.Thread(target=look_up, args=[other]) for other in others]
+    for thread in threads:
+        thread.start()
+    try:
+        for batch in range(20):
+            number = BatchNumber(1, batch)
+            client.pull([("item", split)], batch=number)
+            grads = np.ones((500, 2), dtype=np.float32)
+            push = client.push([("item", split)], [grads], number)
+            assert client.missed(push) == 0
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+
+
+def test_clearing_applies_and_acknowledges_the_updates_of_before(server):
+    client = server.client
+    split = client.split(ids_of(5, 6))
+    pushes = [
+        client.push([("item", split)], [ROWS], BatchNumber(1, batch))
+        for batch in range(20)
+    ]
+    client.clear()
+    assert [client.missed(push) for push in pushes] == [0] * 20
+    assert client.counters()[0]["rows"] == 0
+
+
+def test_a_stopping_server_applies_and_acknowledges_what_it_has_read(server):
+    client = server.client
+    split = client.split(ids_of(5, 6))
+    pushes = [
+        client.push([("item", split)], [ROWS], BatchNumber(1, batch))
+        for batch in range(3)
+    ]
+    client.shut_down_servers()
+    server.join()
+    assert [client.missed(push) for push in pushes] == [0] * 3
+
+
+def test_a_lookup_may_overtake_an_update_but_its_acknowledgement_does_not(server):
+    client = server.client
+    split = client.split(ids_of(5, 6))
+    push = client.push([("item", split)], [ROWS[split.place]], BatchNumber(1, 1))
+    assert client.missed(push) == 0
+    [rows] = client.pull([("item", split)])
+    assert not rows.any()
+
+
+def test_only_the_incarnation_that_is_meant_answers(server):
+    with Stranger(server.address) as stranger:
+        _, hello = stranger.ask(Header(Kind.HELLO).encode(), encode_json(None))
+        right = json.loads(hello[0])["incarnation"]
+        meant = Header(Kind.CLEAR, incarnation=right + 1).encode()
+        header, answer = stranger.ask(meant, encode_json(None))
+        assert answer["kind"] == "ConfigError"
+        assert "started anew" in answer["message"]
+        assert is_untouched(server)
+        meant = Header(Kind.CLEAR, incarnation=right).encode()
+        header, _ = stranger.ask(meant, encode_json(None))
+        assert header.kind is Kind.REPLY
+    assert not is_untouched(server)
+
+
+def test_a_server_counts_what_it_was_asked(server):
+    client = server.client
+    split = client.split(ids_of(5, 8))
+    client.pull([("item", split)])
+    client.pull([("item", split)], batch=BatchNumber(1, 1))
+    client.missed(client.push([("item", split)], [ROWS], BatchNumber(1, 1)))
+    counters = client.counters()[0]
+    assert {
+        name: counters[name]
+        for name in ("rows", "hits", "misses", "evictions", "gradients_missed")
+    } == {"rows": 3, "hits": 2, "misses": 4, "evictions": 0, "gradients_missed": 0}
+    assert counters["requests_lookup"] == 2
+    assert counters["requests_update"] == counters["requests_write"] == 1
+    assert counters["open_batches"] == 0
+    assert counters["open_batches_max"] == 1
+
+
+def test_a_batch_that_is_given_up_is_no_longer_open(server):
+    client = server.client
+    split = client.split(ids_of(5))
+    for batch in range(3):
+        client.pull([("item", split)], batch=BatchNumber(1, batch))
+    assert client.counters()[0]["open_batches"] == 3
+    client.missed(client.push([], [], BatchNumber(1, 1)))
+    assert client.counters()[0]["open_batches"] == 2
+    assert is_untouched(server)
+
+
+def test_streams_are_counted_apart(server):
+    client = server.client
+    split = client.split(ids_of(5))
+    for stream in range(4):
+        client.pull([("item", split)], batch=BatchNumber(stream, 1))
+    assert client.counters()[0]["open_batches_max"] == 1
+
+
+def test_a_port_that_is_taken_is_refused(server):
+    with pytest.raises(WireError, match=f"Cannot listen on 127.0.0.1:{server.port}"):
+        EmbeddingServer(ServerConfig(port=server.port))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shard": 2, "num_shards": 2}, r"shard must be in \[0, 2\)\. Received: 2"),
+        ({"shard": -1}, r"shard must be in \[0, 1\)\. Received: -1"),
+        ({"port": 65536}, r"port must be in \[0, 65535\]\. Received: 65536"),
+        ({"update_queue_batches": 0}, r"update_queue_batches must be >= 1\. .* 0"),
+    ],
+)
+def test_settings_out_of_their_range_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**settings)
+
+
+def test_a_capacity_out_of_its_range_is_refused_before_anything_listens():
+    with pytest.raises(ConfigError, match=r"capacity_rows must be in \[1, "):
+        EmbeddingServer(ServerConfig(capacity_rows=0))
