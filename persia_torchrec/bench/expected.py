@@ -15,6 +15,7 @@ import numpy.typing as npt
 from persia_torchrec.bench.workload import INITIAL_WEIGHT, Numbers, ids_of, weights_of
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.precision import Floats
 
@@ -110,12 +111,14 @@ def stepped(
     return np.concatenate([w, state], axis=1)
 
 
-def require_equal(what: str, numbers_N: Numbers, rows: Floats, expected: Floats) -> None:
+def require_equal(
+    what: str, numbers_N: Numbers, rows: Floats, expected: Floats
+) -> None:
     """Stop the benchmark if rows are not what they should be.
 
     Args:
         what: where the rows come from, for the error.
-        numbers_N: int64 ``(N,)``, of their ids.
+        ids_N: uint64 ``(N,)``, whose rows these are.
         rows: float32, N rows of anything.
         expected: float32, the same shape.
 
@@ -130,9 +133,8 @@ def require_equal(what: str, numbers_N: Numbers, rows: Floats, expected: Floats)
     is_wrong = ~np.isclose(rows, expected, rtol=_RELATIVE, atol=_ABSOLUTE)
     if is_wrong.any():
         row, column = np.argwhere(is_wrong)[0].tolist()
-        id_ = ids_of(numbers_N[row : row + 1])[0]
         raise StoreError(
             f"{what}: rows must be what NumPy computes. {is_wrong.any(axis=1).sum()} "
             f"of {len(rows)} are not, the first at {row}, column {column}. Received: "
-            f"{rows[row, column]} instead of {expected[row, column]} for id {id_}."
+            f"{rows[row, column]} instead of {expected[row, column]} for id {ids_N[row]}."
         )

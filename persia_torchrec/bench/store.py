@@ -18,6 +18,7 @@ import numpy as np
 
 from persia_torchrec.bench.expected import ExpectedRows, require_equal
 from persia_torchrec.bench.machine import cores, pinned
+from persia_torchrec.bench.memory_copy import DESCRIPTION, MemoryCopy
 from persia_torchrec.bench.report import MEMORY_COPY, Results, Sample, summarize
 from persia_torchrec.bench.workload import Numbers, Settings, ids_of, weights_of
 from persia_torchrec.errors import StoreError
@@ -51,19 +52,15 @@ def run_store(settings: Settings) -> Results:
             bench = StoreBench(settings, dim)
             bench.repeat()  # the first touches new memory
             figures[dim] = summarize([bench.repeat() for _ in range(settings.repeats)])
-    update = f"update, {settings.optimizer}"
     return Results(
         question=(
             f"The store, in process: {settings.rows} rows, {settings.ids} unique ids a "
             "request, drawn uniformly."
         ),
         pinned="not pinned" if core is None else f"all on core {core}",
-        meanings={**_MEANINGS, "update": update},
+        meanings={**_MEANINGS, "update": f"update, {settings.optimizer}"},
         figures=figures,
-        remarks=[
-            "Memory copy: np.copyto of the weights of one request, contiguous, from "
-            "an array as large as all weights to the one that lookups write to."
-        ],
+        remarks=[DESCRIPTION],
     )
 
 
@@ -86,8 +83,7 @@ class StoreBench:
         """Numbers of the rows that the store should hold, least recently used first."""
         self._next_new = settings.rows
         self._out_ND = np.zeros((settings.ids, dim), dtype=np.float32)
-        self._copied = np.ones((settings.rows, dim), dtype=np.float32)
-        self._copy_at = 0
+        self._memory_copy = MemoryCopy(settings.rows, settings.ids, dim)
         self.store = EmbeddingStore(settings.rows)
         self.store.add_table(spec)
         for start in range(0, settings.rows, _FILL):
@@ -107,7 +103,7 @@ class StoreBench:
         grads_ND = self._rng.standard_normal(self._out_ND.shape, dtype=np.float32)
         lookup_s = self._look_up(numbers_N)
         self._touch(numbers_N)
-        copy_s = self._copy()
+        copy_s = self._memory_copy.seconds()
         update_s = self._update(numbers_N, grads_ND)
         evicting_s = self._look_up_evicting()
         seconds = {
@@ -125,7 +121,7 @@ class StoreBench:
         self.store.lookup(0, ids_N, self._out_ND, training=True)
         seconds = time.perf_counter() - start
         expected = self._expected.weights(numbers_N)
-        require_equal(f"lookup, dim {self._dim}", numbers_N, self._out_ND, expected)
+        require_equal(f"lookup, dim {self._dim}", ids_N, self._out_ND, expected)
         return seconds
 
     def _update(self, numbers_N: Numbers, grads_ND: Floats) -> float:
@@ -140,17 +136,8 @@ class StoreBench:
             )
         self._expected.update(numbers_N, grads_ND)
         rows, expected = self.store.read(0, ids_N), self._expected.floats(numbers_N)
-        require_equal(f"update, dim {self._dim}", numbers_N, rows, expected)
+        require_equal(f"update, dim {self._dim}", ids_N, rows, expected)
         return seconds
-
-    def _copy(self) -> float:
-        if self._copy_at + self._num_ids > len(self._copied):
-            self._copy_at = 0
-        source = self._copied[self._copy_at : self._copy_at + self._num_ids]
-        self._copy_at += self._num_ids
-        start = time.perf_counter()
-        np.copyto(self._out_ND, source)
-        return time.perf_counter() - start
 
     def _look_up_evicting(self) -> float:
         num_new = self._num_ids // 2

@@ -74,7 +74,7 @@ class Settings:
         self._require("dims", bool(self.dims), "at least one number")
         dims_fit = all(1 <= dim <= MAX_DIM for dim in self.dims)
         self._require("dims", dims_fit, f"in [1, {MAX_DIM}]")
-        self._require("ids", 2 <= self.ids, ">= 2")
+        self._require("ids", self.ids >= 2, ">= 2")
         self._require("rows", 2 * self.ids <= self.rows, f">= 2 * ids ({self.ids})")
         self._require("repeats", self.repeats >= 1, ">= 1")
         known = sorted(OPTIMIZERS)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from persia_torchrec.client.shares import encode_share, scatter_share
 from persia_torchrec.errors import BatchError, ConfigError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
@@ -28,16 +29,13 @@ from persia_torchrec.wire.messages import (
     Header,
     Kind,
     Precision,
-    TableIds,
     array_of,
     decode_json,
     encode_json,
-    encode_segments,
 )
 from persia_torchrec.wire.precision import (
     Floats,
     decode_floats,
-    encode_floats,
 )
 from persia_torchrec.wire.transport import Connections
 
@@ -186,7 +184,7 @@ class EmbeddingClient:
             shares = [ids.of_shard(server) for _, ids in tables]
             num = sum(len(s) * dim for s, dim in zip(shares, dims, strict=True))
             flat = decode_floats(frames[1], num, precision)
-            _scatter_shares(flat, rows, [ids for _, ids in tables], server)
+            scatter_share(flat, rows, [ids for _, ids in tables], server)
         return rows
 
     def push(
@@ -278,7 +276,7 @@ class EmbeddingClient:
         for server, reply in enumerate(replies):
             _, frames = self._wait(reply)
             flat = array_of(frames[1], np.float32).view(np.float32)
-            _scatter_shares(flat, [grouped], [split], server)
+            scatter_share(flat, [grouped], [split], server)
         return grouped[split.place]
 
     def counters(self) -> list[dict[str, int]]:
@@ -328,34 +326,17 @@ class EmbeddingClient:
             self._connections.submit(
                 server,
                 replace(header, incarnation=incarnation),
-                self._share(server, tables, rows, header.precision),
+                encode_share(
+                    server,
+                    [(self._numbers[server][name], ids) for name, ids in tables],
+                    rows,
+                    header.precision,
+                ),
                 timeout_s=self._timeout_s,
                 what=f"{verb} of table {names}",
             )
             for server, incarnation in enumerate(self._incarnations)
         ]
-
-    def _share(
-        self,
-        server: int,
-        tables: Sequence[tuple[str, ShardedIds]],
-        rows: Sequence[Floats] | None,
-        precision: Precision,
-    ) -> Frames:
-        """Return the frames after the header of one server's request."""
-        numbers = self._numbers[server]
-        shares = [TableIds(numbers[name], ids.of_shard(server)) for name, ids in tables]
-        frames = encode_segments(shares)
-        if rows is not None:
-            pieces = [
-                rows_UD[ids.offsets[server] : ids.offsets[server + 1]].reshape(-1)
-                for (_, ids), rows_UD in zip(tables, rows, strict=True)
-            ]
-            flat = (
-                pieces[0] if len(pieces) == 1 else np.concatenate([_NO_ROWS, *pieces])
-            )
-            frames.append(encode_floats(flat, precision))
-        return frames
 
     def _ask_all(
         self,
@@ -382,22 +363,8 @@ class EmbeddingClient:
         return reply.result(self._timeout_s + 5)
 
 
-_NO_ROWS = np.empty(0, dtype=np.float32)
-
-
 def _numbered(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
     return replace(header, stream=batch.stream, batch=batch.batch, flags=flags)
-
-
-def _scatter_shares(
-    flat: Floats, rows: Sequence[Floats], ids: Sequence[ShardedIds], server: int
-) -> None:
-    """Copy one server's answer to its place in each table's rows."""
-    place = 0
-    for rows_UW, split in zip(rows, ids, strict=True):
-        share = rows_UW[split.offsets[server] : split.offsets[server + 1]]
-        share[:] = flat[place : place + share.size].reshape(share.shape)
-        place += share.size
 
 
 def _check_hello(frames: Frames, shard: int, connections: Connections) -> int:

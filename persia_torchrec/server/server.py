@@ -8,7 +8,8 @@ wait for trainers that push:
     update --> queue --(nothing else to do, or the queue is full)--> store --> ack
 
 The queue is bounded: when it is full, updates are applied before anything else is read
-from the socket, and what the socket cannot hold makes the trainers wait. Updates are
+from the socket, and what the socket cannot hold makes the trainers wait. And no update
+waits for ever: after a few messages that overtook it, it has its turn. Updates are
 applied in the order in which they came; the acknowledgement is sent when an update is
 applied, not when it is queued.
 """
@@ -44,6 +45,9 @@ from persia_torchrec.wire.transport import Listener
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS = 100
+
+_MAX_OVERTAKING = 16
+"""Messages that may be answered before the update that has waited longest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +119,7 @@ class EmbeddingServer:
         self._metrics = Metrics()
         self._open_batches = OpenBatches(self._metrics)
         self._updates: deque[_Update] = deque()
+        self._num_overtaking = 0
         self._stopping = threading.Event()
 
     def serve(self) -> None:
@@ -135,12 +140,19 @@ class EmbeddingServer:
 
     def _serve_once(self) -> None:
         message = None
-        if len(self._updates) < self.config.update_queue_batches:
+        if not self._update_is_due():
             message = self._listener.receive(0 if self._updates else _IDLE_POLL_MS)
         if message is not None:
+            self._num_overtaking += bool(self._updates)
             self._answer(*message)
         elif self._updates:
             self._apply_oldest_update()
+
+    def _update_is_due(self) -> bool:
+        return (
+            len(self._updates) >= self.config.update_queue_batches
+            or self._num_overtaking >= _MAX_OVERTAKING
+        )
 
     def _answer(self, peer: bytes, frames: Frames) -> None:
         request = 0
@@ -243,6 +255,7 @@ class EmbeddingServer:
 
     def _apply_oldest_update(self) -> None:
         update = self._updates.popleft()
+        self._num_overtaking = 0
         header = update.header
         num_missed = sum(
             self._store.update(t.table, t.ids, grads_ND)

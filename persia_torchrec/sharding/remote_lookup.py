@@ -65,8 +65,8 @@ class StartedPull(Generic[Handle]):
             raise
         except TimeoutError:
             raise StalenessError(
-                f"The rows of a batch must come within {self._timeout_s:g} s. Received: "
-                "none. Does every training batch before it get its backward pass?"
+                f"The rows of a batch must come within {self._timeout_s:g} s. "
+                "Does every training batch before it get its backward pass?"
             ) from None
 
 

@@ -188,34 +188,24 @@ def test_updates_are_applied_in_their_order_and_none_is_lost(servers):
 
 
 def test_an_update_is_applied_although_lookups_never_cease(servers):
-    running = servers.start()
-    client = servers.client(running)
-    client.add_tables([ITEM])
-    split = client.split(np.arange(500, dtype=np.uint64))
-    stopping = threading.Event()
-
-    def look_up(own):
-        while not stopping.is_set():
-            replies = [own.pull([("item", split)]) for _ in range(3)]
-            assert len(replies) == 3
-
-    others = [servers.client(running) for _ in range(6)]
-    for other in others:
-        other.add_tables([ITEM])
-    threads = [threading.Thread(target=look_up, args=[other]) for other in others]
-    for thread in threads:
+    # All of it waits at the socket before the server begins to serve.
+    server = EmbeddingServer(ServerConfig(capacity_rows=10))
+    with Stranger(server.address) as stranger:
+        tables = encode_json([ITEM.to_json()])
+        lookup = (Header(Kind.LOOKUP).encode(), *one_segment(5, 6))
+        update = (Header(Kind.UPDATE, 99).encode(), *one_segment(5, 6), GRADS)
+        stranger.socket.send_multipart([Header(Kind.ADD_TABLES).encode(), tables])
+        for frames in (lookup, update, *[lookup] * 500):
+            stranger.socket.send_multipart(frames)
+        thread = threading.Thread(target=server.serve)
         thread.start()
-    try:
-        for batch in range(20):
-            number = BatchNumber(1, batch)
-            client.pull([("item", split)], batch=number)
-            grads = np.ones((500, 2), dtype=np.float32)
-            push = client.push([("item", split)], [grads], number)
-            assert client.missed(push) == 0
-    finally:
-        stopping.set()
-        for thread in threads:
-            thread.join(DEADLINE_S)
+        requests = []
+        while 99 not in requests:
+            assert stranger.socket.poll(DEADLINE_S * 1000)
+            requests.append(Header.decode(stranger.socket.recv_multipart()[0]).request)
+        assert len(requests) < 30
+        server.stop()
+        thread.join(DEADLINE_S)
 
 
 def test_clearing_applies_and_acknowledges_the_updates_of_before(server):

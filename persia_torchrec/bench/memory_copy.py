@@ -1,0 +1,41 @@
+"""The measure of all figures: how fast this core copies plain memory.
+
+Copied are the weights of one request, contiguous, from an array as large as all rows'
+weights, each time from the next place in it, so that no cache holds them before.
+"""
+
+import time
+
+import numpy as np
+
+from persia_torchrec.wire.precision import Floats
+
+DESCRIPTION = (
+    "Memory copy: np.copyto of the weights of one request, contiguous, from the next "
+    "place in an array as large as all rows' weights to one array."
+)
+
+
+class MemoryCopy:
+    """Copies stretches of a large array, one after the other.
+
+    Args:
+        num_rows: of the array.
+        num_copied: rows a copy.
+        dim: floats a row.
+    """
+
+    def __init__(self, num_rows: int, num_copied: int, dim: int) -> None:
+        self._source = np.ones((num_rows, dim), dtype=np.float32)
+        self._target: Floats = np.zeros((num_copied, dim), dtype=np.float32)
+        self._next = 0
+
+    def seconds(self) -> float:
+        """Copy once; return how long it took."""
+        if self._next + len(self._target) > len(self._source):
+            self._next = 0
+        stretch = self._source[self._next : self._next + len(self._target)]
+        self._next += len(self._target)
+        start = time.perf_counter()
+        np.copyto(self._target, stretch)
+        return time.perf_counter() - start

@@ -1,0 +1,109 @@
+"""The data loader's context: batches on their way to workers and trainers."""
+
+import logging
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from persia_torchrec import env
+from persia_torchrec.data.dataflow import BatchSender
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.errors import ConfigError, DataflowError
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.worker.remote import RemoteWorkers
+from persia_torchrec.worker.schema import bags_of
+
+logger = logging.getLogger(__name__)
+
+_DISCOVERY_TIMEOUT_S = 600.0
+_SEND_TIMEOUT_S = 900.0
+_FIRST_RETRY_S = 0.002
+_LAST_RETRY_S = 0.5
+
+
+class DataCtx:
+    """Send batches from a data loader process to embedding workers and trainers.
+
+    The constructor waits until workers and trainers have registered: a trainer does
+    when it first iterates over its ``StreamingDataset``. Leaving the block without an
+    exception tells the trainers that this loader has no more batches.
+
+    Raises:
+        ConfigError: this process belongs to no job.
+        DiscoveryError: workers or trainers did not register in time.
+    """
+
+    def __init__(self) -> None:
+        store = env.job_store()
+        if store is None:
+            raise ConfigError(
+                "DataCtx must belong to a job: PERSIA_STORE_PORT is not set. Start the "
+                "data loader through torchx (see components/)."
+            )
+        self._loader = env.get_replica_index()
+        self._num_loaders = env.get_replica_size()
+        book = AddressBook.join(*store)
+        workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
+        trainers = book.addresses("trainer", timeout_s=_DISCOVERY_TIMEOUT_S)
+        book.close()
+        self._workers = RemoteWorkers(workers)
+        self._sender = BatchSender(
+            trainers, loader=self._loader, num_loaders=self._num_loaders
+        )
+        self._num_sent = 0
+
+    def send_data(self, persia_batch: PersiaBatch) -> None:
+        """Send a batch; waits while the buffers of worker or trainer are full.
+
+        The ids go to one of the embedding workers in turn, the rest to the trainer
+        ``batch_id % number of trainers``. Sets the batch's ``batch_id``.
+
+        Raises:
+            BatchError: the features are not those of the embedding config.
+            DataflowError: a buffer stayed full for 15 minutes.
+            ServerError: a worker or a trainer refuses the batch, or does not answer.
+        """
+        worker = self._num_sent % self._workers.num_workers
+        batch_id = self._num_sent * self._num_loaders + self._loader
+        persia_batch.batch_id = batch_id
+        bags = bags_of({f.name: f for f in persia_batch.id_type_features})
+        deadline = time.monotonic() + _SEND_TIMEOUT_S
+        waits = _waits("embedding worker", deadline)
+        while (ref := self._workers.buffer(worker, self._loader, bags)) is None:
+            time.sleep(next(waits))
+        trainer = batch_id % self._sender.num_trainers
+        origin = (worker, self._loader, ref)
+        waits = _waits("trainer", deadline)
+        while not self._sender.send(trainer, persia_batch, origin):
+            time.sleep(next(waits))
+        self._num_sent += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if exc is None:
+                self._sender.end()
+                logger.info("data loader sent batches=%d", self._num_sent)
+        finally:
+            self._sender.close()
+            self._workers.close()
+
+
+def _waits(where: str, deadline: float) -> Iterator[float]:
+    """Yield growing times to wait, until the deadline."""
+    wait_s = _FIRST_RETRY_S
+    while time.monotonic() < deadline:
+        yield wait_s
+        wait_s = min(2 * wait_s, _LAST_RETRY_S)
+    raise DataflowError(
+        f"The {where} must take the batch within {_SEND_TIMEOUT_S:g} s. "
+        "Received: its buffer stayed full. Does the training go on?"
+    )

@@ -1,0 +1,172 @@
+"""The trainer's context: both halves of the model, stepped together."""
+
+import logging
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from persia_torchrec import env
+from persia_torchrec.config import load_embedding_config
+from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx, PreprocessMode
+from persia_torchrec.data.loader import PersiaTrainingBatch
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.training.engine import Engine, EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+class TrainCtx(EmbeddingCtx):
+    """Train a dense model and its embeddings.
+
+    The model and its embeddings go into TorchRec's ``DistributedModelParallel``, the
+    embeddings sharded over the servers of the job. Leaving the block without an
+    exception waits until every update is applied.
+
+    Args:
+        embedding_optimizer: of all embeddings; the servers apply it.
+        dense_optimizer: of the model's parameters.
+        model: the dense model, already on its device. Its ``forward`` takes a list of
+            dense tensors and a list of embedding tensors.
+        embedding_config: how rows start, and how far weights may go.
+        device_id: CUDA device of the model; None is the CPU.
+        mixed_precision: run the model under autocast with a scaled loss; CUDA only.
+        grad_scalar_update_factor: by how much the loss scale falls when an embedding
+            gradient was not finite.
+        backward_buffer_size: updates that may wait when the ``DataLoader`` sets no
+            staleness bound.
+
+    Raises:
+        ConfigError: a setting that cannot work, or this process belongs to no job.
+        DiscoveryError: workers or servers did not register in time.
+        ServerError: a server refuses the tables.
+    """
+
+    def __init__(
+        self,
+        embedding_optimizer: Optimizer,
+        dense_optimizer: torch.optim.Optimizer,
+        grad_scalar_update_factor: float = 4,
+        backward_buffer_size: int = 10,
+        mixed_precision: bool = True,
+        *,
+        model: nn.Module,
+        embedding_config: EmbeddingConfig | None = None,
+        device_id: int | None = None,
+    ) -> None:
+        if grad_scalar_update_factor <= 1 or backward_buffer_size < 1:
+            raise ConfigError(
+                "grad_scalar_update_factor must be > 1 and backward_buffer_size >= 1. "
+                f"Received: {grad_scalar_update_factor} and {backward_buffer_size}."
+            )
+        device = _device(device_id, mixed_precision=mixed_precision)
+        path = env.embedding_config_path()
+        if path is None:
+            raise ConfigError(
+                "TrainCtx must know the slots: PERSIA_EMBEDDING_CONFIG is not set. "
+                "Start the script through torchx with --embedding_config."
+            )
+        self.preprocess_mode = PreprocessMode.TRAIN
+        self.model = model
+        self.dense_optimizer = dense_optimizer
+        self._update_factor = grad_scalar_update_factor
+        self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
+        self._engine = Engine(
+            model,
+            EngineConfig(
+                schema=load_embedding_config(path),
+                optimizer=embedding_optimizer,
+                embedding_config=embedding_config or EmbeddingConfig(),
+                device=device,
+                backward_buffer_size=backward_buffer_size,
+            ),
+        )
+
+    def forward(
+        self, batch: PersiaTrainingBatch
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Run the model on a batch; return its output and the labels."""
+        non_id_tensors, labels = self._dense_tensors(batch)
+        enabled = self._scaler is not None
+        with torch.autocast(self._engine.device.type, enabled=enabled):
+            if batch.is_training:
+                output = self._engine.run(non_id_tensors, batch.pull)
+            else:
+                output = self.model(non_id_tensors, self._engine.embed(batch.pull))
+        assert isinstance(output, torch.Tensor), "a model returns one tensor"
+        # Loss functions such as BCELoss take no half precision.
+        return output.float() if enabled else output, labels
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Update both halves of the model.
+
+        The embedding gradients go to the servers, the dense optimizer steps, and the
+        dense gradients are set to zero.
+
+        Args:
+            loss: of the batch that :meth:`forward` was called with last.
+
+        Returns:
+            The loss, scaled under mixed precision.
+        """
+        if self._scaler is None:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self.dense_optimizer.step()
+        else:
+            loss = self._backward_scaled(loss, self._scaler)
+        self.dense_optimizer.zero_grad()
+        return loss
+
+    def _backward_scaled(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler
+    ) -> torch.Tensor:
+        scaled = scaler.scale(loss)
+        scale = scaler.get_scale()
+        self._engine.set_loss_scale(scale)
+        num_skipped = self._engine.num_skipped
+        scaled.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        scaler.step(self.dense_optimizer)
+        if self._engine.num_skipped == num_skipped:
+            scaler.update()
+        else:
+            scaler.update(scale / self._update_factor)
+        return scaled
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        try:
+            if exc is None:
+                self._engine.flush()
+                missed = self._engine.num_missed
+                if missed:
+                    logger.warning(
+                        "%d gradients came after their rows had been evicted; raise "
+                        "the servers' capacity if that is a large part",
+                        missed,
+                    )
+        finally:
+            self._engine.close()
+
+
+def _device(device_id: int | None, *, mixed_precision: bool) -> torch.device:
+    if device_id is None:
+        if mixed_precision:
+            raise ConfigError(
+                "mixed_precision must be False on the CPU: it needs a CUDA device. "
+                "Pass mixed_precision=False, or a device_id."
+            )
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or not 0 <= device_id < torch.cuda.device_count():
+        raise ConfigError(
+            f"device_id must be a CUDA device of this machine, in "
+            f"[0, {torch.cuda.device_count()}). Received: {device_id}."
+        )
+    torch.cuda.set_device(device_id)
+    return torch.device("cuda", device_id)

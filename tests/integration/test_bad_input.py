@@ -1,0 +1,206 @@
+"""What a TorchRec user can do wrong ends in an error that says so, and in no hang."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torchrec import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+)
+
+from persia_torchrec import SGD, Adagrad, Adam, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    RemoteError,
+    RequestTimeoutError,
+    StalenessError,
+)
+from tests.sharding.remote_job import META, Bags, RemoteJob, kjt_of, remote_modules
+
+TABLE = EmbeddingBagConfig(100, 4, name="term", feature_names=["ad", "query"])
+BATCH = {"ad": [[1, 2], []], "query": [[3], [1]]}
+
+
+@pytest.fixture
+def job():
+    with RemoteJob(timeout_s=5) as job:
+        yield job
+
+
+@pytest.fixture
+def model(job):
+    return job.put_on_servers(Bags([TABLE]))
+
+
+def table(**changes):
+    settings = {"name": "term", "feature_names": ["ad"], **changes}
+    return EmbeddingBagConfig(100, settings.pop("dim", 4), **settings)
+
+
+def trains(model):
+    """Return whether a good batch still trains."""
+    (module,) = remote_modules(model)
+    output = model(kjt_of(BATCH)).values()
+    output.sum().backward()
+    module.pipeline.flush()
+    return torch.isfinite(output).all()
+
+
+class TestBatches:
+    """A refused batch leaves the model as it was: the next one trains."""
+
+    def test_int32_ids(self, model):
+        batch = KeyedJaggedTensor(
+            ["ad", "query"],
+            torch.tensor([1, 2], dtype=torch.int32),
+            lengths=torch.tensor([1, 1]),
+        )
+        with pytest.raises(BatchError, match=r"ids must be int64.*Use values\.long"):
+            model(batch)
+        assert trains(model)
+
+    def test_a_missing_feature(self, model):
+        message = r"must have the feature 'query'\. Received: \['ad', 'user'\]"
+        with pytest.raises(BatchError, match=message):
+            model(kjt_of({"ad": [[1]], "user": [[2]]}))
+        assert trains(model)
+
+    def test_lengths_of_other_ids(self, model):
+        batch = KeyedJaggedTensor(
+            ["ad", "query"], torch.arange(5), lengths=torch.tensor([1, 1])
+        )
+        with pytest.raises(BatchError, match="sum up to the number of ids, 5"):
+            model(batch)
+        assert trains(model)
+
+    def test_negative_lengths(self, model):
+        batch = KeyedJaggedTensor(
+            ["ad", "query"], torch.arange(2), lengths=torch.tensor([3, -1, 0, 0])
+        )
+        with pytest.raises(BatchError, match="'ad': lengths must not be negative"):
+            model(batch)
+        assert trains(model)
+
+    def test_features_of_different_numbers_of_samples(self, model):
+        batch = KeyedJaggedTensor(
+            keys=["ad", "query"],
+            values=torch.arange(3),
+            lengths=torch.ones(3, dtype=torch.int32),
+            stride_per_key_per_rank=[[1], [2]],
+        )
+        with pytest.raises(BatchError, match="must have the same number of samples"):
+            model(batch)
+        assert trains(model)
+
+
+class TestCollections:
+    """What the servers cannot honour is refused before anything is trained."""
+
+    def test_a_weighted_collection(self, job):
+        module = Bags([table()])
+        module.bags = EmbeddingBagCollection(
+            tables=[table()], is_weighted=True, device=META
+        )
+        with pytest.raises(ConfigError, match=r"must be unweighted"):
+            job.put_on_servers(module)
+
+    def test_an_init_fn_of_ones_own(self, job):
+        module = Bags([table(init_fn=functools.partial(nn.init.normal_, std=0.1))])
+        with pytest.raises(ConfigError, match=r"'term'.*Give weight_init_min and"):
+            job.put_on_servers(module)
+
+    def test_rows_of_float16(self, job):
+        module = Bags([table(data_type=DataType.FP16)])
+        with pytest.raises(ConfigError, match=r"'term': the servers hold float32"):
+            job.put_on_servers(module)
+
+    def test_a_table_that_the_servers_know_with_another_dim(self, job, model):
+        message = r"'term' has dim 4 and optimizer sgd.*Received: dim 8"
+        with pytest.raises(RemoteError, match=message) as error:
+            job.put_on_servers(Bags([table(dim=8)]))
+        assert error.value.kind == "ConfigError"
+        assert trains(model)
+
+    def test_a_table_that_the_servers_know_with_another_optimizer(self, job, model):
+        message = r"optimizer sgd \(0 state.*Received: dim 4 and optimizer adam \(8 "
+        with pytest.raises(RemoteError, match=message):
+            job.put_on_servers(Bags([table()]), Adam())
+        assert trains(model)
+
+    def test_a_table_that_the_servers_know_may_get_another_learning_rate(
+        self, job, model
+    ):
+        job.put_on_servers(Bags([TABLE]), SGD(0.0))
+        before = job.read("term", [1])
+        assert trains(model)
+        assert (job.read("term", [1]) == before).all()
+
+
+class TestSharders:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+    def test_a_wire_dtype_that_does_not_travel(self, job, dtype):
+        message = rf"wire_dtype must be one of .*torch\.float32.*Received: {dtype}"
+        with pytest.raises(ConfigError, match=message):
+            RemoteEmbeddingBagCollectionSharder(job.client, wire_dtype=dtype)
+
+    def test_a_negative_staleness(self, job):
+        with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1"):
+            RemoteEmbeddingBagCollectionSharder(job.client, Adagrad(), -1)
+
+
+class TestBackward:
+    def test_a_second_backward_pass(self, model):
+        loss = model(kjt_of(BATCH)).values().sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(BatchError, match=r"pushed once.*a second backward pass"):
+            loss.backward()
+        assert trains(model)
+
+    def test_a_second_lookup_before_the_first_ones_backward_pass(self):
+        with RemoteJob(timeout_s=0.3) as job:
+            model = job.put_on_servers(Bags([TABLE]))
+            left = model(kjt_of(BATCH)).values()
+            with pytest.raises(StalenessError, match="1 batches.*its backward pass"):
+                model(kjt_of(BATCH))
+            left.sum().backward()
+            assert trains(model)
+
+
+class TestServers:
+    """Servers that are gone."""
+
+    def test_before_a_lookup(self):
+        with RemoteJob(timeout_s=0.5) as job:
+            model = job.put_on_servers(Bags([TABLE]))
+            job.servers.stop()
+            message = r"embedding server \d at tcp.*lookup of table 'term'"
+            with pytest.raises(RequestTimeoutError, match=message):
+                model(kjt_of(BATCH))
+
+    def test_before_a_push(self):
+        with RemoteJob(timeout_s=0.5) as job:
+            model = job.put_on_servers(Bags([TABLE]))
+            loss = model(kjt_of(BATCH)).values().sum()
+            job.servers.stop()
+            message = r"embedding server \d at tcp.*update of table 'term'"
+            with pytest.raises(RequestTimeoutError, match=message):
+                loss.backward()
+            with pytest.raises(RequestTimeoutError, match="update of table 'term'"):
+                model(kjt_of(BATCH))
+
+    def test_behind_the_back_of_a_stale_training(self):
+        with RemoteJob(timeout_s=0.5) as job:
+            model = job.put_on_servers(Bags([TABLE]), staleness=4)
+            (module,) = remote_modules(model)
+            loss = model(kjt_of(BATCH)).values().sum()
+            job.servers.stop()
+            loss.backward()  # returns before the servers answer
+            with pytest.raises(RequestTimeoutError, match="update of table 'term'"):
+                module.pipeline.flush()
+            with pytest.raises(RequestTimeoutError, match="update of table 'term'"):
+                model(kjt_of(BATCH))
