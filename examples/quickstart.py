@@ -54,5 +54,6 @@ if __name__ == "__main__":
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        print(f"loss {loss.item():.4f}, rows on the servers {client.num_rows()}")
+            if step % 33 == 0:
+                print(f"loss {loss.item():.4f}, rows on servers {client.num_rows()}")
     dist.destroy_process_group()

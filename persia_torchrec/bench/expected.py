@@ -111,9 +111,7 @@ def stepped(
     return np.concatenate([w, state], axis=1)
 
 
-def require_equal(
-    what: str, numbers_N: Numbers, rows: Floats, expected: Floats
-) -> None:
+def require_equal(what: str, ids_N: Ids, rows: Floats, expected: Floats) -> None:
     """Stop the benchmark if rows are not what they should be.
 
     Args:
@@ -135,6 +133,7 @@ def require_equal(
         row, column = np.argwhere(is_wrong)[0].tolist()
         raise StoreError(
             f"{what}: rows must be what NumPy computes. {is_wrong.any(axis=1).sum()} "
-            f"of {len(rows)} are not, the first at {row}, column {column}. Received: "
-            f"{rows[row, column]} instead of {expected[row, column]} for id {ids_N[row]}."
+            f"of {len(rows)} are not, the first at {row}, column {column}. "
+            f"Received: {rows[row, column]} for id {ids_N[row]}, instead of "
+            f"{expected[row, column]}."
         )

@@ -8,8 +8,6 @@ import time
 
 import numpy as np
 
-from persia_torchrec.wire.precision import Floats
-
 DESCRIPTION = (
     "Memory copy: np.copyto of the weights of one request, contiguous, from the next "
     "place in an array as large as all rows' weights to one array."
@@ -27,7 +25,7 @@ class MemoryCopy:
 
     def __init__(self, num_rows: int, num_copied: int, dim: int) -> None:
         self._source = np.ones((num_rows, dim), dtype=np.float32)
-        self._target: Floats = np.zeros((num_copied, dim), dtype=np.float32)
+        self._target = np.zeros((num_copied, dim), dtype=np.float32)
         self._next = 0
 
     def seconds(self) -> float:

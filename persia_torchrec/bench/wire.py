@@ -24,8 +24,10 @@ import numpy as np
 
 from persia_torchrec.bench.expected import ExpectedRows, require_equal
 from persia_torchrec.bench.machine import cores, pinned
+from persia_torchrec.bench.memory_copy import DESCRIPTION, MemoryCopy
 from persia_torchrec.bench.report import (
     MEMORY_COPY,
+    Figure,
     Results,
     Sample,
     summarize,
@@ -33,6 +35,9 @@ from persia_torchrec.bench.report import (
 from persia_torchrec.bench.workload import (
     Numbers,
     Settings,
+    ids_of,
+    weights_of,
+    zipf_numbers,
 )
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.errors import StoreError
@@ -47,12 +52,15 @@ IN_FLIGHT = 4
 
 ZIPF_EXPONENT = 1.2
 
+PERSIA_IDS = 20_000
+"""Ids a request when PERSIA was measured; smaller requests are not compared."""
+
 PERSIA_ROWS_PER_S = {
     8: {"lookup": 1.27e6, "update": 1.32e6},
     64: {"lookup": 1.04e6, "update": 0.61e6},
 }
-"""The original PERSIA's server, by dim: training lookup and Adagrad update, 20,000 ids
-a request, one server and one connection on two shared cores."""
+"""The original PERSIA's server, by dim: training lookup and Adagrad update, one server
+and one connection on two shared cores."""
 
 _SEED = 20_232
 _FILL = 65_536
@@ -100,11 +108,18 @@ def run_wire(settings: Settings) -> Results:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One request: its rows, and their gradients in the order of the grouped ids."""
+    """One request: which rows, their ids and gradients, all grouped by server.
 
-    numbers_N: Numbers
+    Attributes:
+        numbers: int64 ``(N,)``.
+        ids: N of them.
+        grads: float32 ``(N, D)``.
+        name: which batch it is.
+    """
+
+    numbers: Numbers
     ids: ShardedIds
-    grads_ND: Floats
+    grads: Floats
     name: BatchNumber
 
 
@@ -181,7 +196,7 @@ class WireBench:
             pulled = list(self._threads.map(self._pull_one, batches))
         seconds = time.perf_counter() - start
         for b, rows_ND in zip(batches, pulled, strict=True):
-            expected = self._expected.weights(b.numbers_N)
+            expected = self._expected.weights(b.numbers)
             require_equal(self._what("pull"), b.ids.ids, rows_ND, expected)
         return seconds
 
@@ -193,7 +208,7 @@ class WireBench:
         """Push batches at once; return the seconds until all are applied."""
         start = time.perf_counter()
         replies = [
-            self._client.push([(self._table.name, b.ids)], [b.grads_ND], b.name)
+            self._client.push([(self._table.name, b.ids)], [b.grads], b.name)
             for b in batches
         ]
         num_missed = sum(self._client.missed(reply) for reply in replies)
@@ -204,10 +219,10 @@ class WireBench:
                 f"{num_missed} have none."
             )
         for b in batches:
-            self._expected.update(b.numbers_N, b.grads_ND)
+            self._expected.update(b.numbers, b.grads)
         for b in batches:
             rows = self._client.read(self._table.name, b.ids.ids)
-            expected = self._expected.floats(b.numbers_N)
+            expected = self._expected.floats(b.numbers)
             require_equal(self._what("push"), b.ids.ids, rows, expected)
         return seconds
 
@@ -238,7 +253,7 @@ class WireBench:
         return _Batch(grouped_N, split, grads_ND, self._next_name())
 
     def _new_zipf(self) -> Ids:
-        """Draw a Zipf batch, and make its rows: they are not those of other batches."""
+        """Draw the ids of a Zipf batch, and make their rows, which nothing updates."""
         ranks_L = zipf_numbers(
             self._rng,
             ZIPF_EXPONENT,
@@ -285,9 +300,9 @@ def _compare_with_persia(
         "one connection, 20,000 ids a request, million rows/s, D = 8 / 64: training "
         "lookup 1.27 / 1.04, Adagrad update 1.32 / 0.61."
     ]
-    if settings.optimizer != "adagrad":
+    if settings.optimizer != "adagrad" or settings.ids < PERSIA_IDS:
         return lines
-    for dim in figures.keys() & PERSIA_ROWS_PER_S.keys():
+    for dim in sorted(figures.keys() & PERSIA_ROWS_PER_S.keys()):
         lookup, update = (
             figures[dim][name].median / rate
             for name, rate in PERSIA_ROWS_PER_S[dim].items()

@@ -144,5 +144,7 @@ def zipf_numbers(
     """
     shares = np.arange(1, num_numbers + 1, dtype=np.float64) ** -exponent
     up_to = np.cumsum(shares)
-    drawn = np.searchsorted(up_to, rng.random(num_draws) * up_to[-1], side="right")
-    return np.minimum(drawn, num_numbers - 1)
+    drawn: Numbers = np.searchsorted(
+        up_to, rng.random(num_draws) * up_to[-1], side="right"
+    )
+    return drawn.clip(max=num_numbers - 1)  # rounding may reach the last sum

@@ -99,8 +99,10 @@ class Inbox(Generic[B]):
         self._num_loaders = num_loaders
 
     def _next_in_order(self) -> int | None:
-        while self._num_loaders is not None and not self._is_over():
-            loader = self._next_batch % self._num_loaders
+        # Once around, at most: when loaders and trainers have a common divisor, the
+        # numbers of this trainer never come to some of the loaders.
+        for _ in range(self._num_loaders or 0):
+            loader = self._next_batch % (self._num_loaders or 1)
             if self._queues.get(loader):
                 return loader
             if loader not in self._ended:

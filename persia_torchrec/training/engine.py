@@ -16,7 +16,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import (
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+)
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
@@ -123,7 +126,13 @@ class Engine:
             make_collection(config.schema), model, list(config.schema.slots)
         )
         self.dmp = DistributedModelParallel(
-            hybrid, device=config.device, sharders=[sharder]
+            hybrid,
+            device=config.device,
+            sharders=[sharder],
+            # As PERSIA's: a step need not use every parameter, nor the same as before.
+            data_parallel_wrapper=DefaultDataParallelWrapper(
+                static_graph=False, find_unused_parameters=True
+            ),
         )
         self._hybrid = hybrid
         sharded = hybrid.embeddings

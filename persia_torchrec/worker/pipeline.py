@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _PERMIT_TIMEOUT_S = 3600.0
 """A permit comes when the trainer goes on, which an evaluation may delay for long."""
 
+_PUSH_MARGIN_S = 5.0
+
 Source = TypeVar("Source", contravariant=True)
 Handle = TypeVar("Handle")
 Ticket = TypeVar("Ticket")
@@ -259,13 +261,16 @@ class BatchPipeline(Generic[Source, Handle]):
         self._raise_error()
 
     def _await(self, done: "Future[None]") -> None:
+        # Its requests end in an error in time, which says what was asked of whom; the
+        # margin is for pushes that stand in the queue before it.
+        timeout_s = self._timeout_s + _PUSH_MARGIN_S
         try:
-            done.result(self._timeout_s)
+            done.result(timeout_s)
         except PersiaError:
             raise
         except TimeoutError:
             raise StalenessError(
-                f"A push was not acknowledged within {self._timeout_s:g} s."
+                f"A push was not acknowledged within {timeout_s:g} s."
             ) from None
 
     def _run_pushes(self) -> None:

@@ -17,8 +17,7 @@ from persia_torchrec.errors import (
     BatchError,
     ConfigError,
     RemoteError,
-    RequestTimeoutError,
-    StalenessError,
+    ServerError,
 )
 from tests.sharding.remote_job import META, Bags, RemoteJob, kjt_of, remote_modules
 
@@ -135,8 +134,9 @@ class TestCollections:
     def test_a_table_that_the_servers_know_may_get_another_learning_rate(
         self, job, model
     ):
-        job.put_on_servers(Bags([TABLE]), SGD(0.0))
+        assert trains(model)
         before = job.read("term", [1])
+        job.put_on_servers(Bags([TABLE]), SGD(0.0))
         assert trains(model)
         assert (job.read("term", [1]) == before).all()
 
@@ -161,15 +161,6 @@ class TestBackward:
             loss.backward()
         assert trains(model)
 
-    def test_a_second_lookup_before_the_first_ones_backward_pass(self):
-        with RemoteJob(timeout_s=0.3) as job:
-            model = job.put_on_servers(Bags([TABLE]))
-            left = model(kjt_of(BATCH)).values()
-            with pytest.raises(StalenessError, match="1 batches.*its backward pass"):
-                model(kjt_of(BATCH))
-            left.sum().backward()
-            assert trains(model)
-
 
 class TestServers:
     """Servers that are gone."""
@@ -179,7 +170,7 @@ class TestServers:
             model = job.put_on_servers(Bags([TABLE]))
             job.servers.stop()
             message = r"embedding server \d at tcp.*lookup of table 'term'"
-            with pytest.raises(RequestTimeoutError, match=message):
+            with pytest.raises(ServerError, match=message):
                 model(kjt_of(BATCH))
 
     def test_before_a_push(self):
@@ -188,9 +179,9 @@ class TestServers:
             loss = model(kjt_of(BATCH)).values().sum()
             job.servers.stop()
             message = r"embedding server \d at tcp.*update of table 'term'"
-            with pytest.raises(RequestTimeoutError, match=message):
+            with pytest.raises(ServerError, match=message):
                 loss.backward()
-            with pytest.raises(RequestTimeoutError, match="update of table 'term'"):
+            with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH))
 
     def test_behind_the_back_of_a_stale_training(self):
@@ -200,7 +191,7 @@ class TestServers:
             loss = model(kjt_of(BATCH)).values().sum()
             job.servers.stop()
             loss.backward()  # returns before the servers answer
-            with pytest.raises(RequestTimeoutError, match="update of table 'term'"):
+            with pytest.raises(ServerError, match="update of table 'term'"):
                 module.pipeline.flush()
-            with pytest.raises(RequestTimeoutError, match="update of table 'term'"):
+            with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH))

@@ -7,7 +7,15 @@ from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import SGD
 from persia_torchrec.errors import StalenessError
-from tests.sharding.remote_job import Bags, RemoteJob, kjt_of, remote_modules
+from persia_torchrec.sharding.remote_lookup import StartedPull
+from persia_torchrec.worker import bags
+from tests.sharding.remote_job import (
+    Bags,
+    RemoteJob,
+    ids_of,
+    kjt_of,
+    remote_modules,
+)
 
 TABLES = [EmbeddingBagConfig(1000, 64, name="term", feature_names=["ad"])]
 
@@ -51,8 +59,7 @@ def test_pulls_ahead_fill_the_bound_and_no_more(job, staleness):
     model = job.put_on_servers(Bags(TABLES), SGD(0.1), staleness=staleness)
     (module,) = remote_modules(model)
     started = [
-        module.start(batch, is_training=True)
-        for batch in random_batches(staleness + 2)
+        module.start(batch, is_training=True) for batch in random_batches(staleness + 2)
     ]
     for pull in started[:staleness]:
         pull.wait()
@@ -89,14 +96,16 @@ def test_batches_pulled_ahead_see_the_rows_of_before_their_updates(job):
     np.testing.assert_allclose(moved, np.full((1, 64), 2.0), rtol=1e-5)
 
 
-def test_more_batches_without_a_backward_pass_than_the_bound_end_in_an_error():
-    with RemoteJob(timeout_s=0.3) as job:
-        model = job.put_on_servers(Bags(TABLES), SGD(0.1), staleness=2)
-        kept = [model(batch) for batch in random_batches(2)]
-        with pytest.raises(StalenessError, match=r"2 batches.*get its backward pass"):
-            model(next(random_batches(1)))
-        kept.pop().values().sum().backward()
-        model(next(random_batches(1))).values().sum().backward()
+def test_a_pull_beyond_the_bound_waits_and_its_wait_ends_in_an_error(job):
+    model = job.put_on_servers(Bags(TABLES), SGD(0.1), staleness=2)
+    (module,) = remote_modules(model)
+    kept = [model(batch) for batch in random_batches(2)]
+    batch = {"ad": bags.Bags(ids_of([7]), np.array([1], dtype=np.int32))}
+    late = StartedPull(module.pipeline.start(batch, training=True), timeout_s=0.2)
+    with pytest.raises(StalenessError, match=r"within 0\.2 s.*its backward pass\?"):
+        late.wait()
+    kept.pop().values().sum().backward()
+    late.wait()
 
 
 def test_a_batch_that_is_dropped_makes_room_for_another(job):

@@ -12,6 +12,9 @@ pytestmark = pytest.mark.multiprocess
 
 LR = 0.5
 
+IMPORT_S = 20.0
+"""What a process may take to import TorchRec, on a machine with much else to do."""
+
 
 def train_alone(lr):
     """Train on the joined batches; return dense weights and rows."""
@@ -36,6 +39,7 @@ def learnt(tmp_path_factory):
             for rank in range(2)
         ]
         for trainer in trainers:
+            trainer.process.join(IMPORT_S)
             assert trainer.status() == 0, trainer.output()
     return {
         (run.name, rank): np.load(folder / f"{run.name} {rank}.npz")
