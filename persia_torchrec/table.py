@@ -53,12 +53,15 @@ class TableSpec:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("A table's name must not be empty.")
-        self._require("dim", 1 <= self.dim <= MAX_DIM, f"in [1, {MAX_DIM}]")
-        self._require("seed", 0 <= self.seed < 2**64, "a uint64")
+        dim_fits = isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM
+        self._require("dim", dim_fits, f"an integer in [1, {MAX_DIM}]")
+        seed_fits = isinstance(self.seed, int) and 0 <= self.seed < 2**64
+        self._require("seed", seed_fits, "an integer in [0, 2**64)")
         bounds_are_finite = math.isfinite(self.lower) and math.isfinite(self.upper)
         self._require("lower", bounds_are_finite, "finite, as upper must be")
         self._require("lower", self.lower <= self.upper, f"<= upper ({self.upper})")
-        self._require("weight_bound", self.weight_bound >= 0, ">= 0")
+        bound_fits = math.isfinite(self.weight_bound) and self.weight_bound >= 0
+        self._require("weight_bound", bound_fits, "finite and >= 0")
 
     def _require(self, name: str, holds: bool, must: str) -> None:
         if not holds:

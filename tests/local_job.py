@@ -1,7 +1,7 @@
 """A whole job in this process: all roles are threads, but for the trainer itself."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -15,6 +15,7 @@ from torch import nn
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import load_embedding_config
 from persia_torchrec.ctx import DataCtx, TrainCtx
+from persia_torchrec.data import IterableDataset
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Optimizer
 from persia_torchrec.wire.discovery import AddressBook
@@ -102,8 +103,7 @@ class LocalJob:
             model=model,
             embedding_optimizer=optimizer or SGD(1.0),
             dense_optimizer=torch.optim.SGD(model.parameters(), lr=lr),
-            mixed_precision=False,
-            **settings,
+            **{"mixed_precision": False, **settings},
         )
 
     def data_ctx(self, index: int = 0, size: int = 1) -> DataCtx:
@@ -138,6 +138,21 @@ class SumOfEmbeddings(nn.Module):
 
     def forward(self, non_id_tensors, embeddings):
         return self.bias + sum(e.sum(dim=1, keepdim=True) for e in embeddings)
+
+
+class Batches(IterableDataset):
+    """Batches that are there, or that a function makes anew for each pass."""
+
+    def __init__(
+        self,
+        batches: Sequence[PersiaBatch] | Callable[[], Iterable[PersiaBatch]],
+        buffer_size: int = 10,
+    ) -> None:
+        super().__init__(buffer_size)
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        yield from self._batches() if callable(self._batches) else self._batches
 
 
 class Sending:

@@ -6,7 +6,8 @@ nothing here is shared with the code under test but the descriptions of tables.
 Dimension key:
     N: ids of one request
     D: embedding dim
-    S: optimizer-state floats a row
+    B: bags
+    L: ids in all bags
 """
 
 from collections import Counter, OrderedDict
@@ -170,26 +171,22 @@ class ReferenceStore:
         self.rows[table, id_] = Row(weights.astype(np.float64), state)
 
 
-def pool(
-    rows_ND: Doubles, ids: Sequence[int], lengths: Sequence[int], pooling: str
-) -> Doubles:
+def pool(rows_LD: Doubles, lengths_B: Sequence[int], pooling: str) -> Doubles:
     """Sum the rows of each bag, then divide by 1, n or the root of n.
 
     Args:
-        rows_ND: the row of each id, repeats included.
-        ids: not used but for their number.
-        lengths: ids a bag.
+        rows_LD: the row of each id, repeats included.
+        lengths_B: ids a bag.
         pooling: sum, mean or sqrt.
     """
-    assert len(rows_ND) == len(ids) == sum(lengths)
-    pooled = np.zeros((len(lengths), rows_ND.shape[1]))
-    bags = np.split(rows_ND, np.cumsum(lengths)[:-1])
-    for b, bag in enumerate(bags):
+    pooled = np.zeros((len(lengths_B), rows_LD.shape[1]))
+    bags = np.split(rows_LD, np.cumsum(lengths_B))
+    for b, bag in enumerate(bags[: len(lengths_B)]):
         if len(bag):
-            pooled[b] = bag.sum(axis=0) * scale(len(bag), pooling)
+            pooled[b] = bag.sum(axis=0, dtype=np.float64) * scale(len(bag), pooling)
     return pooled
 
 
 def scale(length: int, pooling: str) -> float:
     """Return what a bag's sum is multiplied by."""
-    return {"sum": 1.0, "mean": 1 / length, "sqrt": length**-0.5}[pooling]
+    return {"sum": 1.0, "mean": 1 / length, "sqrt": float(length) ** -0.5}[pooling]

@@ -35,7 +35,7 @@ INITIAL_WEIGHT = 0.25
 
 _MUL_A = np.uint64(0xFF51AFD7ED558CCD)
 _MUL_B = np.uint64(0xC4CEB9FE1A85EC53)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
 _S33 = np.uint64(33)
 _S41 = np.uint64(41)
 
@@ -123,7 +123,7 @@ def weights_of(ids_N: Ids, dim: int) -> Floats:
     Returns:
         float32 ``(N, D)``, in ``[-1, 1)``.
     """
-    factors_D = _GOLDEN * np.arange(1, 2 * dim, 2, dtype=np.uint64)
+    factors_D = ids_of(np.arange(1, dim + 1)) | _ONE  # odd: keeps all bits of the id
     bits_ND = (ids_N[:, None] * factors_D) >> _S41
     return bits_ND.astype(np.float32) * np.float32(2.0**-22) - np.float32(1)
 

@@ -14,7 +14,7 @@ failed, or dropped without a backward pass.
 
 import threading
 
-from persia_torchrec.errors import ConfigError, StalenessError
+from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 
 
 class Permit:
@@ -49,22 +49,41 @@ class Permits:
             raise ConfigError(f"There must be at least one permit. Received: {num}.")
         self.num = num
         self._timeout_s = timeout_s
-        self._semaphore = threading.BoundedSemaphore(num)
+        self._changed = threading.Condition()
+        self._num_free = num  # guarded by _changed
+        self._is_closed = False  # guarded by _changed
 
     def take(self) -> Permit:
         """Wait for a permit.
 
         Raises:
             StalenessError: none became free in time.
+            PersiaError: the permits were closed.
         """
-        if not self._semaphore.acquire(timeout=self._timeout_s):
-            raise StalenessError(
-                f"{self.num} batches have been pulled and not updated for "
-                f"{self._timeout_s:g} s, as many as the staleness bound allows. Does "
-                "every training batch get its backward pass?"
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._num_free or self._is_closed, self._timeout_s
             )
+            if self._is_closed:
+                raise PersiaError("The embedding pipeline is closed.")
+            if not self._num_free:
+                raise StalenessError(
+                    f"{self.num} batches have been pulled and not updated for "
+                    f"{self._timeout_s:g} s, as many as the staleness bound allows. "
+                    "Does every training batch get its backward pass?"
+                )
+            self._num_free -= 1
         return Permit(self)
 
     def release(self) -> None:
         """Give one permit back; :class:`Permit` calls this."""
-        self._semaphore.release()
+        with self._changed:
+            self._num_free += 1
+            assert self._num_free <= self.num
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Hand out no further permit; who waits for one gets an error."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()

@@ -30,7 +30,7 @@ class DataCtx:
     exception tells the trainers that this loader has no more batches.
 
     Raises:
-        ConfigError: this process belongs to no job.
+        ConfigError: this process belongs to no job, or is none of its loaders.
         DiscoveryError: workers or trainers did not register in time.
     """
 
@@ -43,6 +43,11 @@ class DataCtx:
             )
         self._loader = env.get_replica_index()
         self._num_loaders = env.get_replica_size()
+        if self._loader >= self._num_loaders:
+            raise ConfigError(
+                f"REPLICA_INDEX must be in [0, {self._num_loaders}), below "
+                f"REPLICA_SIZE. Received: {self._loader}."
+            )
         book = AddressBook.join(*store)
         workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
         trainers = book.addresses("trainer", timeout_s=_DISCOVERY_TIMEOUT_S)

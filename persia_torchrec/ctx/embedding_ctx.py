@@ -2,7 +2,7 @@
 
 import enum
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -84,8 +84,12 @@ class EmbeddingCtx:
 
     def forward(
         self, batch: PersiaTrainingBatch
-    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """Run the model on a batch; return its output and the labels."""
+    ) -> tuple[Any, list[torch.Tensor] | None]:
+        """Run the model on a batch.
+
+        Returns:
+            What the model returns, a tensor as a rule; and the labels, or None.
+        """
         non_id_tensors, embeddings, labels = self.prepare_features(batch)
         return self.model(non_id_tensors, embeddings), labels
 

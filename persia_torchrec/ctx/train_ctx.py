@@ -2,6 +2,7 @@
 
 import logging
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,8 +87,12 @@ class TrainCtx(EmbeddingCtx):
 
     def forward(
         self, batch: PersiaTrainingBatch
-    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """Run the model on a batch; return its output and the labels."""
+    ) -> tuple[Any, list[torch.Tensor] | None]:
+        """Run the model on a batch.
+
+        Returns:
+            What the model returns, a tensor as a rule; and the labels, or None.
+        """
         non_id_tensors, labels = self._dense_tensors(batch)
         enabled = self._scaler is not None
         with torch.autocast(self._engine.device.type, enabled=enabled):
@@ -95,9 +100,8 @@ class TrainCtx(EmbeddingCtx):
                 output = self._engine.run(non_id_tensors, batch.pull)
             else:
                 output = self.model(non_id_tensors, self._engine.embed(batch.pull))
-        assert isinstance(output, torch.Tensor), "a model returns one tensor"
         # Loss functions such as BCELoss take no half precision.
-        return output.float() if enabled else output, labels
+        return _in_full_precision(output) if enabled else output, labels
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Update both halves of the model.
@@ -153,6 +157,19 @@ class TrainCtx(EmbeddingCtx):
                     )
         finally:
             self._engine.close()
+
+
+def _in_full_precision(output: Any) -> Any:
+    """Turn the halves in a tensor, or in a tuple, list or dict of them, to float32."""
+    if isinstance(output, torch.Tensor):
+        is_half = output.dtype in (torch.float16, torch.bfloat16)
+        return output.float() if is_half else output
+    if isinstance(output, dict):
+        return {key: _in_full_precision(value) for key, value in output.items()}
+    if isinstance(output, tuple | list):
+        make = getattr(output, "_make", type(output))  # a named tuple has one
+        return make(map(_in_full_precision, output))
+    return output
 
 
 def _device(device_id: int | None, *, mixed_precision: bool) -> torch.device:

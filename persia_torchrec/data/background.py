@@ -43,6 +43,7 @@ def in_background(items: Iterable[T], capacity: int, name: str) -> Iterator[T]:
             for item in items:
                 if not put((item,)):
                     return
+                del item  # not kept alive while the next one is waited for
             put(None)
         except BaseException as exc:  # noqa: BLE001  # raised by whoever iterates
             put(exc)

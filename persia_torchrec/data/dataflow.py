@@ -77,9 +77,9 @@ class BatchReceiver:
         if header.kind is not Kind.BATCH or len(frames) != 3:
             raise FrameError(f"A trainer answers no such message: {header}.")
         origin = decode_json(frames[:2])
-        if not isinstance(origin, list) or len(origin) != 3:
+        if not isinstance(origin, list) or list(map(type, origin)) != [int] * 3:
             raise FrameError("A batch must say where its ids wait.")
-        worker, source, reference = (int(number) for number in origin)
+        worker, source, reference = origin
         # Copied: a frame is read-only, and torch wants memory that can be written.
         rest = decode_rest(bytearray(frames[2]))
         batch = ReferencedBatch((worker, source, reference), rest)

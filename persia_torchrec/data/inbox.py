@@ -101,8 +101,9 @@ class Inbox(Generic[B]):
     def _next_in_order(self) -> int | None:
         # Once around, at most: when loaders and trainers have a common divisor, the
         # numbers of this trainer never come to some of the loaders.
-        for _ in range(self._num_loaders or 0):
-            loader = self._next_batch % (self._num_loaders or 1)
+        num_loaders = self._num_loaders or 0
+        for _ in range(num_loaders):
+            loader = self._next_batch % num_loaders
             if self._queues.get(loader):
                 return loader
             if loader not in self._ended:

@@ -215,12 +215,18 @@ def optimizer_from_json(description: dict[str, object]) -> Optimizer:
     """
     arguments = dict(description)
     kind = arguments.pop("kind", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(
             f"An optimizer's kind must be one of {sorted(_KINDS)}. Received: {kind!r}."
         )
-    cls = _KINDS[str(kind)]
+    cls = _KINDS[kind]
     unknown = arguments.keys() - {field.name for field in fields(cls)}
     if unknown:
         raise ConfigError(f"{cls.__name__} has no argument {sorted(unknown)[0]!r}.")
-    return cls(**arguments)
+    try:
+        return cls(**arguments)
+    except TypeError as exc:
+        raise ConfigError(
+            f"The arguments of {cls.__name__} must be numbers, and complete. "
+            f"Received: {description!r} ({exc})."
+        ) from exc

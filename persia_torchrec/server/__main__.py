@@ -102,11 +102,12 @@ def _capacity(arguments: argparse.Namespace) -> int:
 
 
 def _serve_standalone(arguments: argparse.Namespace) -> None:
+    parent = os.getppid()
     server = _make_server(arguments, "127.0.0.1")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     watch = threading.Thread(
-        target=_stop_with_parent, args=(server, os.getppid()), daemon=True
+        target=_stop_with_parent, args=(server, parent), daemon=True
     )
     watch.start()
     sys.stdout.write(f"ready {server.address}\n")

@@ -30,7 +30,7 @@ from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.sharding.remote_lookup import (
     ShardedRemoteEmbeddingBagCollection,
     StartedPull,
@@ -159,12 +159,14 @@ class Engine:
             settings: of the loader that the batch comes from.
 
         Raises:
+            BatchError: the batch's ID features are not the slots.
             ConfigError: other settings than before while batches are under way.
             PersiaError: an earlier push failed.
         """
         if is_training and settings is not None:
             self._apply(settings)
         if isinstance(batch, PersiaBatch):
+            self._check_features(batch)
             kjt = to_keyed_jagged_tensor(batch.id_type_features)
             return self._sharded.start(kjt, is_training=is_training)
         reference = BatchReference(*batch.origin)
@@ -209,6 +211,16 @@ class Engine:
         self._sharded.pipeline.close()
         self._workers.close()
         self.client.close()
+
+    def _check_features(self, batch: PersiaBatch) -> None:
+        slots = self._config.schema.slots.keys()
+        names = {feature.name for feature in batch.id_type_features}
+        if names != slots:
+            raise BatchError(
+                "A batch must have the ID features of the embedding config, "
+                f"{sorted(slots)}. Received: missing {sorted(slots - names)}, unknown "
+                f"{sorted(names - slots)}."
+            )
 
     def _apply(self, settings: LookupSettings) -> None:
         if settings == self._settings:

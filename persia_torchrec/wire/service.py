@@ -53,7 +53,11 @@ class Service:
         max_waiting: int = 1024,
     ) -> None:
         self._wakeup = Wakeup()
-        self._listener = Listener(host, port, self._wakeup)
+        try:
+            self._listener = Listener(host, port, self._wakeup)
+        except WireError:
+            self._wakeup.close()
+            raise
         self.address = self._listener.address
         self._handler = handler
         self._num_threads = num_threads

@@ -139,9 +139,11 @@ def decode_bags(frames: Sequence[Frame]) -> dict[str, Bags]:
         for name, num_ids, num_samples in json.loads(bytes(frames[0])):
             if not 0 <= num_ids <= len(ids) or not 0 <= num_samples <= len(lengths):
                 raise FrameError(f"Feature {name!r} is longer than what follows.")
+            if str(name) in bags:
+                raise FrameError(f"Feature {name!r} comes twice.")
             bags[str(name)] = Bags(ids[:num_ids], lengths[:num_samples])
             ids, lengths = ids[num_ids:], lengths[num_samples:]
-    except (ValueError, TypeError) as exc:
+    except (ValueError, TypeError, RecursionError) as exc:
         raise FrameError(f"Frame 0 must list the features ({exc}).") from exc
     if len(ids) or len(lengths):
         raise FrameError(

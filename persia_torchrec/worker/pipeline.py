@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 _PERMIT_TIMEOUT_S = 3600.0
 """A permit comes when the trainer goes on, which an evaluation may delay for long."""
 
+_SETTLE_S = 1.0
+"""What batches that nobody uses any more may take to be given up."""
+
 _PUSH_MARGIN_S = 5.0
+
+_CLOSED = "The embedding pipeline is closed."
 
 Source = TypeVar("Source", contravariant=True)
 Handle = TypeVar("Handle")
@@ -140,6 +145,7 @@ class BatchPipeline(Generic[Source, Handle]):
         self._num_missed = 0  # guarded by _lock
         self._error: BaseException | None = None  # guarded by _lock
         self._num_open = 0  # guarded by _lock
+        self._one_finished = threading.Condition(self._lock)
         self._under_way: set[Future[None]] = set()  # guarded by _lock
         self._is_closed = False  # guarded by _lock
         self.set_staleness(staleness)
@@ -156,12 +162,17 @@ class BatchPipeline(Generic[Source, Handle]):
     def set_staleness(self, staleness: int) -> None:
         """Change the bound; only while no training batch is under way.
 
+        Waits for the pushes so far, and a moment for batches that are being given up.
+
         Raises:
             ConfigError: ``staleness`` is negative, or batches are under way.
+            PersiaError: a push of before failed.
         """
         if staleness < 0:
             raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
+        self.flush()
         with self._lock:
+            self._one_finished.wait_for(lambda: self._num_open == 0, _SETTLE_S)
             if self._num_open:
                 raise ConfigError(
                     "The staleness bound can change only while no batch is under way. "
@@ -227,6 +238,7 @@ class BatchPipeline(Generic[Source, Handle]):
             if self._is_closed:
                 return
             self._is_closed = True
+            self._permits.close()
         self._training.close()
         self._evaluation.close()
         self._pushes.put(None)
@@ -254,8 +266,10 @@ class BatchPipeline(Generic[Source, Handle]):
 
     def _push(self, push: _Push[Handle]) -> None:
         with self._lock:
+            if self._is_closed:
+                raise PersiaError(_CLOSED)
             self._under_way.add(push.done)
-        self._pushes.put(push)
+            self._pushes.put(push)
         if self._waits_for_ack:
             self._await(push.done)
         self._raise_error()
@@ -299,6 +313,7 @@ class BatchPipeline(Generic[Source, Handle]):
     def _finish(self, push: _Push[Handle], error: Exception | None) -> None:
         with self._lock:
             self._num_open -= 1
+            self._one_finished.notify_all()
             self._under_way.discard(push.done)
             if error is not None and self._error is None and not self._is_closed:
                 logger.error("a push failed: %s", error)
@@ -313,7 +328,7 @@ class BatchPipeline(Generic[Source, Handle]):
         with self._lock:
             error = self._error
             if error is None and self._is_closed:
-                error = PersiaError("The embedding pipeline is closed.")
+                error = PersiaError(_CLOSED)
         if error is not None:
             raise error
 
@@ -349,7 +364,7 @@ class _Puller:
         def job() -> None:
             try:
                 if self._closing.is_set():
-                    raise PersiaError("The embedding pipeline is closed.")
+                    raise PersiaError(_CLOSED)
                 ticket = begin()
                 self._pool.submit(_fulfil, future, lambda: pull(ticket))
             except Exception as exc:  # noqa: BLE001  # handed to whoever waits

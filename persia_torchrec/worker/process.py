@@ -78,19 +78,21 @@ class WorkerProcess:
                 )
 
     def _add_tables(self, descriptions: object) -> None:
-        if not isinstance(descriptions, list):
+        if not isinstance(descriptions, list) or not all(
+            isinstance(description, dict) for description in descriptions
+        ):
             raise FrameError("ADD_TABLES must carry a list of tables.")
         self._worker.add_tables([TableSpec.from_json(d) for d in descriptions])
 
     def _forward(self, header: Header, frames: Sequence[Frame]) -> Frames:
         origin = decode_json(frames[:2])
         number = _number(header) if header.flags & TRAINING else None
-        if isinstance(origin, dict):
-            loader, reference = int(origin["loader"]), int(origin["reference"])
-            reply = self._pull(header, self._buffer.peek(loader, reference), number)
-            self._buffer.remove(loader, reference)
-            return reply
-        return self._pull(header, decode_bags(frames[2:]), number)
+        if origin is None:
+            return self._pull(header, decode_bags(frames[2:]), number)
+        loader, reference = _reference(origin)
+        reply = self._pull(header, self._buffer.peek(loader, reference), number)
+        self._buffer.remove(loader, reference)
+        return reply
 
     def _pull(
         self, header: Header, bags: dict[str, Bags], number: BatchNumber | None
@@ -113,3 +115,15 @@ class WorkerProcess:
 
 def _number(header: Header) -> BatchNumber:
     return BatchNumber(header.stream, header.batch)
+
+
+def _reference(origin: object) -> tuple[int, int]:
+    """Return the data loader that left a batch here, and the batch's reference."""
+    numbers = origin if isinstance(origin, dict) else {}
+    loader, reference = numbers.get("loader"), numbers.get("reference")
+    if not isinstance(loader, int) or not isinstance(reference, int):
+        raise FrameError(
+            "FORWARD must name a loader and a reference, or carry the ids itself. "
+            f"Received: {origin!r:.100}."
+        )
+    return loader, reference

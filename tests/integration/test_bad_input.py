@@ -53,7 +53,7 @@ def trains(model):
 class TestBatches:
     """A refused batch leaves the model as it was: the next one trains."""
 
-    def test_int32_ids(self, model):
+    def test_int32_ids_are_refused(self, model):
         batch = KeyedJaggedTensor(
             ["ad", "query"],
             torch.tensor([1, 2], dtype=torch.int32),
@@ -63,13 +63,13 @@ class TestBatches:
             model(batch)
         assert trains(model)
 
-    def test_a_missing_feature(self, model):
+    def test_a_missing_feature_is_named(self, model):
         message = r"must have the feature 'query'\. Received: \['ad', 'user'\]"
         with pytest.raises(BatchError, match=message):
             model(kjt_of({"ad": [[1]], "user": [[2]]}))
         assert trains(model)
 
-    def test_lengths_of_other_ids(self, model):
+    def test_lengths_that_do_not_fit_the_ids_are_refused(self, model):
         batch = KeyedJaggedTensor(
             ["ad", "query"], torch.arange(5), lengths=torch.tensor([1, 1])
         )
@@ -77,7 +77,7 @@ class TestBatches:
             model(batch)
         assert trains(model)
 
-    def test_negative_lengths(self, model):
+    def test_negative_lengths_are_refused(self, model):
         batch = KeyedJaggedTensor(
             ["ad", "query"], torch.arange(2), lengths=torch.tensor([3, -1, 0, 0])
         )
@@ -85,7 +85,7 @@ class TestBatches:
             model(batch)
         assert trains(model)
 
-    def test_features_of_different_numbers_of_samples(self, model):
+    def test_features_of_different_numbers_of_samples_are_refused(self, model):
         batch = KeyedJaggedTensor(
             keys=["ad", "query"],
             values=torch.arange(3),
@@ -100,7 +100,7 @@ class TestBatches:
 class TestCollections:
     """What the servers cannot honour is refused before anything is trained."""
 
-    def test_a_weighted_collection(self, job):
+    def test_a_weighted_collection_is_refused(self, job):
         module = Bags([table()])
         module.bags = EmbeddingBagCollection(
             tables=[table()], is_weighted=True, device=META
@@ -108,32 +108,30 @@ class TestCollections:
         with pytest.raises(ConfigError, match=r"must be unweighted"):
             job.put_on_servers(module)
 
-    def test_an_init_fn_of_ones_own(self, job):
+    def test_an_init_fn_of_ones_own_is_refused(self, job):
         module = Bags([table(init_fn=functools.partial(nn.init.normal_, std=0.1))])
         with pytest.raises(ConfigError, match=r"'term'.*Give weight_init_min and"):
             job.put_on_servers(module)
 
-    def test_rows_of_float16(self, job):
+    def test_rows_of_float16_are_refused(self, job):
         module = Bags([table(data_type=DataType.FP16)])
         with pytest.raises(ConfigError, match=r"'term': the servers hold float32"):
             job.put_on_servers(module)
 
-    def test_a_table_that_the_servers_know_with_another_dim(self, job, model):
+    def test_a_known_table_keeps_its_dim(self, job, model):
         message = r"'term' has dim 4 and optimizer sgd.*Received: dim 8"
         with pytest.raises(RemoteError, match=message) as error:
             job.put_on_servers(Bags([table(dim=8)]))
         assert error.value.kind == "ConfigError"
         assert trains(model)
 
-    def test_a_table_that_the_servers_know_with_another_optimizer(self, job, model):
+    def test_a_known_table_keeps_its_kind_of_optimizer(self, job, model):
         message = r"optimizer sgd \(0 state.*Received: dim 4 and optimizer adam \(8 "
         with pytest.raises(RemoteError, match=message):
             job.put_on_servers(Bags([table()]), Adam())
         assert trains(model)
 
-    def test_a_table_that_the_servers_know_may_get_another_learning_rate(
-        self, job, model
-    ):
+    def test_a_known_table_may_get_another_learning_rate(self, job, model):
         assert trains(model)
         before = job.read("term", [1])
         job.put_on_servers(Bags([TABLE]), SGD(0.0))
@@ -143,18 +141,18 @@ class TestCollections:
 
 class TestSharders:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
-    def test_a_wire_dtype_that_does_not_travel(self, job, dtype):
+    def test_only_floats_of_16_and_32_bits_travel(self, job, dtype):
         message = rf"wire_dtype must be one of .*torch\.float32.*Received: {dtype}"
         with pytest.raises(ConfigError, match=message):
             RemoteEmbeddingBagCollectionSharder(job.client, wire_dtype=dtype)
 
-    def test_a_negative_staleness(self, job):
+    def test_a_negative_staleness_is_refused(self, job):
         with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1"):
             RemoteEmbeddingBagCollectionSharder(job.client, Adagrad(), -1)
 
 
 class TestBackward:
-    def test_a_second_backward_pass(self, model):
+    def test_a_second_backward_pass_is_refused(self, model):
         loss = model(kjt_of(BATCH)).values().sum()
         loss.backward(retain_graph=True)
         with pytest.raises(BatchError, match=r"pushed once.*a second backward pass"):
@@ -162,10 +160,15 @@ class TestBackward:
         assert trains(model)
 
 
+def push_and_flush(module, loss):
+    loss.backward()
+    module.pipeline.flush()
+
+
 class TestServers:
     """Servers that are gone."""
 
-    def test_before_a_lookup(self):
+    def test_a_lookup_names_the_server_that_is_gone(self):
         with RemoteJob(timeout_s=0.5) as job:
             model = job.put_on_servers(Bags([TABLE]))
             job.servers.stop()
@@ -173,7 +176,7 @@ class TestServers:
             with pytest.raises(ServerError, match=message):
                 model(kjt_of(BATCH))
 
-    def test_before_a_push(self):
+    def test_a_backward_pass_names_the_server_that_is_gone(self):
         with RemoteJob(timeout_s=0.5) as job:
             model = job.put_on_servers(Bags([TABLE]))
             loss = model(kjt_of(BATCH)).values().sum()
@@ -184,14 +187,13 @@ class TestServers:
             with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH))
 
-    def test_behind_the_back_of_a_stale_training(self):
+    def test_a_push_that_nobody_waited_for_is_told_by_the_next_call(self):
         with RemoteJob(timeout_s=0.5) as job:
             model = job.put_on_servers(Bags([TABLE]), staleness=4)
             (module,) = remote_modules(model)
             loss = model(kjt_of(BATCH)).values().sum()
             job.servers.stop()
-            loss.backward()  # returns before the servers answer
             with pytest.raises(ServerError, match="update of table 'term'"):
-                module.pipeline.flush()
+                push_and_flush(module, loss)
             with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH))

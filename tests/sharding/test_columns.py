@@ -24,7 +24,7 @@ bag = st.lists(st.integers(0, NUM_IDS - 1), max_size=5)
 
 @st.composite
 def batches(draw):
-    """All features, one more, in any order; also bags, features and batches of no id."""
+    """All features, one more, in any order; empty bags and features too."""
     num_samples = draw(st.integers(1, 4))
     feature = st.lists(bag, min_size=num_samples, max_size=num_samples)
     empty = st.just([[] for _ in range(num_samples)])
@@ -83,14 +83,14 @@ def test_columns_and_gradients_are_those_of_torchrecs_collection(twins, batch):
 
 
 def test_a_feature_of_two_tables_is_named_after_both(twins):
-    output = twins.remote(kjt_of(dict.fromkeys(KEYS, [[1]])))
+    output = twins.remote(kjt_of({key: [[1]] for key in KEYS}))
     assert output.keys() == ["ad", "query@term", "query@topic", "page", "user"]
     assert output["query@topic"].shape == (1, 3)
 
 
 def test_a_column_can_be_used_alone(twins):
     twins.load_rows()
-    output = twins.remote(kjt_of(dict.fromkeys(KEYS, [[1, 1], [2]])))
+    output = twins.remote(kjt_of({key: [[1, 1], [2]] for key in KEYS}))
     output["page"].sum().backward()
     expected = twins.weights(TABLES[1]).detach().clone()
     expected[1] -= 2 * 0.1

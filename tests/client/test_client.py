@@ -1,0 +1,314 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    RemoteError,
+    RequestTimeoutError,
+    ServerError,
+)
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Precision
+from persia_torchrec.wire.ports import free_port
+from tests.reference import ReferenceStore, uniform_weights
+from tests.servers import RunningServer, ids_of, once_the_port_is_free
+
+TABLES = [
+    TableSpec(name="item", dim=5, optimizer=Adagrad(0.1)),
+    TableSpec(name="user", dim=3, optimizer=Adam(0.1), seed=9),
+    TableSpec(name="shop", dim=8, optimizer=Adagrad(0.1, vectorwise_shared=True)),
+]
+
+
+def connect(servers, num_shards=1, **settings):
+    client = servers.client(servers.start(num_shards, **settings))
+    client.add_tables(TABLES)
+    return client
+
+
+def batches(num=6):
+    """Return for each batch ids and gradients by table, in plain order."""
+    rng = np.random.default_rng(0)
+    for number in range(num):
+        ids = {
+            table.name: rng.choice(60, 40, replace=False).astype(np.uint64) << 58
+            for table in TABLES
+        }
+        grads = {
+            table.name: rng.standard_normal((40, table.dim)).astype(np.float32)
+            for table in TABLES
+        }
+        yield BatchNumber(1, number), ids, grads
+
+
+def train(client, *, precision=Precision.FP32):
+    """Pull and push all batches; return every row that came, in plain order."""
+    pulled = []
+    for number, ids, grads in batches():
+        tables = [(name, client.split(ids_U)) for name, ids_U in ids.items()]
+        rows = client.pull(tables, batch=number, precision=precision)
+        grouped = []
+        for (name, split), rows_UD in zip(tables, rows, strict=True):
+            pulled.append(rows_UD[split.place])
+            grouped.append(np.empty_like(rows_UD))
+            grouped[-1][split.place] = grads[name]
+        push = client.push(tables, grouped, number, precision=precision)
+        assert client.missed(push) == 0
+    return pulled
+
+
+def test_rows_come_as_the_reference_says_step_by_step(servers):
+    reference = ReferenceStore(1000)
+    reference.tables = TABLES
+    pulled = iter(train(connect(servers, 2)))
+    for _, ids, grads in batches():
+        for table, (name, ids_U) in enumerate(ids.items()):
+            expected = reference.lookup(table, ids_U.tolist(), training=True)
+            np.testing.assert_allclose(next(pulled), expected, rtol=1e-5, atol=1e-6)
+            reference.update(table, ids_U.tolist(), grads[name])
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 5])
+def test_several_servers_give_the_rows_of_one_bit_for_bit(servers, num_shards):
+    one, several = connect(servers), connect(servers, num_shards)
+    for of_one, of_several in zip(train(one), train(several), strict=True):
+        assert of_one.tobytes() == of_several.tobytes()
+    for table in TABLES:
+        ids = np.arange(60, dtype=np.uint64) << 58
+        expected = one.read(table.name, ids)
+        assert several.read(table.name, ids).tobytes() == expected.tobytes()
+    assert sum(several.num_rows()) == sum(one.num_rows())
+    assert min(several.num_rows()) > 0
+
+
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16])
+def test_half_precision_is_for_the_way_only(servers, precision):
+    exact, rounded = connect(servers), connect(servers)
+    pairs = zip(train(exact), train(rounded, precision=precision), strict=True)
+    for of_exact, of_rounded in pairs:
+        np.testing.assert_allclose(of_rounded, of_exact, rtol=0.05, atol=0.01)
+    ids = ids_of(0)
+    weights = np.full((1, 5), 1 + 2**-20, dtype=np.float32)
+    rounded.write("item", ids, weights)
+    assert np.array_equal(rounded.read("item", ids)[:, :5], weights)
+    [rows] = rounded.pull([("item", rounded.split(ids))], precision=precision)
+    assert np.array_equal(rows, np.ones((1, 5)))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_an_empty_batch_is_pulled_and_pushed(servers, num_shards):
+    client = connect(servers, num_shards)
+    nothing = client.split(ids_of())
+    tables = [("item", nothing), ("user", nothing)]
+    rows = client.pull(tables, batch=BatchNumber(1, 1))
+    assert [rows_UD.shape for rows_UD in rows] == [(0, 5), (0, 3)]
+    assert client.missed(client.push(tables, rows, BatchNumber(1, 1))) == 0
+
+
+def test_a_lookup_without_training_makes_no_rows(servers):
+    client = connect(servers, 2)
+    [rows] = client.pull([("item", client.split(ids_of(1, 2, 3)))])
+    assert not rows.any()
+    assert sum(client.num_rows()) == 0
+
+
+def test_the_ends_of_the_id_space_are_ids_like_any_other(servers):
+    client = connect(servers, 2)
+    ids = ids_of(0, 2**63, 2**64 - 1)
+    split = client.split(ids)
+    [rows] = client.pull([("user", split)], batch=BatchNumber(1, 1))
+    for id_, row in zip(ids.tolist(), rows[split.place], strict=True):
+        assert row.tobytes() == uniform_weights(id_ ^ 9, 3, -0.01, 0.01).tobytes()
+
+
+def test_written_rows_are_read_and_pulled_in_the_order_of_their_ids(servers):
+    client = connect(servers, 3)
+    ids = np.arange(40, dtype=np.uint64)
+    weights = np.arange(200, dtype=np.float64).reshape(40, 5)
+    client.write("item", ids, weights)
+    assert np.array_equal(client.read("item", ids[::-1])[:, :5], weights[::-1])
+    split = client.split(ids)
+    [rows] = client.pull([("item", split)])
+    assert np.array_equal(rows[split.place], weights)
+    client.clear()
+    assert client.num_rows() == [0, 0, 0]
+    assert not client.read("item", ids).any()
+
+
+def test_gradients_of_evicted_ids_are_counted_over_all_servers(servers):
+    client = connect(servers, 2, capacity_rows=4)
+    split = client.split(np.arange(40, dtype=np.uint64))
+    [rows] = client.pull([("item", split)], batch=BatchNumber(1, 1))
+    assert client.num_rows() == [4, 4]
+    push = client.push([("item", split)], [rows], BatchNumber(1, 1))
+    assert client.missed(push) == 40 - 8
+    assert sum(c["gradients_missed"] for c in client.counters()) == 40 - 8
+
+
+def test_threads_may_use_one_client_at_once(servers):
+    client = connect(servers, 2)
+    ids = np.arange(500, dtype=np.uint64)
+    weights = np.repeat(ids[:, None], 5, axis=1).astype(np.float32)
+    client.write("item", ids, weights)
+
+    def look_up(thread):
+        rng = np.random.default_rng(thread)
+        for _ in range(20):
+            some = rng.choice(ids, 100, replace=False)
+            split = client.split(some)
+            [rows] = client.pull([("item", split)])
+            assert np.array_equal(rows[split.place][:, 0], some)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(look_up, range(6)))
+
+
+def test_tables_get_different_numbers_on_servers_that_knew_others(servers):
+    running = servers.start(2)
+    shy = EmbeddingClient.connect([server.address for server in running])
+    shy.add_tables([TABLES[2]])
+    shy.close()
+    client = servers.client(running)
+    client.add_tables(TABLES)
+    client.write("user", ids_of(1), np.ones((1, 3)))
+    assert client.read("user", ids_of(1))[0, :3].tolist() == [1, 1, 1]
+    assert not client.read("item", ids_of(1)).any()
+    assert client.table("user") == TABLES[1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client, split: client.pull([("toy", split)]),
+        lambda client, split: client.push([("toy", split)], [np.ones((1, 5))], None),
+        lambda client, split: client.write("toy", split.ids, np.ones((1, 5))),
+        lambda client, split: client.read("toy", split.ids),
+        lambda client, split: client.table("toy"),
+    ],
+)
+def test_a_table_that_was_not_added_is_refused(servers, call):
+    client = connect(servers)
+    message = r"'toy' is unknown to this client\. Known: \['item', 'shop', 'user'\]"
+    with pytest.raises(ConfigError, match=message):
+        call(client, client.split(ids_of(1)))
+
+
+def test_a_known_table_with_another_dim_is_refused_by_the_server(servers):
+    client = connect(servers, 2)
+    other = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
+    with pytest.raises(RemoteError, match="server 0 at .*'item' has dim 5.*dim 4"):
+        client.add_tables([other])
+    assert client.table("item").dim == 5
+
+
+def test_shapes_that_do_not_fit_the_table_are_refused(servers):
+    client = connect(servers)
+    split = client.split(ids_of(1, 2))
+    number = BatchNumber(1, 1)
+    with pytest.raises(BatchError, match=r"shape \(2, 5\)\. Received: \(2, 4\)"):
+        client.push([("item", split)], [np.ones((2, 4), np.float32)], number)
+    with pytest.raises(BatchError, match=r"shape \(2, 5\)\. Received: \(3, 5\)"):
+        client.write("item", ids_of(1, 2), np.ones((3, 5)))
+    assert client.num_rows() == [0]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([1, 0], r"0 at .* must be shard 0 of 2\. Received: it is shard 1 of 2\."),
+        ([0], r"0 at .* must be shard 0 of 1\. Received: it is shard 0 of 2\."),
+        ([0, 1, 1], "0 at .* must be shard 0 of 3"),
+        ([0, 0], "1 at .* must be shard 1 of 2. Received: it is shard 0 of 2"),
+    ],
+)
+def test_servers_in_another_order_or_number_are_refused(servers, order, message):
+    addresses = [server.address for server in servers.start(2)]
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingClient.connect([addresses[place] for place in order])
+
+
+def test_nobody_at_an_address_is_said_within_the_deadline(servers):
+    server, _ = servers.start(2)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    message = f"embedding server 1 at {address}: connecting: no reply within 0.3 s"
+    with pytest.raises(RequestTimeoutError, match=message):
+        EmbeddingClient.connect([server.address, address], timeout_s=0.3)
+    assert time.monotonic() - started < 3
+
+
+def test_a_server_that_has_ended_is_named_within_the_deadline(servers):
+    running = servers.start(2)
+    client = servers.client(running, timeout_s=0.3)
+    client.add_tables(TABLES)
+    running[1].stop()
+    started = time.monotonic()
+    with pytest.raises(ServerError, match=f"server 1 at {running[1].address}: lookup"):
+        client.pull([("item", client.split(ids_of(1)))])
+    assert time.monotonic() - started < 3
+
+
+def test_a_server_that_hangs_is_named_at_the_deadline(servers):
+    [first] = servers.start()
+    client = servers.client([first], timeout_s=0.3)
+    client.add_tables(TABLES)
+    first.stop()
+    settings = ServerConfig(port=first.port)
+    hanging = once_the_port_is_free(lambda: EmbeddingServer(settings))
+    with pytest.raises(ServerError, match=r"lookup of table 'item', 'user': "):
+        split = client.split(ids_of(1))
+        client.pull([("item", split), ("user", split)])
+    hanging.stop()
+    hanging.serve()
+
+
+def test_a_server_that_was_started_anew_is_refused(servers):
+    [first] = servers.start()
+    client = servers.client([first])
+    client.add_tables(TABLES)
+    first.stop()
+    second = once_the_port_is_free(lambda: RunningServer(ServerConfig(port=first.port)))
+    message = "started anew since the client connected, and the rows of before are gone"
+    with pytest.raises(RemoteError, match=message):
+        client.pull([("item", client.split(ids_of(1)))], batch=BatchNumber(1, 1))
+    with pytest.raises(RemoteError, match=message):
+        client.clear()
+    newcomer = EmbeddingClient.connect([second.address])
+    assert newcomer.num_rows() == [0]
+    newcomer.close()
+    second.stop()
+
+
+def test_shutting_down_ends_every_server(servers):
+    running = servers.start(2)
+    servers.client(running).shut_down_servers()
+    for server in running:
+        server.join()
+
+
+def test_a_closed_client_says_so(servers):
+    client = connect(servers)
+    client.close()
+    client.close()
+    with pytest.raises(ServerError, match="connections are closed"):
+        client.num_rows()
+
+
+def test_an_optimizers_settings_may_change_while_rows_stay(servers):
+    client = connect(servers, 2)
+    slow = TableSpec(name="toy", dim=1, optimizer=SGD(1.0), lower=0, upper=0)
+    fast = TableSpec(name="toy", dim=1, optimizer=SGD(8.0), lower=0, upper=0)
+    split = client.split(ids_of(1))
+    for batch, spec in enumerate((slow, fast)):
+        client.add_tables([spec])
+        client.pull([("toy", split)], batch=BatchNumber(1, batch))
+        grads = [np.ones((1, 1), dtype=np.float32)]
+        client.missed(client.push([("toy", split)], grads, BatchNumber(1, batch)))
+    assert client.read("toy", ids_of(1)).tolist() == [[-9]]

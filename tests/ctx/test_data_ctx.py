@@ -1,0 +1,148 @@
+import threading
+
+import pytest
+
+from persia_torchrec.ctx import DataCtx
+from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
+from tests.local_job import LocalJob, Sending, batch_of
+
+NUM_BATCHES = 60
+
+
+@pytest.fixture
+def sending():
+    sending = Sending()
+    yield sending
+    sending.join()
+
+
+def share(loader, num_loaders, num=NUM_BATCHES, **more):
+    """Make the batches of one loader; batch ``n`` has the id ``n`` and says so."""
+    for number in range(loader, num, num_loaders):
+        yield batch_of([number], meta=b"%d" % number, **more)
+
+
+def train(ctx, batches):
+    """Take a step on each batch; return their numbers in the order they came."""
+    numbers = []
+    for batch in batches:
+        assert int(batch.meta) == batch.batch_id
+        output, _ = ctx.forward(batch)
+        ctx.backward(output.sum())
+        numbers.append(batch.batch_id)
+    return numbers
+
+
+@pytest.mark.parametrize("num_loaders", [1, 2, 3])
+def test_batches_of_all_loaders_come_in_the_order_of_their_numbers(
+    tmp_path, monkeypatch, sending, num_loaders
+):
+    with LocalJob(tmp_path, monkeypatch, num_workers=2) as job, job.train_ctx() as ctx:
+        loader = DataLoader(
+            StreamingDataset(4), reproducible=True, embedding_staleness=1
+        )
+        batches = iter(loader)
+        for index in range(num_loaders):
+            data_ctx = job.data_ctx(index, num_loaders)
+            sending.start(data_ctx, share(index, num_loaders))
+        assert train(ctx, batches) == list(range(NUM_BATCHES))
+        assert job.num_rows() == NUM_BATCHES
+
+
+def test_small_buffers_make_the_loaders_wait_and_lose_nothing(
+    tmp_path, monkeypatch, sending
+):
+    most = []
+
+    def note(_):
+        most.append(len(job.buffers[0]))
+
+    job = LocalJob(tmp_path, monkeypatch, forward_buffer_size=2)
+    with job, job.train_ctx() as ctx:
+        loader = DataLoader(
+            StreamingDataset(1), forward_buffer_size=1, embedding_staleness=1
+        )
+        batches = iter(loader)
+        for index in range(2):
+            sending.start(job.data_ctx(index, 2), share(index, 2), note)
+        assert sorted(train(ctx, batches)) == list(range(NUM_BATCHES))
+        # Two of each loader, as the buffer says.
+        assert max(most) <= 4
+        assert len(job.buffers[0]) == 0
+
+
+def test_a_loader_sends_no_more_than_the_trainer_takes(job, sending):
+    sent = threading.Semaphore(0)
+    with job.train_ctx() as ctx:
+        loader = DataLoader(StreamingDataset(2), forward_buffer_size=1)
+        batches = iter(loader)
+        thread = sending.start(
+            job.data_ctx(), share(0, 1), after_each=lambda _: sent.release()
+        )
+        first = next(batches)
+        # Two wait to be looked up, one waits for the loop, one for its place.
+        for _ in range(5):
+            assert sent.acquire(timeout=20)
+        assert not sent.acquire(timeout=0.3)
+        assert thread.is_alive()
+        ctx.backward(ctx.forward(first)[0].sum())
+        train(ctx, batches)
+
+
+def test_batches_without_gradients_come_through_as_well(job, sending):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(), embedding_staleness=1))
+        sending.start(job.data_ctx(), share(0, 1, num=10, requires_grad=False))
+        assert sum(not ctx.forward(batch)[0].isnan().any() for batch in batches) == 10
+    assert job.num_rows() == 0
+
+
+def test_a_refused_batch_names_the_features_and_leaves_no_gap(job):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(), reproducible=True))
+        with job.data_ctx() as data_ctx:
+            good = list(share(0, 1, num=3))
+            data_ctx.send_data(good[0])
+            message = r"embedding worker 0 at .*missing \['item'\], unknown \['itme'\]"
+            with pytest.raises(RemoteError, match=message) as raised:
+                data_ctx.send_data(batch_of([1], name="itme"))
+            assert raised.value.kind == "BatchError"
+            data_ctx.send_data(good[1])
+            data_ctx.send_data(good[2])
+        assert train(ctx, batches) == [0, 1, 2]
+
+
+def test_a_loader_that_breaks_down_does_not_look_like_one_that_is_through(job):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(), timeout_ms=300))
+        with pytest.raises(ZeroDivisionError), job.data_ctx() as data_ctx:
+            data_ctx.send_data(batch_of([1], meta=b"0"))
+            raise ZeroDivisionError
+        message = r"must send a batch within 0\.3 s.*Ended: 0 of 1 loaders"
+        with pytest.raises(DataflowError, match=message):
+            train(ctx, batches)
+
+
+def test_a_trainer_that_stops_early_leaves_no_loader_behind(job):
+    with job.train_ctx() as ctx:
+        batches = iter(DataLoader(StreamingDataset(4)))
+        data_ctx = job.data_ctx()
+        for batch in share(0, 1, num=4):
+            data_ctx.send_data(batch)
+        ctx.backward(ctx.forward(next(batches))[0].sum())
+        batches.close()
+    assert (job.read("item", 0) < 0).all()
+    data_ctx.__exit__(None, None, None)
+
+
+def test_outside_a_job_there_is_nobody_to_send_to(monkeypatch):
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
+    with pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set.*torchx"):
+        DataCtx()
+
+
+def test_a_loader_that_is_not_one_of_them_is_refused(job):
+    message = r"REPLICA_INDEX must be in \[0, 2\).*Received: 2"
+    with pytest.raises(ConfigError, match=message):
+        job.data_ctx(index=2, size=2)

@@ -1,0 +1,125 @@
+import numpy as np
+import pytest
+import torch
+
+from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
+from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.errors import ConfigError
+from tests.local_job import Batches, SumOfEmbeddings, batch_of
+
+EVALUATION = [batch_of([number], [1, 2], requires_grad=False) for number in range(15)]
+TRAINING = [batch_of([1, step], [2]) for step in range(30)]
+
+
+def evaluate(model):
+    """Return the model's outputs on the evaluation batches."""
+    outputs = []
+    with eval_ctx(model=model) as ctx, torch.no_grad():
+        for batch in DataLoader(Batches(EVALUATION)):
+            outputs.append(ctx.forward(batch)[0].flatten().tolist())
+    return outputs
+
+
+def train(ctx, *, test_every=0, **settings):
+    """Return the losses, and what the tests in between gave."""
+    losses, tests = [], []
+    loader = DataLoader(Batches(TRAINING), **settings)
+    for step, batch in enumerate(loader):
+        output, _ = ctx.forward(batch)
+        losses.append(ctx.backward((output**2).sum()).item())
+        if test_every and step % test_every == 0:
+            tests.append(evaluate(ctx.model))
+    return losses, tests
+
+
+@pytest.fixture
+def ctx(job):
+    with job.train_ctx(embedding_config=EmbeddingConfig((1, 2))) as ctx:
+        yield ctx
+
+
+def test_an_evaluation_reads_the_rows_and_leaves_them_as_they_are(job, ctx):
+    train(ctx)
+    ctx._engine.flush()
+    one, two = job.read("item", 1, 2)
+    rows = job.read("item", *range(40))
+    num_rows, hits = job.num_rows(), job.total("hits")
+    outputs = evaluate(ctx.model)
+    np.testing.assert_allclose(
+        outputs[1],
+        [one.sum() + ctx.model.bias.item(), (one + two).sum() + ctx.model.bias.item()],
+        rtol=1e-5,
+    )
+    assert np.array_equal(job.read("item", *range(40)), rows)
+    assert job.num_rows() == num_rows
+    assert job.total("hits") > hits
+
+
+def test_an_unknown_id_reads_zeros_and_gets_no_row(job, ctx):
+    with eval_ctx() as inner:
+        batch = inner.get_embedding_from_data(batch_of([99], requires_grad=False))
+        _, (embedding,), labels = inner.prepare_features(batch)
+    assert embedding.tolist() == [[0.0] * 4]
+    assert not embedding.requires_grad
+    assert labels[0].tolist() == [[0.0]]
+    assert job.num_rows() == 0
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_evaluations_do_not_disturb_a_training_that_is_under_way(job, ctx, staleness):
+    settings = {"embedding_staleness": staleness, "reproducible": True}
+    losses, tests = train(ctx, test_every=7, **settings)
+    assert len(losses) == len(TRAINING)
+    assert len(tests) == 5
+    assert [len(outputs) for outputs in tests] == [len(EVALUATION)] * 5
+    assert tests[0] != tests[-1]
+
+
+def test_training_is_the_same_with_and_without_evaluations(job):
+    losses = []
+    for test_every in (0, 4):
+        with job.train_ctx(embedding_config=EmbeddingConfig((1, 2))) as ctx:
+            ctx.clear_embeddings()
+            losses.append(train(ctx, test_every=test_every, embedding_staleness=1)[0])
+    assert losses[0] == losses[1]
+
+
+def test_a_batch_for_training_is_only_looked_at_within_an_evaluation(job, ctx):
+    with eval_ctx() as inner:
+        for batch in DataLoader(Batches([batch_of([5])])):
+            assert not batch.is_training
+            inner.forward(batch)
+    assert job.num_rows() == 0
+
+
+def test_a_model_of_ones_own_may_be_evaluated(ctx):
+    other = SumOfEmbeddings()
+    torch.nn.init.constant_(other.bias, 7.0)
+    assert evaluate(other)[3] == [7.0, 7.0]
+    assert evaluate(None)[3] == [0.0, 0.0]
+
+
+def test_leaving_an_evaluation_returns_to_the_training(job, ctx):
+    with eval_ctx():
+        pass
+    with pytest.raises(ZeroDivisionError), eval_ctx():
+        raise ZeroDivisionError
+    losses, _ = train(ctx)
+    assert len(losses) == len(TRAINING)
+    assert job.num_rows() > 0
+
+
+def test_an_evaluation_stands_within_a_training(job):
+    with pytest.raises(ConfigError, match=r"within a TrainCtx.*none is entered"):
+        eval_ctx(model=SumOfEmbeddings())
+    with job.train_ctx():
+        pass
+    with pytest.raises(ConfigError, match="none is entered"):
+        EmbeddingCtx(PreprocessMode.EVAL)
+
+
+def test_embeddings_come_to_the_device_of_the_context(ctx):
+    batch = batch_of([1], requires_grad=False)
+    with pytest.raises(ConfigError, match=r"device_id must be that of the context"):
+        ctx.get_embedding_from_data(batch, device_id=1)

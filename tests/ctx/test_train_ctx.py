@@ -1,0 +1,323 @@
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from persia_torchrec.ctx import TrainCtx
+from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import BatchError, ConfigError
+from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
+from tests.servers import DEADLINE_S, ids_of
+
+THREE_SLOTS = """
+feature_index_prefix_bit: 8
+slots_config:
+  user: {dim: 2}
+  item: {dim: 3, sqrt_scaling: true}
+  basket: {dim: 3}
+feature_groups:
+  things: [item, basket]
+"""
+
+
+def train(ctx, batches, **settings):
+    """Take a step on the sum of the outputs of each batch."""
+    for batch in DataLoader(Batches(batches), **settings):
+        output, _ = ctx.forward(batch)
+        ctx.backward(output.sum())
+
+
+class TestASTep:
+    def test_every_occurrence_of_an_id_moves_its_row(self, job):
+        config = EmbeddingConfig(emb_initialization=(5, 5))
+        with job.train_ctx(embedding_config=config) as ctx:
+            train(ctx, [batch_of([1, 2], [2, 2], []), batch_of([3])])
+        assert job.read("item", 1, 2, 3)[:, 0].tolist() == [4, 2, 4]
+
+    def test_the_dense_half_moves_too_and_its_gradient_is_cleared(self, job):
+        model = SumOfEmbeddings()
+        with job.train_ctx(model, lr=0.25) as ctx:
+            train(ctx, [batch_of([1], [2]), batch_of([1])])
+        assert model.bias.item() == -0.25 * 3
+        assert model.bias.grad is None
+
+    def test_rows_start_where_the_embedding_config_says(self, job):
+        config = EmbeddingConfig(emb_initialization=(0.5, 0.5))
+        with job.train_ctx(optimizer=SGD(0.0), embedding_config=config) as ctx:
+            train(ctx, [batch_of([1])])
+        assert job.read("item", 1).tolist() == [[0.5] * 4]
+
+    def test_weights_grow_no_further_than_their_bound(self, job):
+        config = EmbeddingConfig(weight_bound=2)
+        with job.train_ctx(embedding_config=config) as ctx:
+            train(ctx, [batch_of([1])] * 5)
+        assert job.read("item", 1).tolist() == [[-2.0] * 4]
+
+    def test_backward_returns_the_loss(self, job):
+        with job.train_ctx() as ctx:
+            for batch in DataLoader(Batches([batch_of([1])])):
+                output, _ = ctx.forward(batch)
+                loss = output.sum()
+                assert ctx.backward(loss) is loss
+
+    def test_several_batches_may_share_a_backward_pass(self, job):
+        config = EmbeddingConfig(emb_initialization=(5, 5))
+        with job.train_ctx(embedding_config=config) as ctx:
+            loader = DataLoader(Batches([batch_of([1]), batch_of([1, 1])]))
+            outputs = [ctx.forward(batch)[0] for batch in loader]
+            ctx.backward(sum(output.sum() for output in outputs))
+        assert job.read("item", 1).tolist() == [[2.0] * 4]
+
+    def test_a_batch_that_wants_no_gradient_moves_the_dense_half_alone(self, job):
+        model = SumOfEmbeddings()
+        with job.train_ctx(model) as ctx:
+            train(ctx, [batch_of([1], requires_grad=False)], embedding_staleness=1)
+        assert job.num_rows() == 0
+        assert model.bias.item() != 0
+
+    def test_no_more_batches_are_under_way_than_the_bound(self, job):
+        with job.train_ctx() as ctx:
+            train(ctx, [batch_of([1])] * 30, embedding_staleness=2, num_workers=4)
+        most = [c["open_batches_max"] for c in job.client.counters()]
+        assert max(most) <= 2
+
+
+class TestABatch:
+    @pytest.fixture
+    def job(self, tmp_path, monkeypatch):
+        with LocalJob(tmp_path, monkeypatch, THREE_SLOTS) as job:
+            yield job
+
+    @pytest.fixture
+    def batch(self):
+        return PersiaBatch(
+            [
+                IDTypeFeature("basket", [ids_of(1, 2), ids_of()]),
+                IDTypeFeatureWithSingleID("user", ids_of(1, 7)),
+                IDTypeFeature("item", [ids_of(1, 2), ids_of(2)]),
+            ],
+            non_id_type_features=[
+                NonIDTypeFeature(np.array([[1.5], [2]], dtype=np.float32)),
+                NonIDTypeFeature(np.array([3, 4], dtype=np.uint8), name="age"),
+            ],
+            labels=[
+                Label(np.array([[True], [False]]), name="bought"),
+                Label(np.array([[0.5], [7]], dtype=np.float64), name="seconds"),
+            ],
+            meta=b"page 7",
+        )
+
+    def test_it_becomes_tensors_in_the_order_of_batch_and_slots(self, job, batch):
+        with job.train_ctx() as ctx:
+            for looked_up in DataLoader(Batches([batch])):
+                assert looked_up.meta == b"page 7"
+                dense, embeddings, labels = ctx.prepare_features(looked_up)
+        assert [d.dtype for d in dense] == [torch.float32, torch.uint8]
+        assert [d.tolist() for d in dense] == [[[1.5], [2.0]], [3, 4]]
+        assert [label.dtype for label in labels] == [torch.bool, torch.float64]
+        assert [label.tolist() for label in labels] == [[[1], [0]], [[0.5], [7]]]
+        assert [tuple(e.shape) for e in embeddings] == [(2, 2), (2, 3), (2, 3)]
+        assert all(e.dtype == torch.float32 and e.requires_grad for e in embeddings)
+        user = job.read("user", 1, 7)
+        one, two = job.read("item", 1, 2)
+        expected = [user, [(one + two) / 2**0.5, two], [one + two, 0 * one]]
+        for embedding, rows in zip(embeddings, expected, strict=True):
+            np.testing.assert_allclose(embedding.detach(), np.array(rows), rtol=1e-6)
+
+    def test_prepared_features_train_a_model_of_ones_own(self, job, batch):
+        with job.train_ctx() as ctx:
+            for looked_up in DataLoader(Batches([batch])):
+                _, (user, _, _), _ = ctx.prepare_features(looked_up)
+                before = job.read("user", 1, 7)
+                ctx.backward((user * torch.tensor([[1.0], [2.0]])).sum())
+        moved = before - job.read("user", 1, 7)
+        np.testing.assert_allclose(moved, [[1, 1], [2, 2]], rtol=1e-5)
+
+    def test_without_labels_there_are_none(self, job, batch):
+        plain = PersiaBatch(batch.id_type_features, requires_grad=False)
+        with job.train_ctx() as ctx:
+            for looked_up in DataLoader(Batches([plain])):
+                assert ctx.forward(looked_up)[1] is None
+
+    @pytest.mark.parametrize(
+        ("names", "message"),
+        [
+            (["user", "item"], r"missing \['basket'\], unknown \[\]"),
+            (["user", "item", "baskets"], r"missing \['basket'\], unknown \['baskets'"),
+            (["user", "item", "basket", "ad"], r"missing \[\], unknown \['ad'\]"),
+        ],
+    )
+    def test_its_features_must_be_the_slots(self, job, names, message):
+        features = [IDTypeFeatureWithSingleID(name, ids_of(1)) for name in names]
+        batch = PersiaBatch(features, requires_grad=False)
+        with job.train_ctx() as ctx, pytest.raises(BatchError, match=message):
+            next(iter(DataLoader(Batches([batch]))))
+
+
+class Tower(NamedTuple):
+    click: torch.Tensor
+    buy: torch.Tensor
+
+
+class Towers(nn.Module):
+    """Two outputs, of which each step may use another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.click = nn.Linear(4, 1)
+        self.buy = nn.Linear(4, 1)
+
+    def forward(self, non_id_tensors, embeddings):
+        (item,) = embeddings
+        return Tower(self.click(item), self.buy(item))
+
+
+class Turns(Towers):
+    """Takes one of its halves in turn; the other is not part of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, non_id_tensors, embeddings):
+        self.step += 1
+        both = [self.click, self.buy]
+        return both[self.step % 2](embeddings[0])
+
+
+class TestAModel:
+    def test_it_may_return_several_tensors(self, job):
+        model = Towers()
+        before = [tower.weight.clone() for tower in (model.click, model.buy)]
+        with job.train_ctx(model) as ctx:
+            for batch in DataLoader(Batches([batch_of([1])] * 2)):
+                output, _ = ctx.forward(batch)
+                assert isinstance(output, Tower)
+                ctx.backward(output.click.sum() + output.buy.sum())
+        after = [tower.weight for tower in (model.click, model.buy)]
+        assert not any(map(torch.equal, before, after))
+
+    def test_it_need_not_use_the_same_parameters_in_every_step(self, job):
+        model = Turns()
+        before = model.click.weight.clone(), model.buy.weight.clone()
+        with job.train_ctx(model) as ctx:
+            train(ctx, [batch_of([1])] * 4)
+        assert not torch.equal(model.click.weight, before[0])
+        assert not torch.equal(model.buy.weight, before[1])
+
+
+class TestTheEndOfTheBlock:
+    def test_every_update_is_applied(self, job):
+        config = EmbeddingConfig(emb_initialization=(0, 0), weight_bound=0)
+        with job.train_ctx(embedding_config=config) as ctx:
+            train(ctx, [batch_of([1])] * 50, embedding_staleness=10)
+        assert job.read("item", 1).tolist() == [[-50.0] * 4]
+
+    def test_a_batch_without_its_backward_pass_does_not_hold_it_up(self, job):
+        started = time.monotonic()
+        with job.train_ctx() as ctx:
+            for step, batch in enumerate(DataLoader(Batches([batch_of([1])] * 20))):
+                if step == 3:
+                    break
+                output, _ = ctx.forward(batch)
+                ctx.backward(output.sum())
+        assert batch.is_training  # and is still held here
+        assert time.monotonic() - started < DEADLINE_S / 2
+
+    def test_data_that_do_not_come_do_not_hold_it_up(self, job):
+        go_on = threading.Event()
+
+        def stalls():
+            yield from [batch_of([1])] * 5
+            go_on.wait(3 * DEADLINE_S)
+
+        started = time.monotonic()
+        with job.train_ctx() as ctx:
+            for step, batch in enumerate(DataLoader(Batches(stalls))):
+                output, _ = ctx.forward(batch)
+                ctx.backward(output.sum())
+                if step == 2:
+                    break
+        assert time.monotonic() - started < DEADLINE_S / 2
+        go_on.set()
+
+    def test_an_exception_goes_on_and_the_servers_remain(self, job):
+        with pytest.raises(ZeroDivisionError), job.train_ctx() as ctx:
+            for batch in DataLoader(Batches([batch_of([1])] * 20)):
+                ctx.backward(ctx.forward(batch)[0].sum() / (1 // 0))
+        with job.train_ctx() as ctx:
+            train(ctx, [batch_of([1])] * 3, embedding_staleness=1)
+        assert job.num_rows() == 1
+
+    def test_a_loop_that_was_left_can_be_followed_by_another(self, job):
+        go_on = threading.Event()
+
+        def stalls():
+            yield from [batch_of([1])] * 5
+            go_on.wait(3 * DEADLINE_S)
+
+        with job.train_ctx() as ctx:
+            for batch in DataLoader(Batches(stalls), embedding_staleness=1):
+                ctx.backward(ctx.forward(batch)[0].sum())
+                break
+            train(ctx, [batch_of([2])] * 5, embedding_staleness=1)
+        go_on.set()
+        assert (job.read("item", 2) < -4).all()
+
+
+class TestTheServers:
+    def test_their_rows_can_be_counted_and_dropped_in_the_middle(self, job):
+        with job.train_ctx() as ctx:
+            batches = [batch_of([number]) for number in range(20)]
+            for step, batch in enumerate(DataLoader(Batches(batches))):
+                ctx.backward(ctx.forward(batch)[0].sum())
+                if step == 2:
+                    assert sum(ctx.get_embedding_size()) >= 3
+                    assert len(ctx.get_embedding_size()) == 2
+                    ctx.clear_embeddings()
+        assert 0 < job.num_rows() <= 17
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"mixed_precision": True}, r"mixed_precision must be False on the CPU"),
+            ({"device_id": 99}, r"device_id must be a CUDA device.*Received: 99"),
+            ({"grad_scalar_update_factor": 1}, r"factor must be > 1.*Received: 1"),
+            ({"backward_buffer_size": 0}, r"backward_buffer_size >= 1.*and 0"),
+        ],
+    )
+    def test_what_cannot_work_is_refused(self, job, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            job.train_ctx(**settings)
+
+    def test_mixed_precision_is_the_default_and_needs_a_gpu(self, job):
+        model = SumOfEmbeddings()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="Pass mixed_precision=False, or a devi"):
+            TrainCtx(SGD(0.1), optimizer, model=model)
+
+    @pytest.mark.parametrize("name", ["PERSIA_STORE_PORT", "PERSIA_EMBEDDING_CONFIG"])
+    def test_outside_a_job_it_says_what_is_missing(self, job, monkeypatch, name):
+        monkeypatch.delenv(name)
+        with pytest.raises(ConfigError, match=rf"{name} is not set\. Start the script"):
+            job.train_ctx()
+
+    def test_the_staleness_bound_may_change_between_two_loops(self, job):
+        with job.train_ctx() as ctx:
+            train(ctx, [batch_of([1])] * 3, embedding_staleness=1)
+            train(ctx, [batch_of([1])] * 3, embedding_staleness=5)

@@ -1,0 +1,156 @@
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.embedding.optim import Adam
+from persia_torchrec.errors import ConfigError, ServerError
+from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.table import TableSpec
+from tests.processes import is_running, wait_until
+from tests.servers import DEADLINE_S, Servers, ids_of
+
+pytestmark = pytest.mark.multiprocess
+
+ITEM = TableSpec(name="item", dim=5, optimizer=Adam(0.1))
+
+START_A_CLUSTER = """
+import time
+from persia_torchrec.server.cluster import EmbeddingCluster
+with EmbeddingCluster.local(num_servers=2, capacity=10) as cluster:
+    print(*[process.pid for process in cluster.processes], flush=True)
+    time.sleep(60)
+"""
+DIE_WHILE_A_SERVER_STARTS = """
+import os
+from persia_torchrec.server.cluster import _start
+from persia_torchrec.server.server import ServerConfig
+print(_start(ServerConfig()).pid, flush=True)
+os._exit(0)
+"""
+
+
+def train(client):
+    client.add_tables([ITEM])
+    ids = np.arange(50, dtype=np.uint64)
+    split = client.split(ids)
+    for batch in range(3):
+        number = BatchNumber(1, batch)
+        [rows] = client.pull([("item", split)], batch=number)
+        assert client.missed(client.push([("item", split)], [rows], number)) == 0
+    return client.read("item", ids)
+
+
+def test_a_cluster_trains_as_a_server_in_this_process_and_ends_with_its_block():
+    with Servers() as servers:
+        expected = train(servers.client(servers.start()))
+    with EmbeddingCluster.local(num_servers=2, capacity=100) as cluster:
+        assert len(cluster.addresses) == len(cluster.processes) == 2
+        client = EmbeddingClient.connect(cluster.addresses)
+        assert train(client).tobytes() == expected.tobytes()
+        assert all(count["capacity_rows"] == 100 for count in client.counters())
+        client.close()
+    assert [process.returncode for process in cluster.processes] == [0, 0]
+    cluster.close()
+
+
+def test_servers_are_ended_when_their_block_raises():
+    with (
+        pytest.raises(KeyError),
+        EmbeddingCluster.local(num_servers=1, capacity=10) as cluster,
+    ):
+        raise KeyError
+    assert cluster.processes[0].returncode == 0
+
+
+def test_servers_end_when_the_process_that_started_them_is_gone():
+    command = [sys.executable, "-c", START_A_CLUSTER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        parent.kill()
+        parent.wait(DEADLINE_S)
+    wait_until(lambda: not any(map(is_running, pids)), "the servers end")
+
+
+def test_a_server_whose_parent_dies_while_it_starts_ends_too():
+    command = [sys.executable, "-c", DIE_WHILE_A_SERVER_STARTS]
+    pid = int(subprocess.check_output(command, stderr=subprocess.DEVNULL))
+    wait_until(lambda: not is_running(pid), "the server ends")
+
+
+def test_a_server_that_is_killed_fails_its_pending_requests_at_once_and_by_name():
+    with EmbeddingCluster.local(num_servers=2, capacity=100) as cluster:
+        client = EmbeddingClient.connect(cluster.addresses)
+        client.add_tables([ITEM])
+        split = client.split(ids_of(1, 2, 3))
+        client.pull([("item", split)], batch=BatchNumber(1, 1))
+        victim = cluster.processes[1]
+        victim.send_signal(signal.SIGSTOP)
+        grads = np.ones((3, 5), dtype=np.float32)
+        push = client.push([("item", split)], [grads], BatchNumber(1, 1))
+        started = time.monotonic()
+        victim.kill()
+        message = f"server 1 at {cluster.addresses[1]}: update .*connection was lost"
+        with pytest.raises(ServerError, match=message):
+            client.missed(push)
+        assert time.monotonic() - started < DEADLINE_S / 4
+        client.close()
+
+
+def test_a_server_that_cannot_start_is_an_error_that_names_it(capfd):
+    with pytest.raises(ServerError, match="server 0: ended with exit status 1"):
+        EmbeddingCluster.local(num_servers=1, capacity=2**33)
+    assert "ConfigError: capacity_rows must be in [1, " in capfd.readouterr().err
+
+
+def test_servers_that_are_not_ready_in_time_are_an_error():
+    with pytest.raises(ServerError, match=r"server 0: not ready in time"):
+        EmbeddingCluster.local(num_servers=2, capacity=10, start_timeout_s=0.01)
+
+
+@pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, 0)])
+def test_a_cluster_of_nothing_is_refused(num_servers, capacity):
+    message = rf"must be >= 1\. Received: {num_servers} and {capacity}\."
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingCluster.local(num_servers=num_servers, capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shard", "2", "--num-shards", "2"], "shard must be in [0, 2)"),
+        (["--host", "256.0.0.1"], "Cannot listen on 256.0.0.1"),
+    ],
+)
+def test_a_server_says_why_it_does_not_start(arguments, message):
+    command = [sys.executable, "-m", "persia_torchrec.server", "--standalone"]
+    ended = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_server_finds_its_shard_in_the_environment(monkeypatch):
+    command = [sys.executable, "-m", "persia_torchrec.server", "--standalone"]
+    monkeypatch.setenv("REPLICA_INDEX", "1")
+    monkeypatch.setenv("REPLICA_SIZE", "2")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        word, address = server.stdout.readline().split()
+        assert word == "ready"
+        with pytest.raises(ConfigError, match=r"Received: it is shard 1 of 2\."):
+            EmbeddingClient.connect([address])
+        server.terminate()
+        assert server.wait(DEADLINE_S) == 0

@@ -1,0 +1,345 @@
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    PersiaError,
+    ServerError,
+)
+from persia_torchrec.table import TableSpec
+from persia_torchrec.worker.bags import Bags, FeatureSpec
+from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.pipeline import BatchPipeline
+from tests.servers import DEADLINE_S, ids_of
+
+# With these, the weight of an id is the number of updates it has seen.
+COUNT = TableSpec(name="count", dim=1, optimizer=SGD(1.0), lower=0, upper=0)
+FEATURE = FeatureSpec(name="count", key="count", table="count")
+ONE_UPDATE = np.full((1, 1), -1, dtype=np.float32)
+
+AT_ONCE_S = DEADLINE_S / 4
+
+
+def bags_of(*ids):
+    lengths = np.array([len(ids)], dtype=np.int32)
+    return {"count": Bags(ids_of(*ids), lengths)}
+
+
+class Gated(EmbeddingWorker):
+    """An embedding worker whose pulls and pushes wait until a test lets them go."""
+
+    def __init__(self, client):
+        super().__init__(client, [FEATURE])
+        self.may_pull, self.may_push = threading.Event(), threading.Event()
+        self.may_pull.set()
+        self.may_push.set()
+        self.num_pulling, self._lock = 0, threading.Lock()
+
+    def pull(self, bags, number):
+        with self._lock:
+            self.num_pulling += 1
+        assert self.may_pull.wait(DEADLINE_S)
+        return super().pull(bags, number)
+
+    def push(self, batch, grads_BT):
+        assert self.may_push.wait(DEADLINE_S)
+        return super().push(batch, grads_BT)
+
+
+class Trainer:
+    """A pipeline to servers, with all that a test asks of it."""
+
+    def __init__(self, client, staleness, timeout_s=DEADLINE_S):
+        self.client = client
+        self.worker = Gated(client)
+        self.worker.add_tables([COUNT])
+        self.pipeline = BatchPipeline(
+            self.worker, staleness=staleness, timeout_s=timeout_s
+        )
+
+    def start(self, *ids, training=True):
+        return self.pipeline.start(bags_of(*(ids or (5,))), training=training)
+
+    def pull(self, *ids):
+        return self.start(*ids).result(DEADLINE_S)
+
+    def num_updates(self, id_=5):
+        return self.client.read("count", ids_of(id_))[0, 0]
+
+    def counters(self, name):
+        return [counters.get(name, 0) for counters in self.client.counters()]
+
+
+@pytest.fixture
+def train(servers):
+    trainers = []
+
+    def train(staleness, *, num_shards=1, timeout_s=DEADLINE_S, **settings):
+        running = servers.start(num_shards, **settings)
+        client = servers.client(running, timeout_s=timeout_s)
+        trainers.append(Trainer(client, staleness, timeout_s))
+        trainers[-1].servers = running
+        return trainers[-1]
+
+    yield train
+    for trainer in trainers:
+        trainer.worker.may_pull.set()
+        trainer.worker.may_push.set()
+        trainer.pipeline.close()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+def test_no_more_batches_are_open_than_the_bound_allows(train, staleness, num_shards):
+    trainer = train(staleness, num_shards=num_shards)
+    bound = max(staleness, 1)
+    started = [trainer.start() for _ in range(40)]
+    ahead = [future.result(DEADLINE_S) for future in started[:bound]]
+    assert trainer.counters("open_batches") == [bound] * num_shards
+    assert not started[bound].done()
+    for n in range(len(started)):
+        ahead[n].push(ONE_UPDATE)
+        if n + bound < len(started):
+            ahead.append(started[n + bound].result(DEADLINE_S))
+    trainer.pipeline.flush()
+    assert trainer.counters("open_batches") == [0] * num_shards
+    assert trainer.counters("open_batches_max") == [bound] * num_shards
+    assert trainer.num_updates() == len(started)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+def test_a_batch_lacks_fewer_updates_than_there_are_permits(train, staleness):
+    trainer = train(staleness)
+    started = [trainer.start() for _ in range(60)]
+    for n, future in enumerate(started):
+        batch = future.result(DEADLINE_S)
+        seen = batch.pooled[0, 0]
+        assert n - (max(staleness, 1) - 1) <= seen <= n
+        batch.push(ONE_UPDATE)
+
+
+def test_at_staleness_0_a_push_returns_when_it_is_applied(train):
+    trainer = train(0)
+    for n in range(5):
+        assert trainer.num_updates() == n
+        trainer.pull().push(ONE_UPDATE)
+
+
+def test_at_staleness_1_a_push_returns_before_it_is_applied(train):
+    trainer = train(1)
+    trainer.worker.may_push.clear()
+    trainer.pull().push(ONE_UPDATE)
+    following = trainer.start()
+    assert trainer.num_updates() == 0
+    assert not following.done()
+    trainer.worker.may_push.set()
+    assert following.result(DEADLINE_S).pooled[0, 0] == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_batch_that_is_dropped_without_a_push_gives_its_permit_back(
+    train, staleness
+):
+    trainer = train(staleness, num_shards=2)
+    for _ in range(6):
+        assert trainer.pull().is_training
+        gc.collect()
+    wait_until(lambda: trainer.counters("open_batches") == [0, 0])
+    assert max(trainer.counters("open_batches_max")) <= max(staleness, 1)
+    assert trainer.num_updates() == 0
+
+
+def test_a_batch_that_is_given_up_cannot_be_pushed_and_makes_room_once(train):
+    trainer = train(1)
+    given_up = trainer.pull()
+    given_up.give_up()
+    given_up.give_up()
+    following = trainer.pull()
+    with pytest.raises(BatchError, match="can be pushed once"):
+        given_up.push(ONE_UPDATE)
+    del given_up
+    gc.collect()
+    waiting = trainer.start()
+    following.push(ONE_UPDATE)
+    waiting.result(DEADLINE_S).push(ONE_UPDATE)
+    trainer.pipeline.flush()
+    assert trainer.num_updates() == 2
+    assert trainer.counters("open_batches_max") == [1]
+
+
+def test_a_batch_is_pushed_once(train):
+    batch = train(0).pull()
+    batch.push(ONE_UPDATE)
+    with pytest.raises(BatchError, match=r"pushed once\. Received: a second backward"):
+        batch.push(ONE_UPDATE)
+
+
+def test_a_batch_that_was_pulled_for_evaluation_is_not_pushed(train):
+    trainer = train(0)
+    batch = trainer.start(training=False).result(DEADLINE_S)
+    assert not batch.is_training
+    with pytest.raises(BatchError, match="looked up for evaluation"):
+        batch.push(ONE_UPDATE)
+    batch.give_up()
+    assert trainer.counters("rows") == [0]
+    assert trainer.counters("open_batches_max") == [0]
+
+
+def test_an_evaluation_does_not_wait_behind_a_training_pull_without_permit(train):
+    trainer = train(0)
+    held = trainer.pull()
+    waiting = trainer.start()
+    for _ in range(3):
+        started = time.monotonic()
+        looked = trainer.start(training=False).result(DEADLINE_S)
+        assert time.monotonic() - started < AT_ONCE_S
+        assert looked.pooled[0, 0] == 0
+    assert not waiting.done()
+    held.push(ONE_UPDATE)
+    assert waiting.result(DEADLINE_S).pooled[0, 0] == 1
+
+
+def test_several_pullers_pull_at_once_and_within_the_bound(train):
+    trainer = train(4)
+    trainer.pipeline.set_num_pullers(3)
+    trainer.worker.may_pull.clear()
+    started = [trainer.start() for _ in range(6)]
+    wait_until(lambda: trainer.worker.num_pulling == 3)
+    trainer.worker.may_pull.set()
+    for future in started:
+        future.result(DEADLINE_S).push(ONE_UPDATE)
+    trainer.pipeline.flush()
+    assert trainer.num_updates() == 6
+    assert trainer.counters("open_batches_max")[0] <= 4
+
+
+def test_a_push_that_fails_is_raised_at_once_at_staleness_0(train):
+    trainer = train(0)
+    with pytest.raises(BatchError, match=r"must have the shape \(1, 1\)"):
+        trainer.pull().push(np.zeros((1, 2), dtype=np.float32))
+
+
+@pytest.mark.parametrize("call", ["start", "evaluate", "push", "flush"])
+def test_a_push_that_failed_is_raised_by_the_next_call(train, call):
+    trainer = train(2)
+    bad, good = trainer.pull(), trainer.pull()
+    bad.push(np.zeros((1, 2), dtype=np.float32))
+    wait_until(lambda: trainer.pipeline._error is not None)
+    calls = {
+        "start": trainer.start,
+        "evaluate": lambda: trainer.start(training=False),
+        "push": lambda: good.push(ONE_UPDATE),
+        "flush": trainer.pipeline.flush,
+    }
+    with pytest.raises(BatchError, match=r"must have the shape \(1, 1\)"):
+        calls[call]()
+
+
+def test_a_pull_that_fails_gives_its_permit_back(train):
+    trainer = train(0)
+    for _ in range(3):
+        future = trainer.pipeline.start({}, training=True)
+        with pytest.raises(BatchError, match=r"missing \['count'\]"):
+            future.result(DEADLINE_S)
+    trainer.pull().push(ONE_UPDATE)
+    assert trainer.num_updates() == 1
+
+
+def test_flushing_waits_for_what_was_pushed_and_not_for_what_is_held(train):
+    trainer = train(4)
+    batches = [trainer.pull() for _ in range(4)]
+    trainer.worker.may_push.clear()
+    for batch in batches[:3]:
+        batch.push(ONE_UPDATE)
+    flushing = threading.Thread(target=trainer.pipeline.flush)
+    flushing.start()
+    flushing.join(0.05)
+    assert flushing.is_alive()
+    trainer.worker.may_push.set()
+    flushing.join(AT_ONCE_S)
+    assert not flushing.is_alive()
+    assert trainer.num_updates() == 3
+
+
+def test_gradients_of_evicted_ids_are_counted(train):
+    trainer = train(3, capacity_rows=2)
+    batches = [trainer.pull(id_, id_ + 1) for id_ in (10, 20, 30)]
+    for batch in batches:
+        batch.push(ONE_UPDATE)
+    trainer.pipeline.flush()
+    assert trainer.pipeline.num_missed == 4
+    assert trainer.num_updates(30) == trainer.num_updates(31) == 1
+
+
+def test_the_bound_changes_only_while_no_batch_is_under_way(train):
+    trainer = train(0)
+    batch = trainer.pull()
+    message = r"no batch is under way\. Received: 1 batches"
+    with pytest.raises(ConfigError, match=message):
+        trainer.pipeline.set_staleness(3)
+    batch.push(ONE_UPDATE)
+    trainer.pipeline.set_staleness(3)
+    assert len([trainer.pull() for _ in range(3)]) == 3
+
+
+def test_a_negative_bound_is_refused(train):
+    trainer = train(1)
+    with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1\."):
+        trainer.pipeline.set_staleness(-1)
+    with pytest.raises(ConfigError, match=r"At least one puller .* Received: 0\."):
+        trainer.pipeline.set_num_pullers(0)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_server_that_ends_in_the_middle_is_an_exception_in_time(train, staleness):
+    trainer = train(staleness, num_shards=2, timeout_s=0.5)
+    trainer.pull().push(ONE_UPDATE)
+    batch = trainer.pull()
+    trainer.servers[1].stop()
+    started = time.monotonic()
+    with pytest.raises(ServerError, match=f"server 1 at {trainer.servers[1].address}"):
+        batch.push(ONE_UPDATE)
+        for _ in range(5):
+            trainer.pull().push(ONE_UPDATE)
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_a_closed_pipeline_says_so_at_once(train):
+    trainer = train(0)
+    held, waiting = trainer.pull(), trainer.start()
+    trainer.pipeline.close()
+    trainer.pipeline.close()
+    started = time.monotonic()
+    for call in (
+        trainer.start,
+        lambda: trainer.start(training=False),
+        lambda: held.push(ONE_UPDATE),
+        trainer.pipeline.flush,
+    ):
+        with pytest.raises(PersiaError, match="embedding pipeline is closed"):
+            call()
+    with pytest.raises(PersiaError, match="embedding pipeline is closed"):
+        waiting.result(AT_ONCE_S)
+    assert time.monotonic() - started < AT_ONCE_S
+    assert trainer.num_updates() == 0
+
+
+def test_closing_sends_the_pushes_that_were_begun(train):
+    trainer = train(3)
+    for batch in [trainer.pull() for _ in range(3)]:
+        batch.push(ONE_UPDATE)
+    trainer.pipeline.close()
+    wait_until(lambda: trainer.num_updates() == 3)

@@ -1,0 +1,233 @@
+import numpy as np
+import pytest
+
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    DataflowError,
+    FrameError,
+    ServerError,
+)
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import (
+    TRAINING,
+    Header,
+    Kind,
+    Precision,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.wire.precision import decode_floats, encode_floats
+from persia_torchrec.worker.bags import Bags, FeatureSpec, encode_bags
+from persia_torchrec.worker.buffers import IdBuffer
+from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.process import WorkerProcess
+from tests.servers import ids_of
+
+DIM = 2
+TABLE = TableSpec(name="item", dim=DIM, optimizer=SGD(1.0))
+FEATURE = FeatureSpec(name="item", key="item", table="item")
+STREAM = 9
+
+
+class Asker:
+    """Asks a worker process as loaders and trainers do."""
+
+    def __init__(self, client, *, buffer_size=10) -> None:
+        self.client = client
+        self.buffer = IdBuffer(buffer_size, expires_s=60)
+        self.process = WorkerProcess(EmbeddingWorker(client, [FEATURE]), self.buffer)
+
+    def ask(self, kind, *frames, **header):
+        """Return the frames of the reply, which stand after its header."""
+        header = Header(kind, stream=header.pop("stream", STREAM), **header)
+        return self.process.answer(header, [header.encode(), *frames])
+
+    def add_tables(self, *specs):
+        (reply,) = self.ask(Kind.ADD_TABLES, encode_json([s.to_json() for s in specs]))
+        return decode_json([b"", reply])
+
+    def buffer_ids(self, bags, loader=0):
+        (reply,) = self.ask(Kind.BUFFER_IDS, *encode_bags(bags), stream=loader)
+        return decode_json([b"", reply])["reference"]
+
+    def forward(self, origin, *frames, batch=1, training=True, **header):
+        shape, floats = self.ask(
+            Kind.FORWARD,
+            *(encode_json(origin), *frames),
+            batch=batch,
+            flags=TRAINING if training else 0,
+            **header,
+        )
+        shape = decode_json([b"", shape])
+        precision = header.get("precision", Precision.FP32)
+        return decode_floats(floats, int(np.prod(shape)), precision).reshape(shape)
+
+    def backward(self, grads, batch=1):
+        frame = encode_floats(np.asarray(grads, dtype=np.float32), Precision.FP32)
+        (reply,) = self.ask(Kind.BACKWARD, frame, batch=batch)
+        return decode_json([b"", reply])
+
+    def rows(self, *numbers):
+        return self.client.read("item", ids_of(*numbers))
+
+
+@pytest.fixture
+def running(servers):
+    return servers.start(2)
+
+
+@pytest.fixture
+def asker(servers, running):
+    asker = Asker(servers.client(running))
+    asker.add_tables(TABLE)
+    return asker
+
+
+def bags_of(*samples, name="item"):
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int32)
+    return {name: Bags(ids_of(*sum(samples, [])), lengths)}
+
+
+def reference(number, loader=0):
+    return {"loader": loader, "reference": number}
+
+
+def test_a_buffered_batch_is_pulled_by_its_reference_once(asker):
+    number = asker.buffer_ids(bags_of([1, 2], [], [2]))
+    assert len(asker.buffer) == 1
+    pooled = asker.forward(reference(number))
+    one, two = asker.rows(1, 2)
+    np.testing.assert_allclose(pooled, [one + two, 0 * one, two], rtol=1e-6)
+    assert len(asker.buffer) == 0
+    with pytest.raises(DataflowError, match=f"Batch {number} of data loader 0"):
+        asker.forward(reference(number), batch=2)
+
+
+def test_a_batch_may_bring_its_own_ids(asker):
+    pooled = asker.forward(None, *encode_bags(bags_of([1], [1])))
+    np.testing.assert_array_equal(pooled, asker.rows(1, 1))
+
+
+def test_the_gradient_is_applied_before_it_is_acknowledged(asker):
+    before = asker.forward(None, *encode_bags(bags_of([1], [1, 2])))
+    assert asker.backward([[1, 2], [10, 20]]) == 0
+    moved = before[0] - asker.rows(1)[0]
+    np.testing.assert_allclose(moved, [11, 22], rtol=1e-6)
+    with pytest.raises(DataflowError, match="not been updated since"):
+        asker.backward([[1, 2], [10, 20]])
+
+
+def test_gradients_that_come_too_late_are_counted(servers):
+    asker = Asker(servers.client(servers.start(1, capacity_rows=2)))
+    asker.add_tables(TABLE)
+    asker.forward(None, *encode_bags(bags_of([1, 2])), batch=1)
+    asker.forward(None, *encode_bags(bags_of([3])), batch=2)
+    assert asker.backward([[1, 1]], batch=1) == 1
+    assert asker.backward([[1, 1]], batch=2) == 0
+
+
+def test_a_pull_for_evaluation_changes_nothing_and_expects_no_gradient(asker):
+    pooled = asker.forward(None, *encode_bags(bags_of([1])), training=False)
+    assert pooled.tolist() == [[0, 0]]
+    assert asker.client.num_rows() == [0, 0]
+    with pytest.raises(DataflowError, match="pulled here for training"):
+        asker.backward([[1, 1]])
+
+
+def test_a_batch_can_be_given_up(asker):
+    asker.forward(None, *encode_bags(bags_of([1])))
+    before = asker.rows(1)
+    asker.ask(Kind.ABANDON, encode_json(None), batch=1)
+    np.testing.assert_array_equal(asker.rows(1), before)
+    assert all(counters["open_batches"] == 0 for counters in asker.client.counters())
+    with pytest.raises(DataflowError):
+        asker.backward([[1, 1]])
+
+
+def test_embeddings_travel_in_the_precision_that_is_asked_for(asker):
+    exact = asker.forward(None, *encode_bags(bags_of([1])), batch=1)
+    half = asker.forward(
+        None, *encode_bags(bags_of([1])), batch=2, precision=Precision.FP16
+    )
+    assert half.tolist() == exact.astype(np.float16).tolist()
+
+
+def test_a_full_buffer_refuses_without_an_error(servers, running):
+    asker = Asker(servers.client(running), buffer_size=1)
+    number = asker.buffer_ids(bags_of([1]))
+    assert asker.buffer_ids(bags_of([2])) is None
+    assert asker.buffer_ids(bags_of([3]), loader=1) is not None
+    asker.add_tables(TABLE)
+    asker.forward(reference(number))
+    assert asker.buffer_ids(bags_of([2])) is not None
+
+
+def test_ids_outlive_a_pull_that_failed(servers, running):
+    asker = Asker(servers.client(running))
+    number = asker.buffer_ids(bags_of([1]))
+    with pytest.raises(ConfigError, match="Table 'item' is unknown to this client"):
+        asker.forward(reference(number))
+    asker.add_tables(TABLE)
+    assert asker.forward(reference(number)).shape == (1, DIM)
+
+
+def test_a_server_that_is_gone_is_named(servers, running):
+    asker = Asker(servers.client(running, timeout_s=0.3))
+    asker.add_tables(TABLE)
+    running[1].stop()
+    with pytest.raises(ServerError, match=r"embedding server 1 at tcp.*'item'"):
+        asker.forward(None, *encode_bags(bags_of([1])))
+
+
+def test_features_other_than_the_slots_are_refused_when_they_are_sent(asker):
+    message = r"must have the features \['item'\]\..*missing \['item'\], unknown \['ad'"
+    with pytest.raises(BatchError, match=message):
+        asker.buffer_ids(bags_of([1], name="ad"))
+    with pytest.raises(BatchError, match=message):
+        asker.forward(None, *encode_bags(bags_of([1], name="ad")))
+    assert len(asker.buffer) == 0
+
+
+def test_a_table_that_a_feature_needs_must_come(asker):
+    with pytest.raises(ConfigError, match="No table 'item'"):
+        asker.add_tables(TableSpec(name="user", dim=2, optimizer=SGD(1.0)))
+
+
+GOOD = encode_bags(bags_of([1, 2], [3]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames", "message"),
+    [
+        (Kind.LOOKUP, [b"null"], "answers no LOOKUP message.*another role"),
+        (Kind.ADD_TABLES, [b"{}"], "must carry a list of tables"),
+        (Kind.ADD_TABLES, [b"[1]"], "must carry a list of tables"),
+        (Kind.ADD_TABLES, [b"["], "must be JSON"),
+        (Kind.BUFFER_IDS, [], "has 3 frames"),
+        (Kind.BUFFER_IDS, [GOOD[0], GOOD[1], bytes(GOOD[2])[:-8]], "longer than"),
+        (Kind.BUFFER_IDS, [GOOD[0], GOOD[1], bytes(GOOD[2])[:-1]], "multiple of 8"),
+        (Kind.FORWARD, [], "must have 2 frames"),
+        (Kind.FORWARD, [b"null"], "has 3 frames"),
+        (Kind.FORWARD, [b"5"], r"must name a loader and a reference.*Received: 5"),
+        (Kind.FORWARD, [b"[]"], r"must name a loader"),
+        (Kind.FORWARD, [b'{"loader": 0}'], r"must name a loader"),
+        (Kind.FORWARD, [b'{"loader": 0, "reference": "x"}'], r"must name a loader"),
+        (Kind.BACKWARD, [], "BACKWARD has 2 frames"),
+    ],
+)
+def test_a_malformed_message_is_refused(asker, kind, frames, message):
+    with pytest.raises(FrameError, match=message):
+        asker.ask(kind, *frames, flags=TRAINING)
+    assert len(asker.buffer) == 0
+    assert asker.client.num_rows() == [0, 0]
+
+
+@pytest.mark.parametrize("num_floats", [1, 3])
+def test_a_gradient_of_another_size_is_refused(asker, num_floats):
+    asker.forward(None, *encode_bags(bags_of([1])))
+    before = asker.rows(1)
+    with pytest.raises(FrameError, match=r"2 numbers as FP32 take 8 bytes"):
+        asker.backward([1.0] * num_floats)
+    np.testing.assert_array_equal(asker.rows(1), before)

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from persia_torchrec.config import load_embedding_config
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
+from persia_torchrec.embedding.optim import SGD, Adam
+from persia_torchrec.table import TableSpec
+from persia_torchrec.worker.bags import FeatureSpec
+from persia_torchrec.worker.schema import bags_of, features_of, tables_of
+from tests.servers import ids_of
+
+YAML = """
+feature_index_prefix_bit: 4
+slots_config:
+  user: {dim: 16}
+  item: {dim: 8, sqrt_scaling: true}
+  basket: {dim: 8}
+feature_groups:
+  things: [item, basket]
+"""
+
+
+@pytest.fixture
+def schema(tmp_path):
+    path = tmp_path / "embedding_config.yml"
+    path.write_text(YAML)
+    return load_embedding_config(path)
+
+
+def test_every_slot_is_a_feature_of_its_groups_table(schema):
+    things = {"table": "things", "prefix": 1 << 60, "prefix_bits": 4}
+    user = {"table": "user", "prefix": 2 << 60, "prefix_bits": 4}
+    assert features_of(schema) == (
+        FeatureSpec(name="user", key="user", pooling="sum", **user),
+        FeatureSpec(name="item", key="item", pooling="sqrt", **things),
+        FeatureSpec(name="basket", key="basket", pooling="sum", **things),
+    )
+
+
+def test_every_group_is_a_table(schema):
+    config = EmbeddingConfig(emb_initialization=(-1, 2), weight_bound=3)
+    start = {"lower": -1, "upper": 2, "weight_bound": 3, "seed": 0}
+    assert tables_of(schema, config, Adam()) == (
+        TableSpec(name="things", dim=8, optimizer=Adam(), **start),
+        TableSpec(name="user", dim=16, optimizer=Adam(), **start),
+    )
+
+
+def test_the_defaults_are_persias(schema):
+    (things, _) = tables_of(schema, EmbeddingConfig(), SGD(0.1))
+    assert (things.lower, things.upper, things.weight_bound) == (-0.01, 0.01, 10)
+
+
+def test_features_become_bags_without_a_copy():
+    one = IDTypeFeatureWithSingleID("user", ids_of(5, 2**64 - 1))
+    many = IDTypeFeature("item", [ids_of(7, 7), ids_of()])
+    bags = bags_of({"user": one, "item": many})
+    assert list(bags) == ["user", "item"]
+    assert bags["user"].lengths.tolist() == [1, 1]
+    assert bags["item"].ids.tolist() == [7, 7]
+    assert bags["item"].lengths.tolist() == [2, 0]
+    for feature in (one, many):
+        assert np.shares_memory(bags[feature.name].ids, feature.ids)
+        bags[feature.name].check(feature.name)
