@@ -176,7 +176,7 @@ class Sending:
                     for number, batch in enumerate(batches):
                         ctx.send_data(batch)
                         after_each(number)
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001  # raised by join()
                 self.errors.append(exc)
 
         thread = threading.Thread(target=send, name="data loader", daemon=True)

@@ -13,12 +13,15 @@ Dimension key:
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam, Optimizer
-from persia_torchrec.table import TableSpec
+
+if TYPE_CHECKING:
+    from persia_torchrec.table import TableSpec
 
 Doubles = npt.NDArray[np.float64]
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 import numpy as np
+import zmq
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import WireError
@@ -78,10 +79,16 @@ class Servers:
 
 
 def _stop_all(running: list[RunningServer]) -> None:
-    for server in running:
-        server.server.stop()
-    for server in running:
-        server.join()
+    # A message ends a server's wait for one, and saves each test a tenth of a second.
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        for server in running:
+            server.server.stop()
+            stranger.connect(server.address)
+        for _ in running:
+            stranger.send(b"", zmq.NOBLOCK)
+        for server in running:
+            server.join()
 
 
 def once_the_port_is_free(listen: Callable[[], T]) -> T:

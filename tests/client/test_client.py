@@ -203,7 +203,7 @@ def test_a_table_that_was_not_added_is_refused(servers, call):
 def test_a_known_table_with_another_dim_is_refused_by_the_server(servers):
     client = connect(servers, 2)
     other = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
-    with pytest.raises(RemoteError, match="server 0 at .*'item' has dim 5.*dim 4"):
+    with pytest.raises(RemoteError, match=r"server 0 at .*'item' has dim 5.*dim 4"):
         client.add_tables([other])
     assert client.table("item").dim == 5
 
@@ -262,8 +262,8 @@ def test_a_server_that_hangs_is_named_at_the_deadline(servers):
     first.stop()
     settings = ServerConfig(port=first.port)
     hanging = once_the_port_is_free(lambda: EmbeddingServer(settings))
-    with pytest.raises(ServerError, match=r"lookup of table 'item', 'user': "):
-        split = client.split(ids_of(1))
+    split = client.split(ids_of(1))
+    with pytest.raises(ServerError, match="lookup of table 'item', 'user': "):
         client.pull([("item", split), ("user", split)])
     hanging.stop()
     hanging.serve()

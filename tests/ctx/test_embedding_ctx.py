@@ -14,11 +14,11 @@ TRAINING = [batch_of([1, step], [2]) for step in range(30)]
 
 def evaluate(model):
     """Return the model's outputs on the evaluation batches."""
-    outputs = []
     with eval_ctx(model=model) as ctx, torch.no_grad():
-        for batch in DataLoader(Batches(EVALUATION)):
-            outputs.append(ctx.forward(batch)[0].flatten().tolist())
-    return outputs
+        return [
+            ctx.forward(batch)[0].flatten().tolist()
+            for batch in DataLoader(Batches(EVALUATION))
+        ]
 
 
 def train(ctx, *, test_every=0, **settings):

@@ -191,8 +191,13 @@ def test_an_accumulator_forgets_at_the_rate_of_its_momentum():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [SGD(1.0), SGD(1.0, 0.5), Adagrad(9.0), Adagrad(9.0, vectorwise_shared=True)]
-    + [Adam(9.0)],
+    [
+        SGD(1.0),
+        SGD(1.0, momentum=0.5),
+        Adagrad(9.0),
+        Adagrad(9.0, vectorwise_shared=True),
+        Adam(9.0),
+    ],
 )
 def test_the_weight_bound_clamps_the_weights_and_not_the_state(optimizer):
     grads = np.array([[-3, 3, 0]], dtype=np.float32)

@@ -45,9 +45,7 @@ def test_a_header_comes_back_as_it_was(header):
 
 def test_a_header_is_laid_out_as_the_protocol_says():
     header = Header(Kind.UPDATE, 6, 7, 8, 9, Precision.BF16, 1)
-    assert header.encode() == b"PTRC" + struct.pack(
-        "<HHQQQQII", 1, 5, 6, 7, 8, 9, 2, 1
-    )
+    assert header.encode() == b"PTRC" + struct.pack("<HHQQQQII", 1, 5, 6, 7, 8, 9, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,11 @@ TWO_IDS = struct.pack("<QQ", 5, 6)
             "as many ids as follow, 2",
         ),
         (struct.pack("<qqq", 0, 2, 0), TWO_IDS, "pairs of table and count"),
-        (struct.pack("<qq", 0, 2)[:-1], TWO_IDS, r"int64 must be a multiple of 8 .* 15"),
+        (
+            struct.pack("<qq", 0, 2)[:-1],
+            TWO_IDS,
+            r"int64 must be a multiple of 8 .* 15",
+        ),
         (struct.pack("<qq", 0, 2), TWO_IDS[:-1], r"uint64 must be a multiple .* 15"),
         (b"", TWO_IDS, r"as many ids as follow, 2"),
     ],

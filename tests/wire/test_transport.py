@@ -80,7 +80,9 @@ def connect():
         connections.close()
 
 
-def submit(connections, frames=(b"",), *, server=0, timeout_s=DEADLINE_S, what="asking"):
+def submit(
+    connections, frames=(b"",), *, server=0, timeout_s=DEADLINE_S, what="asking"
+):
     header = Header(Kind.HELLO)
     return connections.submit(server, header, frames, timeout_s=timeout_s, what=what)
 

@@ -1,4 +1,3 @@
-import gc
 import threading
 import time
 
@@ -94,6 +93,12 @@ def train(servers):
         trainer.pipeline.close()
 
 
+def push_and_go_on(trainer, batch):
+    for _ in range(5):
+        batch.push(ONE_UPDATE)
+        batch = trainer.pull()
+
+
 def wait_until(condition):
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -102,11 +107,11 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_no_more_batches_are_open_than_the_bound_allows(train, staleness, num_shards):
     trainer = train(staleness, num_shards=num_shards)
     bound = max(staleness, 1)
-    started = [trainer.start() for _ in range(40)]
+    started = [trainer.start() for _ in range(15)]
     ahead = [future.result(DEADLINE_S) for future in started[:bound]]
     assert trainer.counters("open_batches") == [bound] * num_shards
     assert not started[bound].done()
@@ -120,10 +125,10 @@ def test_no_more_batches_are_open_than_the_bound_allows(train, staleness, num_sh
     assert trainer.num_updates() == len(started)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_batch_lacks_fewer_updates_than_there_are_permits(train, staleness):
     trainer = train(staleness)
-    started = [trainer.start() for _ in range(60)]
+    started = [trainer.start() for _ in range(25)]
     for n, future in enumerate(started):
         batch = future.result(DEADLINE_S)
         seen = batch.pooled[0, 0]
@@ -150,13 +155,10 @@ def test_at_staleness_1_a_push_returns_before_it_is_applied(train):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_batch_that_is_dropped_without_a_push_gives_its_permit_back(
-    train, staleness
-):
+def test_a_batch_that_is_dropped_without_a_push_gives_its_permit_back(train, staleness):
     trainer = train(staleness, num_shards=2)
     for _ in range(6):
         assert trainer.pull().is_training
-        gc.collect()
     wait_until(lambda: trainer.counters("open_batches") == [0, 0])
     assert max(trainer.counters("open_batches_max")) <= max(staleness, 1)
     assert trainer.num_updates() == 0
@@ -171,7 +173,6 @@ def test_a_batch_that_is_given_up_cannot_be_pushed_and_makes_room_once(train):
     with pytest.raises(BatchError, match="can be pushed once"):
         given_up.push(ONE_UPDATE)
     del given_up
-    gc.collect()
     waiting = trainer.start()
     following.push(ONE_UPDATE)
     waiting.result(DEADLINE_S).push(ONE_UPDATE)
@@ -232,20 +233,19 @@ def test_a_push_that_fails_is_raised_at_once_at_staleness_0(train):
         trainer.pull().push(np.zeros((1, 2), dtype=np.float32))
 
 
-@pytest.mark.parametrize("call", ["start", "evaluate", "push", "flush"])
-def test_a_push_that_failed_is_raised_by_the_next_call(train, call):
+def test_a_push_that_failed_is_raised_by_every_later_call(train):
     trainer = train(2)
     bad, good = trainer.pull(), trainer.pull()
     bad.push(np.zeros((1, 2), dtype=np.float32))
-    wait_until(lambda: trainer.pipeline._error is not None)
-    calls = {
-        "start": trainer.start,
-        "evaluate": lambda: trainer.start(training=False),
-        "push": lambda: good.push(ONE_UPDATE),
-        "flush": trainer.pipeline.flush,
-    }
-    with pytest.raises(BatchError, match=r"must have the shape \(1, 1\)"):
-        calls[call]()
+    for call in (
+        trainer.pipeline.flush,
+        trainer.start,
+        lambda: trainer.start(training=False),
+        lambda: good.push(ONE_UPDATE),
+        trainer.pipeline.flush,
+    ):
+        with pytest.raises(BatchError, match=r"must have the shape \(1, 1\)"):
+            call()
 
 
 def test_a_pull_that_fails_gives_its_permit_back(train):
@@ -311,9 +311,7 @@ def test_a_server_that_ends_in_the_middle_is_an_exception_in_time(train, stalene
     trainer.servers[1].stop()
     started = time.monotonic()
     with pytest.raises(ServerError, match=f"server 1 at {trainer.servers[1].address}"):
-        batch.push(ONE_UPDATE)
-        for _ in range(5):
-            trainer.pull().push(ONE_UPDATE)
+        push_and_go_on(trainer, batch)
     assert time.monotonic() - started < AT_ONCE_S
 
 

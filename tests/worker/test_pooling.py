@@ -50,8 +50,11 @@ def test_gradients_are_summed_over_every_occurrence_of_a_row(bags, pooling):
 
 @pytest.mark.parametrize(
     ("pooling", "pooled"),
-    [("sum", [[4, 8], [0, 0], [1, 2]]), ("mean", [[1, 2], [0, 0], [1, 2]])]
-    + [("sqrt", [[2, 4], [0, 0], [1, 2]])],
+    [
+        ("sum", [[4, 8], [0, 0], [1, 2]]),
+        ("mean", [[1, 2], [0, 0], [1, 2]]),
+        ("sqrt", [[2, 4], [0, 0], [1, 2]]),
+    ],
 )
 def test_an_id_counts_as_often_as_it_comes_and_an_empty_bag_gives_zeros(
     pooling, pooled

@@ -19,11 +19,12 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from persia_torchrec.wire.precision import decode_floats, encode_floats
-from persia_torchrec.worker.bags import Bags, FeatureSpec, encode_bags
+from persia_torchrec.worker.bags import FeatureSpec, encode_bags
 from persia_torchrec.worker.buffers import IdBuffer
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker
 from persia_torchrec.worker.process import WorkerProcess
 from tests.servers import ids_of
+from tests.worker.one_feature import bags_of
 
 DIM = 2
 TABLE = TableSpec(name="item", dim=DIM, optimizer=SGD(1.0))
@@ -83,11 +84,6 @@ def asker(servers, running):
     asker = Asker(servers.client(running))
     asker.add_tables(TABLE)
     return asker
-
-
-def bags_of(*samples, name="item"):
-    lengths = np.array([len(sample) for sample in samples], dtype=np.int32)
-    return {name: Bags(ids_of(*sum(samples, [])), lengths)}
 
 
 def reference(number, loader=0):

@@ -19,6 +19,7 @@ from persia_torchrec.worker.embedding_worker import EmbeddingWorker
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.remote import BatchReference, RemoteWorkers
 from tests.servers import ids_of
+from tests.worker.one_feature import bags_of
 
 DEADLINE_S = 20.0
 TABLE = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
@@ -68,11 +69,6 @@ def remote(workers):
     remote = workers.connect()
     remote.add_tables([TABLE])
     return remote
-
-
-def bags_of(*samples, name="item"):
-    lengths = np.array([len(sample) for sample in samples], dtype=np.int32)
-    return {name: Bags(ids_of(*sum(samples, [])), lengths)}
 
 
 def number(batch):
@@ -191,7 +187,7 @@ def test_a_worker_that_is_gone_is_named(workers):
     remote = workers.connect(timeout_s=0.3)
     remote.add_tables([TABLE])
     workers.services[0].close()
-    with pytest.raises(ServerError, match="embedding worker 0 at .*: lookup: "):
+    with pytest.raises(ServerError, match=r"embedding worker 0 at .*: lookup: "):
         remote.pull(bags_of([1]), number(1))
     # The other one goes on.
     assert remote.pull(bags_of([1]), number(2))[0].shape == (1, 2)

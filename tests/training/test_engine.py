@@ -1,0 +1,163 @@
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError
+from persia_torchrec.training.engine import Engine, EngineConfig
+from persia_torchrec.worker.remote import RemoteWorkers
+from persia_torchrec.worker.schema import bags_of
+from tests.local_job import LocalJob, SumOfEmbeddings, batch_of
+
+SETTINGS = LookupSettings(forward_buffer_size=3, num_workers=1, embedding_staleness=1)
+
+
+@contextmanager
+def engine_of(job, model=None, **more):
+    config = EngineConfig(
+        schema=job.schema,
+        optimizer=SGD(1.0),
+        embedding_config=EmbeddingConfig(emb_initialization=(5, 5), weight_bound=0),
+        device=torch.device("cpu"),
+        **{"backward_buffer_size": 2, **more},
+    )
+    engine = Engine(model or SumOfEmbeddings(), config)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(job):
+    with engine_of(job) as engine:
+        yield engine
+
+
+def step(engine, batch, *, factor=1.0, settings=SETTINGS):
+    """Train on one batch, its loss the sum of the outputs times a factor."""
+    pull = engine.start_pull(batch, is_training=True, settings=settings)
+    (engine.run([], pull).sum() * factor).backward()
+    engine.flush()
+
+
+def test_the_dense_half_is_replicated_and_the_rows_are_on_the_servers(job, engine):
+    assert isinstance(engine.dmp._dmp_wrapped_module, DistributedDataParallel)
+    names = [name for name, _ in engine.dmp.named_parameters()]
+    assert names == ["dense.bias"]
+    assert dist.get_world_size() == 1
+    step(engine, batch_of([1], [2]))
+    assert sum(engine.client.num_rows()) == 2
+
+
+def test_a_batch_is_pulled_from_where_its_ids_wait(job, engine):
+    loader = RemoteWorkers([job.workers[0].address])
+    batch = batch_of([1], [1, 2])
+    bags = bags_of({feature.name: feature for feature in batch.id_type_features})
+    origin = (0, 4, loader.buffer(0, 4, bags))
+    rest = decode_rest(bytearray(encode_rest(batch)))
+    pull = engine.start_pull(ReferencedBatch(origin, rest), is_training=False)
+    assert engine.embed(pull)[0].tolist() == [[0.0] * 4] * 2
+    assert len(job.buffers[0]) == 0
+    loader.close()
+
+
+def test_the_scale_of_the_loss_is_taken_out_again(job, engine):
+    engine.set_loss_scale(1024.0)
+    step(engine, batch_of([1], [1]), factor=1024.0)
+    assert job.read("item", 1).tolist() == [[3.0] * 4]
+    assert engine.num_skipped == 0
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+def test_under_a_scale_a_gradient_that_is_not_finite_is_left_out(job, engine, factor):
+    engine.set_loss_scale(1024.0)
+    step(engine, batch_of([1]), factor=factor)
+    assert engine.num_skipped == 1
+    assert job.read("item", 1).tolist() == [[5.0] * 4]
+    step(engine, batch_of([1]), factor=1024.0)
+    assert job.read("item", 1).tolist() == [[4.0] * 4]
+
+
+def test_gradients_whose_rows_are_gone_are_counted(tmp_path, monkeypatch):
+    with (
+        LocalJob(tmp_path, monkeypatch, capacity_rows=4) as job,
+        engine_of(job) as engine,
+    ):
+        settings = replace(SETTINGS, embedding_staleness=2)
+        late, other = (
+            engine.start_pull(batch, is_training=True, settings=settings)
+            for batch in (batch_of([1, 2]), batch_of(list(range(100, 140))))
+        )
+        for pull in (late, other):
+            engine.run([], pull).sum().backward()
+        engine.flush()
+        assert engine.num_missed >= 2
+
+
+def test_without_a_bound_as_many_batches_are_under_way_as_the_buffers_hold(job, engine):
+    settings = replace(SETTINGS, embedding_staleness=None)
+    pulls = [
+        engine.start_pull(batch_of([number]), is_training=True, settings=settings)
+        for number in range(5)  # 3 forward and 2 backward
+    ]
+    losses = [engine.run([], pull).sum() for pull in pulls]
+    sum(losses).backward()
+    engine.flush()
+    assert max(c["open_batches_max"] for c in engine.client.counters()) == 5
+
+
+def test_the_bound_does_not_change_while_a_batch_is_under_way(engine):
+    pull = engine.start_pull(batch_of([1]), is_training=True, settings=SETTINGS)
+    pull.wait()
+    wider = replace(SETTINGS, embedding_staleness=7)
+    with pytest.raises(ConfigError, match=r"while no batch is under way\. Received: 1"):
+        engine.start_pull(batch_of([1]), is_training=True, settings=wider)
+    engine.run([], pull).sum().backward()
+    step(engine, batch_of([1]), settings=wider)
+
+
+def test_settings_of_a_loader_for_evaluation_do_not_touch_the_training(engine):
+    pull = engine.start_pull(batch_of([1]), is_training=True, settings=SETTINGS)
+    pull.wait()
+    other = replace(SETTINGS, embedding_staleness=7, num_workers=3)
+    engine.embed(engine.start_pull(batch_of([1]), is_training=False, settings=other))
+    engine.run([], pull).sum().backward()
+
+
+def test_features_that_are_no_slots_are_refused(job, engine):
+    message = r"\['item'\]\. Received: missing \['item'\], unknown \['itme'\]"
+    for is_training in (True, False):
+        with pytest.raises(BatchError, match=message):
+            engine.start_pull(batch_of([1], name="itme"), is_training=is_training)
+    assert job.num_rows() == 0
+
+
+def test_outside_a_job_there_is_nothing_to_train_with(job, monkeypatch):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    with (
+        pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set"),
+        engine_of(job),
+    ):
+        pass
+
+
+def test_closing_twice_does_nothing_and_nothing_works_afterwards(engine):
+    engine.close()
+    engine.close()
+    with pytest.raises(PersiaError, match="closed"):
+        engine.start_pull(batch_of([1]), is_training=True)
+
+
+def test_two_engines_one_after_the_other_find_the_same_rows(job):
+    for expected in (4.0, 3.0):
+        with engine_of(job) as engine:
+            step(engine, batch_of([1]))
+        np.testing.assert_array_equal(job.read("item", 1), [[expected] * 4])

@@ -1,0 +1,86 @@
+import pytest
+
+from persia_torchrec.config import load_embedding_config
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import RemoteError
+from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
+from persia_torchrec.worker.remote import RemoteWorkers
+from persia_torchrec.worker.schema import features_of, tables_of
+from tests.local_job import LocalJob
+from tests.servers import DEADLINE_S
+
+YAML = """
+slots_config:
+  user: {dim: 4}
+  item: {dim: 3, sqrt_scaling: true}
+  basket: {dim: 3}
+feature_groups:
+  things: [item, basket]
+"""
+
+
+@pytest.fixture
+def schema(tmp_path):
+    path = tmp_path / "embedding_config.yml"
+    path.write_text(YAML)
+    return load_embedding_config(path)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    with LocalJob(tmp_path, monkeypatch, YAML, num_workers=2) as job:
+        yield job
+
+
+@pytest.fixture
+def workers(job):
+    workers = RemoteWorkers([worker.address for worker in job.workers])
+    yield workers
+    workers.close()
+
+
+def sharder_of(workers, schema, config=None, optimizer=None):
+    return SlotsSharder(
+        workers,
+        schema,
+        config or EmbeddingConfig(),
+        optimizer or SGD(1.0),
+        timeout_s=DEADLINE_S,
+    )
+
+
+def test_every_group_is_a_table_without_memory(schema):
+    collection = make_collection(schema)
+    configs = collection.embedding_bag_configs()
+    assert [(c.name, c.embedding_dim, c.feature_names) for c in configs] == [
+        ("things", 3, ["item", "basket"]),
+        ("user", 4, ["user"]),
+    ]
+    assert all(weight.is_meta for weight in collection.parameters())
+
+
+def test_the_columns_stand_in_the_order_of_the_file(schema, workers):
+    config = EmbeddingConfig(emb_initialization=(-1, 1), weight_bound=3)
+    spec = sharder_of(workers, schema, config).describe(make_collection(schema))
+    assert spec.features == features_of(schema)
+    assert spec.tables == tables_of(schema, config, SGD(1.0))
+    assert spec.names() == ["user", "item", "basket"]
+    assert spec.dims() == [4, 3, 3]
+
+
+def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
+    sharder = sharder_of(workers, schema)
+    pipeline = sharder.make_pipeline(sharder.describe(make_collection(schema)))
+    assert job.read("user", 1).tolist() == [[0.0] * 4]
+    pipeline.close()
+
+
+def test_a_table_that_is_another_one_already_is_refused(schema, job, workers):
+    sharder = sharder_of(workers, schema)
+    spec = sharder.describe(make_collection(schema))
+    sharder.make_pipeline(spec).close()
+    other = sharder_of(workers, schema, optimizer=SGD(1.0, momentum=0.5))
+    message = r"embedding worker 0 at .*embedding server 0 at .*'things'"
+    with pytest.raises(RemoteError, match=message):
+        other.make_pipeline(other.describe(make_collection(schema)))
