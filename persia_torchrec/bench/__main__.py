@@ -18,7 +18,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.bench.machine import describe_machine, describe_versions
+from persia_torchrec.bench.machine import (
+    OtherWork,
+    describe_machine,
+    describe_versions,
+)
 from persia_torchrec.bench.report import Results
 from persia_torchrec.bench.store import run_store
 from persia_torchrec.bench.wire import run_wire
@@ -92,17 +96,22 @@ def _run(
 ) -> None:
     machine, versions = describe_machine(), describe_versions()
     results = {}
+    other_work = OtherWork()
     for name in names:
         results[name] = _BENCHMARKS[name](settings)
         sys.stdout.write(results[name].to_markdown() + "\n")
+    others = other_work.cores_used()
     for title, facts in (("Machine", machine), ("Versions", versions)):
         items = ", ".join(f"{name} {value}" for name, value in facts.items())
         sys.stdout.write(f"{title}: {items}.\n")
+    if others is not None:
+        sys.stdout.write(f"Other processes used {others:.2f} cores meanwhile.\n")
     sys.stdout.write(f"Command: `{command}`\n")
     if json_file is not None:
         report = {
             "command": command,
             "machine": machine,
+            "cores_used_by_others": others,
             "versions": versions,
             "settings": asdict(settings),
             "results": {name: result.to_json() for name, result in results.items()},

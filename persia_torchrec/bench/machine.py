@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -9,16 +10,36 @@ from pathlib import Path
 
 _PACKAGES = ("numpy", "numba", "pyzmq", "torch", "persia-torchrec")
 _CPUINFO = Path("/proc/cpuinfo")
+_STAT = Path("/proc/stat")
 
 
-def describe_machine() -> dict[str, str | int | float]:
-    """Return the processor, how many cores this process may use, system and load."""
+def describe_machine() -> dict[str, str | int]:
+    """Return the processor, how many cores this process may use, and the system."""
     return {
         "cpu": _cpu_model(),
         "cores": len(cores()) or os.cpu_count() or 1,
         "kernel": f"{platform.system()} {platform.release()}",
-        "load_1min_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+class OtherWork:
+    """What others had the processor do meanwhile: a measurement wants it near zero."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._seconds_at_start = _seconds_of_others()
+
+    def cores_used(self) -> float | None:
+        """Return how many cores others used since the start, on average.
+
+        Counted are all processes but this one and the children it has waited for, and
+        other virtual machines. None where the system does not tell.
+        """
+        now = _seconds_of_others()
+        if now is None or self._seconds_at_start is None:
+            return None
+        elapsed = time.monotonic() - self._start
+        return max(now - self._seconds_at_start, 0.0) / max(elapsed, 0.01)
 
 
 def describe_versions() -> dict[str, str]:
@@ -55,6 +76,16 @@ def pinned(core: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _seconds_of_others() -> float | None:
+    if not _STAT.exists():
+        return None
+    # cpu user nice system idle iowait irq softirq steal ...; the network of this
+    # process is in softirq, so that it counts for nobody.
+    fields = [int(field) for field in _STAT.read_text().split("\n")[0].split()[1:9]]
+    busy = sum(fields[:3]) + fields[7]
+    return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def _cpu_model() -> str:

@@ -33,8 +33,9 @@ class PreprocessMode(enum.Enum):
 class EmbeddingCtx:
     """Look up embeddings and run the dense model on them.
 
-    Enter it within a ``TrainCtx``, whose connections it uses. Entering and leaving it
-    changes nothing on the servers.
+    Enter it within a ``TrainCtx``, whose connections it uses. Entering it waits until
+    the updates that this trainer has sent so far are applied, so that what has been
+    trained is what is evaluated; it changes nothing on the servers.
 
     Args:
         preprocess_mode: what to make of batches; ``EVAL``.
@@ -129,6 +130,13 @@ class EmbeddingCtx:
         self._engine.client.clear()
 
     def __enter__(self) -> Self:
+        """Enter the context.
+
+        Raises:
+            PersiaError: an update before an evaluation failed.
+        """
+        if self.preprocess_mode is PreprocessMode.EVAL:
+            self._engine.flush()
         enter_context(self)
         return self
 

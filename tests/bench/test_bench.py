@@ -70,6 +70,7 @@ def test_the_store_benchmark_writes_all_figures(tmp_path, capsys):
     assert report["command"] == command
     assert report["machine"]["cpu"]
     assert report["machine"]["cores"] >= 1
+    assert report["cores_used_by_others"] is None or report["cores_used_by_others"] >= 0
     assert report["versions"]["numpy"] == np.__version__
     assert report["settings"]["optimizer"] == "adagrad"
     printed = capsys.readouterr().out

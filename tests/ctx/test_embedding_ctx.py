@@ -39,21 +39,18 @@ def ctx(job):
         yield ctx
 
 
-def test_an_evaluation_reads_the_rows_and_leaves_them_as_they_are(job, ctx):
-    train(ctx)
-    ctx._engine.flush()
-    one, two = job.read("item", 1, 2)
-    rows = job.read("item", *range(40))
+def test_an_evaluation_sees_every_update_before_it_and_changes_no_row(job, ctx):
+    train(ctx, embedding_staleness=10)
     num_rows, hits = job.num_rows(), job.total("hits")
     outputs = evaluate(ctx.model)
-    np.testing.assert_allclose(
-        outputs[1],
-        [one.sum() + ctx.model.bias.item(), (one + two).sum() + ctx.model.bias.item()],
-        rtol=1e-5,
-    )
-    assert np.array_equal(job.read("item", *range(40)), rows)
     assert job.num_rows() == num_rows
     assert job.total("hits") > hits
+    bias = ctx.model.bias.item()
+    one, two = job.read("item", 1, 2).sum(axis=1)
+    np.testing.assert_allclose(outputs[1], [one + bias, one + two + bias], rtol=1e-5)
+    rows = job.read("item", *range(40))
+    assert evaluate(ctx.model) == outputs
+    assert np.array_equal(job.read("item", *range(40)), rows)
 
 
 def test_an_unknown_id_reads_zeros_and_gets_no_row(job, ctx):

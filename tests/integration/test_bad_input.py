@@ -197,3 +197,11 @@ class TestServers:
                 push_and_flush(module, loss)
             with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH))
+
+    def test_a_client_that_was_closed_says_so(self, job, model):
+        loss = model(kjt_of(BATCH)).values().sum()
+        job.client.close()
+        with pytest.raises(ServerError, match="the connections are closed"):
+            loss.backward()
+        with pytest.raises(ServerError, match="the connections are closed"):
+            model(kjt_of(BATCH))

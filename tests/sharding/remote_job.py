@@ -66,7 +66,7 @@ class RemoteJob:
         *,
         num_servers: int = 2,
         capacity_rows: int = 100_000,
-        timeout_s: float = 20.0,
+        timeout_s: float = 10.0,
     ) -> None:
         self.servers = Servers(num_servers, capacity_rows)
         self._timeout_s = timeout_s
