@@ -22,11 +22,13 @@ DEADLINE_S = 20.0
 """What a process of a test may take to do what the test waits for."""
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, timeout_s: float = DEADLINE_S
+) -> None:
     """Wait until a condition holds; fail the test when it does not in time."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.02)
 
 

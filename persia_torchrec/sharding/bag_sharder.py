@@ -53,6 +53,11 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         for pipeline in self._pipelines:
             pipeline.flush()
 
+    def close(self) -> None:
+        """Stop the threads of the collections sharded so far. May be called twice."""
+        for pipeline in self._pipelines:
+            pipeline.close()
+
     @abstractmethod
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""

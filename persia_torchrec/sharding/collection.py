@@ -75,7 +75,7 @@ def describe_bags(
     if module.is_weighted():
         raise ConfigError(
             "The collection on the servers must be unweighted. Received: "
-            "is_weighted=True. Leave this collection to TorchRec's own sharder."
+            "is_weighted=True. Scale the pooled embeddings in the model instead."
         )
     configs = module.embedding_bag_configs()
     names_by_table = get_embedding_names_by_table(configs)

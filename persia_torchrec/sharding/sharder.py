@@ -28,13 +28,17 @@ _PRECISIONS = {
 class RemoteEmbeddingBagCollectionSharder(BagSharder):
     """Put every ``EmbeddingBagCollection`` of a model on the embedding servers.
 
+    On the servers a table is its name: collections, and models, that name the same
+    table share its rows.
+
     Args:
         client: of the servers; it must live as long as the model.
         optimizer: of all tables; applied by the servers.
-        staleness: training batches that may be between the pull of their rows and the
-            acknowledgement of their update. 0 waits for the acknowledgement in the
-            backward pass, which equals ordinary synchronous training; 1 waits for it
-            before the next pull.
+        staleness: training batches of one trainer that may be between the pull of their
+            rows and the acknowledgement of their update. 0 waits for the
+            acknowledgement in the backward pass, which equals ordinary synchronous
+            training; 1 waits for it before the next pull. Several trainers are not in
+            step with one another: each bounds its own staleness.
         wire_dtype: how rows and gradients travel: float32, float16 or bfloat16.
         gradient_division: divide gradients by the number of trainers, as TorchRec
             does, so that the servers apply the mean over trainers; otherwise each

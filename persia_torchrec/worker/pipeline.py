@@ -19,7 +19,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -28,6 +28,7 @@ from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.permits import Permit, Permits
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.worker.pooling import Floats
+from persia_torchrec.worker.puller import CLOSED, Puller
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,9 @@ _SETTLE_S = 1.0
 
 _PUSH_MARGIN_S = 5.0
 
-_CLOSED = "The embedding pipeline is closed."
 
 Source = TypeVar("Source", contravariant=True)
 Handle = TypeVar("Handle")
-Ticket = TypeVar("Ticket")
 
 
 class Lookup(Protocol[Source, Handle]):
@@ -151,8 +150,8 @@ class BatchPipeline(Generic[Source, Handle]):
         self.set_staleness(staleness)
         # Bounded by the permits: a push needs one, and a pull waits for one.
         self._pushes: queue.SimpleQueue[_Push[Handle] | None] = queue.SimpleQueue()
-        self._training = _Puller("training pulls")
-        self._evaluation = _Puller("evaluation pulls")
+        self._training = Puller("training pulls")
+        self._evaluation = Puller("evaluation pulls")
         self.set_num_pullers(1)
         self._pusher = threading.Thread(
             target=self._run_pushes, name="pushes", daemon=True
@@ -267,7 +266,7 @@ class BatchPipeline(Generic[Source, Handle]):
     def _push(self, push: _Push[Handle]) -> None:
         with self._lock:
             if self._is_closed:
-                raise PersiaError(_CLOSED)
+                raise PersiaError(CLOSED)
             self._under_way.add(push.done)
             self._pushes.put(push)
         if self._waits_for_ack:
@@ -328,68 +327,9 @@ class BatchPipeline(Generic[Source, Handle]):
         with self._lock:
             error = self._error
             if error is None and self._is_closed:
-                error = PersiaError(_CLOSED)
+                error = PersiaError(CLOSED)
         if error is not None:
             raise error
-
-
-class _Puller:
-    """Runs pulls: one thread lets them begin in their order, others wait for them.
-
-    Permits are taken by the first thread. If each pull took its own, a later batch
-    could get the permit that an earlier one needs, and the trainer, which waits for
-    the earlier one, would never give it back.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def set_num_threads(self, num: int) -> None:
-        self._pool.shutdown(wait=True)
-        self._pool = ThreadPoolExecutor(num, thread_name_prefix=self._name)
-
-    def submit(
-        self,
-        begin: Callable[[], Ticket],
-        pull: "Callable[[Ticket], PulledBatch[Handle]]",
-    ) -> "Future[PulledBatch[Handle]]":
-        """Have ``pull(begin())`` called: ``begin`` in order, ``pull`` when it may."""
-        future: Future[PulledBatch[Handle]] = Future()
-
-        def job() -> None:
-            try:
-                if self._closing.is_set():
-                    raise PersiaError(_CLOSED)
-                ticket = begin()
-                self._pool.submit(_fulfil, future, lambda: pull(ticket))
-            except Exception as exc:  # noqa: BLE001  # handed to whoever waits
-                future.set_exception(exc)
-
-        self._jobs.put(job)
-        return future
-
-    def close(self) -> None:
-        self._closing.set()
-        self._jobs.put(lambda: None)
-
-    def _run(self) -> None:
-        while not (self._closing.is_set() and self._jobs.empty()):
-            self._jobs.get()()
-        self._pool.shutdown(wait=False)
-
-
-def _fulfil(
-    future: "Future[PulledBatch[Handle]]", call: "Callable[[], PulledBatch[Handle]]"
-) -> None:
-    try:
-        future.set_result(call())
-    except Exception as exc:  # noqa: BLE001  # handed to whoever waits
-        future.set_exception(exc)
 
 
 def _when_all_done(replies: Sequence[Reply], call: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
-from tests.local_job import Batches, SumOfEmbeddings, batch_of
+from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 
 EVALUATION = [batch_of([number], [1, 2], requires_grad=False) for number in range(15)]
 TRAINING = [batch_of([1, step], [2]) for step in range(30)]
@@ -39,8 +39,8 @@ def ctx(job):
         yield ctx
 
 
-def test_an_evaluation_sees_every_update_before_it_and_changes_no_row(job, ctx):
-    train(ctx, embedding_staleness=10)
+def test_an_evaluation_reads_the_rows_and_changes_none(job, ctx):
+    train(ctx)
     num_rows, hits = job.num_rows(), job.total("hits")
     outputs = evaluate(ctx.model)
     assert job.num_rows() == num_rows
@@ -51,6 +51,20 @@ def test_an_evaluation_sees_every_update_before_it_and_changes_no_row(job, ctx):
     rows = job.read("item", *range(40))
     assert evaluate(ctx.model) == outputs
     assert np.array_equal(job.read("item", *range(40)), rows)
+
+
+def test_an_evaluation_sees_every_update_before_it(tmp_path, monkeypatch):
+    # Updates that take a while, and that lookups would overtake.
+    large = [batch_of(list(range(100_000))) for _ in range(5)]
+    job = LocalJob(tmp_path, monkeypatch, capacity_rows=100_000)
+    config = EmbeddingConfig(emb_initialization=(0, 0), weight_bound=0)
+    with job, job.train_ctx(embedding_config=config) as ctx:
+        for batch in DataLoader(Batches(large), embedding_staleness=5):
+            ctx.backward(ctx.forward(batch)[0].sum())
+        with eval_ctx() as inner:
+            looked_up = inner.get_embedding_from_data(batch_of([7]))
+            _, (embedding,), _ = inner.prepare_features(looked_up)
+    assert embedding.tolist() == [[-5.0] * 4]
 
 
 def test_an_unknown_id_reads_zeros_and_gets_no_row(job, ctx):

@@ -194,6 +194,15 @@ class Twins:
         ]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Run small operators in one thread: two wait for each other on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture
 def job():
     with RemoteJob(num_servers=2) as job:

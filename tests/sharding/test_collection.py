@@ -112,5 +112,5 @@ def test_a_weighted_collection_is_refused():
 
 
 def test_a_dim_above_the_servers_limit_is_refused():
-    with pytest.raises(ConfigError, match=r"Table 'term': dim must be in \[1, 4096\]"):
+    with pytest.raises(ConfigError, match=r"Table 'term': dim must be .*\[1, 4096\]"):
         describe(table(dim=4097))

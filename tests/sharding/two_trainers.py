@@ -48,6 +48,7 @@ class Run:
 
 def run_trainer(rank: int, world_size: int, runs: list[Run], folder: Path) -> None:
     """Be one of the trainers; leave what was learnt in the folder."""
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         rank=rank,

@@ -1,0 +1,91 @@
+"""A PERSIA user's scripts run as whole jobs, and their mistakes end in words."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.integration.persia_scripts import EMBEDDING_CONFIG, Scripts
+from tests.processes import wait_until
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(150),
+]
+DEADLINE_S = 100.0
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    return Scripts(tmp_path)
+
+
+def test_a_training_that_stops_before_its_data_ends_well(scripts):
+    with scripts.start(
+        *("--embedding_servers", "2", "--embedding_workers", "2"),
+        *("--data_loaders", "2", "--nn_workers", "1"),
+        num_batches=400,
+        LAST_BATCH="60",
+    ) as job:
+        ended = job.wait(DEADLINE_S)
+    assert ended.status == 0, ended.output
+    result = r"rank 0: trained 60 batches, accuracy (0\.\d+), dense"
+    assert float(ended.line(result)) > 0.8
+    tests = re.findall(r"test accuracy (\S+), rows \[(\d+), (\d+)\]", ended.output)
+    assert len(tests) == 6
+    assert float(tests[0][0]) < float(tests[-1][0])
+    assert sum(map(int, tests[-1][1:])) == 40 + 60  # every user, every photo
+    assert all(log for log in ended.logs.values())
+    workers = {f"worker {index}" for index in range(2)}
+    loaders = {f"loader {index}" for index in range(2)}
+    assert workers | loaders < ended.logs.keys()
+
+
+def test_two_trainers_end_with_the_same_dense_model(scripts):
+    with scripts.start("--nn_workers", "2", num_batches=40) as job:
+        ended = job.wait(DEADLINE_S)
+    assert ended.status == 0, ended.output
+    results = r"rank (\d): trained 20 batches, accuracy 0\.\d+, dense (\w+)"
+    dense = dict(re.findall(results, ended.output))
+    assert dense.keys() == {"0", "1"}
+    assert dense["0"] == dense["1"]
+
+
+def test_a_killed_server_ends_the_job_and_every_log_names_it(scripts):
+    with scripts.start(*("--embedding_servers", "2"), num_batches=100_000) as job:
+        wait_until(lambda: "current idx: 5 " in job.output(), "the training", 60.0)
+        victim = job.pids("persia_torchrec.server --shard 1")[0]
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        ended = job.wait(DEADLINE_S)
+    assert time.monotonic() - killed < 40
+    assert ended.status != 0
+    for member in ("coordinator 0", "loader 0", "worker 0", "trainer 0"):
+        assert re.search(
+            rf"server 1 \(process {victim}\) was killed|embedding server 1 at ",
+            ended.logs[member],
+        ), ended.logs[member]
+
+
+def test_an_unknown_key_of_the_embedding_config_ends_the_job(scripts):
+    scripts.write(
+        "embedding_config.yml", EMBEDDING_CONFIG.replace("sqrt_scaling", "sqrt_scale")
+    )
+    with scripts.start(num_batches=10) as job:
+        ended = job.wait(DEADLINE_S)
+    assert ended.status != 0
+    message = r"embedding_config.yml.*photo_id.*sqrt_scale.*sqrt_scaling"
+    for member in ("worker 0", "coordinator 0"):
+        assert re.search(message, ended.logs[member]), ended.logs[member]
+
+
+def test_a_script_that_is_not_there_ends_the_job(scripts):
+    (scripts.folder / "train.py").unlink()
+    with scripts.start(num_batches=10) as job:
+        ended = job.wait(DEADLINE_S)
+    assert ended.status != 0
+    for member in ("trainer 0", "coordinator 0"):
+        assert "The script must exist. Received: 'train.py'" in ended.logs[member]
