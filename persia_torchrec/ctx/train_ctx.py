@@ -2,7 +2,7 @@
 
 import logging
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ class TrainCtx(EmbeddingCtx):
 
     The model and its embeddings go into TorchRec's ``DistributedModelParallel``, the
     embeddings sharded over the servers of the job. Leaving the block without an
-    exception waits until every update is applied.
+    exception waits until every update is applied, and until all trainers leave theirs:
+    their numbers of batches may differ.
 
     Args:
         embedding_optimizer: of all embeddings; the servers apply it.
@@ -138,6 +139,12 @@ class TrainCtx(EmbeddingCtx):
             scaler.update(scale / self._update_factor)
         return scaled
 
+    def __enter__(self) -> Self:
+        """Enter the context; the trainers of a job do so together."""
+        self._in_step = self._engine.in_step()
+        self._in_step.__enter__()
+        return super().__enter__()
+
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -146,6 +153,7 @@ class TrainCtx(EmbeddingCtx):
     ) -> None:
         super().__exit__(exc_type, exc, traceback)
         try:
+            self._in_step.__exit__(exc_type, exc, traceback)
             if exc is None:
                 self._engine.flush()
                 missed = self._engine.num_missed

@@ -9,13 +9,15 @@ a TorchRec user's model takes. The engine belongs to one trainer process and is 
 by its main thread; only :meth:`Engine.start_pull` may be called by another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -143,6 +145,22 @@ class Engine:
     def device(self) -> torch.device:
         """Of the dense model."""
         return self._config.device
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Keep trainers in step whose data do not end at the same batch.
+
+        A trainer that comes to the end of the block answers the all-reduces of those
+        that go on, until all are there; the dense model of the last one is then that
+        of all. An exception ends the block at once.
+        """
+        models = self.dmp.modules()
+        replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
+        if dist.get_world_size() == 1 or not replicas:
+            yield
+            return
+        with replicas[0].join():
+            yield
 
     def start_pull(
         self,

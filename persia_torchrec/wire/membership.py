@@ -6,7 +6,8 @@ the job is finished or has failed, and then ends, whatever its main thread does:
     the job is finished       what was given to ``call_at_end`` is called; the main
                               thread comes to leave the ``with`` block by itself. An
                               expendable member (a data loader) is interrupted, and
-                              ends with status 0.
+                              ends with status 0; so it does if it raises, as it may
+                              when the others have left.
     the job has failed, the   the reason is logged; ``call_at_end``; the main thread
     coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
     parent process is gone    ends with status 1, even if its main thread is stuck.
@@ -198,13 +199,18 @@ class JobMember:
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool:
         if os.getpid() != self._pid:
-            return  # a forked child that left the block on its way out
+            return False  # a forked child that left the block on its way out
         failure = None if exc is None else _failure_of(exc)
-        if failure is None and self._state()[0] == "running":
-            failure = "it left before the job had ended"
         if failure is not None:
+            self._ask_for_verdict()  # which may be the reason for the exception
+        elif self._state()[0] == "running":
+            failure = "it left before the job had ended"
+        is_of_no_matter = self._expendable and self._state()[0] == "finished"
+        if failure is not None and is_of_no_matter:
+            logger.info("the job is finished, %s ends: %s", self.who, failure)
+        elif failure is not None:
             self._fail(failure)
         self._say_why()
         self._leave()
@@ -213,6 +219,7 @@ class JobMember:
         state, reason = self._state()
         if exc is None and state == "failed":
             raise JobError(f"The job failed: {reason}")
+        return failure is not None and is_of_no_matter
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         """Make the main thread leave the block; the handler of SIGTERM."""
@@ -222,8 +229,7 @@ class JobMember:
             return
         # Slurm sends the signal as soon as another process has failed: ask why. Not
         # by _end(): this thread may be interrupted inside the event that _end() sets.
-        with contextlib.suppress(JobError):
-            self._note(*self.book.state())
+        self._ask_for_verdict()
         state, _ = self._state()
         if state == "running":
             raise SystemExit("ended from outside (SIGTERM)")
@@ -245,6 +251,11 @@ class JobMember:
     def _state(self) -> tuple[JobState, str]:
         with self._lock:
             return self._verdict
+
+    def _ask_for_verdict(self) -> None:
+        """Take note of how the job ended, without waiting for the next heartbeat."""
+        with contextlib.suppress(JobError):  # the coordinator is gone: nobody to ask
+            self._note(*self.book.state())
 
     def _note(self, state: JobState, reason: str) -> None:
         """Take note of how the job ended, if it has; the first verdict stands."""

@@ -112,8 +112,12 @@ class Service:
             busy = PersiaError(f"{self._max_open} requests are waiting already.")
             self._listener.send_error(peer, header.request, busy)
             return
+        try:
+            self._pool.submit(self._answer, peer, header, frames)
+        except RuntimeError:  # this process is about to end, and its threads with it
+            self._closing.set()
+            return
         self._num_open += 1
-        self._pool.submit(self._answer, peer, header, frames)
 
     def _answer(self, peer: bytes, header: Header, frames: Frames) -> None:
         try:

@@ -27,6 +27,11 @@ from tests.servers import DEADLINE_S, ids_of
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0), lower=0.0, upper=0.0)
 ROWS = np.array([[1, 2], [3, 4]], dtype=np.float32)
 
+# With momentum, the order of the gradients shows in the weights.
+MOMENTUM = TableSpec(
+    name="item", dim=1, optimizer=SGD(1.0, momentum=0.5), lower=0.0, upper=0.0
+)
+
 
 class Stranger:
     """A socket that sends a server what it likes."""
@@ -164,48 +169,82 @@ def test_a_peer_that_announces_more_than_2_gib_is_disconnected(server):
     assert is_untouched(server)
 
 
-def test_updates_are_applied_in_their_order_and_none_is_lost(servers):
-    running = servers.start(update_queue_batches=1)
-    client = servers.client(running)
-    # With momentum, the order of the gradients shows in the weights.
-    table = TableSpec(
-        name="item", dim=1, optimizer=SGD(1.0, momentum=0.5), lower=0, upper=0
-    )
-    client.add_tables([table])
-    split = client.split(ids_of(5))
-    client.pull([("item", split)], batch=BatchNumber(1, 0))
-    replies, weight, buffer = [], 0.0, 0.0
-    for batch in range(100):
-        grad = float(batch % 7)
-        buffer = 0.5 * buffer + grad
-        weight -= buffer
-        grads = np.full((1, 1), grad, dtype=np.float32)
-        push = client.push([("item", split)], [grads], BatchNumber(1, batch))
-        replies.append(push)
-    assert [client.missed(push) for push in replies] == [0] * 100
-    assert client.read("item", ids_of(5))[0, 0] == pytest.approx(weight, rel=1e-5)
-    assert client.counters()[0]["requests_update"] == 100
+class Backlog:
+    """Requests that wait at a server's socket before it begins to serve."""
+
+    def __init__(self, **settings):
+        self.server = EmbeddingServer(ServerConfig(capacity_rows=10, **settings))
+        self.thread = threading.Thread(target=self.server.serve)
+
+    def __enter__(self):
+        self.stranger = Stranger(self.server.address)
+        tables = encode_json([MOMENTUM.to_json()])
+        self.send(Header(Kind.ADD_TABLES), tables)
+        self.send(Header(Kind.LOOKUP, flags=TRAINING), *one_segment(5))
+        return self
+
+    def __exit__(self, *_):
+        self.server.stop()
+        if not self.thread.is_alive():
+            self.thread.start()
+        self.thread.join(DEADLINE_S)
+        self.stranger.socket.close(linger=0)
+
+    def send(self, header, *frames):
+        self.stranger.socket.send_multipart([header.encode(), *frames])
+
+    def update(self, request, grad=0.0):
+        ids = one_segment(5)
+        self.send(Header(Kind.UPDATE, request), *ids, struct.pack("<f", grad))
+
+    def answered(self, *requests):
+        """Serve until all of some requests are answered; return all in their order."""
+        self.thread.start()
+        answered = []
+        while not set(requests) <= set(answered):
+            assert self.stranger.socket.poll(DEADLINE_S * 1000)
+            header, *_ = self.stranger.socket.recv_multipart()
+            header = Header.decode(header)
+            assert header.kind is Kind.REPLY
+            answered.append(header.request)
+        return answered
 
 
-def test_an_update_is_applied_although_lookups_never_cease(servers):
-    # All of it waits at the socket before the server begins to serve.
-    server = EmbeddingServer(ServerConfig(capacity_rows=10))
-    with Stranger(server.address) as stranger:
-        tables = encode_json([ITEM.to_json()])
-        lookup = (Header(Kind.LOOKUP).encode(), *one_segment(5, 6))
-        update = (Header(Kind.UPDATE, 99).encode(), *one_segment(5, 6), GRADS)
-        stranger.socket.send_multipart([Header(Kind.ADD_TABLES).encode(), tables])
-        for frames in (lookup, update, *[lookup] * 500):
-            stranger.socket.send_multipart(frames)
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        requests = []
-        while 99 not in requests:
-            assert stranger.socket.poll(DEADLINE_S * 1000)
-            requests.append(Header.decode(stranger.socket.recv_multipart()[0]).request)
-        assert len(requests) < 30
-        server.stop()
-        thread.join(DEADLINE_S)
+@pytest.mark.parametrize("update_queue_batches", [1, 3, 64])
+def test_updates_are_applied_in_their_order_and_none_is_lost(update_queue_batches):
+    with Backlog(update_queue_batches=update_queue_batches) as backlog:
+        weight, buffer = 0.0, 0.0
+        for request in range(1, 101):
+            grad = float(request % 7)
+            backlog.update(request, grad)
+            buffer = 0.5 * buffer + grad
+            weight -= buffer
+        answered = backlog.answered(*range(1, 101))
+        assert answered == [0, 0, *range(1, 101)]
+        header = Header(Kind.READ).encode()
+        _, [row] = backlog.stranger.ask(header, *one_segment(5))
+        assert struct.unpack("<ff", row) == pytest.approx((weight, buffer), rel=1e-5)
+
+
+@pytest.mark.parametrize("update_queue_batches", [1, 3])
+def test_an_update_is_applied_before_more_is_read_when_the_queue_is_full(
+    update_queue_batches,
+):
+    with Backlog(update_queue_batches=update_queue_batches) as backlog:
+        for request in range(1, update_queue_batches + 1):
+            backlog.update(request)
+        for _ in range(5):
+            backlog.send(Header(Kind.LOOKUP, 99), *one_segment(5))
+        answered = backlog.answered(1, 99)
+        assert answered.index(1) < answered.index(99)
+
+
+def test_an_update_is_applied_although_lookups_never_cease():
+    with Backlog() as backlog:
+        backlog.update(1)
+        for _ in range(500):
+            backlog.send(Header(Kind.LOOKUP, 99), *one_segment(5))
+        assert len(backlog.answered(1)) < 30
 
 
 def test_clearing_applies_and_acknowledges_the_updates_of_before(server):

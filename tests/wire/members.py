@@ -26,6 +26,18 @@ def fail(port: int) -> None:
         raise ValueError("the table is round")
 
 
+def fail_after_the_end(port: int) -> None:
+    """Send to a trainer that has left, as a data loader may."""
+    get_default_logger()
+    store = ("localhost", port)
+    with JobMember.join("loader", 0, store=store, expendable=True) as member:
+        print("serving", flush=True)
+        while member.book.state()[0] == "running":
+            time.sleep(0.01)
+        raise ConnectionError("the trainer is gone")
+    print("left", flush=True)
+
+
 def leave_early(port: int) -> None:
     """Leave, as if that were all right."""
     with _join(port):

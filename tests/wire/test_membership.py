@@ -130,6 +130,29 @@ def test_a_member_that_is_ended_because_another_has_failed_says_why(book, proces
     assert "trainer 1: the loss is not a number" in member.output()
 
 
+def test_what_an_expendable_member_raises_after_the_end_does_not_matter(
+    book, processes
+):
+    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    member = processes.start("member", members.fail_after_the_end, book.port)
+    member.has_printed("serving")
+    book.finish()
+    assert member.status() == 0
+    assert "the trainer is gone" in member.output()
+    assert "left" in member.output()
+
+
+def test_what_a_member_raises_because_another_has_failed_is_not_the_reason(
+    book, processes
+):
+    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    member = processes.start("member", members.fail_after_the_end, book.port)
+    member.has_printed("serving")
+    book.fail("trainer 1", "the loss is not a number")
+    assert member.status() == 1
+    assert "loader 0 ends: trainer 1: the loss is not a number" in member.output()
+
+
 def test_a_silence_shorter_than_two_heartbeats_is_refused():
     with pytest.raises(ConfigError, match=r"two heartbeats\. Received: 1\.5"):
         JobTimings(silent_s=1.5)

@@ -106,6 +106,7 @@ TWO_IDS = struct.pack("<QQ", 5, 6)
         (struct.pack("<qq", 0, 1), TWO_IDS, r"as many ids as follow, 2\. .* \[1\]"),
         (struct.pack("<qq", 0, 3), TWO_IDS, r"as many ids as follow, 2\. .* \[3\]"),
         (struct.pack("<qqqq", 0, 3, 0, -1), TWO_IDS, r"Received: counts \[3, -1\]"),
+        (struct.pack("<6q", 0, 2, 0, 1, 0, -1), TWO_IDS, r"counts \[2, 1, -1\]"),
         # Their sum is 2 modulo 2**64.
         (
             struct.pack("<10q", *[0, 2**62] * 4, 0, 2),

@@ -1,0 +1,70 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import persia_torchrec
+
+# What a PERSIA script imports after "persia" has become "persia_torchrec".
+OF_PERSIA = {
+    "ctx": ["DataCtx", "EmbeddingCtx", "PreprocessMode", "TrainCtx", "eval_ctx"],
+    "data": [
+        "DataLoader",
+        "IterableDataset",
+        "IterableDatasetBase",
+        "StreamingDataset",
+    ],
+    "embedding": ["EmbeddingConfig"],
+    "embedding.data": [
+        *("IDTypeFeature", "IDTypeFeatureWithSingleID", "Label", "MAX_BATCH_SIZE"),
+        *("NdarrayDataBase", "NonIDTypeFeature", "PersiaBatch"),
+    ],
+    "embedding.optim": ["SGD", "Adagrad", "Adam", "Optimizer"],
+    "env": [
+        *("get_local_rank", "get_rank", "get_replica_index", "get_replica_size"),
+        *("get_world_size", "set_env"),
+    ],
+    "logger": ["get_default_logger", "get_logger"],
+    "utils": ["dump_yaml", "load_yaml", "setup_seed"],
+}
+
+
+def test_every_public_name_is_listed_once_and_imports():
+    # Their order is ruff's business (RUF022).
+    assert sorted(persia_torchrec.__all__) == sorted(set(dir(persia_torchrec)))
+    for name in persia_torchrec.__all__:
+        assert getattr(persia_torchrec, name).__module__.startswith("persia_torchrec")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'TrainContext'"):
+        _ = persia_torchrec.TrainContext
+
+
+@pytest.mark.parametrize("module", OF_PERSIA)
+def test_persias_names_are_where_they_were(module):
+    found = dir(importlib.import_module(f"persia_torchrec.{module}"))
+    assert set(OF_PERSIA[module]) <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("modules", "not_loaded"),
+    [
+        ("persia_torchrec", "numpy numba torch torchrec torchx zmq"),
+        (
+            "persia_torchrec.server.server, persia_torchrec.server.__main__",
+            "torch torchrec torchx fbgemm_gpu",
+        ),
+        ("persia_torchrec.client.client", "torch torchrec torchx fbgemm_gpu"),
+        ("persia_torchrec.worker.__main__", "torchrec torchx fbgemm_gpu"),
+        ("persia_torchrec.ctx", "torchx"),
+    ],
+)
+def test_a_process_loads_no_library_that_it_does_not_need(modules, not_loaded):
+    code = (
+        f"import sys, {modules}\n"
+        f"loaded = {set(not_loaded.split())} & sys.modules.keys()\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

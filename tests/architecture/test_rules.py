@@ -1,0 +1,49 @@
+"""Rules of the conventions that no linter checks."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from torchx.specs.finder import get_component
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 400
+MAX_FUNCTION_LINES = 40
+FILES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("persia_torchrec", "components", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+)
+COMPONENTS = [name for name in FILES if name.startswith("components/")]
+
+
+def functions(name):
+    """Yield every function of a file."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def num_lines(function):
+    """Count the lines of a function, but for signature and docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return function.body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_there_is_something_to_check():
+    assert len(FILES) > 50
+    assert len(COMPONENTS) == 5
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_functions_are_short(name):
+    assert len((ROOT / name).read_text().splitlines()) <= MAX_LINES
+    assert [f.name for f in functions(name) if num_lines(f) > MAX_FUNCTION_LINES] == []
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_torchx_understands_every_component(name):
+    (function,) = (f.name for f in functions(name) if not f.name.startswith("_"))
+    component = get_component(f"{ROOT / name}:{function}")
+    assert component.validation_errors == []
+    assert component.description
