@@ -1,7 +1,7 @@
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.data.inbox import Inbox
@@ -44,8 +44,9 @@ def arrivals(draw):
     return num_loaders, world_size, rank, events
 
 
-@given(arrivals(), st.booleans())
-def test_no_batch_is_lost_and_none_comes_twice(arrivals, in_order):
+@settings(max_examples=300)
+@given(arrivals(), st.booleans(), st.booleans())
+def test_no_batch_is_lost_and_none_comes_twice(arrivals, in_order, take_at_once):
     num_loaders, world_size, rank, events = arrivals
     box = inbox(rank=rank, world_size=world_size)
     taken, is_over = [], False
@@ -55,9 +56,11 @@ def test_no_batch_is_lost_and_none_comes_twice(arrivals, in_order):
             box.end(loader, num_loaders)
         else:
             assert box.put(loader, num_loaders, number, 0)
-        more, is_over = all_that_is_there(box, in_order=in_order)
-        taken += more
-    assert is_over
+        if take_at_once:
+            more, is_over = all_that_is_there(box, in_order=in_order)
+            taken += more
+    taken += all_that_is_there(box, in_order=in_order)[0]
+    assert box.take(0, in_order=in_order) is None
     sent = [number for _, number in events if number is not None]
     assert (taken if in_order else sorted(taken)) == sorted(sent)
 

@@ -318,6 +318,7 @@ def test_a_server_that_ends_in_the_middle_is_an_exception_in_time(train, stalene
 def test_a_closed_pipeline_says_so_at_once(train):
     trainer = train(0)
     held, waiting = trainer.pull(), trainer.start()
+    trainer.start(training=False).result(DEADLINE_S)  # meanwhile, the other waits
     trainer.pipeline.close()
     trainer.pipeline.close()
     started = time.monotonic()
