@@ -76,6 +76,9 @@ class EmbeddingCtx:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
         """Make tensors of a batch, on the context's device.
 
+        To train a model of one's own on them is right with one trainer; with several,
+        only :meth:`forward` averages the dense gradients.
+
         Returns:
             Dense features; embeddings, float32 ``(B, dim)`` a slot in the order of the
             embedding config, which want a gradient in training; labels, or None.
