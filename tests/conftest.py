@@ -18,8 +18,8 @@ settings.register_profile(
 )
 settings.register_profile(
     "nightly",
-    max_examples=3000,
-    stateful_step_count=100,
+    max_examples=1000,
+    stateful_step_count=50,
     deadline=None,
     print_blob=True,
 )

@@ -15,6 +15,7 @@ Dimension key:
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
@@ -22,14 +23,14 @@ from persia_torchrec.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """What the optimizers have in common; use one of the subclasses."""
+class Optimizer(ABC):
+    """What the optimizers have in common."""
 
     kind: ClassVar[str]
 
+    @abstractmethod
     def num_state_floats(self, dim: int) -> int:
         """Return how many float32 of state stand beside a row of ``dim`` weights."""
-        raise NotImplementedError(f"{type(self).__name__} is no optimizer of its own.")
 
     def initial_state(self) -> float:
         """Return the value that every state float of a new row starts with."""

@@ -122,13 +122,9 @@ def lookup_or_insert(
                 store_word(base + slot * stride, ids_N[i])
                 add_entry(buckets, hash_, slot)
                 tally[ROWS] += 1
-                row = floats[slot]
-                weights = row[HEADER_FLOATS : HEADER_FLOATS + dim]
-                fill_uniform(weights, ids_N[i] ^ seed, lower, upper)
-                for s in range(
-                    HEADER_FLOATS + dim, HEADER_FLOATS + dim + num_state_floats
-                ):
-                    row[s] = initial_state
+                fresh = floats[slot, HEADER_FLOATS:]
+                fill_uniform(fresh[:dim], ids_N[i] ^ seed, lower, upper)
+                fresh[dim : dim + num_state_floats] = initial_state
             else:
                 tally[HITS] += 1
             touch(ring, cursor, base + slot * stride, owner, record_of(arena_, slot))

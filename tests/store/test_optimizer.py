@@ -219,10 +219,14 @@ def test_a_gradient_that_is_not_a_number_stays_with_its_row():
 
 
 def test_an_optimizer_without_a_loop_is_refused():
-    spec = TableSpec(name="item", dim=1, optimizer=Optimizer())
+    class Lion(Optimizer):
+        def num_state_floats(self, dim):
+            return dim
+
+    spec = TableSpec(name="item", dim=1, optimizer=Lion())
     floats = np.zeros((1, 6), dtype=np.float32)
     grads = np.zeros((1, 1), dtype=np.float32)
-    with pytest.raises(ConfigError, match=r"No loop for the optimizer Optimizer\(\)"):
+    with pytest.raises(ConfigError, match="No loop for the optimizer"):
         apply_gradients(spec, floats, np.zeros(1, dtype=np.int64), grads, 1)
 
 
