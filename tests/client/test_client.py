@@ -18,7 +18,7 @@ from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.wire.ports import free_port
 from tests.reference import ReferenceStore, uniform_weights
-from tests.servers import RunningServer, ids_of, once_the_port_is_free
+from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free
 
 TABLES = [
     TableSpec(name="item", dim=5, optimizer=Adagrad(0.1)),
@@ -62,6 +62,18 @@ def train(client, *, precision=Precision.FP32):
         push = client.push(tables, grouped, number, precision=precision)
         assert client.missed(push) == 0
     return pulled
+
+
+def wait_until_the_loss_is_noticed(client):
+    """Ask a server that was started anew until it is the new one that answers."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            client.num_rows()
+        except RemoteError:
+            return
+        except ServerError as exc:
+            assert "connection was lost" in str(exc)
 
 
 def test_rows_come_as_the_reference_says_step_by_step(servers):
@@ -276,6 +288,7 @@ def test_a_server_that_was_started_anew_is_refused(servers):
     first.stop()
     second = once_the_port_is_free(lambda: RunningServer(ServerConfig(port=first.port)))
     message = "started anew since the client connected, and the rows of before are gone"
+    wait_until_the_loss_is_noticed(client)
     with pytest.raises(RemoteError, match=message):
         client.pull([("item", client.split(ids_of(1)))], batch=BatchNumber(1, 1))
     with pytest.raises(RemoteError, match=message):

@@ -210,10 +210,13 @@ def test_a_server_that_ends_fails_its_pending_requests_at_once(start, connect):
 
 
 def test_a_server_that_comes_back_is_reached_again(start, connect):
-    first = start(echo)
+    first = start()
     connections = connect(first.address)
-    assert submit(connections).result(DEADLINE_S)
+    lost = submit(connections)
+    assert first.arrived.acquire(timeout=DEADLINE_S)
     first.close()
+    with pytest.raises(ServerError, match="connection was lost"):
+        lost.result(DEADLINE_S)
     port = int(first.address.rpartition(":")[2])
     again = once_the_port_is_free(lambda: Listener("127.0.0.1", port))
     deadline = time.monotonic() + DEADLINE_S
