@@ -23,13 +23,16 @@ from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.shares import (
     check_counts,
+    check_rows,
+    columns_a_row,
     encode_counts,
     encode_share,
     gather_rows,
     require_room,
     scatter_share,
 )
-from persia_torchrec.errors import BatchError, ConfigError, FrameError
+from persia_torchrec.client.staleness import staleness_histogram
+from persia_torchrec.errors import ConfigError, FrameError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
@@ -37,7 +40,6 @@ from persia_torchrec.store.metadata import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     COUNTS,
-    METADATA_COLUMNS,
     TRAINING,
     Frames,
     Header,
@@ -227,7 +229,7 @@ class EmbeddingClient:
             RequestTimeoutError: too many requests are pending.
         """
         for (name, ids), grads_UD in zip(tables, grads, strict=True):
-            _require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
+            check_rows(self.table(name), "gradients", grads_UD, len(ids.ids))
         header = _numbered(Header(Kind.UPDATE, precision=precision), batch)
         return self._fan_out("update", header, tables, grads)
 
@@ -260,7 +262,7 @@ class EmbeddingClient:
             BatchError: the shapes do not fit.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        _require_shape(self.table(table), "weights", weights, len(ids))
+        check_rows(self.table(table), "weights", weights, len(ids))
         split = self.split(ids)
         grouped = np.empty_like(weights, dtype=np.float32)
         grouped[split.place] = weights
@@ -307,6 +309,14 @@ class EmbeddingClient:
         answers = self._servers.ask(Kind.COUNTERS, None, "counters")
         return [answer for answer in answers if isinstance(answer, dict)]
 
+    def staleness(self) -> npt.NDArray[np.int64]:
+        """Return how stale rows were: element k counts gradients of staleness k.
+
+        The staleness of a row is the number of updates, of any trainer, that it had
+        between its pull and its gradient. Of one id in 16 (see ``server/METRICS.md``).
+        """
+        return staleness_histogram(self.counters())
+
     def num_rows(self) -> list[int]:
         """Return how many rows each server holds."""
         return [counters["rows"] for counters in self.counters()]
@@ -342,7 +352,7 @@ class EmbeddingClient:
         split = self.split(ids)
         verb = header.kind.name.lower()
         replies = self._fan_out(verb, header, [(table, split)])
-        width = _columns_a_row(header.kind, self.table(table))
+        width = columns_a_row(header.kind, self.table(table))
         grouped = np.empty((len(ids), width), dtype)
         for server, reply in enumerate(replies):
             flat = array_of(body_of(self._servers.wait(reply)), dtype)
@@ -365,7 +375,7 @@ class EmbeddingClient:
         specs = [self.table(name) for name, _ in tables]
         what = f"{verb} of table {', '.join(repr(spec.name) for spec in specs)}"
         ids = [split for _, split in tables]
-        widths = [_columns_a_row(header.kind, spec) for spec in specs]
+        widths = [columns_a_row(header.kind, spec) for spec in specs]
         size = size_of(header.precision)
         sizes = [w * size for w in widths]
         require_room(what, ids, sizes, self._servers.max_request_ids)
@@ -383,18 +393,3 @@ class EmbeddingClient:
 
 def _numbered(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
     return header._replace(stream=batch.stream, batch=batch.batch, flags=flags)
-
-
-def _require_shape(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> None:
-    expected = (num_ids, spec.dim)
-    if rows.shape != expected:
-        raise BatchError(
-            f"Table {spec.name!r}: {noun} must have the shape {expected}. "
-            f"Received: {rows.shape}."
-        )
-
-
-def _columns_a_row(kind: Kind, spec: TableSpec) -> int:
-    if kind is Kind.METADATA:
-        return METADATA_COLUMNS
-    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)

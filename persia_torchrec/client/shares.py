@@ -14,10 +14,13 @@ import numpy.typing as npt
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
+    METADATA_COLUMNS,
     Frame,
     Frames,
+    Kind,
     Precision,
     Scalar,
     TableIds,
@@ -122,6 +125,27 @@ def check_counts(
                 f"Table {name!r}: counts must be uint32 of the shape "
                 f"{split.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
             )
+
+
+def check_rows(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> None:
+    """Check that there is a row of the table's dim for each id.
+
+    Raises:
+        BatchError: there is not.
+    """
+    expected = (num_ids, spec.dim)
+    if rows.shape != expected:
+        raise BatchError(
+            f"Table {spec.name!r}: {noun} must have the shape {expected}. "
+            f"Received: {rows.shape}."
+        )
+
+
+def columns_a_row(kind: Kind, spec: TableSpec) -> int:
+    """Return the numbers a row in the answer to a request, or beside its ids."""
+    if kind is Kind.METADATA:
+        return METADATA_COLUMNS
+    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)
 
 
 def scatter_share(

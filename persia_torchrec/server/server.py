@@ -258,6 +258,7 @@ class EmbeddingServer:
             **self._store.counters(),
             **self._metrics.snapshot(),
             **self._stages.counters(),
+            **self._open_batches.rows.counters(),
             "hinted_slots": self._open_batches.hints.num_slots,
             "bytes_received": self._listener.bytes_received,
             "bytes_sent": self._listener.bytes_sent,
@@ -305,7 +306,7 @@ class EmbeddingServer:
             place += out_ND.size
             first += len(t.ids)
         if training:
-            self._open_batches.begin(header.stream, header.batch, found)
+            self._open_batches.begin(header.stream, header.batch, found, tables)
         self._stages.lap("lookup")
         frame = encode_floats(rows, header.precision)
         self._stages.lap("encode")
@@ -344,6 +345,8 @@ class EmbeddingServer:
 
     def _apply(self, update: _Update) -> dict[str, int]:
         stream, batch = update.header.stream, update.header.batch
+        if update.tables:
+            self._open_batches.rows.applied(stream, batch)
         num_missed = num_refused = 0
         for t, grads_ND in zip(update.tables, update.grads, strict=True):
             num_ids = len(t.ids)

@@ -31,6 +31,7 @@ from persia_torchrec.client.permits import Permit, Permits
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.table import TableChange
 from persia_torchrec.worker.pooling import Floats
+from persia_torchrec.worker.pulled import HeldPull
 from persia_torchrec.worker.pulled import PulledBatch as PulledBatch
 from persia_torchrec.worker.puller import CLOSED, Puller
 
@@ -177,14 +178,14 @@ class BatchPipeline(Generic[Source, Handle]):
         self._raise_error()
         if not training:
             return self._evaluation.submit(
-                lambda: None, lambda _: self._pull_for_evaluation(source)
+                lambda: None, lambda: self._pull_for_evaluation(source), Future()
             )
         with self._lock:
             self._num_started += 1
             number = BatchNumber(self._stream, self._num_started)
-            permits = self._permits
+            permit = self._permits.ask()
         return self._training.submit(
-            permits.take, lambda permit: self._pull(source, number, permit)
+            permit.take, lambda: self._pull(source, number, permit), HeldPull(permit)
         )
 
     def change_tables(self, change: TableChange) -> "Future[None]":
@@ -267,8 +268,12 @@ class BatchPipeline(Generic[Source, Handle]):
         return PulledBatch(
             pooled,
             lambda grads: self._push(_Push(handle, grads, permit, Future())),
-            lambda: self._pushes.put(_Push(handle, None, permit, Future())),
+            lambda: self._give_up(_Push(handle, None, permit, Future())),
         )
+
+    def _give_up(self, push: _Push[Handle]) -> None:
+        push.permit.let_go()
+        self._pushes.put(push)
 
     def _push(self, push: _Push[Handle]) -> None:
         with self._lock:
@@ -276,6 +281,7 @@ class BatchPipeline(Generic[Source, Handle]):
                 raise PersiaError(CLOSED)
             self._under_way.add(push.done)
             self._pushes.put(push)
+        push.permit.let_go()
         if self._waits_for_ack:
             self._await(push.done)
         self._raise_error()
