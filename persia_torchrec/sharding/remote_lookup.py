@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -63,12 +65,15 @@ class RemoteContext(Multistreamable):
         """No tensor of this context lives on a device."""
 
 
-class StartedPull(Generic[Handle]):
+class StartedPull(Multistreamable, Generic[Handle]):
     """A batch whose pull has begun: hand it to the model in place of its ids."""
 
     def __init__(self, future: Future[PulledBatch[Handle]], timeout_s: float) -> None:
         self._future = future
         self._timeout_s = timeout_s
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Nothing of it is on a device yet."""
 
     def wait(self) -> PulledBatch[Handle]:
         """Wait for the batch.
@@ -180,11 +185,19 @@ class ShardedRemoteEmbeddingBagCollection(
         if not isinstance(batch, StartedPull):
             is_training = self.training and torch.is_grad_enabled()
             batch = self.start(batch, is_training=is_training)
-        return NoWait(NoWait(batch))
+        return KJTListSplitsAwaitable([NoWait(NoWait(batch))], ctx)
 
-    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
+    def compute(self, ctx: RemoteContext, dist_input: KJTList) -> "_Later":
+        """Nothing: the embeddings are waited for when they are used."""
+        (started,) = dist_input
+        return _Later(self, started, torch.is_grad_enabled())
+
+    def finish(self, pulled) -> KeyedTensor:
+        output = self._compute(pulled)
+        return KeyedTensor(self._names, self._dims, output)
+
+    def _compute(self, pulled) -> torch.Tensor:
         """Wait for the pooled embeddings; float32 ``(B, T)`` on the device."""
-        pulled = dist_input.wait()
         if not (pulled.is_training and torch.is_grad_enabled()):
             return self.on_device(pulled)
         embeddings: torch.Tensor = _Rows.apply(self._anchor, pulled, self)
@@ -194,7 +207,7 @@ class ShardedRemoteEmbeddingBagCollection(
         self, ctx: RemoteContext, output: torch.Tensor
     ) -> LazyAwaitable[KeyedTensor]:
         """Name the columns."""
-        return _NamedColumns(KeyedTensor(self._names, self._dims, output))
+        return output
 
     def create_context(self) -> RemoteContext:
         """Return an empty context."""
@@ -235,12 +248,14 @@ class ShardedRemoteEmbeddingBagCollection(
         )
 
 
-class _NamedColumns(LazyAwaitable[KeyedTensor]):
-    """An output that is already there."""
+class _Later(LazyAwaitable[KeyedTensor]):
+    """An output that is waited for when it is used."""
 
-    def __init__(self, output: KeyedTensor) -> None:
+    def __init__(self, module, started, has_grad) -> None:
         super().__init__()
-        self._output = output
+        self._module, self._started, self._has_grad = module, started, has_grad
 
     def _wait_impl(self) -> KeyedTensor:
-        return self._output
+        pulled = self._started.wait()
+        with torch.set_grad_enabled(self._has_grad):
+            return self._module.finish(pulled)
