@@ -114,7 +114,8 @@ def places_of_watched(tables: Sequence[TableIds]) -> Places:
     hashes = salted[0] if len(salted) == 1 else np.concatenate(salted)
     hashes *= np.uint64(_GOLDEN)  # an array: it wraps around
     watched_N = hashes[hashes >> np.uint64(_WATCHED_BITS) == 0]
-    return watched_N >> np.uint64(_PLACE_BITS)
+    places_N: Places = watched_N >> np.uint64(_PLACE_BITS)
+    return places_N
 
 
 def _cost(places_N: Places) -> int:

@@ -6,6 +6,8 @@ TorchRec drives every sharded module by three calls, and so it drives this one:
     compute       waits for the pooled embeddings and puts them into the autograd graph
     output_dist   names their columns: a KeyedTensor
 
+The last two are put off until the output is used.
+
 In the backward pass the gradient of the pooled embeddings leaves through the same
 place; what the servers do with it does not concern autograd. The module has no
 parameters: rows and optimizer state stay on the servers.
@@ -36,6 +38,7 @@ from torchrec.streamable import Multistreamable
 from persia_torchrec.data.kjt import to_jagged_ids
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.when_used import WhenUsed
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
@@ -73,7 +76,7 @@ class StartedPull(Multistreamable, Generic[Handle]):
         self._timeout_s = timeout_s
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Nothing of it is on a device yet."""
+        """What is on a device belongs to the tensors that the wait returns."""
 
     def wait(self) -> PulledBatch[Handle]:
         """Wait for the batch.
@@ -179,25 +182,30 @@ class ShardedRemoteEmbeddingBagCollection(
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
-    ) -> Awaitable[Awaitable[StartedPull[Any]]]:
-        """Begin to pull; a batch whose pull has begun is passed on."""
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Begin to pull; a batch whose pull has begun is passed on.
+
+        The list holds the one pull. It is what pipelines that join the inputs of
+        several modules to one exchange expect.
+        """
         (batch,) = (*input, *kwargs.values())
         if not isinstance(batch, StartedPull):
             is_training = self.training and torch.is_grad_enabled()
             batch = self.start(batch, is_training=is_training)
         return KJTListSplitsAwaitable([NoWait(NoWait(batch))], ctx)
 
-    def compute(self, ctx: RemoteContext, dist_input: KJTList) -> "_Later":
-        """Nothing: the embeddings are waited for when they are used."""
-        (started,) = dist_input
-        return _Later(self, started, torch.is_grad_enabled())
+    def compute_and_output_dist(
+        self, ctx: RemoteContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Return the output before it is there."""
+        (started,) = input
+        return WhenUsed(
+            lambda: self.output_dist(ctx, self.compute(ctx, started)).wait()
+        )
 
-    def finish(self, pulled) -> KeyedTensor:
-        output = self._compute(pulled)
-        return KeyedTensor(self._names, self._dims, output)
-
-    def _compute(self, pulled) -> torch.Tensor:
+    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
         """Wait for the pooled embeddings; float32 ``(B, T)`` on the device."""
+        pulled = dist_input.wait()
         if not (pulled.is_training and torch.is_grad_enabled()):
             return self.on_device(pulled)
         embeddings: torch.Tensor = _Rows.apply(self._anchor, pulled, self)
@@ -207,7 +215,7 @@ class ShardedRemoteEmbeddingBagCollection(
         self, ctx: RemoteContext, output: torch.Tensor
     ) -> LazyAwaitable[KeyedTensor]:
         """Name the columns."""
-        return output
+        return _NamedColumns(KeyedTensor(self._names, self._dims, output))
 
     def create_context(self) -> RemoteContext:
         """Return an empty context."""
@@ -248,14 +256,12 @@ class ShardedRemoteEmbeddingBagCollection(
         )
 
 
-class _Later(LazyAwaitable[KeyedTensor]):
-    """An output that is waited for when it is used."""
+class _NamedColumns(LazyAwaitable[KeyedTensor]):
+    """An output that is already there."""
 
-    def __init__(self, module, started, has_grad) -> None:
+    def __init__(self, output: KeyedTensor) -> None:
         super().__init__()
-        self._module, self._started, self._has_grad = module, started, has_grad
+        self._output = output
 
     def _wait_impl(self) -> KeyedTensor:
-        pulled = self._started.wait()
-        with torch.set_grad_enabled(self._has_grad):
-            return self._module.finish(pulled)
+        return self._output

@@ -23,7 +23,9 @@ def is_watched(table, id_):
     return len(places_of_watched([TableIds(table, ids_of(id_))])) == 1
 
 
-WATCHED = [(table, id_) for table in range(2) for id_ in range(80) if is_watched(table, id_)]
+WATCHED = [
+    (table, id_) for table in range(2) for id_ in range(80) if is_watched(table, id_)
+]
 UNWATCHED = [(0, id_) for id_ in range(80) if not is_watched(0, id_)]
 
 
