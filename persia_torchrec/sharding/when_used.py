@@ -7,12 +7,34 @@ backward pass of this one, never waits for a pull that waits for this backward p
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
+from torchrec.streamable import Multistreamable
 
-Out = TypeVar("Out")
+CompOut = TypeVar("CompOut", bound=Multistreamable)
+Out = TypeVar("Out", bound=Multistreamable)
+Context = TypeVar("Context", bound=Multistreamable)
+
+
+class WhenUsedModule(ShardedModule[Any, CompOut, Out, Context]):
+    """A sharded module whose ``compute`` and ``output_dist`` wait for the first use."""
+
+    def compute_and_output_dist(
+        self, ctx: Context, input: KJTList
+    ) -> LazyAwaitable[Out]:
+        """Return the output before it is there.
+
+        Args:
+            ctx: of this batch.
+            input: what ``input_dist`` leads to: a list of one started pull.
+        """
+        (started,) = input
+        return WhenUsed(
+            lambda: self.output_dist(ctx, self.compute(ctx, started)).wait()
+        )
 
 
 class WhenUsed(LazyAwaitable[Out]):
