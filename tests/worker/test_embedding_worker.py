@@ -246,7 +246,7 @@ def test_a_batch_that_does_not_fit_the_features_is_refused(start, change, messag
 
 
 def test_the_columns_are_those_of_the_features_in_their_order(start):
-    assert start().dims() == [4, 3, 4, 3]
+    assert start().dims() == [4, 3, 4, 3, 3]
     alone = start(features=FEATURES[1:2])
     assert alone.dims() == [3]
     (pooled,), _ = alone.pull({"user": bags_of([1], [2])}, BatchNumber(1, 1))
