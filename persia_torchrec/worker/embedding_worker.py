@@ -19,6 +19,7 @@ Dimension key:
     T: sum of the dims of all features
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,12 @@ import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.client.outcome import PushOutcome
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError
 from persia_torchrec.routing.dedup import Counts, Positions, unique_ids
 from persia_torchrec.routing.hashing import Ids, add_prefix
 from persia_torchrec.routing.shard import ShardedIds
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
-from persia_torchrec.wire.messages import Precision
+from persia_torchrec.wire.messages import Precision, Share
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.pooling import Floats, Lengths, add_gradients, pool
 
@@ -135,10 +136,19 @@ class EmbeddingWorker:
             BatchError: features are missing, unknown, or do not fit together.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        batch = self._route(bags, number)
-        rows = self._client.pull(
-            batch.tables, batch=number, precision=self._precision, counts=batch.counts
-        )
+        try:
+            batch = self._route(bags, number)
+            rows = self._client.pull(
+                batch.tables,
+                batch=number,
+                precision=self._precision,
+                counts=batch.counts,
+            )
+        except PersiaError:
+            if number is not None and number.share is not None:
+                with contextlib.suppress(PersiaError):  # the first one is the cause
+                    self._client.push([], [], number)  # the other trainers wait for it
+            raise
         rows_of = dict(zip((name for name, _ in batch.tables), rows, strict=True))
         pooled_BT = np.empty((batch.num_samples, sum(self.dims())), dtype=np.float32)
         for f, columns in enumerate(self._columns()):
@@ -194,6 +204,10 @@ class EmbeddingWorker:
         """Tell the servers that a training batch will get no gradients."""
         assert batch.number is not None, "a batch that was not pulled for training"
         return self._client.push([], [], batch.number)
+
+    def leave(self, share: Share) -> None:
+        """Give no share of a joint step, nor of later ones; waits for the servers."""
+        self._client.leave(share)
 
     def missed(self, replies: Sequence[Reply]) -> int:
         """Wait until a push is applied; return how many ids had no row any more."""

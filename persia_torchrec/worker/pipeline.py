@@ -30,9 +30,11 @@ from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.client.permits import Permit, Permits
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.table import TableChange
+from persia_torchrec.wire.messages import Share
 from persia_torchrec.worker.pooling import Floats
 from persia_torchrec.worker.pulled import PulledBatch as PulledBatch
 from persia_torchrec.worker.puller import CLOSED, Puller
+from persia_torchrec.worker.trainers import Trainers
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,13 @@ class _Change:
     done: "Future[None]"
 
 
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    share: Share
+    trainers: Trainers
+    done: "Future[None]"
+
+
 class BatchPipeline(Generic[Source, Handle]):
     """The batches of one embedding collection. Any thread may call any method.
 
@@ -108,6 +117,7 @@ class BatchPipeline(Generic[Source, Handle]):
     ) -> None:
         self._lookup = lookup
         self._timeout_s = timeout_s
+        self._trainers: Trainers | None = None  # guarded by _lock
         self._stream = BatchNumber.new_stream()
         self._lock = threading.Lock()
         self._num_started = 0  # guarded by _lock
@@ -122,7 +132,7 @@ class BatchPipeline(Generic[Source, Handle]):
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
         # Bounded by the permits (a push needs one, and a pull waits for one), and by
         # the changes that may wait.
-        self._pushes: queue.SimpleQueue[_Push[Handle] | _Change | None]
+        self._pushes: queue.SimpleQueue[_Push[Handle] | _Change | _Leave | None]
         self._pushes = queue.SimpleQueue()
         self._training = Puller("training pulls")
         self._evaluation = Puller("evaluation pulls")
@@ -164,6 +174,21 @@ class BatchPipeline(Generic[Source, Handle]):
             raise ConfigError(f"At least one puller is needed. Received: {num}.")
         self._training.set_num_threads(num)
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that an acknowledgement may take."""
+        return self._timeout_s
+
+    def set_trainers(self, trainers: Trainers) -> None:
+        """Make every update a share of a joint step; before the first batch.
+
+        Args:
+            trainers: those that this one updates with; handed over.
+        """
+        with self._lock:
+            self._trainers = trainers
+            self._timeout_s += trainers.timeout_s
+
     def start(self, source: Source, *, training: bool) -> "Future[PulledBatch[Handle]]":
         """Begin to pull a batch; returns at once.
 
@@ -181,7 +206,8 @@ class BatchPipeline(Generic[Source, Handle]):
             )
         with self._lock:
             self._num_started += 1
-            number = BatchNumber(self._stream, self._num_started)
+            share = self._trainers.next_share() if self._trainers else None
+            number = BatchNumber(self._stream, self._num_started, share)
             permits = self._permits
         return self._training.submit(
             permits.take, lambda permit: self._pull(source, number, permit)
@@ -214,6 +240,20 @@ class BatchPipeline(Generic[Source, Handle]):
             self._pushes.put(_Change(change, done))
         return done
 
+    def leave(self) -> None:
+        """Let the joint steps of other trainers go on without this one, from now on.
+
+        Batches so far count still. Those after it belong to the joint steps of a new
+        round, in which all trainers take part again, each when it has left this one.
+        Does nothing where trainers do not update jointly.
+
+        Raises:
+            PersiaError: a push of before failed, or the pipeline is closed.
+        """
+        self._raise_error()
+        with self._lock:
+            self._put_leave()
+
     @property
     def num_missed(self) -> int:
         """Ids so far whose row had been evicted when their gradient came."""
@@ -245,10 +285,18 @@ class BatchPipeline(Generic[Source, Handle]):
                 return
             self._is_closed = True
             self._permits.close()
+            self._put_leave()
         self._training.close()
         self._evaluation.close()
         self._pushes.put(None)
         self._pusher.join(timeout=self._timeout_s)
+
+    def _put_leave(self) -> None:
+        """Tell the servers, behind the pushes so far. Called with the lock held."""
+        if self._trainers is not None:
+            share, done = self._trainers.next_group(), Future[None]()
+            self._under_way.add(done)
+            self._pushes.put(_Leave(share, self._trainers, done))
 
     def _pull_for_evaluation(self, source: Source) -> PulledBatch[Handle]:
         pooled, _ = self._lookup.pull(source, None)
@@ -300,6 +348,9 @@ class BatchPipeline(Generic[Source, Handle]):
             if isinstance(push, _Change):
                 self._apply_change(push, sent)
                 continue
+            if isinstance(push, _Leave):
+                self._tell(push)
+                continue
             sent.append(push.done)
             try:
                 if push.grads is None:
@@ -320,6 +371,14 @@ class BatchPipeline(Generic[Source, Handle]):
             self._end(change.done, exc)
         else:
             self._end(change.done, None)
+
+    def _tell(self, leave: _Leave) -> None:
+        try:
+            leave.trainers.leave(leave.share)
+        except Exception as exc:  # noqa: BLE001  # handed to the next caller
+            self._end(leave.done, exc)
+        else:
+            self._end(leave.done, None)
 
     def _settle(self, push: _Push[Handle], replies: Sequence[Reply]) -> None:
         """All replies to a push have come, each with a result or an error."""

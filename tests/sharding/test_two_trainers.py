@@ -6,64 +6,84 @@ import pytest
 from tests.processes import Processes
 from tests.sharding import two_trainers
 from tests.sharding.remote_job import RemoteJob, Servers
-from tests.sharding.two_trainers import Run
+from tests.sharding.two_trainers import CASES, EPOCHS, SGD, TRAININGS
 
 pytestmark = pytest.mark.multiprocess
 
-LR = 0.5
-
-IMPORT_S = 20.0
-"""What a process may take to import TorchRec, on a machine with much else to do."""
-
-
-def train_alone(lr):
-    """Train on the joined batches; return dense weights and rows."""
-    with RemoteJob() as job:
-        return two_trainers.train(Run("alone", job.servers.addresses, lr, True))
+TRAINING_S = 50.0
+"""What two processes may take to import TorchRec and train, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
-    """What two trainers learn on half of each batch each, with and without division."""
+    """What each of two trainers has learnt in each training."""
     folder = tmp_path_factory.mktemp("trainers")
     with contextlib.ExitStack() as stack:
-        runs = [
-            Run(name, stack.enter_context(Servers()).addresses, LR, division)
-            for name, division in (("divided", True), ("whole", False))
-        ]
+        servers = {name: stack.enter_context(Servers()) for name in TRAININGS}
+        addresses = {name: started.addresses for name, started in servers.items()}
         processes = stack.enter_context(Processes(folder))
         trainers = [
             processes.start(
-                f"trainer {rank}", two_trainers.run_trainer, rank, 2, runs, folder
+                f"trainer {rank}", two_trainers.run_trainer, rank, 2, addresses, folder
             )
             for rank in range(2)
         ]
         for trainer in trainers:
-            trainer.process.join(IMPORT_S)
+            trainer.process.join(TRAINING_S)
             assert trainer.status() == 0, trainer.output()
     return {
-        (run.name, rank): np.load(folder / f"{run.name} {rank}.npz")
-        for run in runs
+        (name, rank): np.load(folder / f"{name} {rank}.npz")
+        for name in TRAININGS
         for rank in range(2)
     }
 
 
-def test_two_trainers_learn_what_one_learns_on_the_joined_batches(learnt):
-    dense, rows = train_alone(LR)
+def alone(optimizer, epochs, **settings):
+    """Train on the batches of both as a single trainer."""
+    with RemoteJob() as job:
+        addresses = job.servers.addresses
+        return two_trainers.both_alone(addresses, optimizer, epochs, **settings)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_of_every_trainer_has_the_loss_of_plain_torchrec(learnt, name):
     for rank in range(2):
-        weights = learnt["divided", rank]
-        np.testing.assert_allclose(weights["dense"], dense, atol=1e-6)
-        np.testing.assert_allclose(weights["rows"], rows, atol=1e-6)
+        losses = learnt[name, rank]
+        np.testing.assert_allclose(losses["remote"], losses["plain"], rtol=1e-5)
+    first, second = (learnt[name, rank] for rank in range(2))
+    np.testing.assert_array_equal(first["rows"], second["rows"])
+    assert not np.array_equal(first["remote"], second["remote"])
 
 
-def test_without_division_the_rows_get_the_gradients_of_both(learnt):
-    dense, rows = train_alone(2 * LR)
+def test_trainers_whose_data_end_unevenly_learn_from_all_of_it(learnt):
+    expected = alone(CASES["Adagrad"].optimizer, EPOCHS)
     for rank in range(2):
-        weights = learnt["whole", rank]
-        np.testing.assert_allclose(weights["dense"], dense, atol=1e-6)
-        np.testing.assert_allclose(weights["rows"], rows, atol=1e-6)
+        for half in ("dense", "rows"):
+            weights = learnt["uneven", rank][half]
+            np.testing.assert_allclose(weights, expected[half], atol=1e-5)
 
 
-def test_the_division_matters(learnt):
-    divided, whole = learnt["divided", 0]["rows"], learnt["whole", 0]["rows"]
-    assert np.abs(divided - whole).max() > 0.01
+def test_each_by_itself_adds_the_gradients_up_as_persia_does(learnt):
+    # The dense gradients are averaged all the same: the learning rate makes up for it.
+    expected = alone(SGD(2 * 0.5), [(20, 20)])
+    for rank in range(2):
+        for half in ("dense", "rows"):
+            weights = learnt["each", rank][half]
+            np.testing.assert_allclose(weights, expected[half], atol=1e-5)
+
+
+def test_no_gradient_is_lost_or_counted_twice_under_staleness(learnt):
+    for rank in range(2):
+        moved = learnt["ahead", rank]["moved"]
+        num_steps = learnt["ahead", rank]["num_steps"]
+        # The mean over trainers of 1 for each feature: two of "term", one of "user".
+        np.testing.assert_allclose(sorted(set(moved.round(3))), [0, 50, 100])
+        assert num_steps == 50
+
+
+def test_a_trainer_that_closes_its_tables_does_not_hold_up_the_others(learnt):
+    assert ("ended", 1) in learnt
+
+
+def test_a_trainer_that_vanishes_is_named(learnt):
+    assert "none of rank 1 within 0.5 s" in str(learnt["vanished", 0]["error"])
