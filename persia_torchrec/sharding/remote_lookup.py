@@ -28,6 +28,8 @@ from torchrec.distributed.types import (
     ShardedModule,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
@@ -111,7 +113,7 @@ class _Rows(torch.autograd.Function):
 
 
 class ShardedRemoteEmbeddingBagCollection(
-    ShardedModule[Any, torch.Tensor, KeyedTensor, RemoteContext]
+    ShardedModule[Any, torch.Tensor, KeyedTensor, RemoteContext], FusedOptimizerModule
 ):
     """An ``EmbeddingBagCollection`` on the embedding servers.
 
@@ -123,9 +125,9 @@ class ShardedRemoteEmbeddingBagCollection(
         pipeline: pulls and pushes; the module does not close it.
         spec: the collection's tables and features.
         device: where the embeddings are wanted.
-        timeout_s: seconds that a pull may take.
         gradient_scale: multiplied into every gradient before it is pushed.
         hooks: what to call before pulls and pushes.
+        optimizer: of the tables, for schedules; none where it is left out.
     """
 
     def __init__(
@@ -134,11 +136,12 @@ class ShardedRemoteEmbeddingBagCollection(
         spec: CollectionSpec,
         *,
         device: torch.device,
-        timeout_s: float,
         gradient_scale: float = 1.0,
         hooks: Hooks = _NO_HOOKS,
+        optimizer: KeyedOptimizer | None = None,
     ) -> None:
         super().__init__()
+        self._optimizer = EmptyFusedOptimizer() if optimizer is None else optimizer
         self._hooks = hooks
         self.pipeline = pipeline
         self.gradient_scale = gradient_scale
@@ -148,7 +151,6 @@ class ShardedRemoteEmbeddingBagCollection(
         self._names = spec.names()
         self._dims = spec.dims()
         self._device = device
-        self._timeout_s = timeout_s
         # Autograd only calls a function's backward if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
 
@@ -170,7 +172,7 @@ class ShardedRemoteEmbeddingBagCollection(
         future = self.pipeline.start(batch, training=is_training)
         # A pull ends in time by itself; before it may come a wait for a permit, until
         # earlier pushes are acknowledged, which end in time as well.
-        return StartedPull(future, 2 * self._timeout_s + 5)
+        return StartedPull(future, 2 * self.pipeline.timeout_s + 5)
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
@@ -223,6 +225,11 @@ class ShardedRemoteEmbeddingBagCollection(
         return iter(())
 
     @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The tables' learning rates; DistributedModelParallel asks for it."""
+        return self._optimizer
+
+    @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """What this module was before it was sharded."""
         return EmbeddingBagCollection
@@ -233,6 +240,10 @@ class ShardedRemoteEmbeddingBagCollection(
             "A collection on the embedding servers cannot be copied to another device. "
             "Build a second DistributedModelParallel there."
         )
+
+    def __deepcopy__(self, memo: object) -> "ShardedRemoteEmbeddingBagCollection":
+        """Refuse, as ``DistributedModelParallel.copy`` begins with it."""
+        return self.copy(self._device)
 
 
 class _NamedColumns(LazyAwaitable[KeyedTensor]):

@@ -117,7 +117,7 @@ class BatchPipeline(Generic[Source, Handle]):
     ) -> None:
         self._lookup = lookup
         self._timeout_s = timeout_s
-        self._trainers: Trainers | None = None  # guarded by _lock
+        self._trainers: Trainers | None = None  # locked by _lock, set before use
         self._stream = BatchNumber.new_stream()
         self._lock = threading.Lock()
         self._num_started = 0  # guarded by _lock
@@ -177,7 +177,8 @@ class BatchPipeline(Generic[Source, Handle]):
     @property
     def timeout_s(self) -> float:
         """Seconds that an acknowledgement may take."""
-        return self._timeout_s
+        trainers = self._trainers
+        return self._timeout_s + (trainers.timeout_s if trainers else 0)
 
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch.
@@ -187,7 +188,6 @@ class BatchPipeline(Generic[Source, Handle]):
         """
         with self._lock:
             self._trainers = trainers
-            self._timeout_s += trainers.timeout_s
 
     def start(self, source: Source, *, training: bool) -> "Future[PulledBatch[Handle]]":
         """Begin to pull a batch; returns at once.
@@ -331,7 +331,7 @@ class BatchPipeline(Generic[Source, Handle]):
     def _await(self, done: "Future[None]") -> None:
         # Its requests end in an error in time, which says what was asked of whom; the
         # margin is for pushes that stand in the queue before it.
-        timeout_s = self._timeout_s + _PUSH_MARGIN_S
+        timeout_s = self.timeout_s + _PUSH_MARGIN_S
         try:
             done.result(timeout_s)
         except PersiaError:
