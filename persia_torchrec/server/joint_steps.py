@@ -89,6 +89,8 @@ class JointSteps:
         self._num_steps = 0
         self._num_bytes = 0
         self._earliest = math.inf  # no deadline is earlier
+        metrics.count("joint_steps_broken", 0)
+        self._publish()
 
     def __len__(self) -> int:
         """Return how many steps wait."""

@@ -66,8 +66,8 @@ def join(model: nn.Module) -> Iterator[None]:
         if isinstance(module, ShardedRemoteEmbeddingBagCollection)
     ]
     replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    in_step = replicas[0].join() if replicas else contextlib.nullcontext()
-    with in_step:
+    are_several = bool(replicas) and dist.get_world_size(replicas[0].process_group) > 1
+    with replicas[0].join() if are_several else contextlib.nullcontext():
         yield
         for collection in collections:
             collection.pipeline.leave()

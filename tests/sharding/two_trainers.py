@@ -16,16 +16,17 @@ from persia_torchrec import (
     SGD,
     Adagrad,
     Adam,
+    Constant,
     EmbeddingClient,
     RemoteEmbeddingBagCollectionSharder,
+    TableSettings,
 )
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.sharding.joining import join
-from tests.sharding.remote_job import META, Bags, ids_of, kjt_of, shard
+from tests.sharding.remote_job import CPU, META, Bags, ids_of, kjt_of, shard
 
-NOTHING = torch.zeros(0)
 NUM_IDS = 30
 NUM_STEPS = 200
 NUM_SAMPLES = 16
@@ -46,7 +47,6 @@ class Case:
 
 
 _ADAGRAD = {"learning_rate": 0.1, "eps": 1e-8}
-_ADAM = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
 
 CASES = {
     "SGD": Case(SGD(2.0), EmbOptimType.EXACT_SGD, {"learning_rate": 2.0}),
@@ -60,11 +60,13 @@ CASES = {
         EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         _ADAGRAD,
     ),
-    "Adam": Case(Adam(lr=0.01, eps=1e-8), EmbOptimType.ADAM, _ADAM),
 }
 
 EPOCHS = [(12, 7), (0, 4), (3, 3)]
 """Batches that each of two trainers has."""
+
+ADAM = Adam(lr=0.01)
+"""fbgemm has none on the CPU: it is compared with a single trainer."""
 
 
 class Model(nn.Module):
@@ -80,13 +82,13 @@ class Model(nn.Module):
 class Trainer:
     """A model on servers of its own, and this process as one of its trainers."""
 
-    def __init__(self, addresses, model, optimizer, **settings):
+    def __init__(self, addresses, model, optimizer, *, device=CPU, **settings):
         self.client = EmbeddingClient.connect(addresses)
         self.sharder = RemoteEmbeddingBagCollectionSharder(
             self.client, optimizer, **settings
         )
         torch.manual_seed(0)
-        self.model = shard(model(), self.sharder)
+        self.model = shard(model(), self.sharder, device=device)
 
     def __enter__(self):
         return self
@@ -99,7 +101,8 @@ class Trainer:
         """Return dense weights and rows, once all trainers are here."""
         self.sharder.flush()
         dist.barrier()
-        dense = torch.cat([w.flatten() for w in (*self.model.parameters(), NOTHING)])
+        weights = [weight.flatten().cpu() for weight in self.model.parameters()]
+        dense = torch.cat([*weights, torch.zeros(0)])
         rows = [self.client.read(t.name, ids_of(range(NUM_IDS))) for t in TABLES]
         return {
             "dense": dense.detach().numpy(),
@@ -107,21 +110,26 @@ class Trainer:
         }
 
 
-def run_trainer(rank, world_size, addresses, folder: Path) -> None:
+def run_trainer(rank, world_size, addresses, folder: Path, backend="gloo") -> None:
     """Be one of the trainers; leave what was learnt in the folder.
 
     Args:
         addresses: of the servers of each training, by its name.
+        backend: of the process group; if it names CUDA, the models are there.
     """
     torch.set_num_threads(1)
+    device = CPU
+    if "cuda" in backend:
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        backend,
         rank=rank,
         world_size=world_size,
         store=dist.FileStore(str(folder / "process group"), world_size),
     )
-    for name, train in TRAININGS.items():
-        learnt = train(addresses[name])
+    for name, of_trainer in addresses.items():
+        learnt = TRAININGS[name](of_trainer, device)
         np.savez(folder / f"{name} {rank}.npz", **learnt)
         dist.barrier()
     dist.destroy_process_group()
@@ -140,7 +148,7 @@ def batches(rank, num, seed=1):
             ]
             for f, key in enumerate(["ad", "query", "user"])
         }
-        yield kjt_of(bags), torch.rand(num_samples, generator=generator).round()
+        yield bags, torch.rand(num_samples, generator=generator).round()
 
 
 def train(model, data):
@@ -148,8 +156,8 @@ def train(model, data):
     dense = [weight for name, weight in model.named_parameters() if "bags" not in name]
     optimizer = torch.optim.SGD(dense, lr=0.1)
     losses = []
-    for ids, labels in data:
-        loss = loss_of(model, ids, labels)
+    for batch in data:
+        loss = loss_of(model, [batch], dense[0].device)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -157,16 +165,27 @@ def train(model, data):
     return np.array(losses)
 
 
-def loss_of(model, ids, labels):
-    return nn.functional.binary_cross_entropy_with_logits(model(ids), labels)
+def loss_of(model, batches, device=CPU):
+    """Return the sum of the losses of batches that go through the model together."""
+    bags = {
+        key: [bag for of_batch, _ in batches for bag in of_batch[key]]
+        for key in batches[0][0]
+    }
+    logits = model(kjt_of(bags).to(device)).split(
+        [len(labels) for _, labels in batches]
+    )
+    return sum(
+        nn.functional.binary_cross_entropy_with_logits(of_batch, labels.to(device))
+        for of_batch, (_, labels) in zip(logits, batches, strict=True)
+    )
 
 
 def same_as_torchrec(case):
     """Return what trains a model on the servers, and one in plain TorchRec."""
 
-    def both(addresses):
+    def both(addresses, device):
         rank = dist.get_rank()
-        with Trainer(addresses, Model, case.optimizer) as trainer:
+        with Trainer(addresses, Model, case.optimizer, device=device) as trainer:
             twin = plain_twin(trainer, case)
             remote = train(trainer.model, batches(rank, NUM_STEPS))
             plain = train(twin, batches(rank, NUM_STEPS))
@@ -198,13 +217,13 @@ def plain_twin(trainer, case):
     return twin
 
 
-def each_by_itself(addresses):
+def each_by_itself(addresses, _):
     """Train as PERSIA does, but in step: each trainer's gradient is applied alone."""
     settings = {"update": "each", "gradient_division": False}
     with Trainer(addresses, Model, SGD(0.5), **settings) as trainer:
         optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-        for ids, labels in batches(dist.get_rank(), 20):
-            loss = loss_of(trainer.model, ids, labels)
+        for batch in batches(dist.get_rank(), 20, seed=0):
+            loss = loss_of(trainer.model, [batch])
             optimizer.zero_grad()
             dist.barrier()  # all have pulled
             loss.backward()
@@ -213,9 +232,10 @@ def each_by_itself(addresses):
         return trainer.learnt()
 
 
-def with_uneven_data(addresses):
+def with_uneven_data(addresses, device):
     """Train some epochs in which trainers have different numbers of batches."""
-    with Trainer(addresses, Model, CASES["Adagrad"].optimizer) as trainer:
+    optimizer = CASES["Adagrad"].optimizer
+    with Trainer(addresses, Model, optimizer, device=device) as trainer:
         for epoch, nums in enumerate(EPOCHS):
             data = batches(dist.get_rank(), nums[dist.get_rank()], seed=epoch)
             with join(trainer.model):
@@ -223,62 +243,72 @@ def with_uneven_data(addresses):
         return trainer.learnt()
 
 
-def both_alone(addresses, optimizer, epochs, *, scale=0.5):
-    """Train on the batches of two trainers as a single one.
+def with_adam(addresses, device):
+    """Train with an optimizer for which it matters how often it is applied."""
+    with Trainer(addresses, Model, ADAM, device=device) as trainer:
+        train(trainer.model, batches(dist.get_rank(), 50, seed=0))
+        return trainer.learnt()
+
+
+def both_alone(addresses, optimizer, epochs):
+    """Train on the batches of two trainers as a single one, with the mean loss.
 
     Args:
         epochs: batches of each.
-        scale: of the sum of their losses.
     """
     with Trainer(addresses, Model, optimizer) as trainer:
         optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
         for epoch, nums in enumerate(epochs):
             data = [list(batches(rank, num, epoch)) for rank, num in enumerate(nums)]
             for step in range(max(nums)):
-                losses = [
-                    loss_of(trainer.model, *mine[step])
-                    for mine in data
-                    if step < len(mine)
-                ]
+                loss = loss_of(trainer.model, [m[step] for m in data if step < len(m)])
                 optimizer.zero_grad()
-                (scale * sum(losses)).backward()
+                (loss / 2).backward()
                 optimizer.step()
         return trainer.learnt()
 
 
-def with_staleness(addresses):
-    """Train far ahead of the updates; each gradient is 1 an id and sample."""
-    num_steps = 50
-    with Trainer(addresses, lambda: Bags(TABLES), SGD(1.0), staleness=4) as trainer:
-        start = {"ad": [[7]], "query": [[7]], "user": [[7]]}
-        trainer.model(kjt_of(start)).values().sum().mul(0).backward()
-        before = trainer.learnt()["rows"]
-        for _ in range(num_steps):
-            trainer.model(kjt_of(start)).values().sum().backward()
-        learnt = trainer.learnt()["rows"]
-        return {"moved": before - learnt, "num_steps": num_steps}
+class Counting(Trainer):
+    """A trainer whose every step moves the rows of its ids by the mean of 1 a trainer.
+
+    All rows start at zero.
+    """
+
+    def __init__(self, addresses, **settings):
+        zeros = {t.name: TableSettings(initializer=Constant(0.0)) for t in TABLES}
+        super().__init__(
+            addresses, lambda: Bags(TABLES), SGD(1.0), tables=zeros, **settings
+        )
+
+    def step(self):
+        ids = kjt_of({"ad": [[7]], "query": [[8]], "user": [[9]]})
+        self.model(ids).values().sum().backward()
+
+    def num_steps(self):
+        return -self.client.read("term", ids_of([7]))[0, 0]
 
 
-def with_one_that_ends(addresses):
+def with_staleness(addresses, _):
+    """Train ahead of the updates."""
+    with Counting(addresses, staleness=4) as trainer:
+        for _ in range(50):
+            trainer.step()
+        return trainer.learnt()
+
+
+def with_one_that_ends(addresses, _):
     """Go on while the other trainer has closed its tables."""
-    ids = kjt_of({"ad": [[1]], "query": [[2]], "user": [[3]]})
-    with Trainer(addresses, lambda: Bags(TABLES), SGD(1.0)) as trainer:
+    with Counting(addresses) as trainer:
         for _ in range(2 + 3 * dist.get_rank()):
-            trainer.model(ids).values().sum().backward()
-    return {}
+            trainer.step()
+        return {"num_steps": trainer.num_steps()}
 
 
-def with_one_that_vanishes(addresses):
+def with_one_that_vanishes(addresses, _):
     """Wait in vain for the other trainer, which neither trains nor closes."""
-    ids = kjt_of({"ad": [[1]], "query": [[2]], "user": [[3]]})
-    settings = {"joint_timeout_s": 0.5}
-    with Trainer(addresses, lambda: Bags(TABLES), SGD(1.0), **settings) as trainer:
-
-        def step():
-            trainer.model(ids).values().sum().backward()
-
-        step()
-        error = _error_of(step) if dist.get_rank() == 0 else ""
+    with Counting(addresses, joint_timeout_s=0.5) as trainer:
+        trainer.step()
+        error = _error_of(trainer.step) if dist.get_rank() == 0 else ""
         dist.barrier()
     return {"error": error}
 
@@ -293,6 +323,7 @@ def _error_of(call):
 
 TRAININGS = {
     **{name: same_as_torchrec(case) for name, case in CASES.items()},
+    "Adam": with_adam,
     "each": each_by_itself,
     "uneven": with_uneven_data,
     "ahead": with_staleness,
