@@ -121,8 +121,15 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         """Refuse settings that belong to no collection; called when a batch comes."""
 
     @abstractmethod
-    def make_pipeline(self, spec: CollectionSpec) -> BatchPipeline[Any, Any]:
-        """Return the pipeline of a collection, its tables known to the servers."""
+    def make_pipeline(
+        self, spec: CollectionSpec, device: torch.device
+    ) -> BatchPipeline[Any, Any]:
+        """Return the pipeline of a collection, its tables known to the servers.
+
+        Args:
+            spec: the collection's tables and features.
+            device: where the embeddings are wanted.
+        """
 
     @property
     def module_type(self) -> type[EmbeddingBagCollection]:
@@ -154,7 +161,7 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
         device = device or torch.device("cpu")
-        pipeline = self.make_pipeline(spec)
+        pipeline = self.make_pipeline(spec, device)
         tables = self._tables.add(pipeline, spec.tables)
         if self._joint is not None and (trainers := meet(env, device, self._joint)):
             pipeline.set_trainers(trainers)

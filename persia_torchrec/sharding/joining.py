@@ -3,7 +3,7 @@
 import contextlib
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardingEnv
 
+from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
-from persia_torchrec.wire.messages import Share
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 from persia_torchrec.worker.trainers import Trainers
 
 
@@ -23,12 +23,12 @@ class Joint:
     """How trainers update jointly.
 
     Attributes:
+        client: of the servers.
         timeout_s: seconds that a step may wait for the slowest trainer.
-        leave: tells every server which share is the first that will not come.
     """
 
+    client: EmbeddingClient
     timeout_s: float
-    leave: Callable[[Share], None]
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
@@ -42,9 +42,9 @@ class Joint:
 def join(model: nn.Module) -> Iterator[None]:
     """Train inside this block where trainers' data may not end at the same batch.
 
-    A trainer that comes to the end of the block, if it had no batch at all, does not
-    hold the others up any more: it answers the all-reduces of their dense gradients,
-    and the servers do without its share of the joint updates. The block ends when all
+    A trainer that comes to the end of the block, even without a batch, does not hold
+    the others up any more: it answers the all-reduces of their dense gradients, and
+    the servers do without its share of the joint updates. The block ends when all
     trainers are there; the dense model of the last one is then that of all, and the
     next steps are joint again. Gradients are divided by the number of all trainers
     throughout, as in ``torch.nn.parallel.DistributedDataParallel.join``.
@@ -63,7 +63,7 @@ def join(model: nn.Module) -> Iterator[None]:
     collections = [
         module
         for module in model.modules()
-        if isinstance(module, ShardedRemoteEmbeddingBagCollection)
+        if isinstance(module, ShardedRemoteCollection)
     ]
     replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     are_several = bool(replicas) and dist.get_world_size(replicas[0].process_group) > 1
@@ -100,6 +100,6 @@ def meet(env: ShardingEnv, device: torch.device, joint: Joint) -> Trainers | Non
     )
     return Trainers(
         *(group[0], env.rank, env.world_size),
+        client=joint.client,
         timeout_s=joint.timeout_s,
-        leave=joint.leave,
     )

@@ -4,7 +4,7 @@ DistributedModelParallel(model, sharders=[RemoteEmbeddingBagCollectionSharder(..
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -16,11 +16,12 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.bag_sharder import BagSharder
 from persia_torchrec.sharding.collection import CollectionSpec, describe_bags
 from persia_torchrec.sharding.joining import Joint
+from persia_torchrec.sharding.rows_on_device import RowsOnDevice
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
 from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.pooled import PooledLookup
+from persia_torchrec.worker.rows import RowsLookup
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -66,6 +67,9 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         TableSettings(optimizer=Adam(1e-3), admission=AdmitFrequency(3))})``
     """
 
+    POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    """Types of devices that get the unique rows and pool them, instead of the CPU."""
+
     def __init__(
         self,
         client: EmbeddingClient,
@@ -81,7 +85,7 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         super().__init__(
             timeout_s=client.timeout_s,
             gradient_division=gradient_division,
-            joint=Joint(joint_timeout_s, client.leave) if update == "joint" else None,
+            joint=Joint(client, joint_timeout_s) if update == "joint" else None,
         )
         if update not in ("joint", "each"):
             raise ConfigError(
@@ -133,11 +137,15 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         require_known_tables(self._settings, self._planned | self._described)
 
     def make_pipeline(
-        self, spec: CollectionSpec
-    ) -> BatchPipeline[Mapping[str, Bags], RoutedBatch]:
+        self, spec: CollectionSpec, device: torch.device
+    ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, its tables known to the servers."""
-        worker = EmbeddingWorker(self._client, spec.features, precision=self._precision)
-        worker.add_tables(spec.tables)
-        return BatchPipeline(
-            worker, staleness=self._staleness, timeout_s=self._client.timeout_s
-        )
+        staleness, timeout_s = self._staleness, self._client.timeout_s
+        if device.type in self.POOLS_ON:
+            rows = RowsLookup(self._client, spec.features, precision=self._precision)
+            rows.add_tables(spec.tables)
+            lookup = RowsOnDevice(rows, device)
+            return BatchPipeline(lookup, staleness=staleness, timeout_s=timeout_s)
+        pooled = PooledLookup(self._client, spec.features, precision=self._precision)
+        pooled.add_tables(spec.tables)
+        return BatchPipeline(pooled, staleness=staleness, timeout_s=timeout_s)

@@ -8,8 +8,10 @@ Trainers that have left, each at its own number, come together again in the next
 (the number of the group plus one), where all begin at step 1.
 """
 
-from collections.abc import Callable
+import contextlib
 
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.errors import PersiaError
 from persia_torchrec.wire.messages import Share
 
 
@@ -20,8 +22,8 @@ class Trainers:
         group: a number that all trainers of the collection agree on, and no others.
         rank: of this trainer.
         num_ranks: how many trainers there are.
+        client: of the servers.
         timeout_s: seconds that a step may wait for the slowest of them.
-        leave: tells every server which share is the first that will not come.
     """
 
     def __init__(
@@ -30,11 +32,11 @@ class Trainers:
         rank: int,
         num_ranks: int,
         *,
+        client: EmbeddingClient,
         timeout_s: float,
-        leave: Callable[[Share], None],
     ) -> None:
         self.timeout_s = timeout_s
-        self.leave = leave
+        self._client = client
         self._next = Share(group, 1, rank, num_ranks, round(1000 * timeout_s))
 
     def next_share(self) -> Share:
@@ -43,11 +45,24 @@ class Trainers:
         self._next = share._replace(step=share.step + 1)
         return share
 
+    def give_up(self, batch: BatchNumber) -> None:
+        """Tell the servers that a batch gets no gradients; returns at once."""
+        with contextlib.suppress(PersiaError):  # they notice it by themselves in time
+            self._client.push([], [], batch)
+
     def next_group(self) -> Share:
         """Begin anew in the next group; return the first share that the old one lacks.
 
-        Hand it to ``leave``.
+        Hand it to :meth:`leave`.
         """
         share = self._next
         self._next = share._replace(group=share.group + 1, step=1)
         return share
+
+    def leave(self, share: Share) -> None:
+        """Tell the servers that a share will not come, nor a later one of its group.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        self._client.leave(share)

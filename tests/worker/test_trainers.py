@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from persia_torchrec.errors import BatchError, RemoteError
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker
 from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.trainers import Trainers
 from tests.servers import DEADLINE_S, ids_of
 from tests.worker.test_pipeline import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
@@ -16,11 +16,11 @@ class Trainer:
 
     def __init__(self, client, rank, staleness, joint_timeout_s):
         self.client = client
-        worker = EmbeddingWorker(client, [FEATURE])
+        worker = PooledLookup(client, [FEATURE])
         worker.add_tables([COUNT])
         self.pipeline = BatchPipeline(worker, staleness=staleness, timeout_s=DEADLINE_S)
         self.pipeline.set_trainers(
-            Trainers(1, rank, 2, timeout_s=joint_timeout_s, leave=client.leave)
+            Trainers(1, rank, 2, client=client, timeout_s=joint_timeout_s)
         )
 
     def pull(self, *ids):
@@ -137,7 +137,7 @@ def test_a_trainer_that_vanishes_is_named_in_every_later_error(two):
 def test_a_row_with_a_gradient_that_is_not_finite_is_refused_for_all(two):
     first, second = two(staleness=1)
     batches = [first.pull(5), second.pull(5)]
-    batches[0].push(np.full((1, 1), np.nan, dtype=np.float32))
+    batches[0].push((np.full((1, 1), np.nan, dtype=np.float32),))
     batches[1].push(ONE_UPDATE)
     for trainer in (first, second):
         trainer.pipeline.flush()
