@@ -152,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--train", nargs="+", default=[], help="files, plain or .gz [made-up lines]")
     add("--test", nargs="+", default=[], help="files [a part of the others]")
-    add("--rows", type=int, default=400_000, help="made-up lines [400000]")
+    add("--rows", type=int, default=200_000, help="made-up lines [200000]")
     add("--batch-size", type=int, default=1024, help="samples a step [1024]")
     add("--dim", type=int, default=16, help="of the embeddings [16]")
     add("--dcn", action="store_true", help="DLRM-DCN instead of DLRM")

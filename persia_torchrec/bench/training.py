@@ -155,7 +155,8 @@ def _settings(arguments: argparse.Namespace) -> TrainingSettings:
 @contextmanager
 def _one_process_group() -> Iterator[None]:
     """Be the only trainer, as ``DistributedModelParallel`` wants to know."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, not in __all__
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         yield
     finally:

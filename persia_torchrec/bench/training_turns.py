@@ -1,7 +1,7 @@
 """The models of the training benchmark, one beside the other, in turn."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -24,6 +24,8 @@ from persia_torchrec.errors import StoreError
 
 _RELATIVE_TOLERANCE = 1e-5
 _NUM_WARM_STEPS = 2
+_LOST = ("gradients_missed", "gradients_refused", "evictions")
+"""Counters of a server."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,8 @@ def measure_dim(
             for arm in arms:
                 arm.take_turn(iter(first), settings.steps)
         for arm in arms:
-            _check_gradients(arm)
+            if arm.server is not None:
+                require_all_applied(arm.server.client.counters()[0])
         return [_row(settings, dim, arm, plain) for arm in arms]
 
 
@@ -110,26 +113,33 @@ def _remote_arms(
 
 
 def _check_losses(arms: Sequence[Arm], batches: Sequence[Batch]) -> None:
-    """Compare the first losses with plain TorchRec's; both have not trained yet."""
+    """Compare the first losses with plain TorchRec's; no model has trained yet."""
     expected = arms[0].trainer.train(batches)
     for arm in arms:
         if arm.staleness == 0:
-            losses = arm.trainer.train(batches)
-            if not np.allclose(losses, expected, rtol=_RELATIVE_TOLERANCE, atol=0):
-                raise StoreError(
-                    "With staleness 0 the losses must be plain TorchRec's, "
-                    f"{expected}. Received: {losses}."
-                )
+            require_same_losses(arm.trainer.train(batches), expected)
 
 
-def _check_gradients(arm: Arm) -> None:
-    if arm.server is None:
-        return
-    [counters] = arm.server.client.counters()
-    lost = {
-        name: counters.get(name, 0)
-        for name in ("gradients_missed", "gradients_refused", "evictions")
-    }
+def require_same_losses(losses: Sequence[float], expected: Sequence[float]) -> None:
+    """Compare the losses at staleness 0 with plain TorchRec's.
+
+    Raises:
+        StoreError: they differ by more than rounding does.
+    """
+    if not np.allclose(losses, expected, rtol=_RELATIVE_TOLERANCE, atol=0):
+        raise StoreError(
+            "With staleness 0 the losses must be plain TorchRec's, "
+            f"{list(expected)}. Received: {list(losses)}."
+        )
+
+
+def require_all_applied(counters: Mapping[str, int]) -> None:
+    """Refuse a server that has not applied every gradient to its row.
+
+    Raises:
+        StoreError: a gradient was missed or refused, or a row evicted.
+    """
+    lost = {name: counters.get(name, 0) for name in _LOST}
     if any(lost.values()):
         raise StoreError(f"Every gradient must reach its row. Received: {lost}.")
 
