@@ -151,7 +151,7 @@ def test_a_model_of_torchrec_trains_on_the_servers_as_it_does_in_torchrec(name):
         assert len(remote_modules(model)) == 1
         twin = make_twin(name, job)
         losses = train(model, batches, loss_fn)
-    expected = train(twin, batches, loss_fn)
+        expected = train(twin, batches, loss_fn)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     # Nothing of this would mean much if the model had learnt nothing.
     assert losses[-20:].mean() < 0.85 * losses[:20].mean()
