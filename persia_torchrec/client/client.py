@@ -23,12 +23,12 @@ from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.shares import (
     check_counts,
-    check_rows,
     columns_a_row,
     encode_counts,
     encode_share,
     gather_rows,
     require_room,
+    require_shape,
     scatter_share,
 )
 from persia_torchrec.client.staleness import staleness_histogram
@@ -40,12 +40,14 @@ from persia_torchrec.store.metadata import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     COUNTS,
+    SHARE,
     TRAINING,
     Frames,
     Header,
     Kind,
     Precision,
     Scalar,
+    Share,
     array_of,
     decode_json,
 )
@@ -216,7 +218,8 @@ class EmbeddingClient:
         Args:
             tables: as in :meth:`pull`; empty gives up the batch without an update.
             grads: float32 ``(U, D)`` a table, in the order of its grouped ids.
-            batch: the batch whose rows these were.
+            batch: the batch whose rows these were. If it is a share of a joint step,
+                the servers apply it with the shares of the other trainers.
             precision: how the gradients travel.
 
         Returns:
@@ -229,9 +232,23 @@ class EmbeddingClient:
             RequestTimeoutError: too many requests are pending.
         """
         for (name, ids), grads_UD in zip(tables, grads, strict=True):
-            check_rows(self.table(name), "gradients", grads_UD, len(ids.ids))
-        header = _numbered(Header(Kind.UPDATE, precision=precision), batch)
-        return self._fan_out("update", header, tables, grads)
+            require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
+        flags = SHARE if batch.share else 0
+        header = _numbered(Header(Kind.UPDATE, precision=precision), batch, flags)
+        return self._fan_out("update", header, tables, grads, share=batch.share)
+
+    def leave(self, share: Share) -> None:
+        """Give no share of a joint step, nor of later ones; the others go on without.
+
+        Args:
+            share: the first that will not come.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        frames: Frames = [share.encode()]
+        for reply in self._servers.send(Header(Kind.LEAVE), lambda _: frames, "leave"):
+            self._servers.wait(reply)
 
     def missed(self, replies: Sequence[Reply]) -> int:
         """Wait for the replies to a push; return how many ids had no row any more.
@@ -262,7 +279,7 @@ class EmbeddingClient:
             BatchError: the shapes do not fit.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        check_rows(self.table(table), "weights", weights, len(ids))
+        require_shape(self.table(table), "weights", weights, len(ids))
         split = self.split(ids)
         grouped = np.empty_like(weights, dtype=np.float32)
         grouped[split.place] = weights
@@ -370,8 +387,9 @@ class EmbeddingClient:
         rows: Sequence[Floats] | None = None,
         *,
         counts: Sequence[Counts | None] | None = None,
+        share: Share | None = None,
     ) -> list[Reply]:
-        """Send every server its share of the tables, and of rows or counts if given."""
+        """Send every server its part of the tables, and of rows or counts if given."""
         specs = [self.table(name) for name, _ in tables]
         what = f"{verb} of table {', '.join(repr(spec.name) for spec in specs)}"
         ids = [split for _, split in tables]
@@ -382,13 +400,17 @@ class EmbeddingClient:
 
         def frames_of(server: int) -> Frames:
             numbers = self._numbers[server]
-            share = [(numbers[name], split) for name, split in tables]
-            frames = encode_share(server, share, rows, header.precision)
+            part = [(numbers[name], split) for name, split in tables]
+            frames = encode_share(server, part, rows, header.precision)
             if header.flags & COUNTS and counts is not None:
                 frames.append(encode_counts(server, ids, counts))
+            if share is not None:
+                frames.append(share.encode())
             return frames
 
-        return self._servers.send(header, frames_of, what)
+        # A joint step waits for the other trainers as well.
+        timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
+        return self._servers.send(header, frames_of, what, timeout_s)
 
 
 def _numbered(header: Header, batch: BatchNumber, flags: int = 0) -> Header:

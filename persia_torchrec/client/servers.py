@@ -1,6 +1,5 @@
 """All servers of a job: the way to them, and which start of each is meant."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
@@ -122,22 +121,3 @@ class Servers:
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self._connections.close()
-
-
-def when_all_done(replies: Sequence[Reply], call: Callable[[], None]) -> None:
-    """Call once every reply is there; by the thread that brings the last one."""
-    lock = threading.Lock()
-    left = len(replies)
-
-    def count(_: Reply) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            is_last = left == 0
-        if is_last:
-            call()
-
-    if not replies:
-        call()
-    for reply in replies:
-        reply.add_done_callback(count)

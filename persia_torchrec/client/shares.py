@@ -109,6 +109,27 @@ def require_room(
             )
 
 
+def require_shape(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> None:
+    """Refuse rows that are not one an id.
+
+    Raises:
+        BatchError: their shape is another.
+    """
+    expected = (num_ids, spec.dim)
+    if rows.shape != expected:
+        raise BatchError(
+            f"Table {spec.name!r}: {noun} must have the shape {expected}. "
+            f"Received: {rows.shape}."
+        )
+
+
+def columns_a_row(kind: Kind, spec: TableSpec) -> int:
+    """Return how many numbers a row has in a request of some kind, or its reply."""
+    if kind is Kind.METADATA:
+        return METADATA_COLUMNS
+    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)
+
+
 def check_counts(
     tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None]
 ) -> None:
@@ -125,27 +146,6 @@ def check_counts(
                 f"Table {name!r}: counts must be uint32 of the shape "
                 f"{split.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
             )
-
-
-def check_rows(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> None:
-    """Check that there is a row of the table's dim for each id.
-
-    Raises:
-        BatchError: there is not.
-    """
-    expected = (num_ids, spec.dim)
-    if rows.shape != expected:
-        raise BatchError(
-            f"Table {spec.name!r}: {noun} must have the shape {expected}. "
-            f"Received: {rows.shape}."
-        )
-
-
-def columns_a_row(kind: Kind, spec: TableSpec) -> int:
-    """Return the numbers a row in the answer to a request, or beside its ids."""
-    if kind is Kind.METADATA:
-        return METADATA_COLUMNS
-    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)
 
 
 def scatter_share(

@@ -76,16 +76,21 @@ class RowStaleness:
             (of_stream, of_batch) = next(iter(self._pulled))
             self.drop(of_stream, of_batch)
 
-    def applied(self, stream: int, batch: int) -> None:
-        """The update of a batch has been applied."""
-        lookups = self._take(stream, batch)
+    def applied(self, batches: Sequence[tuple[int, int]]) -> None:
+        """The updates of batches are applied as one: each row gets one update more.
+
+        Args:
+            batches: stream and number of each; several are those of a joint step.
+        """
+        lookups = [lookup for batch in batches for lookup in self._take(*batch)]
         for places_N, seen_N in lookups:
             staleness_N = self._num_updates[places_N] - seen_N
             self.histogram += np.bincount(
                 np.minimum(staleness_N, MAX_STALENESS), minlength=MAX_STALENESS + 1
             )
-        for places_N, _ in lookups:
-            self._num_updates[places_N] += np.uint32(1)
+        if lookups:
+            places = np.concatenate([places_N for places_N, _ in lookups])
+            self._num_updates[places] += np.uint32(1)  # once, however often named
 
     def drop(self, stream: int, batch: int) -> None:
         """Forget a batch: it gets no update."""

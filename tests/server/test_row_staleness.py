@@ -75,7 +75,7 @@ def test_the_histogram_is_what_a_list_of_all_updates_says(steps):
         elif under_way:
             batch = under_way.pop(which % len(under_way))
             if step == "apply":
-                staleness.applied(3, batch)
+                staleness.applied([(3, batch)])
                 slow.applied(batch)
             else:
                 staleness.drop(3, batch)
@@ -96,8 +96,8 @@ def test_very_stale_rows_are_counted_together():
     staleness.pulled(1, 0, rows)
     for batch in range(1, MAX_STALENESS + 10):
         staleness.pulled(1, batch, rows)
-        staleness.applied(1, batch)
-    staleness.applied(1, 0)
+        staleness.applied([(1, batch)])
+    staleness.applied([(1, 0)])
     assert staleness.counters()[f"staleness_{MAX_STALENESS}"] == 1
     assert staleness.counters()["staleness_0"] == MAX_STALENESS + 9
 
@@ -108,7 +108,7 @@ def test_batches_beyond_the_bound_are_forgotten_and_not_measured():
     for batch in range(3):
         staleness.pulled(1, batch, rows)
     for batch in range(3):
-        staleness.applied(1, batch)
+        staleness.applied([(1, batch)])
     assert staleness.counters() == {"staleness_0": 1, "staleness_1": 1}
 
 
@@ -116,8 +116,19 @@ def test_a_lookup_in_parts_is_measured_whole():
     staleness = RowStaleness()
     for row in WATCHED[:2]:
         staleness.pulled(1, 5, request([row]))
-    staleness.applied(1, 5)
+    staleness.applied([(1, 5)])
     assert staleness.counters() == {"staleness_0": 2}
+
+
+def test_a_joint_step_is_one_update():
+    staleness = RowStaleness()
+    first, second = request(WATCHED[:2]), request(WATCHED[1:3])
+    for step in range(2):
+        staleness.pulled(1, step, first)
+        staleness.pulled(2, step, second)
+    for step in range(2):
+        staleness.applied([(1, step), (2, step)])
+    assert staleness.counters() == {"staleness_0": 4, "staleness_1": 4}
 
 
 def test_a_stream_that_never_ends_a_batch_is_forgotten():
@@ -125,7 +136,7 @@ def test_a_stream_that_never_ends_a_batch_is_forgotten():
     for batch in range(5000):
         batches.begin(7, batch, tables=request(WATCHED[:1]))
     batches.end(7, 0)
-    batches.rows.applied(7, 0)
+    batches.rows.applied([(7, 0)])
     assert batches.rows.counters() == {"staleness_0": 0}
 
 
