@@ -25,7 +25,7 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.permits import Permit, Permits
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableChange
-from persia_torchrec.worker.pulled import Outputs
+from persia_torchrec.worker.pulled import HeldPull, Outputs
 from persia_torchrec.worker.pulled import PulledBatch as PulledBatch
 from persia_torchrec.worker.puller import Puller
 from persia_torchrec.worker.pusher import Push, Pusher, Updates
@@ -142,15 +142,15 @@ class BatchPipeline(Generic[Source, Handle]):
         self._pusher.raise_error()
         if not training:
             return self._evaluation.submit(
-                lambda: None, lambda _: self._pull_for_evaluation(source)
+                lambda: None, lambda: self._pull_for_evaluation(source), Future()
             )
         with self._lock:
             self._num_started += 1
             share = self._trainers.next_share() if self._trainers else None
             number = BatchNumber(self._stream, self._num_started, share)
-            permits = self._permits
+            permit = self._permits.ask()
         return self._training.submit(
-            permits.take, lambda permit: self._pull(source, number, permit)
+            permit.take, lambda: self._pull(source, number, permit), HeldPull(permit)
         )
 
     def change_tables(self, change: TableChange) -> Future[None]:
@@ -238,11 +238,16 @@ class BatchPipeline(Generic[Source, Handle]):
             outputs,
             handle,
             lambda grads: self._push(Push(handle, grads, permit)),
-            lambda: self._pusher.put_given_up(Push(handle, None, permit)),
+            lambda: self._give_up(Push(handle, None, permit)),
         )
 
     def _push(self, push: Push[Handle]) -> None:
+        push.permit.let_go()
         self._pusher.put(push, waits_for_ack=self._waits_for_ack)
+
+    def _give_up(self, push: Push[Handle]) -> None:
+        push.permit.let_go()
+        self._pusher.put_given_up(push)
 
 
 def _require_staleness(staleness: int) -> None:
