@@ -38,10 +38,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig as ServerConfig
-from persia_torchrec.server.requests import (
-    RequestReader,
-    require_reply_fits,
-)
+from persia_torchrec.server.requests import RequestReader, require_reply_fits
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -50,6 +47,7 @@ from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import (
     COUNTS,
     METADATA_COLUMNS,
+    STATE,
     TRAINING,
     Frame,
     Frames,
@@ -61,11 +59,7 @@ from persia_torchrec.wire.messages import (
     decode_json,
     encode_json,
 )
-from persia_torchrec.wire.precision import (
-    Floats,
-    encode_floats,
-    size_of,
-)
+from persia_torchrec.wire.precision import Floats, encode_floats, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +216,8 @@ class EmbeddingServer:
                 return self._read(frames)
             case Kind.METADATA:
                 return self._metadata(frames)
+            case Kind.EXPORT:
+                return self._export(frames)
             case _:
                 return [encode_json(self._control(header, frames))]
 
@@ -238,6 +234,8 @@ class EmbeddingServer:
                 return self._add_tables(decode_json(frames))
             case Kind.COUNTERS:
                 return self._counters()
+            case Kind.STEP:
+                return self._step(frames)
             case Kind.CLEAR:
                 self._apply_all_updates()  # whoever sent them waits for the ack
                 self._store.clear()
@@ -357,11 +355,29 @@ class EmbeddingServer:
 
     def _write(self, header: Header, frames: Frames) -> None:
         tables = self._reader.tables(frames, num_frames=4)
-        weights = self._reader.rows(tables, frames[3], header.precision)
+        has_state = bool(header.flags & STATE)
+        rows = self._reader.rows(
+            tables, frames[3], header.precision, has_state=has_state
+        )
         self._stages.lap("decode")
-        for t, weights_ND in zip(tables, weights, strict=True):
-            self._store.write(t.table, t.ids, weights_ND)
+        for t, rows_NK in zip(tables, rows, strict=True):
+            self._store.write(t.table, t.ids, rows_NK)
         self._stages.lap("update")
+
+    def _step(self, frames: Frames) -> int:
+        table, step = self._reader.step(decode_json(frames))
+        self._apply_all_updates()  # they count
+        if step is not None:
+            self._store.set_step(table, step)
+        return self._store.step(table)
+
+    def _export(self, frames: Frames) -> Frames:
+        asked = self._reader.export(decode_json(frames))
+        self._stages.lap("decode")
+        found = self._store.scan(asked.table, asked.start, asked.max_rows)
+        self._stages.lap("lookup")
+        place = encode_json({"next": found.next_slot})
+        return [place, bytes_of(found.ids), bytes_of(found.rows)]
 
     def _read(self, frames: Frames) -> Frames:
         tables = self._reader.tables(frames, num_frames=3)

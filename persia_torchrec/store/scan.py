@@ -116,7 +116,7 @@ def find_rows(
             slots_N[num] = np.uint32(slot)
             num += 1
         slot += np.uint64(1)
-    return num, np.int64(slot)
+    return num, int(slot)
 
 
 def ids_at(slots_N: Slots, words: npt.NDArray[np.uint64]) -> Ids:

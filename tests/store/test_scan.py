@@ -149,7 +149,7 @@ class TestWrite:
         assert not store.has(1, ids_of(2)).any()
 
     def test_more_rows_than_fit_are_refused(self, store):
-        with pytest.raises(StoreError, match="At most 40 rows fit. Received: 41"):
+        with pytest.raises(StoreError, match=r"At most 40 rows fit\. Received: 41"):
             store.write(0, np.arange(41, dtype=np.uint64), np.ones((41, 2)))
 
 

@@ -45,14 +45,14 @@ def test_a_header_comes_back_as_it_was(header):
 
 def test_a_header_is_laid_out_as_the_protocol_says():
     header = Header(Kind.UPDATE, 6, 7, 8, 9, Precision.BF16, 1)
-    assert header.encode() == b"PTRC" + struct.pack("<HHQQQQII", 2, 5, 6, 7, 8, 9, 2, 1)
+    assert header.encode() == b"PTRC" + struct.pack("<HHQQQQII", 3, 5, 6, 7, 8, 9, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
         (0, b"PTRX", r"must begin with b'PTRC'\. Received: b'PTRX'"),
-        (4, b"\1\0", r"version must be 2\. Received: 1\. Run the same version"),
+        (4, b"\1\0", r"version must be 3\. Received: 1\. Run the same version"),
         (6, b"\x63\0", "Unknown field.*99 is not a valid Kind"),
         (40, b"\3\0\0\0", "Unknown field.*3 is not a valid Precision"),
     ],
@@ -186,7 +186,7 @@ def test_kinds_and_precisions_keep_their_numbers():
     assert [kind.name for kind in Kind] == [
         *("REPLY", "ERROR", "HELLO", "ADD_TABLES", "LOOKUP", "UPDATE", "WRITE", "READ"),
         *("COUNTERS", "CLEAR", "SHUTDOWN", "BUFFER_IDS", "FORWARD", "BACKWARD"),
-        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA"),
+        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA", "EXPORT", "STEP"),
     ]
     assert list(Kind) == list(range(len(Kind)))
     assert [(p.name, p.value) for p in Precision] == [
