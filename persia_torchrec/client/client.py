@@ -284,7 +284,7 @@ class EmbeddingClient:
 
         Args:
             table: name of the table.
-            block_rows: rows a block, at most. One block a server is in memory.
+            block_rows: rows a block at most. One block a server is in memory.
 
         Returns:
             Blocks with optimizer state, in no order of the ids.

@@ -13,7 +13,7 @@ import numpy as np
 
 from persia_torchrec.client.answers import Exported
 from persia_torchrec.client.fan_out import require_shape
-from persia_torchrec.client.row_block import RowBlock
+from persia_torchrec.client.row_block import RowBlock, rows_a_block
 from persia_torchrec.client.servers import Reply, Servers
 from persia_torchrec.errors import BatchError, WireError
 from persia_torchrec.table import TableSpec
@@ -122,7 +122,8 @@ def export_blocks(
     """
     if block_rows < 1:
         raise BatchError(f"A block must have at least 1 row. Received: {block_rows}.")
-    return _export(servers, spec, numbers, min(block_rows, *servers.max_request_ids))
+    max_rows = min(rows_a_block(spec, block_rows), *servers.max_request_ids)
+    return _export(servers, spec, numbers, max_rows)
 
 
 def _export(
