@@ -38,6 +38,9 @@ OptimizerState = Mapping[str, object]
 TorchRec's fused optimizer has it, and of its ``KeyedOptimizerWrapper`` around any of
 torch's."""
 
+_PARENTS = ("embedding_bags", "embeddings")
+"""What TorchRec's two kinds of collections call their tables together."""
+
 _STEP = "step"
 
 
@@ -59,9 +62,9 @@ def load_tables(
 
     Args:
         client: of the servers, which know the tables.
-        state_dict: holds, among others, the weight of each table as ``"NAME"``,
-            ``"NAME.weight"`` or ``"....NAME.weight"``; of any floating dtype,
-            ``(N, D)``, on any device.
+        state_dict: holds, among others, the weight of each table, under TorchRec's name
+            behind any path, or as ``"NAME"`` or ``"NAME.weight"``; of any floating
+            dtype, ``(N, D)``, on any device.
         tables: names of the tables to fill; the others are left alone.
         optimizer_state: of the same tables. The tensors of a table, ``(N,)`` or
             ``(N, k)``, are put side by side in their order and must be what the table's
@@ -143,12 +146,12 @@ def _pieces(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     if not isinstance(tensor, ShardedTensor):
         return [(0, tensor)]
     pieces = []
-    num_columns = tensor.size()[1:].numel()
+    size = tuple(tensor.metadata().size)
     for shard in tensor.local_shards():
-        if shard.tensor.numel() != len(shard.tensor) * num_columns:
+        if tuple(shard.tensor.shape[1:]) != size[1:]:
             raise BatchError(
                 "Sharded tensors must be sharded by rows. Received: a shard of "
-                f"{tuple(shard.tensor.shape)} of {tuple(tensor.size())}. Gather it."
+                f"{tuple(shard.tensor.shape)} of {size}. Gather it."
             )
         pieces.append((shard.metadata.shard_offsets[0], shard.tensor))
     return pieces
@@ -164,12 +167,14 @@ def _find(table: str, entries: Mapping[str, object], where: str) -> torch.Tensor
 
 
 def _key_of(table: str, entries: Mapping[str, object], where: str) -> str:
-    name = f"{table}.weight"
-    keys = [key for key in entries if key in (table, name) or key.endswith(f".{name}")]
+    own = [f"{parent}.{table}.weight" for parent in _PARENTS]
+    keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
+    keys += [key for key in (*own, f"{table}.weight", table) if key in entries]
     if len(keys) != 1:
         raise ConfigError(
-            f"{where} must hold table {table!r} once, as {name!r} behind any path. "
-            f"Received: {keys or sorted(entries)[:20]}."
+            f"{where} must hold table {table!r} once, as {own[0]!r} or {own[1]!r} "
+            f"behind any path, or as {table!r}. Received: "
+            f"{keys or sorted(entries)[:20]}."
         )
     return keys[0]
 

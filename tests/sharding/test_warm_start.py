@@ -62,6 +62,7 @@ class TestLoad:
             key: matrix(9, 3),
             "over.weight": matrix(9, 3),
             "embedding_bags.explain.weight": matrix(9, 3),
+            "project.plain.weight": matrix(8, 8),
         }
         assert load_tables(client, state_dict, ["plain"]) == {"plain": 9}
         assert np.array_equal(client.read("plain", numbers(9)), matrix(9, 3).numpy())
@@ -76,12 +77,15 @@ class TestLoad:
         assert np.array_equal(client.read("plain", numbers(7)), expected)
 
     def test_state_and_step_come_along(self, client):
-        state_dict = {"t.user.weight": matrix(5, 4), "t.item.weight": matrix(6, 2)}
+        state_dict = {
+            "embedding_bags.user.weight": matrix(5, 4),
+            "embeddings.item.weight": matrix(6, 2),
+        }
         sums = torch.arange(5.0)
         means, squares = matrix(6, 2, 0.5), matrix(6, 2, 0.25)
         states = {
-            "t.user.weight": {"user.momentum1": sums},
-            "t.item.weight": {
+            "embedding_bags.user.weight": {"user.momentum1": sums},
+            "embeddings.item.weight": {
                 "step": torch.tensor(50.0),
                 "exp_avg": means,
                 "exp_avg_sq": squares,
@@ -121,8 +125,12 @@ class TestLoad:
         ("state_dict", "message"),
         [
             ({}, r"table 'plain' once.*Received: \[\]"),
-            ({"plain": 1, "a.plain.weight": 2}, r"'plain', 'a\.plain\.weight'"),
-            ({"plain": 1}, r"must hold a tensor\\. Received: <class 'int'>"),
+            ({"project.plain.weight": 1}, r"Received: \['project\.plain\.weight'\]"),
+            (
+                {"plain": 1, "a.embeddings.plain.weight": 2},
+                r"Received: \['a\.embeddings\.plain\.weight', 'plain'\]",
+            ),
+            ({"plain": 1}, r"must hold a tensor\. Received: <class 'int'>"),
         ],
     )
     def test_a_table_that_is_not_there_once_is_refused(
@@ -134,7 +142,7 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("states", "error", "message"),
         [
-            ({"user": {}}, ConfigError, r"state of table .user.\\. Received: none"),
+            ({"user": {}}, ConfigError, r"state of table .user.\. Received: none"),
             ({"item": {}}, ConfigError, r"optimizer_state must hold table 'user'"),
             (
                 {"user": {"sum": matrix(3, 4)}},
