@@ -16,8 +16,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
     when it comes. A rate that was changed takes effect between the pushes before and
     after it. ``param_groups`` can be read and written as of any optimizer: ``lr`` is
     the only value that is used, and ``"table"`` names the table. Its parameters are
-    empty stand-ins, so that ``zero_grad`` has nothing to do, and its state is the
-    learning rates.
+    stand-ins of one number each, and its state is the learning rates.
+
+    Under a ``GradScaler`` it is an optimizer like any other: ``scaler.step`` of it lets
+    the scaler find whether the gradients of the embeddings were finite, so that the
+    scale falls if they were not. For that the gradient of a stand-in is 0 or infinite,
+    until ``zero_grad``.
 
     Every trainer of a job runs the same schedule: the rate of a table on the servers is
     the one that was sent last, by whichever trainer.
@@ -41,7 +45,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 "it after DistributedModelParallel has sharded the model."
             )
         groups = [
-            {"params": [torch.nn.Parameter(torch.empty(0))], "lr": lr, "table": table}
+            {"params": [torch.nn.Parameter(torch.zeros(()))], "lr": lr, "table": table}
             for table, lr in rates.items()
         ]
         super().__init__(groups, {})
@@ -55,6 +59,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Write rates that were sent otherwise into the groups."""
         for group in self.param_groups:
             group["lr"] = rates.get(group["table"], group["lr"])
+
+    def note_gradients(self, *, are_finite: bool) -> None:
+        """Let a ``GradScaler`` find whether gradients of this step were finite."""
+        (stand_in,) = self.param_groups[0]["params"]
+        if stand_in.grad is None or not are_finite:
+            grad = 0.0 if are_finite else torch.inf
+            stand_in.grad = torch.full_like(stand_in, grad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the rates that have changed; the gradients are on their way already.

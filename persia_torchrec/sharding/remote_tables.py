@@ -9,24 +9,31 @@ Learning rates change here, by hand or by a schedule, and other settings too:
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
 from persia_torchrec.table import TableChange, TableSpec
 from persia_torchrec.worker.pipeline import BatchPipeline
 
+if TYPE_CHECKING:
+    import torch
+
 
 class RemoteTables:
     """Tables on the servers, and the pipelines of the collections that use them.
 
     Owned by the thread that trains, or that runs its backward pass.
+
+    Attributes:
+        grad_scaler: scales the loss, if anything does.
     """
 
     def __init__(self) -> None:
         self._specs: dict[str, TableSpec] = {}
         self._pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self._optimizer: RemoteOptimizer | None = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
 
     def add(
         self, pipeline: BatchPipeline[Any, Any], specs: Sequence[TableSpec]
@@ -79,6 +86,15 @@ class RemoteTables:
         """
         if self._optimizer is not None:
             self._send(self._optimizer.learning_rates())
+
+    def loss_scale(self) -> float | None:
+        """Return what the loss of this backward pass was multiplied by, if anything."""
+        scaler = self.grad_scaler
+        return scaler.get_scale() if scaler and scaler.is_enabled() else None
+
+    def after_check(self, are_finite: bool) -> None:
+        """Tell the optimizer of gradients under a loss scale."""
+        self.optimizer().note_gradients(are_finite=are_finite)
 
     def change(self, change: TableChange) -> list[Future[None]]:
         """Change the settings of tables, in order with the pushes.
