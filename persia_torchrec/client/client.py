@@ -15,28 +15,17 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from persia_torchrec.client.answers import body_of
 from persia_torchrec.client.batch_number import BatchNumber as BatchNumber
-from persia_torchrec.client.fan_out import (
-    TablePart,
-    fan_out,
-    gather_columns,
-    require_shape,
-)
 from persia_torchrec.client.known_tables import KnownTables
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.client.row_block import BLOCK_ROWS, RowBlock
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
-from persia_torchrec.client.shares import check_counts, gather_rows
-from persia_torchrec.client.transfer import (
-    export_blocks,
-    rows_and_flags,
-    table_step,
-    write_blocks,
-)
+from persia_torchrec.client.shares import check_counts, gather_rows, require_shape
+from persia_torchrec.client.table_requests import TableRequests
+from persia_torchrec.client.transfer import export_blocks, table_step, write_blocks
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
@@ -44,11 +33,13 @@ from persia_torchrec.store.metadata import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     COUNTS,
+    SHARE,
     TRAINING,
+    Frames,
     Header,
     Kind,
     Precision,
-    Scalar,
+    Share,
     decode_json,
 )
 from persia_torchrec.wire.precision import Floats
@@ -69,6 +60,7 @@ class EmbeddingClient:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._tables = KnownTables(len(servers))
+        self._requests = TableRequests(servers, self._tables)
 
     @classmethod
     def connect(
@@ -191,7 +183,7 @@ class EmbeddingClient:
                 check_counts(tables, counts)
                 header = header._replace(flags=TRAINING | COUNTS)
         dims = [self.table(name).dim for name, _ in tables]
-        replies = self._fan_out(header, tables, counts=counts)
+        replies = self._requests.send(header, tables, counts=counts)
         answers = [body_of(self._servers.wait(reply)) for reply in replies]
         return gather_rows(answers, [split for _, split in tables], dims, precision)
 
@@ -208,7 +200,8 @@ class EmbeddingClient:
         Args:
             tables: as in :meth:`pull`; empty gives up the batch without an update.
             grads: float32 ``(U, D)`` a table, in the order of its grouped ids.
-            batch: the batch whose rows these were.
+            batch: the batch whose rows these were. If it is a share of a joint step,
+                the servers apply it with the shares of the other trainers.
             precision: how the gradients travel.
 
         Returns:
@@ -222,8 +215,22 @@ class EmbeddingClient:
         """
         for (name, ids), grads_UD in zip(tables, grads, strict=True):
             require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
-        header = batch.mark(Header(Kind.UPDATE, precision=precision))
-        return self._fan_out(header, tables, grads)
+        flags = SHARE if batch.share else 0
+        header = batch.mark(Header(Kind.UPDATE, precision=precision, flags=flags))
+        return self._requests.send(header, tables, grads, share=batch.share)
+
+    def leave(self, share: Share) -> None:
+        """Give no share of a joint step, nor of later ones; the others go on without.
+
+        Args:
+            share: the first that will not come.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        frames: Frames = [share.encode()]
+        for reply in self._servers.send(Header(Kind.LEAVE), lambda _: frames, "leave"):
+            self._servers.wait(reply)
 
     def missed(self, replies: Sequence[Reply]) -> int:
         """Return the missed ids of :meth:`outcome`: those that had no row any more."""
@@ -272,7 +279,7 @@ class EmbeddingClient:
             BatchError: the shapes do not fit.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        send = partial(self._send_rows, table)
+        send = partial(self._requests.write, table)
         return write_blocks(self._servers, blocks, send)
 
     def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterator[RowBlock]:
@@ -323,7 +330,7 @@ class EmbeddingClient:
         Raises:
             ServerError: a server failed, refused, or did not answer in time.
         """
-        return self._read_columns(Header(Kind.READ), table, ids, np.float32)
+        return self._requests.read(Header(Kind.READ), table, ids, np.float32)
 
     def metadata(self, table: str, ids: Ids) -> Metadata:
         """Return how often ids were seen, and when last updated; changes nothing.
@@ -341,7 +348,7 @@ class EmbeddingClient:
             ServerError: a server failed, refused, or did not answer in time.
         """
         header = Header(Kind.METADATA)
-        columns = self._read_columns(header, table, ids, np.uint32)
+        columns = self._requests.read(header, table, ids, np.uint32)
         return Metadata(*np.ascontiguousarray(columns.T))
 
     def counters(self) -> list[dict[str, int]]:
@@ -372,28 +379,3 @@ class EmbeddingClient:
             ConfigError: it was not.
         """
         return self._tables.spec(name)
-
-    def _fan_out(
-        self,
-        header: Header,
-        tables: Sequence[tuple[str, ShardedIds]],
-        rows: Sequence[Floats] | None = None,
-        *,
-        counts: Sequence[Counts | None] | None = None,
-    ) -> list[Reply]:
-        parts = [TablePart(self.table(name), ids) for name, ids in tables]
-        servers, numbers = self._servers, self._tables.numbers
-        return fan_out(servers, numbers, header, parts, rows=rows, counts=counts)
-
-    def _read_columns(
-        self, header: Header, table: str, ids: Ids, dtype: type[Scalar]
-    ) -> npt.NDArray[Scalar]:
-        part = TablePart(self.table(table), self.split(ids))
-        replies = self._fan_out(header, [(table, part.ids)])
-        return gather_columns(self._servers, replies, header, part, dtype)
-
-    def _send_rows(self, table: str, block: RowBlock) -> list[Reply]:
-        rows, flags = rows_and_flags(self.table(table), block)
-        split = self.split(block.ids)
-        tables, grouped = [(table, split)], [split.grouped(rows)]
-        return self._fan_out(Header(Kind.WRITE, flags=flags), tables, grouped)

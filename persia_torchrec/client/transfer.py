@@ -9,23 +9,18 @@ Dimension key:
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
-
 from persia_torchrec.client.answers import Exported
-from persia_torchrec.client.fan_out import require_shape
 from persia_torchrec.client.row_block import RowBlock, rows_a_block
 from persia_torchrec.client.servers import Reply, Servers
 from persia_torchrec.errors import BatchError, WireError
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
-    STATE,
     Frames,
     Header,
     Kind,
     decode_json,
     encode_json,
 )
-from persia_torchrec.wire.precision import Floats
 
 _BLOCKS_UNDER_WAY = 2
 """One that the servers write while the next is cut and encoded."""
@@ -56,26 +51,6 @@ def write_blocks(
     for replies in under_way:
         _wait(servers, replies)
     return num_rows
-
-
-def rows_and_flags(spec: TableSpec, block: RowBlock) -> tuple[Floats, int]:
-    """Return a block as a WRITE carries it: its rows and the header's flags.
-
-    Raises:
-        BatchError: the shapes do not fit the table.
-    """
-    num = len(block.ids)
-    require_shape(spec, "weights", block.weights, num)
-    if block.state is None:
-        return np.asarray(block.weights, dtype=np.float32), 0
-    if block.state.shape != (num, spec.num_state_floats):
-        raise BatchError(
-            f"Table {spec.name!r}: the state of {type(spec.optimizer).__name__} must "
-            f"have the shape {(num, spec.num_state_floats)}. "
-            f"Received: {block.state.shape}."
-        )
-    rows = np.concatenate([block.weights, block.state], axis=1, dtype=np.float32)
-    return rows, STATE
 
 
 def table_step(

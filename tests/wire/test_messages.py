@@ -10,6 +10,7 @@ from persia_torchrec.wire.messages import (
     Header,
     Kind,
     Precision,
+    Share,
     TableIds,
     array_of,
     bytes_of,
@@ -186,7 +187,7 @@ def test_kinds_and_precisions_keep_their_numbers():
     assert [kind.name for kind in Kind] == [
         *("REPLY", "ERROR", "HELLO", "ADD_TABLES", "LOOKUP", "UPDATE", "WRITE", "READ"),
         *("COUNTERS", "CLEAR", "SHUTDOWN", "BUFFER_IDS", "FORWARD", "BACKWARD"),
-        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA", "EXPORT", "STEP"),
+        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA", "LEAVE", "EXPORT", "STEP"),
     ]
     assert list(Kind) == list(range(len(Kind)))
     assert [(p.name, p.value) for p in Precision] == [
@@ -195,6 +196,13 @@ def test_kinds_and_precisions_keep_their_numbers():
     assert list(Header._fields) == [
         *("kind", "request", "incarnation", "stream", "batch", "precision", "flags")
     ]
+
+
+def test_a_share_is_laid_out_as_the_protocol_says():
+    share = Share(group=2**63, step=3, rank=1, num_ranks=2, timeout_ms=600_000)
+    frame = share.encode()
+    assert frame == struct.pack("<QQIIQ", 2**63, 3, 1, 2, 600_000)
+    assert Share.decode([b"", frame], num_frames=2) == share
 
 
 def test_counts_are_laid_out_as_the_protocol_says():
