@@ -82,6 +82,10 @@ class RemoteTables:
             )
         return self._optimizer
 
+    def names(self) -> list[str]:
+        """Return the names of all tables."""
+        return list(self._specs)
+
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables, in order with the pushes.
 

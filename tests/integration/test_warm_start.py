@@ -8,6 +8,7 @@ from torchrec import EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import AdamAsync
 from persia_torchrec.sharding.table_tensors import plain_state_dict, read_table
 from persia_torchrec.sharding.warm_start import load_tables
@@ -64,12 +65,10 @@ def test_fifty_steps_here_and_fifty_there_are_a_hundred(job, case):
     train(plain, batches[:50])
     model = Dlrm()
     model.load_state_dict(dense_of(plain), strict=False)
-    remote = job.put_on_servers(model, case.optimizer)
-    num_rows = load_tables(
-        job.client,
-        plain.state_dict(),
-        NAMES,
-        optimizer_state=plain.fused_optimizer.state_dict(),
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client, case.optimizer)
+    remote = shard(model, sharder)
+    num_rows = sharder.load_weights(
+        plain.state_dict(), optimizer_state=plain.fused_optimizer.state_dict()
     )
     assert num_rows == dict.fromkeys(NAMES, NUM_IDS)
     loaded = [job.read(name, range(NUM_IDS)) for name in NAMES]
@@ -78,6 +77,7 @@ def test_fifty_steps_here_and_fifty_there_are_a_hundred(job, case):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for name, rows in zip(NAMES, loaded, strict=True):  # they still learn
         assert np.abs(job.read(name, range(NUM_IDS)) - rows).max() > 0.02
+    sharder.close()
 
 
 def test_without_the_state_training_would_go_on_otherwise(job):

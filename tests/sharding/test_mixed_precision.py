@@ -148,12 +148,14 @@ class TestOverflow:
     def test_one_bad_batch_of_several_is_enough_until_zero_grad(self, trainer):
         optimizer = trainer.sharder.optimizer
         (stand_in,) = optimizer.param_groups[0]["params"]
-        for are_finite, grad in [(True, 0), (False, torch.inf), (True, torch.inf)]:
-            optimizer.note_gradients(are_finite=are_finite)
+        trainer.use(init_scale=2.0)
+        for factor, grad in [(1.0, 0), (torch.inf, torch.inf), (1.0, torch.inf)]:
+            loss = trainer.model.module.embeddings(IDS).values().sum()
+            (trainer.scaler.scale(loss) * factor).backward()
             assert stand_in.grad == grad
+        assert trainer.module.num_skipped == 1
         optimizer.zero_grad()
-        optimizer.note_gradients(are_finite=True)
-        assert stand_in.grad == 0
+        assert stand_in.grad is None
 
 
 def test_without_a_scaler_a_bad_gradient_is_the_servers_to_refuse(trainer):
