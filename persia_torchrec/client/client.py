@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.client.answers import body_of
 from persia_torchrec.client.batch_number import BatchNumber as BatchNumber
