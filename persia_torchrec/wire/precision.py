@@ -21,8 +21,8 @@ Training", ICLR 2018, but of each frame, and always the best one.) Both products
 exact. Infinities and NaN travel as they are, and do not count as the largest.
 
 On the servers and in the sums everything is float32; the halves exist on the wire only.
-fbgemm's and torch's conversions would do for BF16, and for FP16 without the scale; they
-are no faster, and a server runs without both (``bench precision`` compares them).
+torch and fbgemm convert to BF16 as fast, and torch to FP16 in less than half the time,
+but without a scale; and a server runs without both. ``bench precision`` compares them.
 """
 
 import numpy as np
