@@ -18,8 +18,10 @@ from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
     METADATA_COLUMNS,
+    STATE,
     Frame,
     Frames,
+    Header,
     Kind,
     Precision,
     Scalar,
@@ -123,11 +125,14 @@ def require_shape(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> Non
         )
 
 
-def columns_a_row(kind: Kind, spec: TableSpec) -> int:
-    """Return how many numbers a row has in a request of some kind, or its reply."""
-    if kind is Kind.METADATA:
+def columns_a_row(header: Header, spec: TableSpec) -> int:
+    """Return how many numbers a row of a table has in a request, or in its reply."""
+    if header.kind is Kind.METADATA:
         return METADATA_COLUMNS
-    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)
+    has_state = header.kind is Kind.READ or (
+        header.kind is Kind.WRITE and bool(header.flags & STATE)
+    )
+    return spec.dim + (spec.num_state_floats if has_state else 0)
 
 
 def check_counts(
