@@ -6,6 +6,7 @@ arguments. Nothing is remembered: each call reads the variable as it is now. A v
 that is set to nothing counts as unset, for launchers that write out every variable.
 
     RANK, LOCAL_RANK, WORLD_SIZE               one NN worker among all (torchrun)
+    MASTER_ADDR, MASTER_PORT                   where the NN workers meet (torchrun)
     REPLICA_INDEX, REPLICA_SIZE                one copy of any other role
     PERSIA_STORE_PORT                          port of the job's address book
     PERSIA_STORE_HOST                          its host, or else
@@ -49,6 +50,12 @@ def get_replica_index() -> int:
 def get_replica_size() -> int:
     """Return how many copies the role has, ``REPLICA_SIZE``; 1 when unset."""
     return _integer("REPLICA_SIZE", default=1, minimum=1)
+
+
+def master() -> tuple[str | None, int | None]:
+    """Return host and port at which the NN workers meet, each None when unset."""
+    port = _integer("MASTER_PORT", default=0, minimum=0)
+    return _text("MASTER_ADDR"), port or None
 
 
 def set_env(name: str, value: str | int) -> None:

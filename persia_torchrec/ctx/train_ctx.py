@@ -12,6 +12,10 @@ from persia_torchrec import env
 from persia_torchrec.config import load_embedding_config
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.data.loader import PersiaTrainingBatch
+from persia_torchrec.distributed import (
+    DistributedBaseOption,
+    get_default_distributed_option,
+)
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
@@ -44,6 +48,8 @@ class TrainCtx(EmbeddingCtx):
             gradient was not finite.
         backward_buffer_size: updates that may wait when the ``DataLoader`` sets no
             staleness bound.
+        distributed_option: how several trainers keep their dense models alike;
+            ``get_default_distributed_option(device_id)`` by default.
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings as a torch optimizer,
@@ -63,6 +69,7 @@ class TrainCtx(EmbeddingCtx):
         grad_scalar_update_factor: float = 4,
         backward_buffer_size: int = 10,
         mixed_precision: bool = True,
+        distributed_option: DistributedBaseOption | None = None,
         *,
         model: nn.Module,
         embedding_config: EmbeddingConfig | None = None,
@@ -94,6 +101,8 @@ class TrainCtx(EmbeddingCtx):
                 embedding_config=embedding_config or EmbeddingConfig(),
                 tables=dict(tables or {}),
                 device=device,
+                distributed=distributed_option
+                or get_default_distributed_option(device_id),
                 backward_buffer_size=backward_buffer_size,
             ),
         )
@@ -134,6 +143,7 @@ class TrainCtx(EmbeddingCtx):
             self.dense_optimizer.step()
         else:
             loss = self._backward_scaled(loss, self._scaler)
+        self._engine.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
         return loss

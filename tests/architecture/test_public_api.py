@@ -15,6 +15,10 @@ OF_PERSIA = {
         "IterableDatasetBase",
         "StreamingDataset",
     ],
+    "distributed": [
+        *("BaguaDistributedOption", "DDPOption", "DistributedBaseOption"),
+        "get_default_distributed_option",
+    ],
     "embedding": ["EmbeddingConfig"],
     "embedding.data": [
         *("IDTypeFeature", "IDTypeFeatureWithSingleID", "Label", "MAX_BATCH_SIZE"),
