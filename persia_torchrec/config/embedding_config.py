@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from persia_torchrec.config.differences import check_differences
+from persia_torchrec.config.differences import check_differences, refuse_mistaken_keys
 from persia_torchrec.config.yaml_file import Place, hint, read_section, read_yaml
 from persia_torchrec.errors import ConfigError
 
@@ -98,6 +98,7 @@ def load_embedding_config(path: str | Path) -> EmbeddingSchema:
     """
     place = Place(Path(path))
     content = read_yaml(path)
+    refuse_mistaken_keys(place.path, content)
     file = read_section(_File, content, place)
     check_differences(place.path, content)
     groups = _number_groups(file, place)
