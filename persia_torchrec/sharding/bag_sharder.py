@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.joining import Joint, meet
 from persia_torchrec.sharding.remote_lookup import (
     Hooks,
     ShardedRemoteEmbeddingBagCollection,
@@ -42,12 +43,16 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
     Args:
         timeout_s: seconds that a pull or a push may take.
         gradient_division: divide gradients by the number of trainers.
+        joint: how trainers update jointly; None where each updates by itself.
     """
 
-    def __init__(self, *, timeout_s: float, gradient_division: bool) -> None:
+    def __init__(
+        self, *, timeout_s: float, gradient_division: bool, joint: Joint | None = None
+    ) -> None:
         super().__init__()
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s + (joint.timeout_s if joint else 0)
         self._gradient_division = gradient_division
+        self._joint = joint
         self._tables = RemoteTables()
 
     def flush(self) -> None:
@@ -157,14 +162,19 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         world_size = env.world_size if self._gradient_division else 1
         device = device or torch.device("cpu")
         pipeline = self.make_pipeline(spec, device)
-        self._tables.add(pipeline, spec.tables)
+        tables = self._tables.add(pipeline, spec.tables)
+        if self._joint is not None and (trainers := meet(env, device, self._joint)):
+            pipeline.set_trainers(trainers)
         return ShardedRemoteEmbeddingBagCollection(
             pipeline,
             spec,
             device=device,
-            timeout_s=self._timeout_s,
             gradient_scale=1 / world_size,
             hooks=Hooks(self.require_known_settings, self._tables.before_push),
+            # A table of two collections stands in the optimizer of the first.
+            optimizer=self._tables.optimizer_of(
+                {f"embedding_bags.{name}.weight": name for name in tables}
+            ),
         )
 
     def shardable_parameters(

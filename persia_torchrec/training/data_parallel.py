@@ -13,8 +13,8 @@ the end answers the collectives of those who go on.
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,15 +56,13 @@ class Replication(DataParallelWrapper):
         """Do what has to follow a step of the dense optimizer."""
 
     @abstractmethod
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Keep trainers in step whose data do not end at the same batch.
+    def in_step(self) -> AbstractContextManager[object]:
+        """Return a block in which the data of trainers need not end together.
 
-        A trainer that comes to the end of the block answers the collectives of those
-        that go on, until all are there; then all have the same model. An exception
-        ends the block at once.
+        A trainer that comes to the end of the block answers the collectives of
+        :meth:`after_step` of those that go on, until all are there. Those of the
+        backward pass are answered by ``sharding.joining.join``.
         """
-        yield
 
 
 class ReducedGradients(DefaultDataParallelWrapper, Replication):
@@ -85,32 +83,24 @@ class ReducedGradients(DefaultDataParallelWrapper, Replication):
             find_unused_parameters=True,
         )
         self._hook = hook
-        self._replica: DistributedDataParallel | None = None
 
     def wrap(
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device
     ) -> None:
         """Replicate what is not sharded; TorchRec calls this."""
         super().wrap(dmp, env, device)
+        if self._hook is None or dist.get_world_size() == 1:
+            return
         for module in dmp.modules():
             if isinstance(module, DistributedDataParallel):
-                self._replica = module
-        if self._replica is None or dist.get_world_size() == 1:
-            return
-        if self._hook is not None:
-            self._replica.register_comm_hook(self._replica.process_group, self._hook)
+                module.register_comm_hook(module.process_group, self._hook)
 
     def after_step(self) -> None:
         """Do nothing: gradients that were equal made equal steps."""
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Keep the trainers in step; the model of the last one is then that of all."""
-        if self._replica is None or dist.get_world_size() == 1:
-            yield
-            return
-        with self._replica.join():
-            yield
+    def in_step(self) -> AbstractContextManager[object]:
+        """Return a block that does nothing."""
+        return nullcontext()
 
 
 class AveragedWeights(Replication, Joinable):
@@ -154,11 +144,9 @@ class AveragedWeights(Replication, Joinable):
         if parameters:
             average_parameters(iter(parameters), self.join_process_group)
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Keep the trainers in step; the average of all is then everybody's model."""
-        with Join([self]):
-            yield
+    def in_step(self) -> AbstractContextManager[object]:
+        """Return the block; the average of all is everybody's model at its end."""
+        return Join([self])
 
     def join_hook(self, **_: object) -> JoinHook:
         """Return what ``Join`` calls for a trainer at the end of its data."""

@@ -9,8 +9,8 @@ a TorchRec user's model takes. The engine belongs to one trainer process and is 
 by its main thread; only :meth:`Engine.start_pull` may be called by another.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,6 +28,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.sharding.joining import join
 from persia_torchrec.sharding.remote_lookup import (
     ShardedRemoteEmbeddingBagCollection,
     StartedPull,
@@ -147,14 +148,16 @@ class Engine:
         """Of the dense model."""
         return self._config.device
 
-    def in_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
         """Keep trainers in step whose data do not end at the same batch.
 
         A trainer that comes to the end of the block answers the collectives of those
         that go on, until all are there; then all have the same dense model. An
         exception ends the block at once.
         """
-        return self._replication.in_step()
+        with self._replication.in_step(), join(self.dmp):
+            yield
 
     def after_step(self) -> None:
         """Do what has to follow a step of the dense optimizer, on all trainers."""

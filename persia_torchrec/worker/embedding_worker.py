@@ -23,7 +23,7 @@ Dimension key:
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.dedup import Counts, Positions, unique_ids
-from persia_torchrec.routing.hashing import Ids, add_prefix
+from persia_torchrec.routing.hashing import Ids, add_prefix, hash_stack
 from persia_torchrec.routing.shard import ShardedIds
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import Precision
@@ -246,12 +246,13 @@ class EmbeddingWorker(ABC):
         self, bags: Mapping[str, Bags], number: BatchNumber | None
     ) -> RoutedBatch:
         num_samples = self.check(bags)
+        bags_of = {f.name: _stacked(bags[f.key], f) for f in self.features}
         tables = []
         counts: list[Counts | None] = []
         inverses: dict[str, Positions] = {}
         for table in self._tables:
             members = [f for f in self.features if f.table == table]
-            ids = [_prefixed(bags[f.key], f) for f in members]
+            ids = [_prefixed(bags_of[f.name], f) for f in members]
             unique = unique_ids(np.concatenate(ids))
             split = self._client.split(unique.ids)
             tables.append((table, split))
@@ -265,10 +266,22 @@ class EmbeddingWorker(ABC):
             number,
             tables,
             [inverses[feature.name] for feature in self.features],
-            [bags[feature.key].lengths for feature in self.features],
+            [bags_of[feature.name].lengths for feature in self.features],
             num_samples,
             counts,
         )
+
+
+def _stacked(bags: Bags, feature: FeatureSpec) -> Bags:
+    """Return a feature's bags with the buckets of its hash stack in place of ids."""
+    rounds, size = feature.hash_stack_rounds, feature.hash_stack_size
+    if not rounds:
+        return bags
+    return replace(
+        bags,
+        ids=hash_stack(bags.ids, rounds, size),
+        lengths=bags.lengths * np.int32(rounds),
+    )
 
 
 def _prefixed(bags: Bags, feature: FeatureSpec) -> Ids:
