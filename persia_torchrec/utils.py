@@ -10,6 +10,7 @@ import yaml
 from persia_torchrec import env
 from persia_torchrec.config import read_yaml
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.wire.ports import free_port_from
 
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's global generator takes."""
@@ -61,3 +62,15 @@ def dump_yaml(data: object, path: str | Path) -> None:
             f"Received: {exc}."
         ) from exc
     Path(path).write_text(text, encoding="utf-8")
+
+
+def find_free_port(port: int = 10000, interval: int = 1) -> int:
+    """Return the first of ``port``, ``port + interval``, ... that is free just now.
+
+    Another process may take it before the caller does.
+
+    Raises:
+        ConfigError: ``port`` is not in ``[1, 65535]``, ``interval`` is below 1, or no
+            such port is free.
+    """
+    return free_port_from(port, interval)
