@@ -23,7 +23,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.data.kjt import to_jagged_ids, to_keyed_jagged_tensor
+from persia_torchrec.data.kjt import JaggedIds, to_jagged_ids, to_keyed_jagged_tensor
 from persia_torchrec.embedding.data import (
     IDFeature,
     IDTypeFeature,
@@ -123,12 +123,11 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
         )
     result = PersiaBatch(
         [
-            _id_feature(key, *jagged)
+            _id_feature(key, jagged)
             for key, jagged in to_jagged_ids(kjt, kjt.keys()).items()
         ],
         _arrays(NonIDTypeFeature, batch.dense_features, batch.dense_names),
         _arrays(Label, batch.labels, batch.label_names),
-        batch_size=kjt.stride(),
         requires_grad=batch.requires_grad,
         meta=batch.meta,
     )
@@ -136,12 +135,10 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
     return result
 
 
-def _id_feature(
-    name: str, ids: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int32]
-) -> IDFeature:
-    if (lengths == 1).all():
-        return IDTypeFeatureWithSingleID(name, ids)
-    return IDTypeFeature.from_flat(name, ids, lengths)
+def _id_feature(name: str, jagged: JaggedIds) -> IDFeature:
+    if (jagged.lengths == 1).all():
+        return IDTypeFeatureWithSingleID(name, jagged.ids)
+    return IDTypeFeature.from_flat(name, jagged.ids, jagged.lengths)
 
 
 def _tensors(parts: Iterable[NdarrayDataBase]) -> Iterable[torch.Tensor]:

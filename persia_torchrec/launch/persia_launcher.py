@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         SystemExit: that cannot be; the message says why.
     """
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = parser().parse_args(argv)
         env.refuse_what_has_no_meaning()
         if not env.names_store_host():
             env.set_env("PERSIA_STORE_HOST", "localhost")
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     os.execv(command[0], command)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(
         prog="persia-launcher", description="Start one process of a job."
     )

@@ -30,7 +30,7 @@ OF_PERSIA = {
         *("get_world_size", "set_env"),
     ],
     "logger": ["get_default_logger", "get_logger"],
-    "utils": ["dump_yaml", "load_yaml", "setup_seed"],
+    "utils": ["dump_yaml", "find_free_port", "load_yaml", "setup_seed"],
 }
 
 

@@ -24,7 +24,7 @@ def test_a_port_in_use_is_passed_over():
 def test_where_no_port_is_free_there_is_an_error():
     with (
         closing(socket.create_server(("127.0.0.1", 0))) as server,
-        pytest.raises(ConfigError, match="must be free. None is"),
+        pytest.raises(ConfigError, match=r"must be free\. None is"),
     ):
         free_port_from(server.getsockname()[1], 65_535)
 
