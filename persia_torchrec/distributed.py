@@ -91,6 +91,9 @@ class DistributedBaseOption(ABC):
 class DDPOption(DistributedBaseOption):
     """Average the gradients of all trainers, with torch's ``DistributedDataParallel``.
 
+    As TorchRec sets it up: buffers, as the running means of a BatchNorm, stay each
+    trainer's own.
+
     Args:
         initialization_method: how the trainers meet, ``"tcp"`` or ``"file"``.
         backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU.
@@ -159,8 +162,8 @@ class BaguaDistributedOption(DistributedBaseOption):
     """Keep the copies alike by one of Bagua's algorithms, as PyTorch has them.
 
     Unlike Bagua's they also work on the CPU. The head of this file says what each
-    does. The dense models of all trainers are equal at the end of the context,
-    whatever the algorithm.
+    does. The weights of all trainers are equal at the end of the context, whatever the
+    algorithm; buffers, as the running means of a BatchNorm, stay each trainer's own.
 
     Args:
         algorithm: one of :data:`ALGORITHMS`.

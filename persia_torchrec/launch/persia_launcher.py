@@ -201,6 +201,11 @@ def _embedding_parameter_server(arguments: argparse.Namespace) -> Command:
 
 def _coordinator(arguments: argparse.Namespace) -> Command:
     port = _job_store()[1] if arguments.port is None else arguments.port
+    if env.is_local_job():
+        sys.stderr.write(
+            "persia-launcher: the coordinator listens for this machine only. For a "
+            "job on several, set PERSIA_STORE_HOST to its host, on all of them.\n"
+        )
     command = ["-m", "persia_torchrec.launch.coordinator", "--port", str(port)]
     for role, flag in _ROLES.items():
         command += [flag, str(getattr(arguments, role.replace("-", "_")))]

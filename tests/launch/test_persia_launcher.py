@@ -1,9 +1,11 @@
 """What each command turns into; whole jobs are in tests/integration."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -117,11 +119,13 @@ def test_the_coordinator_is_told_how_many_there_are():
     )
 
 
-def test_a_job_is_on_this_machine_unless_a_host_is_named(monkeypatch):
+def test_a_job_is_on_this_machine_unless_a_host_is_named(monkeypatch, capsys):
     becomes("coordinator")
     assert env.is_local_job()
+    assert "listens for this machine only" in capsys.readouterr().err
     monkeypatch.setenv("PERSIA_STORE_HOST", "node7")
     becomes("coordinator")
+    assert capsys.readouterr().err == ""
     assert env.job_store() == ("node7", 29400)
     assert not env.is_local_job()
 
@@ -158,6 +162,12 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
 )
 def test_a_command_that_cannot_work_says_why(arguments, message):
     assert message in refusal_of(arguments)
+
+
+def test_the_installed_command_is_this_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["persia-launcher"].partition(":")
+    assert getattr(importlib.import_module(module), function) is persia_launcher.main
 
 
 def test_without_a_coordinator_nothing_starts(monkeypatch):
