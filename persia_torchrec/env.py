@@ -153,7 +153,10 @@ def is_started_by_torchrun() -> bool:
 
 
 def embedding_config_path() -> str | None:
-    """Return the path of ``embedding_config.yml``, ``PERSIA_EMBEDDING_CONFIG``."""
+    """Return the path of ``embedding_config.yml``, ``PERSIA_EMBEDDING_CONFIG``.
+
+    A trainer without one takes the slots of the embedding workers.
+    """
     return _text("PERSIA_EMBEDDING_CONFIG")
 
 

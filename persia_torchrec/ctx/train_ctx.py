@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from persia_torchrec import env
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config import EmbeddingSchema, load_embedding_config
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.distributed import (
@@ -21,8 +21,11 @@ from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.engine import Engine, EngineConfig
+from persia_torchrec.worker.slots import ask_for_slots
 
 logger = logging.getLogger(__name__)
+
+_DISCOVERY_TIMEOUT_S = 300.0
 
 
 class TrainCtx(EmbeddingCtx):
@@ -82,12 +85,6 @@ class TrainCtx(EmbeddingCtx):
                 f"Received: {grad_scalar_update_factor} and {backward_buffer_size}."
             )
         device = _device(device_id, mixed_precision=mixed_precision)
-        path = env.embedding_config_path()
-        if path is None:
-            raise ConfigError(
-                "TrainCtx must know the slots: PERSIA_EMBEDDING_CONFIG is not set. "
-                "Start the script through torchx with --embedding_config."
-            )
         self.preprocess_mode = PreprocessMode.TRAIN
         self.model = model
         self.dense_optimizer = dense_optimizer
@@ -96,7 +93,7 @@ class TrainCtx(EmbeddingCtx):
         self._engine = Engine(
             model,
             EngineConfig(
-                schema=load_embedding_config(path),
+                schema=_slots(),
                 optimizer=embedding_optimizer,
                 embedding_config=embedding_config or EmbeddingConfig(),
                 tables=dict(tables or {}),
@@ -189,6 +186,20 @@ class TrainCtx(EmbeddingCtx):
                     )
         finally:
             self._engine.close()
+
+
+def _slots() -> EmbeddingSchema:
+    """Return the slots: of this process's file, or else of the embedding workers'."""
+    path = env.embedding_config_path()
+    if path is not None:
+        return load_embedding_config(path)
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "A training context must belong to a job: PERSIA_STORE_PORT is not set. "
+            "Start the script through torchx (see components/), or persia-launcher."
+        )
+    return ask_for_slots(store, timeout_s=_DISCOVERY_TIMEOUT_S)
 
 
 def _in_full_precision(output: Any) -> Any:

@@ -20,14 +20,19 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/adult_income"
 DEADLINE_S = 200.0
 
-# One line a process, as in a Procfile.
-PROCESSES = """
+# One line a process, as in PERSIA's Procfile: loader and trainer are given no files.
+CONFIG = (
+    "--embedding-config {example}/embedding_config.yml "
+    "--global-config {example}/global_config.yml"
+)
+PROCESSES = f"""
 coordinator: coordinator --embedding-parameter-servers 2
-server0: embedding-parameter-server --replica-index 0 --replica-size 2 --port {ports[0]}
-server1: embedding-parameter-server --replica-index 1 --replica-size 2 --port {ports[1]}
-worker: embedding-worker --port {ports[2]}
-loader: data-loader {example}/data_loader.py --replica-index 0 --replica-size 1
-trainer: nn-worker --nproc-per-node 1 --nnodes 1 --node-rank 0
+server0: embedding-parameter-server {CONFIG} --replica-size 2 --port {{ports[0]}}
+server1: embedding-parameter-server {CONFIG} --replica-index 1 --replica-size 2 \
+--port {{ports[1]}}
+worker: embedding-worker {CONFIG} --port {{ports[2]}}
+loader: data-loader {{example}}/data_loader.py --replica-index 0 --replica-size 1
+trainer: nn-worker {{example}}/train.py --nproc-per-node 1 --nnodes 1 --node-rank 0
 """
 
 
@@ -45,9 +50,6 @@ class Job:
             "HTTPS_PROXY": nowhere,
             "OMP_NUM_THREADS": "1",
             "PERSIA_STORE_PORT": str(free_port()),
-            "PERSIA_EMBEDDING_CONFIG": str(EXAMPLE / "embedding_config.yml"),
-            "PERSIA_GLOBAL_CONFIG": str(EXAMPLE / "global_config.yml"),
-            "PERSIA_NN_WORKER_ENTRY": str(EXAMPLE / "train.py"),
             **variables,
         }
         self._started: dict[str, subprocess.Popen[bytes]] = {}
@@ -101,7 +103,12 @@ coordinator: coordinator --data-loaders 0 --embedding-workers 0
 server0: embedding-parameter-server --port {port}
 trainer: nn-worker {folder}/nowhere.py
 """
-    with Job(tmp_path, lines.format(port=free_port(), folder=tmp_path)) as job:
+    lines = lines.format(port=free_port(), folder=tmp_path)
+    files = {
+        "PERSIA_EMBEDDING_CONFIG": str(EXAMPLE / "embedding_config.yml"),
+        "PERSIA_GLOBAL_CONFIG": str(EXAMPLE / "global_config.yml"),
+    }
+    with Job(tmp_path, lines, **files) as job:
         assert [job.ends(name) for name in ("trainer", "server0", "coordinator")] == [
             1,
             1,
