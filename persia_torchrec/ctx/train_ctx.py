@@ -21,7 +21,7 @@ from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.engine import Engine, EngineConfig
-from persia_torchrec.worker.slots import ask_for_slots
+from persia_torchrec.worker.slots_of_job import ask_for_slots
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from persia_torchrec.embedding.data import (
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.table import TableSettings
-from persia_torchrec.worker.slots import tell_slots
+from persia_torchrec.worker.slots_of_job import tell_slots
 from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.servers import DEADLINE_S, ids_of
 
