@@ -20,6 +20,7 @@ IMPORT_S = 120.0
 
 PERIOD = 3
 NUM_STEPS = 12
+ADAGRAD = torch.optim.Adagrad
 
 
 def runs_of(folder):
@@ -31,8 +32,16 @@ def runs_of(folder):
         Run("file", DDPOption("file", "gloo", sync_file=file)),
         Run("gradient_allreduce", BaguaDistributedOption("gradient_allreduce")),
         Run("bytegrad", BaguaDistributedOption("bytegrad")),
-        Run("decentralized", BaguaDistributedOption("decentralized")),
-        Run("async", BaguaDistributedOption("async", averaging_period=PERIOD)),
+        Run(
+            "decentralized",
+            BaguaDistributedOption("decentralized"),
+            optimizer=ADAGRAD,
+        ),
+        Run(
+            "async",
+            BaguaDistributedOption("async", averaging_period=PERIOD),
+            optimizer=ADAGRAD,
+        ),
         Run("uneven", None, (9, 12)),
         Run("uneven bytegrad", BaguaDistributedOption("bytegrad"), (9, 12)),
         Run("uneven decentralized", BaguaDistributedOption("decentralized"), (9, 12)),
@@ -103,17 +112,29 @@ def parts(rank, number):
     return torch.from_numpy(dense.data), torch.from_numpy(label.data)
 
 
-def local_steps(weights, rank, numbers):
-    """Take steps of one trainer alone, from the given weights."""
-    model = two_trainers.make_model(0)
-    nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for number in numbers:
-        dense, label = parts(rank, number)
-        optimizer.zero_grad()
-        loss_of(model([dense], [torch.zeros(1, 1)]), label).backward()
-        optimizer.step()
-    return two_trainers.weights_of(model)
+def each_alone(period):
+    """What two trainers learn that step alone and average their weights now and then.
+
+    Adagrad's steps are not linear in the gradient, so that averaging gradients gives
+    something else.
+    """
+    models = [two_trainers.make_model(0) for _ in range(2)]
+    optimizers = [ADAGRAD(model.parameters(), lr=LR) for model in models]
+    weights = []
+    for number in range(NUM_STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            dense, label = parts(rank, number)
+            optimizer.zero_grad()
+            loss_of(model([dense], [torch.zeros(1, 1)]), label).backward()
+            optimizer.step()
+        if (number + 1) % period == 0:
+            mean = np.mean([two_trainers.weights_of(m) for m in models], axis=0)
+            for model in models:
+                nn.utils.vector_to_parameters(
+                    torch.from_numpy(mean.copy()), model.parameters()
+                )
+        weights.append([two_trainers.weights_of(model) for model in models])
+    return np.array(weights)
 
 
 @pytest.mark.parametrize("name", ["default", "tcp", "file", "gradient_allreduce"])
@@ -136,30 +157,20 @@ def test_gradients_of_8_bits_keep_the_models_equal_and_near_the_exact_ones(
 
 
 def test_decentralized_steps_alone_and_averages_each_time(learnt):
-    weights = learnt["decentralized", 0]
-    assert np.array_equal(weights, learnt["decentralized", 1])
-    before = two_trainers.weights_of(two_trainers.make_model(0))
-    for number in range(NUM_STEPS):
-        alone = [local_steps(before, rank, [number]) for rank in range(2)]
-        before = np.mean(alone, axis=0)
-        np.testing.assert_allclose(weights[number], before, atol=1e-6)
+    both = [learnt["decentralized", rank] for rank in range(2)]
+    assert np.array_equal(*both)
+    expected = each_alone(period=1)
+    for rank in range(2):
+        np.testing.assert_allclose(both[rank][:-1], expected[:, rank], atol=1e-5)
 
 
 def test_async_goes_its_own_way_and_averages_after_its_period(learnt):
     both = [learnt["async", rank] for rank in range(2)]
-    before = two_trainers.weights_of(two_trainers.make_model(0))
-    for start in range(0, NUM_STEPS, PERIOD):
-        for step in range(start, start + PERIOD - 1):
-            numbers = range(start, step + 1)
-            for rank in range(2):
-                alone = local_steps(before, rank, numbers)
-                np.testing.assert_allclose(both[rank][step], alone, atol=1e-6)
-            assert not np.array_equal(both[0][step], both[1][step])
-        numbers = range(start, start + PERIOD)
-        before = np.mean([local_steps(before, r, numbers) for r in range(2)], axis=0)
-        for weights in both:
-            np.testing.assert_allclose(weights[start + PERIOD - 1], before, atol=1e-6)
-    assert np.array_equal(both[0][-1], both[1][-1])
+    expected = each_alone(PERIOD)
+    for rank in range(2):
+        np.testing.assert_allclose(both[rank][:-1], expected[:, rank], atol=1e-5)
+    are_equal = [np.array_equal(*weights) for weights in zip(*both, strict=True)]
+    assert are_equal == [False, False, True] * (NUM_STEPS // PERIOD) + [True]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Run:
     name: str
     option: DistributedBaseOption | None
     num_batches: tuple[int, int] = (12, 12)
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
     master_port: int = field(default_factory=free_port)
 
 
@@ -78,7 +79,7 @@ def train(run: Run, rank: int) -> np.ndarray:
     with TrainCtx(
         model=model,
         embedding_optimizer=SGD(0.1),
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+        dense_optimizer=run.optimizer(model.parameters(), lr=LR),
         mixed_precision=False,
         distributed_option=run.option,
     ) as ctx:
