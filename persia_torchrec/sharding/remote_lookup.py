@@ -240,7 +240,7 @@ class ShardedRemoteCollection(
         Gradients that are not finite are not pushed when ``skip_non_finite`` is set, as
         it happens under a loss scale that is too large.
         """
-        scaled = [grad.detach() * self.gradient_scale for grad in grads]
+        scaled = [_scaled(grad, self.gradient_scale) for grad in grads]
         if self.skip_non_finite and not all(map(_is_finite, scaled)):
             self.num_skipped += 1
             pulled.give_up()  # the graph, and with it the batch, may live on
@@ -344,6 +344,18 @@ class Here(LazyAwaitable[Out]):
 
     def _wait_impl(self) -> Out:
         return self._output
+
+
+def _scaled(grad: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a gradient times a number; the gradient itself if that changes nothing.
+
+    It may be read by another thread after the backward pass then. Autograd gives the
+    memory of a gradient to somebody else, as a parameter's ``grad``, only if nobody
+    holds the same tensor; an array made of it, without ``detach``, does.
+    """
+    if scale == 1 and not grad.requires_grad:
+        return grad
+    return grad.detach() * scale
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
