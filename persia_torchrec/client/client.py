@@ -31,6 +31,7 @@ from persia_torchrec.client.shares import (
     require_shape,
     scatter_share,
 )
+from persia_torchrec.client.staleness import staleness_histogram
 from persia_torchrec.errors import ConfigError, FrameError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
@@ -324,6 +325,14 @@ class EmbeddingClient:
         """Return each server's counters: rows, hits, misses, evictions and others."""
         answers = self._servers.ask(Kind.COUNTERS, None, "counters")
         return [answer for answer in answers if isinstance(answer, dict)]
+
+    def staleness(self) -> npt.NDArray[np.int64]:
+        """Return how stale rows were: element k counts gradients of staleness k.
+
+        The staleness of a row is the number of updates, of any trainer, that it had
+        between its pull and its gradient. Of one id in 16 (see ``server/METRICS.md``).
+        """
+        return staleness_histogram(self.counters())
 
     def num_rows(self) -> list[int]:
         """Return how many rows each server holds."""

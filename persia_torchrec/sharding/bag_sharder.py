@@ -55,7 +55,7 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
     """
 
     weights_in: ClassVar[str] = "embedding_bags"
-    """What TorchRec calls the weights in the collection: ``embedding_bags.T.weight``."""
+    """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
 
     def __init__(
         self, *, timeout_s: float, gradient_division: bool, joint: Joint | None = None

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
-    ShardedModule,
     ShardingEnv,
     ShardingType,
 )
@@ -33,10 +33,11 @@ from persia_torchrec.sharding.remote_lookup import (
     StartedPull,
 )
 from persia_torchrec.sharding.through_bags import ThroughBags
+from persia_torchrec.sharding.when_used import WhenUsedModule
 
 
 class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
-    ShardedModule[Any, torch.Tensor, KeyedTensor, RemoteContext]
+    WhenUsedModule[torch.Tensor, KeyedTensor, RemoteContext]
 ):
     """Feature processors here, and the bags that they weight on the servers.
 
@@ -68,7 +69,7 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
-    ) -> Awaitable[Awaitable[StartedPull[Any]]]:
+    ) -> Awaitable[Awaitable[KJTList]]:
         """Begin to pull; a batch whose pull has begun is passed on."""
         return self.bags.input_dist(ctx, *input, **kwargs)
 

@@ -6,6 +6,8 @@ TorchRec drives every sharded module by three calls, and so it drives this one:
     compute       waits for the embeddings and puts them into the autograd graph
     output_dist   names them: a KeyedTensor
 
+The last two are put off until the output is used.
+
 In the backward pass the gradients of the embeddings leave through the same place; what
 the servers do with them does not concern autograd. The module has no parameters: rows
 and optimizer state stay on the servers.
@@ -21,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
     NoWait,
-    ShardedModule,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
@@ -38,6 +41,7 @@ from persia_torchrec.errors import BatchError, ConfigError, PersiaError, Stalene
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.pool_rows import pool_rows
 from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
+from persia_torchrec.sharding.when_used import WhenUsedModule
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
@@ -69,7 +73,7 @@ class RemoteContext(Multistreamable):
         """No tensor of this context lives on a device."""
 
 
-class StartedPull(Generic[Handle]):
+class StartedPull(Multistreamable, Generic[Handle]):
     """A batch whose pull has begun: hand it to the model in place of its ids.
 
     Args:
@@ -101,6 +105,9 @@ class StartedPull(Generic[Handle]):
                 "KeyedJaggedTensor. Received: a batch whose pull began without one."
             )
         return self._source
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """What the wait returns records its streams; the ids are the batch's own."""
 
     def wait(self) -> PulledBatch[Handle]:
         """Wait for the batch.
@@ -140,7 +147,7 @@ class _Embeddings(torch.autograd.Function):
 
 
 class ShardedRemoteCollection(
-    ShardedModule[Any, CompOut, Out, RemoteContext], FusedOptimizerModule
+    WhenUsedModule[CompOut, Out, RemoteContext], FusedOptimizerModule
 ):
     """A collection on the embedding servers; what all kinds of it share.
 
@@ -206,13 +213,17 @@ class ShardedRemoteCollection(
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
-    ) -> Awaitable[Awaitable[StartedPull[Any]]]:
-        """Begin to pull; a batch whose pull has begun is passed on."""
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Begin to pull; a batch whose pull has begun is passed on.
+
+        The list holds the one pull. It is what pipelines that join the inputs of
+        several modules to one exchange expect.
+        """
         (batch,) = (*input, *kwargs.values())
         if not isinstance(batch, StartedPull):
             is_training = self.training and torch.is_grad_enabled()
             batch = self.start(batch, is_training=is_training)
-        return NoWait(NoWait(batch))
+        return KJTListSplitsAwaitable([NoWait(NoWait(batch))], ctx)
 
     def create_context(self) -> RemoteContext:
         """Return an empty context."""
