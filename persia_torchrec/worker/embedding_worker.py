@@ -268,9 +268,14 @@ class EmbeddingWorker(ABC):
     def route(
         self, bags_of: Mapping[str, Bags], num_samples: int, number: BatchNumber | None
     ) -> RoutedBatch:
-<<<<<<< HEAD
-        num_samples = self.check(bags)
-        bags_of = {f.name: _stacked(bags[f.key], f) for f in self.features}
+        """Make the ids unique by table, and group them by server.
+
+        Args:
+            bags_of: by name of the features.
+            num_samples: B.
+            number: as in :meth:`pull`.
+        """
+        bags_of = {f.name: _stacked(bags_of[f.name], f) for f in self.features}
         pieces = [
             _prefixed(bags_of[self.features[f].name], self.features[f])
             for f in self._by_table
@@ -282,31 +287,6 @@ class EmbeddingWorker(ABC):
         of_tables = np.split(routed.inverse, np.cumsum(num_ids)[:-1])
         of_features = np.split(routed.inverse, np.cumsum([*map(len, pieces)])[:-1])
         inverse_of = dict(zip(self._by_table, of_features, strict=True))
-=======
-        """Make the ids unique by table, and group them by server.
-
-        Args:
-            bags_of: by name of the features.
-            num_samples: B.
-            number: as in :meth:`pull`.
-        """
-        bags_of = {f.name: _stacked(bags_of[f.name], f) for f in self.features}
-        tables = []
-        counts: list[Counts | None] = []
-        inverses: dict[str, Positions] = {}
-        for table in self._tables:
-            members = [f for f in self.features if f.table == table]
-            ids = [_prefixed(bags_of[f.name], f) for f in members]
-            unique = unique_ids(np.concatenate(ids))
-            split = self._client.split(unique.ids)
-            tables.append((table, split))
-            counts.append(None)
-            if number is not None and self._client.wants_counts(table):
-                counts[-1] = split.grouped(unique.counts)
-            stops = np.cumsum([len(piece) for piece in ids])[:-1]
-            pieces = np.split(split.place[unique.inverse], stops)
-            inverses.update(zip((f.name for f in members), pieces, strict=True))
->>>>>>> main
         return RoutedBatch(
             number,
             list(zip(self._tables, routed.tables, strict=True)),
