@@ -23,7 +23,7 @@ Dimension key:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +38,7 @@ from persia_torchrec.routing.tables import route_ids
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
-from persia_torchrec.worker.pooling import Floats, Lengths
+from persia_torchrec.worker.pooling import FeatureBags, Floats, Lengths
 from persia_torchrec.worker.pulled import Outputs
 
 
@@ -202,6 +202,29 @@ class EmbeddingWorker(ABC):
         return self._client.push(
             batch.tables, row_grads, batch.number, precision=self._precision
         )
+
+    def feature_bags(
+        self,
+        rows: Sequence[Floats],
+        batch: RoutedBatch,
+        features: Iterable[int] | None = None,
+    ) -> list[FeatureBags]:
+        """Return the bags of features over rows, or over what stands for them.
+
+        Args:
+            rows: float32 ``(U, D)`` a table of the batch.
+            batch: which row each id is.
+            features: numbers of the features; all by default.
+        """
+        return [
+            FeatureBags(
+                rows[self.table_of[f]],
+                batch.inverses[f],
+                batch.lengths[f],
+                self.features[f].pooling,
+            )
+            for f in (range(len(self.features)) if features is None else features)
+        ]
 
     def row_shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
         """Return the shape ``(U, D)`` of each table's unique rows."""

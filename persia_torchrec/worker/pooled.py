@@ -13,7 +13,7 @@ Dimension key:
 from collections.abc import Sequence
 
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
-from persia_torchrec.worker.pooling import FeatureBags, Floats, add_gradients, pool
+from persia_torchrec.worker.pooling import Floats, add_gradients, pool
 from persia_torchrec.worker.pulled import Outputs
 
 
@@ -26,23 +26,11 @@ class PooledLookup(EmbeddingWorker):
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Pool the rows of a batch."""
-        return (pool(self._bags(rows, batch), batch.num_samples),)
+        return (pool(self.feature_bags(rows, batch), batch.num_samples),)
 
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> list[Floats]:
         """Sum the gradients of the bags for each row in them."""
         (grads_BT,) = grads
         sums = self.no_gradients(batch)
-        add_gradients(grads_BT, self._bags(sums, batch))
+        add_gradients(grads_BT, self.feature_bags(sums, batch))
         return sums
-
-    def _bags(self, rows: Sequence[Floats], batch: RoutedBatch) -> list[FeatureBags]:
-        """Return the bags of the features over rows, or what stands for them."""
-        return [
-            FeatureBags(
-                rows[self.table_of[f]],
-                batch.inverses[f],
-                batch.lengths[f],
-                feature.pooling,
-            )
-            for f, feature in enumerate(self.features)
-        ]
