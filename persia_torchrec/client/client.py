@@ -194,7 +194,7 @@ class EmbeddingClient:
         """
         header = Header(Kind.LOOKUP, precision=precision)
         if batch is not None:
-            header = _numbered(header, batch, flags=TRAINING)
+            header = batch.stamp(header, flags=TRAINING)
             if counts is not None and any(
                 self.wants_counts(name) for name, _ in tables
             ):
@@ -234,7 +234,7 @@ class EmbeddingClient:
         for (name, ids), grads_UD in zip(tables, grads, strict=True):
             require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
         flags = SHARE if batch.share else 0
-        header = _numbered(Header(Kind.UPDATE, precision=precision), batch, flags)
+        header = batch.stamp(Header(Kind.UPDATE, precision=precision), flags)
         return self._fan_out("update", header, tables, grads, share=batch.share)
 
     def leave(self, share: Share) -> None:
@@ -411,7 +411,3 @@ class EmbeddingClient:
         # A joint step waits for the other trainers as well.
         timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
         return self._servers.send(header, frames_of, what, timeout_s)
-
-
-def _numbered(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
-    return header._replace(stream=batch.stream, batch=batch.batch, flags=flags)
