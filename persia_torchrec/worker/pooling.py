@@ -174,7 +174,7 @@ def _pool(plan_F7: Plan, out_BT: Floats) -> None:
     for start in range(0, num_samples, _BLOCK):
         stop = min(start + _BLOCK, num_samples)
         for f in range(num_features):
-            row_bytes, pooling = plan_F7[f, _ROW_BYTES], np.int64(plan_F7[f, _POOLING])
+            row_bytes, pooling = plan_F7[f, _ROW_BYTES], int(plan_F7[f, _POOLING])
             dim = np.int64(row_bytes // _4)
             ahead = max(np.uint64(_BYTES_AHEAD) // row_bytes, _ONE)
             j = cursors_F[f]
@@ -207,7 +207,7 @@ def _add_gradients(grads_BT: Floats, plan_F7: Plan) -> None:
     for start in range(0, num_samples, _BLOCK):
         stop = min(start + _BLOCK, num_samples)
         for f in range(num_features):
-            row_bytes, pooling = plan_F7[f, _ROW_BYTES], np.int64(plan_F7[f, _POOLING])
+            row_bytes, pooling = plan_F7[f, _ROW_BYTES], int(plan_F7[f, _POOLING])
             dim = np.int64(row_bytes // _4)
             ahead = max(np.uint64(_BYTES_AHEAD) // row_bytes, _ONE)
             j = cursors_F[f]

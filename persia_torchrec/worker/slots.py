@@ -72,7 +72,7 @@ class SlotsLookup(EmbeddingWorker):
         batch = replace(batch, places=places)
         return self.outputs_of(self.rows_of(batch), batch), batch
 
-    def shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
         """Return the shape of each output."""
         dims = self.dims()
         raw = [(len(batch.lengths[f]), dims[f]) for f in self._raw]
