@@ -55,9 +55,25 @@ def encode_share(
             rows_UW[ids.offsets[server] : ids.offsets[server + 1]].reshape(-1)
             for (_, ids), rows_UW in zip(tables, rows, strict=True)
         ]
-        flat = pieces[0] if len(pieces) == 1 else np.concatenate([_NO_ROWS, *pieces])
-        frames.append(encode_floats(flat, precision))
+        frames.append(encode_floats(_joined(pieces), precision))
     return frames
+
+
+def _joined(pieces: Sequence[Floats]) -> Floats:
+    """Return flat arrays behind one another; a view where they already are."""
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        return _NO_ROWS
+    whole = pieces[0].base
+    if isinstance(whole, np.ndarray) and all(piece.base is whole for piece in pieces):
+        starts = [piece.ctypes.data for piece in pieces]
+        stops = [
+            start + piece.nbytes for start, piece in zip(starts, pieces, strict=True)
+        ]
+        if starts[1:] == stops[:-1] and whole.flags.c_contiguous:
+            first = (starts[0] - whole.ctypes.data) // pieces[0].itemsize
+            return whole.reshape(-1)[first : first + sum(map(len, pieces))]
+    return np.concatenate(pieces)
 
 
 def encode_counts(

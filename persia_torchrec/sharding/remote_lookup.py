@@ -259,7 +259,7 @@ class ShardedRemoteCollection(
         """
         scale = self._hooks.loss_scale()
         factor = self.gradient_scale / (scale or 1)
-        scaled = [grad.detach().to(torch.float32) * factor for grad in grads]
+        scaled = [_scaled(grad, factor) for grad in grads]
         if self.skip_non_finite or scale is not None:
             is_finite = all(map(_is_finite, scaled))
             self._hooks.after_check(is_finite)
@@ -366,6 +366,18 @@ class Here(LazyAwaitable[Out]):
 
     def _wait_impl(self) -> Out:
         return self._output
+
+
+def _scaled(grad: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a gradient times a number; the gradient itself if that changes nothing.
+
+    It may be read by another thread after the backward pass then. Autograd gives the
+    memory of a gradient to somebody else, as a parameter's ``grad``, only if nobody
+    holds the same tensor; an array made of it, without ``detach``, does.
+    """
+    if scale == 1 and not grad.requires_grad:
+        return grad
+    return grad.detach().to(torch.float32) * scale
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
