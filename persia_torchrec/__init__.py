@@ -48,6 +48,15 @@ if TYPE_CHECKING:
     from persia_torchrec.server.cluster import (
         EmbeddingCluster,
     )
+    from persia_torchrec.sharding.mixed_sharder import (
+        MixedSharder,
+    )
+    from persia_torchrec.sharding.placed_tables import (
+        describe_placement,
+    )
+    from persia_torchrec.sharding.placement import (
+        Placement,
+    )
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
     )
@@ -82,6 +91,9 @@ _HOME = {
     "RowwiseLAMB": "embedding.optim",
     "PersiaError": "errors",
     "EmbeddingCluster": "server.cluster",
+    "MixedSharder": "sharding.mixed_sharder",
+    "describe_placement": "sharding.placed_tables",
+    "Placement": "sharding.placement",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
     "TableSettings": "table",
 }
@@ -106,8 +118,10 @@ __all__ = [
     "Expiry",
     "Gamma",
     "InverseSqrtDim",
+    "MixedSharder",
     "Normal",
     "PersiaError",
+    "Placement",
     "Poisson",
     "RemoteEmbeddingBagCollectionSharder",
     "RowwiseAdam",
@@ -115,6 +129,7 @@ __all__ = [
     "TableSettings",
     "TruncatedNormal",
     "Uniform",
+    "describe_placement",
 ]
 
 

@@ -144,6 +144,7 @@ class ShardedRemoteEmbeddingBagCollection(
         self.gradient_scale = gradient_scale
         self.skip_non_finite = False
         self.num_skipped = 0
+        self.spec = spec
         self._keys = spec.keys()
         self._names = spec.names()
         self._dims = spec.dims()

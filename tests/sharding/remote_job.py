@@ -106,8 +106,12 @@ class RemoteJob:
             self.client, optimizer or SGD(1.0), **settings
         )
         sharded = shard(model, sharder, device=device)
-        self._models.append(sharded)
+        self.adopt(sharded)
         return sharded
+
+    def adopt(self, model: DistributedModelParallel) -> None:
+        """Close what a model started, at the end of the job."""
+        self._models.append(model)
 
     def read(self, table: str, ids: list[int] | range) -> np.ndarray:
         """Return weights and state of ids that may be written as int64."""
