@@ -28,7 +28,9 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardedModule,
     ShardingEnv,
+    ShardingType,
 )
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -232,8 +234,7 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
             self._placement.require_known(self._planned)
         for config in configs:
             is_remote = self._placement.is_remote(config)
-            rows = 1 if is_remote else config.num_embeddings
-            if _planned_rows(params[config.name]) not in (None, rows):
+            if not _fits(params[config.name], config, is_remote=is_remote):
                 where = "on the servers" if is_remote else "under TorchRec"
                 raise ConfigError(
                     f"The plan must have been made with this sharder's placement, by "
@@ -275,12 +276,17 @@ class _ItemsInTurn(ItemsView[str, nn.Parameter]):
             self._mapping.begin_turn(None)
 
 
-def _planned_rows(sharding: ParameterSharding) -> int | None:
-    """Return how many rows the planner saw; None if the plan does not say."""
+def _fits(
+    sharding: ParameterSharding, config: BaseEmbeddingConfig, *, is_remote: bool
+) -> bool:
+    """Return whether a table was planned for where it lies."""
     spec = sharding.sharding_spec
-    if not isinstance(spec, EnumerableShardingSpec):
-        return None
-    return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)
+    if not isinstance(spec, EnumerableShardingSpec):  # data parallel
+        return not is_remote
+    rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)
+    if is_remote:
+        return rows == 1 and sharding.sharding_type == ShardingType.ROW_WISE.value
+    return rows == config.num_embeddings or config.use_virtual_table
 
 
 def _of(
