@@ -116,8 +116,15 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         """Refuse settings that belong to no collection; called when a batch comes."""
 
     @abstractmethod
-    def make_pipeline(self, spec: CollectionSpec) -> BatchPipeline[Any, Any]:
-        """Return the pipeline of a collection, its tables known to the servers."""
+    def make_pipeline(
+        self, spec: CollectionSpec, device: torch.device
+    ) -> BatchPipeline[Any, Any]:
+        """Return the pipeline of a collection, its tables known to the servers.
+
+        Args:
+            spec: the collection's tables and features.
+            device: where the embeddings are wanted.
+        """
 
     @property
     def module_type(self) -> type[EmbeddingBagCollection]:
@@ -148,12 +155,13 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         _require_whole_plan(module, params)
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
-        pipeline = self.make_pipeline(spec)
+        device = device or torch.device("cpu")
+        pipeline = self.make_pipeline(spec, device)
         self._tables.add(pipeline, spec.tables)
         return ShardedRemoteEmbeddingBagCollection(
             pipeline,
             spec,
-            device=device or torch.device("cpu"),
+            device=device,
             timeout_s=self._timeout_s,
             gradient_scale=1 / world_size,
             hooks=Hooks(self.require_known_settings, self._tables.before_push),

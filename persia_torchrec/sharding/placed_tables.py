@@ -7,7 +7,7 @@ modules private attributes are read here.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -17,7 +17,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from persia_torchrec.sharding.mixed_lookup import MixedCollection
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 
 _Local: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
@@ -63,7 +63,7 @@ def placed_tables(model: nn.Module) -> list[PlacedTable]:
         if isinstance(module, MixedCollection):
             tables.extend(_remote_tables(path, module.remote))
             halves.add(module.remote)
-        if isinstance(module, ShardedRemoteEmbeddingBagCollection):
+        if isinstance(module, ShardedRemoteCollection):
             tables.extend(_remote_tables(path, module) if module not in halves else ())
     return tables
 
@@ -101,9 +101,9 @@ def describe_placement(model: nn.Module) -> str:
 
 
 def _remote_tables(
-    path: str, module: ShardedRemoteEmbeddingBagCollection
+    path: str, module: ShardedRemoteCollection[Any, Any]
 ) -> Iterator[PlacedTable]:
-    for spec in module.spec.tables:
+    for spec in module.tables:
         optimizer = type(spec.optimizer).__name__
         yield PlacedTable(path, spec.name, "servers", (), None, spec.dim, optimizer)
 

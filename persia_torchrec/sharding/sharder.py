@@ -4,6 +4,7 @@ DistributedModelParallel(model, sharders=[RemoteEmbeddingBagCollectionSharder(..
 """
 
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,11 +15,12 @@ from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.bag_sharder import BagSharder
 from persia_torchrec.sharding.collection import CollectionSpec, describe_bags
+from persia_torchrec.sharding.rows_on_device import RowsOnDevice
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
 from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.pooled import PooledLookup
+from persia_torchrec.worker.rows import RowsLookup
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -57,6 +59,9 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         ``RemoteEmbeddingBagCollectionSharder(client, Adagrad(), tables={"user":
         TableSettings(optimizer=Adam(1e-3), admission=AdmitFrequency(3))})``
     """
+
+    POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    """Types of devices that get the unique rows and pool them, instead of the CPU."""
 
     def __init__(
         self,
@@ -117,11 +122,15 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         require_known_tables(self._settings, self._planned | self._described)
 
     def make_pipeline(
-        self, spec: CollectionSpec
-    ) -> BatchPipeline[Mapping[str, Bags], RoutedBatch]:
+        self, spec: CollectionSpec, device: torch.device
+    ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, its tables known to the servers."""
-        worker = EmbeddingWorker(self._client, spec.features, precision=self._precision)
-        worker.add_tables(spec.tables)
-        return BatchPipeline(
-            worker, staleness=self._staleness, timeout_s=self._client.timeout_s
-        )
+        staleness, timeout_s = self._staleness, self._client.timeout_s
+        if device.type in self.POOLS_ON:
+            rows = RowsLookup(self._client, spec.features, precision=self._precision)
+            rows.add_tables(spec.tables)
+            lookup = RowsOnDevice(rows, device)
+            return BatchPipeline(lookup, staleness=staleness, timeout_s=timeout_s)
+        pooled = PooledLookup(self._client, spec.features, precision=self._precision)
+        pooled.add_tables(spec.tables)
+        return BatchPipeline(pooled, staleness=staleness, timeout_s=timeout_s)

@@ -1,7 +1,7 @@
 """Batches on their way: pulls ahead of the training, pushes behind it.
 
     start()  -> queue -> pulling thread: take a permit, pull -> the batch is ready
-    push()   -> queue -> pushing thread: un-pool, send  ...  acknowledged: permit back
+    push()   -> queue -> pushing thread: sum a row, send ...  acknowledged: permit back
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
 bound (see ``client/permits.py``); evaluation pulls take none and have a thread of
@@ -9,7 +9,7 @@ their own, so that they never wait behind a training pull that waits for a permi
 Pushes are sent in the order of ``push`` and acknowledged in the background. A change of
 tables goes through their queue: it waits for the acknowledgements of those before it.
 
-A training batch whose pooled embeddings are dropped without a push (no backward pass
+A training batch whose embeddings are dropped without a push (no backward pass
 came, or it raised) is given up: the servers are told, and the permit comes back.
 
 An error of a background push is raised by the next call, whichever it is.
@@ -30,7 +30,7 @@ from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.client.permits import Permit, Permits
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.table import TableChange
-from persia_torchrec.worker.pooling import Floats
+from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.pulled import PulledBatch as PulledBatch
 from persia_torchrec.worker.puller import CLOSED, Puller
 
@@ -58,10 +58,12 @@ class Lookup(Protocol[Source, Handle]):
     An embedding worker in this process, or the way to one in another.
     """
 
-    def pull(self, source: Source, number: BatchNumber | None) -> tuple[Floats, Handle]:
-        """Return the pooled embeddings of a batch, and what a push needs."""
+    def pull(
+        self, source: Source, number: BatchNumber | None
+    ) -> tuple[Outputs, Handle]:
+        """Return the embeddings of a batch, and what a push needs."""
 
-    def push(self, handle: Handle, grads_BT: Floats) -> Sequence[Reply]:
+    def push(self, handle: Handle, grads: Outputs) -> Sequence[Reply]:
         """Send the gradients of a batch; replies come when they are applied."""
 
     def abandon(self, handle: Handle) -> Sequence[Reply]:
@@ -77,7 +79,7 @@ class Lookup(Protocol[Source, Handle]):
 @dataclass(frozen=True, slots=True)
 class _Push(Generic[Handle]):
     handle: Handle
-    grads: Floats | None  # None: the batch is given up
+    grads: Outputs | None  # None: the batch is given up
     permit: Permit
     done: "Future[None]"
 
@@ -251,21 +253,22 @@ class BatchPipeline(Generic[Source, Handle]):
         self._pusher.join(timeout=self._timeout_s)
 
     def _pull_for_evaluation(self, source: Source) -> PulledBatch[Handle]:
-        pooled, _ = self._lookup.pull(source, None)
-        return PulledBatch(pooled, None, None)
+        outputs, handle = self._lookup.pull(source, None)
+        return PulledBatch(outputs, handle, None, None)
 
     def _pull(
         self, source: Source, number: BatchNumber, permit: Permit
     ) -> PulledBatch[Handle]:
         try:
-            pooled, handle = self._lookup.pull(source, number)
+            outputs, handle = self._lookup.pull(source, number)
         except BaseException:
             permit.give_back()
             raise
         with self._lock:
             self._num_open += 1
         return PulledBatch(
-            pooled,
+            outputs,
+            handle,
             lambda grads: self._push(_Push(handle, grads, permit, Future())),
             lambda: self._pushes.put(_Push(handle, None, permit, Future())),
         )
