@@ -16,6 +16,7 @@ from torchrec.distributed.types import (
 )
 
 from persia_torchrec import (
+    SGD,
     EmbeddingClient,
     MixedSharder,
     Placement,
@@ -23,7 +24,6 @@ from persia_torchrec import (
     describe_placement,
 )
 from tests.sharding.mixed_model import (
-    ADAGRAD,
     FUSED,
     LOCAL,
     NUM_IDS,
@@ -104,7 +104,8 @@ def reshard(model: DistributedModelParallel, table: str) -> None:
 def sharded_model(addresses, told):
     """Shard the model with some tables on the servers; close it in the end."""
     with contextlib.closing(EmbeddingClient.connect(addresses)) as client:
-        remote = RemoteEmbeddingBagCollectionSharder(client, ADAGRAD)
+        # By SGD, two updates by halves are one by the sum; TorchRec's are one anyway.
+        remote = RemoteEmbeddingBagCollectionSharder(client, SGD(0.5))
         sharder = MixedSharder(remote, Placement(local=LOCAL), CpuSharder(FUSED))
         torch.manual_seed(0)
         yield shard(Model(), sharder, constraints=told), client
