@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from persia_torchrec.server.cluster import (
         EmbeddingCluster,
     )
+    from persia_torchrec.sharding.feature_processed import (
+        RemoteFeatureProcessedEmbeddingBagCollectionSharder,
+    )
     from persia_torchrec.sharding.mixed_sharder import (
         MixedSharder,
     )
@@ -57,8 +60,14 @@ if TYPE_CHECKING:
     from persia_torchrec.sharding.placement import (
         Placement,
     )
+    from persia_torchrec.sharding.sequence_sharder import (
+        RemoteEmbeddingCollectionSharder,
+    )
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
+    )
+    from persia_torchrec.sharding.through_bags import (
+        RemoteFusedEmbeddingBagCollectionSharder,
     )
     from persia_torchrec.table import (
         TableSettings,
@@ -91,10 +100,15 @@ _HOME = {
     "RowwiseLAMB": "embedding.optim",
     "PersiaError": "errors",
     "EmbeddingCluster": "server.cluster",
+    "RemoteFeatureProcessedEmbeddingBagCollectionSharder": (
+        "sharding.feature_processed"
+    ),
     "MixedSharder": "sharding.mixed_sharder",
     "describe_placement": "sharding.placed_tables",
     "Placement": "sharding.placement",
+    "RemoteEmbeddingCollectionSharder": "sharding.sequence_sharder",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
+    "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
     "TableSettings": "table",
 }
 
@@ -124,6 +138,9 @@ __all__ = [
     "Placement",
     "Poisson",
     "RemoteEmbeddingBagCollectionSharder",
+    "RemoteEmbeddingCollectionSharder",
+    "RemoteFeatureProcessedEmbeddingBagCollectionSharder",
+    "RemoteFusedEmbeddingBagCollectionSharder",
     "RowwiseAdam",
     "RowwiseLAMB",
     "TableSettings",

@@ -71,7 +71,8 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
         local: shards the other tables; TorchRec's sharder, as it is, by default.
 
     Raises:
-        ConfigError: ``local`` is not TorchRec's sharder for the kind of collection.
+        ConfigError: ``remote`` is for another kind of module than the two collections,
+            or ``local`` is not TorchRec's sharder for the same kind.
             When the model is planned: ``placement`` names a table that no collection
             has. When it is sharded: the plan was not made with this placement.
 
@@ -86,6 +87,11 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
         placement: Placement,
         local: BaseEmbeddingSharder[Any] | None = None,
     ) -> None:
+        if remote.module_type not in _LOCAL_SHARDERS:
+            raise ConfigError(
+                "remote must be the sharder of EmbeddingBagCollection or of "
+                f"EmbeddingCollection. Received: {type(remote).__name__}."
+            )
         expected = _LOCAL_SHARDERS[remote.module_type]
         local = local if local is not None else expected()
         if type(local).shard is not expected.shard:

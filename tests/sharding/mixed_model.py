@@ -1,5 +1,7 @@
 """A model some of whose tables are on the servers, and the same in plain TorchRec."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -7,10 +9,15 @@ from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     PoolingType,
 )
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -20,7 +27,9 @@ from persia_torchrec import (
     MixedSharder,
     Placement,
     RemoteEmbeddingBagCollectionSharder,
+    RemoteEmbeddingCollectionSharder,
 )
+from persia_torchrec.sharding.sharder import RemoteSharder
 from tests.sharding.remote_job import META, RemoteJob, kjt_of, shard
 
 NUM_IDS = 40
@@ -70,11 +79,59 @@ class Model(nn.Module):
         return self.over(columns).squeeze(1)
 
 
+class SequenceModel(nn.Module):
+    """The same over a collection of sequences, whose embeddings are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingConfig(NUM_IDS, 8, name=t.name, feature_names=t.feature_names)
+            for t in tables()
+        ]
+        self.sequences = EmbeddingCollection(
+            tables=configs, device=META, need_indices=True
+        )
+        self.over = nn.Sequential(nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, ids: KeyedJaggedTensor):
+        output = self.sequences(ids)
+        sums = torch.cat([added_up(output[name]) for name in COLUMNS], dim=1)
+        return self.over(sums).squeeze(1)
+
+
+def added_up(sequences: JaggedTensor) -> torch.Tensor:
+    lengths = sequences.lengths()
+    sample_of = torch.arange(len(lengths)).repeat_interleave(lengths)
+    zeros = torch.zeros(len(lengths), sequences.values().shape[1])
+    return zeros.index_add(0, sample_of, sequences.values())
+
+
 class CpuSharder(EmbeddingBagCollectionSharder):
     """TorchRec's, which on CPUs can shard rows, but does not offer it."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [*super().sharding_types(compute_device_type), "row_wise"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of collection: a model of it, its sharders, its keys in state dicts."""
+
+    model: type[nn.Module]
+    local: type[BaseEmbeddingSharder]
+    remote: type[RemoteSharder]
+    prefix: str
+
+
+BAGS = Kind(
+    *(Model, CpuSharder, RemoteEmbeddingBagCollectionSharder, "bags.embedding_bags")
+)
+SEQUENCES = Kind(
+    SequenceModel,
+    EmbeddingCollectionSharder,
+    RemoteEmbeddingCollectionSharder,
+    "sequences.embeddings",
+)
 
 
 def constraints(sharding_type: str, names=LOCAL) -> dict[str, ParameterConstraints]:
@@ -119,13 +176,13 @@ def train(model: nn.Module, batches, each_step=lambda: None) -> np.ndarray:
 
 
 def put_some_on_servers(
-    job: RemoteJob, *, constraints=None, placement=None, **settings
+    job: RemoteJob, kind=BAGS, *, constraints=None, placement=None, **settings
 ) -> DistributedModelParallel:
     """Shard the model as a user does: one more sharder, the stock planner."""
-    remote = RemoteEmbeddingBagCollectionSharder(job.client, ADAGRAD, **settings)
+    remote = kind.remote(job.client, ADAGRAD, **settings)
     sharder = MixedSharder(
-        remote, placement or Placement(local=LOCAL), CpuSharder(FUSED)
+        remote, placement or Placement(local=LOCAL), kind.local(FUSED)
     )
-    model = shard(Model(), sharder, constraints=constraints)
+    model = shard(kind.model(), sharder, constraints=constraints)
     job.adopt(model)
     return model

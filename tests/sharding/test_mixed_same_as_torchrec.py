@@ -9,12 +9,12 @@ import torch
 
 from persia_torchrec.client.client import BatchNumber
 from tests.sharding.mixed_model import (
+    BAGS,
     FUSED,
     LOCAL,
     NUM_IDS,
     REMOTE,
-    CpuSharder,
-    Model,
+    SEQUENCES,
     batches,
     constraints,
     put_some_on_servers,
@@ -29,24 +29,25 @@ NUM_STEPS = 200
 class Twins:
     """One model twice: some of its tables on the servers, and in plain TorchRec."""
 
-    def __init__(self, job, local):
+    def __init__(self, job, kind, local):
         self.job = job
+        self.kind = kind
         torch.manual_seed(0)
-        on_trainers = constraints("table_wise", REMOTE)
-        self.plain = shard(Model(), CpuSharder(FUSED), constraints=local | on_trainers)
-        self.mixed = put_some_on_servers(job, constraints=local)
+        on_trainers = local | constraints("table_wise", REMOTE)
+        self.plain = shard(kind.model(), kind.local(FUSED), constraints=on_trainers)
+        self.mixed = put_some_on_servers(job, kind, constraints=local)
         for table in REMOTE:
             self.plain_rows(table).copy_(self.pulled(table))
         state = self.plain.state_dict()
         self.mixed.load_state_dict({key: state[key] for key in self.mixed.state_dict()})
 
     def plain_rows(self, table):
-        return rows_of(self.plain.state_dict(), table)
+        return self.rows_of(self.plain, table)
 
     def mixed_rows(self, table):
         if table not in REMOTE:
-            return rows_of(self.mixed.state_dict(), table)
-        dim = {config.name: config.embedding_dim for config in tables()}[table]
+            return self.rows_of(self.mixed, table)
+        dim = self.plain_rows(table).shape[1]
         return torch.from_numpy(self.job.read(table, range(NUM_IDS))[:, :dim].copy())
 
     def pulled(self, table):
@@ -56,22 +57,21 @@ class Twins:
         (rows,) = self.job.client.pull([(table, split)], batch=number)
         return torch.from_numpy(rows[split.place])
 
-
-def rows_of(state, table):
-    weight = state[f"bags.embedding_bags.{table}.weight"]
-    if isinstance(weight, torch.Tensor) and not hasattr(weight, "local_shards"):
-        return weight
-    (piece,) = weight.local_shards()
-    return piece.tensor
+    def rows_of(self, model, table):
+        weight = model.state_dict()[f"{self.kind.prefix}.{table}.weight"]
+        if not hasattr(weight, "local_shards"):
+            return weight
+        (piece,) = weight.local_shards()
+        return piece.tensor
 
 
 # Not by rows: TorchRec 1.8 then divides sums of tables of other sharding types as well.
 MEAN_TABLE = constraints("table_wise", ["place"])
 
 
-def require_same_training(job, local, num_steps):
+def require_same_training(job, kind, local, num_steps):
     """Train the twins; return the losses."""
-    twins = Twins(job, local)
+    twins = Twins(job, kind, local)
     start = {table.name: twins.plain_rows(table.name).clone() for table in tables()}
     losses = train(twins.mixed, batches(num_steps))
     expected = train(twins.plain, batches(num_steps))
@@ -85,13 +85,16 @@ def require_same_training(job, local, num_steps):
     return losses
 
 
-def test_every_step_has_the_loss_of_plain_torchrec(job):
+@pytest.mark.parametrize(
+    "kind", [pytest.param(BAGS, id="bags"), pytest.param(SEQUENCES, id="sequences")]
+)
+def test_every_step_has_the_loss_of_plain_torchrec(job, kind):
     one_of_each_type = (
         constraints("data_parallel", ["home"])
         | constraints("row_wise", ["term"])
         | MEAN_TABLE
     )
-    losses = require_same_training(job, one_of_each_type, NUM_STEPS)
+    losses = require_same_training(job, kind, one_of_each_type, NUM_STEPS)
     assert losses[-20:].mean() < 0.9 * losses[:5].mean()
 
 
@@ -105,4 +108,11 @@ def test_every_step_has_the_loss_of_plain_torchrec(job):
     ],
 )
 def test_every_sharding_type_of_torchrec_can_stand_beside_the_servers(job, local):
-    require_same_training(job, local, 20)
+    require_same_training(job, BAGS, local, 20)
+
+
+@pytest.mark.parametrize(
+    "sharding_type", ["data_parallel", "table_wise", "row_wise", "column_wise"]
+)
+def test_so_it_is_with_sequences(job, sharding_type):
+    require_same_training(job, SEQUENCES, constraints(sharding_type), 20)
