@@ -88,9 +88,7 @@ class SequenceModel(nn.Module):
             EmbeddingConfig(NUM_IDS, 8, name=t.name, feature_names=t.feature_names)
             for t in tables()
         ]
-        self.sequences = EmbeddingCollection(
-            tables=configs, device=META, need_indices=True
-        )
+        self.sequences = EmbeddingCollection(tables=configs, device=META)
         self.over = nn.Sequential(nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, ids: KeyedJaggedTensor):

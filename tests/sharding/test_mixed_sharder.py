@@ -2,7 +2,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import (
@@ -26,6 +31,7 @@ from persia_torchrec import (
     MixedSharder,
     Placement,
     RemoteEmbeddingBagCollectionSharder,
+    RemoteFusedEmbeddingBagCollectionSharder,
     TableSettings,
     describe_placement,
 )
@@ -390,3 +396,35 @@ def test_sharders_of_other_modules_stand_beside_it(job):
         ("sequences", "clicks", False),
     ]
     assert job.total("rows") == 2
+
+
+def test_a_table_on_the_servers_cannot_be_moved_to_a_trainer(job):
+    model = put_some_on_servers(job)
+    with pytest.raises(ConfigError, match=r"Received: \['user'\]"):
+        model.reshard({"bags": (0.0, {"user": None})}, "bags")
+
+
+def test_only_sharders_of_the_two_collections_are_mixed(job):
+    bags = RemoteEmbeddingBagCollectionSharder(job.client)
+    fused = RemoteFusedEmbeddingBagCollectionSharder(bags)
+    with pytest.raises(ConfigError, match="Received: RemoteFused"):
+        MixedSharder(fused, Placement())
+
+
+def test_a_weighted_collection_may_be_mixed(job):
+    model = Bags(two_tables())
+    model.bags = EmbeddingBagCollection(two_tables(), is_weighted=True, device=META)
+    sharder = mixed_sharder(job, Placement(min_rows=50))
+    model = shard(model, sharder, constraints=constraints("table_wise", ["item"]))
+    job.adopt(model)
+    ids = kjt_of({"user": [[2**50, 8], []], "item": [[7], [7]]})
+    weights = torch.tensor([2.0, 1.0, 3.0, 0.5])
+    weighted = KeyedJaggedTensor(
+        ids.keys(), ids.values(), weights, lengths=ids.lengths()
+    )
+    pooled = model(weighted)
+    rows = torch.from_numpy(job.read("user", [2**50, 8])[:, :8].copy())
+    assert torch.allclose(pooled["user"][0], 2 * rows[0] + rows[1])
+    item = model.state_dict()["bags.embedding_bags.item.weight"].local_shards()[0]
+    expected = item.tensor[7] * torch.tensor([[3.0], [0.5]])
+    assert torch.allclose(pooled["item"], expected)
