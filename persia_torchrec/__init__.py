@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from persia_torchrec.sharding.feature_processed import (
         RemoteFeatureProcessedEmbeddingBagCollectionSharder,
     )
+    from persia_torchrec.sharding.joining import (
+        join,
+    )
     from persia_torchrec.sharding.mixed_sharder import (
         MixedSharder,
     )
@@ -109,6 +112,7 @@ _HOME = {
     "RemoteEmbeddingCollectionSharder": "sharding.sequence_sharder",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
     "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
+    "join": "sharding.joining",
     "TableSettings": "table",
 }
 
@@ -147,6 +151,7 @@ __all__ = [
     "TruncatedNormal",
     "Uniform",
     "describe_placement",
+    "join",
 ]
 
 

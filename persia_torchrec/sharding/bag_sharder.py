@@ -8,7 +8,7 @@ the sharding type and the kernel are names that the planner knows ("row_wise" an
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from torchrec.modules.embedding_modules import (
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.joining import Joint, meet
 from persia_torchrec.sharding.remote_lookup import (
     Hooks,
     ShardedRemoteCollection,
@@ -50,12 +51,19 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
     Args:
         timeout_s: seconds that a pull or a push may take.
         gradient_division: divide gradients by the number of trainers.
+        joint: how trainers update jointly; None where each updates by itself.
     """
 
-    def __init__(self, *, timeout_s: float, gradient_division: bool) -> None:
+    weights_in: ClassVar[str] = "embedding_bags"
+    """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
+
+    def __init__(
+        self, *, timeout_s: float, gradient_division: bool, joint: Joint | None = None
+    ) -> None:
         super().__init__()
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s + (joint.timeout_s if joint else 0)
         self._gradient_division = gradient_division
+        self._joint = joint
         self._tables = RemoteTables()
 
     def flush(self) -> None:
@@ -169,14 +177,19 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
         world_size = env.world_size if self._gradient_division else 1
         device = device or torch.device("cpu")
         pipeline = self.make_pipeline(spec, device)
-        self._tables.add(pipeline, spec.tables)
+        tables = self._tables.add(pipeline, spec.tables)
+        if self._joint is not None and (trainers := meet(env, device, self._joint)):
+            pipeline.set_trainers(trainers)
         return self.sharded_type(
             pipeline,
             spec,
             device=device,
-            timeout_s=self._timeout_s,
             gradient_scale=1 / world_size,
             hooks=Hooks(self.require_known_settings, self._tables.before_push),
+            # A table of two collections stands in the optimizer of the first.
+            optimizer=self._tables.optimizer_of(
+                {f"{self.weights_in}.{name}.weight": name for name in tables}
+            ),
         )
 
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:

@@ -38,10 +38,13 @@ from torchrec.distributed.types import (
     ShardedModule,
     ShardingEnv,
 )
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.part import Collection, columns_of
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 
 Output = TypeVar("Output")
 
@@ -160,14 +163,14 @@ class Halves:
     """
 
     local: Collection
-    remote: ShardedModule[Any, Any, Any, Any]
+    remote: ShardedRemoteCollection[Any, Any]
     columns: Sequence[Column]
 
 
-class MixedCollection(ShardedModule[Any, Any, Any, Any]):
+class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
     """Adds the remote half to TorchRec's sharded module of the local one."""
 
-    remote: ShardedModule[Any, Any, Any, Any]
+    remote: ShardedRemoteCollection[Any, Any]
     _columns: Sequence[Column]
 
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
@@ -185,6 +188,12 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any]):
     def compute_and_output_dist(self, ctx: Any, input: Any) -> LazyAwaitable[Any]:
         """Look up in both halves, and join."""
         return self._joined(super().compute_and_output_dist(ctx, input), ctx)
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """The optimizers of both halves; TorchRec and schedules ask for it."""
+        halves = (super().fused_optimizer, self.remote.fused_optimizer)
+        return CombinedOptimizer([("", half) for half in halves])
 
     def copy(self, device: torch.device) -> NoReturn:
         """Refuse, as the remote half does."""

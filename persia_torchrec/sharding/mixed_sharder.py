@@ -37,6 +37,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.bag_sharder import CollectionSharder
 from persia_torchrec.sharding.mixed_lookup import (
     Halves,
     ShardedMixedEmbeddingBagCollection,
@@ -83,7 +84,7 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
 
     def __init__(
         self,
-        remote: ModuleSharder[Any],
+        remote: CollectionSharder[Any, Any],
         placement: Placement,
         local: BaseEmbeddingSharder[Any] | None = None,
     ) -> None:

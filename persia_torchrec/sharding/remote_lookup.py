@@ -28,6 +28,8 @@ from torchrec.distributed.types import (
     ShardedModule,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
@@ -138,7 +140,9 @@ class _Embeddings(torch.autograd.Function):
         return None, None, None
 
 
-class ShardedRemoteCollection(ShardedModule[Any, CompOut, Out, RemoteContext]):
+class ShardedRemoteCollection(
+    ShardedModule[Any, CompOut, Out, RemoteContext], FusedOptimizerModule
+):
     """A collection on the embedding servers; what all kinds of it share.
 
     In training mode, with gradients enabled, rows are made on first sight and the
@@ -149,9 +153,9 @@ class ShardedRemoteCollection(ShardedModule[Any, CompOut, Out, RemoteContext]):
         pipeline: pulls and pushes; the module does not close it.
         spec: the collection's tables and features.
         device: where the embeddings are wanted.
-        timeout_s: seconds that a pull may take.
         gradient_scale: multiplied into every gradient before it is pushed.
         hooks: what to call before pulls and pushes.
+        optimizer: of the tables, for schedules; none where it is left out.
     """
 
     def __init__(
@@ -160,11 +164,12 @@ class ShardedRemoteCollection(ShardedModule[Any, CompOut, Out, RemoteContext]):
         spec: CollectionSpec,
         *,
         device: torch.device,
-        timeout_s: float,
         gradient_scale: float = 1.0,
         hooks: Hooks = _NO_HOOKS,
+        optimizer: KeyedOptimizer | None = None,
     ) -> None:
         super().__init__()
+        self._optimizer = EmptyFusedOptimizer() if optimizer is None else optimizer
         self._hooks = hooks
         self.pipeline = pipeline
         self.gradient_scale = gradient_scale
@@ -173,7 +178,6 @@ class ShardedRemoteCollection(ShardedModule[Any, CompOut, Out, RemoteContext]):
         self._spec = spec
         self._keys = spec.keys()
         self._device = device
-        self._timeout_s = timeout_s
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
 
@@ -199,7 +203,7 @@ class ShardedRemoteCollection(ShardedModule[Any, CompOut, Out, RemoteContext]):
         future = self.pipeline.start(batch, training=is_training)
         # A pull ends in time by itself; before it may come a wait for a permit, until
         # earlier pushes are acknowledged, which end in time as well.
-        return StartedPull(future, 2 * self._timeout_s + 5, source)
+        return StartedPull(future, 2 * self.pipeline.timeout_s + 5, source)
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
@@ -258,12 +262,21 @@ class ShardedRemoteCollection(ShardedModule[Any, CompOut, Out, RemoteContext]):
         """There are none: the rows are on the servers."""
         return iter(())
 
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The tables' learning rates; DistributedModelParallel asks for it."""
+        return self._optimizer
+
     def copy(self, device: torch.device) -> "ShardedRemoteCollection[CompOut, Out]":
         """Refuse: a copy would push the same batches twice."""
         raise ConfigError(
             "A collection on the embedding servers cannot be copied to another device. "
             "Build a second DistributedModelParallel there."
         )
+
+    def __deepcopy__(self, memo: object) -> "ShardedRemoteCollection[CompOut, Out]":
+        """Refuse, as ``DistributedModelParallel.copy`` begins with it."""
+        return self.copy(self._device)
 
 
 class ShardedRemoteEmbeddingBagCollection(

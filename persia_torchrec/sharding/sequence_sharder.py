@@ -27,6 +27,7 @@ class RemoteEmbeddingCollectionSharder(
         RemoteEmbeddingCollectionSharder(client, Adam(1e-3), staleness=1)])``
     """
 
+    weights_in: ClassVar[str] = "embeddings"
     host_lookup: ClassVar[type[EmbeddingWorker]] = SequenceLookup
 
     @property

@@ -5,7 +5,7 @@ DistributedModelParallel(model, sharders=[RemoteEmbeddingBagCollectionSharder(..
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from persia_torchrec.sharding.bag_sharder import (
     Sharded,
 )
 from persia_torchrec.sharding.collection import CollectionSpec, describe_bags
+from persia_torchrec.sharding.joining import Joint
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
 from persia_torchrec.sharding.rows_on_device import RowsOnDevice
 from persia_torchrec.table import TableSettings, require_known_tables
@@ -51,17 +52,23 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         staleness: training batches of one trainer that may be between the pull of their
             rows and the acknowledgement of their update. 0 waits for the
             acknowledgement in the backward pass, which equals ordinary synchronous
-            training; 1 waits for it before the next pull. Several trainers are not in
-            step with one another: each bounds its own staleness.
+            training; 1 waits for it before the next pull.
         wire_dtype: how rows and gradients travel: float32, float16 or bfloat16.
         tables: settings of single tables, by name. They win over what the collection
             says (``data_type``, ``init_fn``).
         gradient_division: divide gradients by the number of trainers, as TorchRec
-            does, so that the servers apply the mean over trainers; otherwise each
-            trainer's own gradient is applied, as in PERSIA.
+            does; otherwise they add up, as in PERSIA.
+        update: what the servers do with the gradients of several trainers. "joint": the
+            n-th batches of all trainers are one step, and the optimizer gets the sum of
+            their gradients once, as in TorchRec. All must run as many training steps
+            (see ``join`` where data end unevenly), and the acknowledgement that bounds
+            the staleness is that of the joint update. "each": the gradients of each
+            trainer are applied as they come, as in PERSIA; nobody waits for another.
+        joint_timeout_s: seconds that a joint update may wait for the slowest trainer.
 
     Raises:
-        ConfigError: ``wire_dtype`` is none of the three, or ``staleness`` is negative.
+        ConfigError: ``wire_dtype`` is none of the three, ``staleness`` is negative,
+            ``update`` is neither of the two, or ``joint_timeout_s`` is not positive.
             When the model is sharded, or at its first batch at the latest: ``tables``
             names a table that no collection has.
     """
@@ -81,10 +88,18 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         *,
         tables: Mapping[str, TableSettings] | None = None,
         gradient_division: bool = True,
+        update: Literal["joint", "each"] = "joint",
+        joint_timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
-            timeout_s=client.timeout_s, gradient_division=gradient_division
+            timeout_s=client.timeout_s,
+            gradient_division=gradient_division,
+            joint=Joint(client, joint_timeout_s) if update == "joint" else None,
         )
+        if update not in ("joint", "each"):
+            raise ConfigError(
+                f'update must be "joint" or "each". Received: {update!r}.'
+            )
         if wire_dtype not in _PRECISIONS:
             raise ConfigError(
                 f"wire_dtype must be one of {list(_PRECISIONS)}. "

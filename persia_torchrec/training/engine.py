@@ -17,7 +17,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -33,11 +32,10 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.sharding.remote_lookup import (
-    ShardedRemoteEmbeddingBagCollection,
-    StartedPull,
-)
+from persia_torchrec.sharding.joining import join
+from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.table import TableSettings, TableSpec
+from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
@@ -73,9 +71,9 @@ class HybridModel(nn.Module):
         return self.dense(non_id_tensors, self.embed(pull))
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings; float32 ``(B, dim)`` a slot."""
-        pooled = self.embeddings(pull).to_dict()
-        return [pooled[slot] for slot in self._slots]
+        """Wait for a batch's embeddings, a tensor a slot; see ``sharded_slots.py``."""
+        embeddings = self.embeddings(pull)
+        return [embeddings[slot] for slot in self._slots]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +141,7 @@ class Engine:
         )
         self._hybrid = hybrid
         sharded = hybrid.embeddings
-        assert isinstance(sharded, ShardedRemoteEmbeddingBagCollection)
+        assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
 
     @property
@@ -159,12 +157,7 @@ class Engine:
         that go on, until all are there; the dense model of the last one is then that
         of all. An exception ends the block at once.
         """
-        models = self.dmp.modules()
-        replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
-        if dist.get_world_size() == 1 or not replicas:
-            yield
-            return
-        with replicas[0].join():
+        with join(self.dmp):
             yield
 
     def start_pull(
@@ -200,7 +193,7 @@ class Engine:
         return self.dmp(non_id_tensors, pull)
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings; float32 ``(B, dim)`` a slot."""
+        """Wait for a batch's embeddings, a tensor a slot; see ``sharded_slots.py``."""
         return self._hybrid.embed(pull)
 
     def set_loss_scale(self, scale: float) -> None:

@@ -157,8 +157,10 @@ class Sequential(nn.Module):
             if feature.weights_or_none() is not None:
                 assert name.split("@")[0] in KEYS
                 values = values * (feature.weights() % 5).unsqueeze(1)
-            sample = torch.arange(len(dense)).repeat_interleave(feature.lengths())
-            parts.append(torch.zeros(len(dense), 8).index_add(0, sample, values))
+            samples = torch.arange(len(dense), device=dense.device)
+            sample = samples.repeat_interleave(feature.lengths())
+            zeros = torch.zeros(len(dense), 8, device=dense.device)
+            parts.append(zeros.index_add(0, sample, values))
         return self.over(torch.cat(parts, dim=1)).squeeze(1)
 
 
@@ -236,11 +238,17 @@ CASES = {
 }
 
 
+BATCH = ("dense", "ids", "labels")
+
+
 @dataclass(frozen=True)
 class Batch:
     dense: torch.Tensor
     ids: KeyedJaggedTensor
     labels: torch.Tensor
+
+    def to(self, device):
+        return replace(self, **{name: getattr(self, name).to(device) for name in BATCH})
 
     def repeated(self):
         """Return the batch with every sample where it was kept once.
@@ -307,13 +315,14 @@ def make_batches(case, num=NUM_STEPS):
 class Twins:
     """One model twice: its tables on the servers, and in plain TorchRec."""
 
-    def __init__(self, job, case):
+    def __init__(self, job, case, device=CPU):
         torch.manual_seed(0)
         model = case.model()
         dense = {key: v.clone() for key, v in model.state_dict().items() if v.numel()}
         dense = {key: value for key, value in dense.items() if not value.is_meta}
         self.configs = configs_of(model.embeddings)
-        self.remote = job.shard(model, case.remote(job.client))
+        model = model.to(device) if device != CPU else model
+        self.remote = job.shard(model, case.remote(job.client), device=device)
         twin = case.model()
         twin.load_state_dict(dense, strict=False)
         fused = ParameterConstraints(
@@ -396,3 +405,18 @@ def test_every_step_has_the_loss_of_plain_torchrec(job, monkeypatch, case):
         np.testing.assert_allclose(rows, local.numpy(), rtol=1e-4, atol=1e-5)
         assert (local - starts[config.name]).abs().max() > 0.05
     assert job.total("gradients_missed") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "case", ["bags", "weighted bags", "processed bags", "sequences with indices"]
+)
+def test_a_module_on_a_gpu_trains_as_plain_torchrec_does(job, case):
+    device, case = torch.device("cuda", 0), CASES[case]
+    twins = Twins(job, case, device)
+    on_gpu = [batch.to(device) for batch in make_batches(case)]
+    losses = twins.train(twins.remote, on_gpu)
+    expected = twins.train(twins.local, make_batches(case))
+    # Sums there are in another order.
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)

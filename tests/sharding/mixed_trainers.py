@@ -16,7 +16,6 @@ from torchrec.distributed.types import (
 )
 
 from persia_torchrec import (
-    SGD,
     EmbeddingClient,
     MixedSharder,
     Placement,
@@ -24,6 +23,7 @@ from persia_torchrec import (
     describe_placement,
 )
 from tests.sharding.mixed_model import (
+    ADAGRAD,
     FUSED,
     LOCAL,
     NUM_IDS,
@@ -63,9 +63,7 @@ def learn(addresses: list[str]) -> dict[str, np.ndarray]:
     with sharded_model(addresses, TOLD) as (model, client):
         set_local_rows(model)
         share = batches(NUM_STEPS, dist.get_rank(), dist.get_world_size())
-        # Trainers do not wait for each other's pulls and pushes; here they do, so that
-        # all see the same rows.
-        train(model, share, each_step=dist.barrier)
+        train(model, share)
         state = model.state_dict()
         return {
             **{table: client.read(table, ids_of(range(NUM_IDS))) for table in REMOTE},
@@ -104,8 +102,7 @@ def reshard(model: DistributedModelParallel, table: str) -> None:
 def sharded_model(addresses, told):
     """Shard the model with some tables on the servers; close it in the end."""
     with contextlib.closing(EmbeddingClient.connect(addresses)) as client:
-        # By SGD, two updates by halves are one by the sum; TorchRec's are one anyway.
-        remote = RemoteEmbeddingBagCollectionSharder(client, SGD(0.5))
+        remote = RemoteEmbeddingBagCollectionSharder(client, ADAGRAD)
         sharder = MixedSharder(remote, Placement(local=LOCAL), CpuSharder(FUSED))
         torch.manual_seed(0)
         yield shard(Model(), sharder, constraints=told), client

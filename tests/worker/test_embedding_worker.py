@@ -20,7 +20,8 @@ TABLES = [
     TableSpec(name="things", dim=4, optimizer=Adagrad(0.1), initializer=Uniform(-1, 1)),
     TableSpec(name="users", dim=3, optimizer=SGD(0.5), initializer=Uniform(-1, 1)),
 ]
-# "bought" and "seen" share a table; "seen" and "again" share ids; "users" is prefixed.
+# "bought" and "seen" share a table; "seen" and "again" share ids; "users" is prefixed;
+# three buckets stand for each id of "stacked", which share the rows of "user".
 FEATURES = [
     FeatureSpec(name="bought", key="bought", table="things"),
     FeatureSpec(
@@ -33,9 +34,19 @@ FEATURES = [
     ),
     FeatureSpec(name="seen", key="seen", table="things", pooling="mean"),
     FeatureSpec(name="again", key="seen", table="users"),
+    FeatureSpec(
+        name="stacked",
+        key="user",
+        table="users",
+        pooling="sqrt",
+        prefix=index_prefix(2, 8),
+        prefix_bits=8,
+        hash_stack_rounds=3,
+        hash_stack_size=5,
+    ),
 ]
-COLUMNS = [slice(0, 4), slice(4, 7), slice(7, 11), slice(11, 14)]
-NUM_COLUMNS = 14
+COLUMNS = [slice(0, 4), slice(4, 7), slice(7, 11), slice(11, 14), slice(14, 17)]
+NUM_COLUMNS = 17
 
 
 def bags_of(*samples):
@@ -85,7 +96,7 @@ class ReferenceWorker:
         names = [table.name for table in TABLES]
         sums = [{} for _ in TABLES]
         for feature, columns in zip(FEATURES, COLUMNS, strict=True):
-            lengths, ids = bags[feature.key].lengths, self._ids(feature, bags)
+            ids, lengths = self._ids(feature, bags), self._lengths(feature, bags)
             bag_of = np.repeat(np.arange(len(lengths)), lengths)
             for id_, b in zip(ids, bag_of, strict=True):
                 grad = grads_BT[b, columns].astype(np.float64)
@@ -99,10 +110,17 @@ class ReferenceWorker:
         table = [table.name for table in TABLES].index(feature.table)
         ids = self._ids(feature, {feature.key: bag})
         rows = self.store.lookup(table, ids, training=True)
-        return reference.pool(rows, bag.lengths, feature.pooling)
+        lengths = self._lengths(feature, {feature.key: bag})
+        return reference.pool(rows, lengths, feature.pooling)
+
+    def _lengths(self, feature, bags):
+        return bags[feature.key].lengths * max(feature.hash_stack_rounds, 1)
 
     def _ids(self, feature, bags):
         ids = bags[feature.key].ids.tolist()
+        if feature.hash_stack_rounds:
+            rounds, size = feature.hash_stack_rounds, feature.hash_stack_size
+            ids = [b for id_ in ids for b in reference.hash_stack(id_, rounds, size)]
         if not feature.prefix:
             return ids
         return [id_ % (2**56 - 1) + feature.prefix for id_ in ids]
@@ -195,11 +213,11 @@ def test_a_gradient_may_have_any_layout_in_memory(start):
     assert np.array_equal(*results)
 
 
-@pytest.mark.parametrize("shape", [(20, 13), (19, 14), (14, 20), (280,)])
+@pytest.mark.parametrize("shape", [(20, 16), (19, 17), (17, 20), (340,)])
 def test_a_gradient_of_another_shape_is_refused(start, shape):
     worker = start()
     _, batch = worker.pull(random_batch(0), BatchNumber(1, 1))
-    with pytest.raises(BatchError, match=r"the shapes \[\(20, 14\)\]\. Received: \[\("):
+    with pytest.raises(BatchError, match=r"the shapes \[\(20, 17\)\]\. Received: \[\("):
         worker.push(batch, (np.zeros(shape, dtype=np.float32),))
 
 
@@ -228,7 +246,7 @@ def test_a_batch_that_does_not_fit_the_features_is_refused(start, change, messag
 
 
 def test_the_columns_are_those_of_the_features_in_their_order(start):
-    assert start().dims() == [4, 3, 4, 3]
+    assert start().dims() == [4, 3, 4, 3, 3]
     alone = start(features=FEATURES[1:2])
     assert alone.dims() == [3]
     (pooled,), _ = alone.pull({"user": bags_of([1], [2])}, BatchNumber(1, 1))
