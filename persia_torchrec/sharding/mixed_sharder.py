@@ -188,28 +188,6 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
             halves, _of(local, params), env, self._local, device, module_fqn
         )
 
-    def reshard(
-        self,
-        sharded_module: ShardedModule[Any, Any, Any, Any],
-        changed_shard_to_params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-    ) -> ShardedModule[Any, Any, Any, Any]:
-        """Move shards of local tables to other trainers, as TorchRec does.
-
-        Raises:
-            ConfigError: a table is on the servers, or TorchRec does not move tables of
-                this kind of collection.
-        """
-        here = getattr(sharded_module, "module_sharding_plan", {})
-        remote = sorted(set(changed_shard_to_params) - set(here))
-        if remote or not hasattr(self._local, "reshard"):
-            raise ConfigError(
-                f"Only local tables of bag collections, {sorted(here)}, can be moved. "
-                f"Received: {sorted(changed_shard_to_params)}."
-            )
-        return self._local.reshard(sharded_module, changed_shard_to_params, env, device)
-
     def _split(self, module: Collection) -> tuple[Collection | None, Collection | None]:
         """Return the local and the remote part; None for one without tables."""
         remote = {c.name for c in configs_of(module) if self._placement.is_remote(c)}

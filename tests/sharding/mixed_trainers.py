@@ -1,19 +1,12 @@
 """What each of two trainers does with a mixed model, and one on the joined batches."""
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ShardMetadata,
-)
 
 from persia_torchrec import (
     EmbeddingClient,
@@ -54,13 +47,13 @@ def run_trainer(rank: int, world_size: int, addresses: list[str], folder: Path) 
         world_size=world_size,
         store=dist.FileStore(str(folder / "process group"), world_size),
     )
-    np.savez(folder / f"{rank}.npz", **learn(addresses), **move(addresses))
+    np.savez(folder / f"{rank}.npz", **learn(addresses))
     dist.destroy_process_group()
 
 
 def learn(addresses: list[str]) -> dict[str, np.ndarray]:
     """Train on this trainer's share of each batch; return weights, by name."""
-    with sharded_model(addresses, TOLD) as (model, client):
+    with sharded_model(addresses) as (model, client):
         set_local_rows(model)
         share = batches(NUM_STEPS, dist.get_rank(), dist.get_world_size())
         train(model, share)
@@ -72,40 +65,14 @@ def learn(addresses: list[str]) -> dict[str, np.ndarray]:
         }
 
 
-def move(addresses: list[str]) -> dict[str, np.ndarray]:
-    """Move a table to the other trainer; return its rows and holders, both times."""
-    with sharded_model(addresses, constraints("table_wise")) as (model, _):
-        set_local_rows(model)
-        ids, _ = next(batches(1))
-        model.eval()
-        found = {}
-        for when in ("before", "after"):
-            found[f"columns {when}"] = model.module.bags(ids).values().detach().numpy()
-            found[f"placement {when}"] = np.array(describe_placement(model))
-            if when == "before":
-                reshard(model, "place")
-        return found
-
-
-def reshard(model: DistributedModelParallel, table: str) -> None:
-    """Move a table_wise table to the other trainer, as TorchRec's users do."""
-    before = model.plan.get_plan_for_module("bags")[table]
-    rank = 1 - before.ranks[0]
-    (piece,) = before.sharding_spec.shards
-    moved = ShardMetadata(piece.shard_offsets, piece.shard_sizes, f"rank:{rank}/cpu")
-    spec = EnumerableShardingSpec([moved])
-    after = replace(before, ranks=[rank], sharding_spec=spec)
-    model.reshard({"bags": (0.0, EmbeddingModuleShardingPlan({table: after}))}, "bags")
-
-
 @contextlib.contextmanager
-def sharded_model(addresses, told):
+def sharded_model(addresses):
     """Shard the model with some tables on the servers; close it in the end."""
     with contextlib.closing(EmbeddingClient.connect(addresses)) as client:
         remote = RemoteEmbeddingBagCollectionSharder(client, ADAGRAD)
         sharder = MixedSharder(remote, Placement(local=LOCAL), CpuSharder(FUSED))
         torch.manual_seed(0)
-        yield shard(Model(), sharder, constraints=told), client
+        yield shard(Model(), sharder, constraints=TOLD), client
         remote.close()
 
 

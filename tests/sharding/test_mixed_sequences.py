@@ -12,7 +12,6 @@ from persia_torchrec import (
     RemoteEmbeddingCollectionSharder,
     describe_placement,
 )
-from persia_torchrec.errors import ConfigError
 from tests.sharding.mixed_model import constraints
 from tests.sharding.remote_job import META, kjt_of, remote_modules, shard
 
@@ -110,9 +109,3 @@ def test_the_remote_half_follows_the_model_into_evaluation(job, put):
     assert float(output["ad"].values().abs().sum()) == 0
     assert not remote_modules(model)[0].training
     assert job.total("rows") == 0
-
-
-def test_tables_of_sequences_cannot_be_moved(job, put):
-    sharder = MixedSharder(RemoteEmbeddingCollectionSharder(job.client), Placement())
-    with pytest.raises(ConfigError, match="Only local tables of bag collections"):
-        sharder.reshard(put().module.sequences, {"near": None}, None)

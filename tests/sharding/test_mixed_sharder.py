@@ -412,12 +412,6 @@ def test_sharders_of_other_modules_stand_beside_it(job):
     assert job.total("rows") == 2
 
 
-def test_a_table_on_the_servers_cannot_be_moved_to_a_trainer(job):
-    model = put_some_on_servers(job)
-    with pytest.raises(ConfigError, match=r"Received: \['user'\]"):
-        model.reshard({"bags": (0.0, {"user": None})}, "bags")
-
-
 def test_only_sharders_of_the_two_collections_are_mixed(job):
     bags = RemoteEmbeddingBagCollectionSharder(job.client)
     fused = RemoteFusedEmbeddingBagCollectionSharder(bags)

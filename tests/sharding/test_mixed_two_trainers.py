@@ -60,15 +60,3 @@ def test_each_trainer_says_which_trainers_hold_a_table(learnt):
         found = holders(trainer["placement"])
         assert found.pop("place") in {"0", "1"}  # as the planner likes
         assert found == {"home": "0,1", "term": "0,1", "user": "-", "item": "-"}
-
-
-def test_a_local_table_can_be_moved_to_another_trainer_as_in_torchrec(learnt):
-    for trainer in learnt:
-        before, after = (
-            holders(trainer[f"placement {when}"]) for when in ("before", "after")
-        )
-        assert {before["place"], after["place"]} == {"0", "1"}
-        assert before | {"place": after["place"]} == after
-        columns = trainer["columns before"]
-        np.testing.assert_array_equal(trainer["columns after"], columns)
-        assert np.abs(columns).max(axis=0).min() > 0
