@@ -58,6 +58,15 @@ if TYPE_CHECKING:
     from persia_torchrec.sharding.joining import (
         join,
     )
+    from persia_torchrec.sharding.mixed_sharder import (
+        MixedSharder,
+    )
+    from persia_torchrec.sharding.placed_tables import (
+        describe_placement,
+    )
+    from persia_torchrec.sharding.placement import (
+        Placement,
+    )
     from persia_torchrec.sharding.sequence_sharder import (
         RemoteEmbeddingCollectionSharder,
     )
@@ -110,6 +119,9 @@ _HOME = {
     "RemoteFeatureProcessedEmbeddingBagCollectionSharder": (
         "sharding.feature_processed"
     ),
+    "MixedSharder": "sharding.mixed_sharder",
+    "describe_placement": "sharding.placed_tables",
+    "Placement": "sharding.placement",
     "RemoteEmbeddingCollectionSharder": "sharding.sequence_sharder",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
     "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
@@ -140,8 +152,10 @@ __all__ = [
     "Expiry",
     "Gamma",
     "InverseSqrtDim",
+    "MixedSharder",
     "Normal",
     "PersiaError",
+    "Placement",
     "Poisson",
     "RemoteEmbeddingBagCollectionSharder",
     "RemoteEmbeddingCollectionSharder",
@@ -154,6 +168,7 @@ __all__ = [
     "TruncatedNormal",
     "Uniform",
     "blocks_of",
+    "describe_placement",
     "join",
     "load_tables",
     "plain_state_dict",

@@ -42,6 +42,7 @@ from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.pool_rows import pool_rows
 from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
 from persia_torchrec.sharding.when_used import WhenUsedModule
+from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
@@ -273,6 +274,11 @@ class ShardedRemoteCollection(
             return
         on_cpu = (grad.to("cpu", torch.float32) for grad in scaled)
         pulled.push(tuple(grad.contiguous().numpy() for grad in on_cpu))
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The tables, with the settings that they were sharded with."""
+        return self._spec.tables
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """There are none: the rows are on the servers."""
