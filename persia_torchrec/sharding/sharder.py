@@ -54,7 +54,8 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         staleness: training batches of one trainer that may be between the pull of their
             rows and the acknowledgement of their update. 0 waits for the
             acknowledgement in the backward pass, which equals ordinary synchronous
-            training; 1 waits for it before the next pull.
+            training; 1 waits for it before the next pull. From 2 on, TorchRec's train
+            pipelines pull later batches while this one is trained.
         wire_dtype: how rows and gradients travel: float32, float16 or bfloat16.
         tables: settings of single tables, by name. They win over what the collection
             says (``data_type``, ``init_fn``).

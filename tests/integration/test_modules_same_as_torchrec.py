@@ -49,7 +49,7 @@ from tests.sharding.remote_job import CPU, META, RemoteJob, shard
 
 NUM_IDS = 40
 NUM_SAMPLES = 16
-NUM_STEPS = 200
+NUM_STEPS_OF_VARIANTS = 40
 MAX_IDS = 4
 KEYS = ["ad", "query", "user", "place"]
 LR = 0.05
@@ -174,6 +174,7 @@ class Case:
     is_weighted: bool = False
     is_variable: bool = False
     pools_here: bool = False
+    num_steps: int = 200
 
 
 def remote_bags(client):
@@ -209,12 +210,13 @@ WEIGHTED = Case(
     lambda: Pooled(weighted_bags()), remote_bags, local_bags, is_weighted=True
 )
 SEQUENCES = Case(lambda: Sequential(sequences()), remote_sequences, local_sequences)
+VARIANT = {"num_steps": NUM_STEPS_OF_VARIANTS}
 CASES = {
     "bags": POOLED,
-    "bags, pooled by torch": replace(POOLED, pools_here=True),
-    "bags, samples kept once": replace(POOLED, is_variable=True),
+    "bags, pooled by torch": replace(POOLED, pools_here=True, **VARIANT),
+    "bags, samples kept once": replace(POOLED, is_variable=True, **VARIANT),
     "weighted bags": WEIGHTED,
-    "weighted bags, samples kept once": replace(WEIGHTED, is_variable=True),
+    "weighted bags, samples kept once": replace(WEIGHTED, is_variable=True, **VARIANT),
     "bags with optimizers of their own": replace(
         POOLED, model=lambda: Pooled(bags_with_optimizers())
     ),
@@ -230,11 +232,11 @@ CASES = {
         *(remote_processed, local_processed),
     ),
     "sequences": SEQUENCES,
-    "sequences, gathered by torch": replace(SEQUENCES, pools_here=True),
+    "sequences, gathered by torch": replace(SEQUENCES, pools_here=True, **VARIANT),
     "sequences with indices": replace(
         SEQUENCES, model=lambda: Sequential(sequences(need_indices=True))
     ),
-    "sequences, samples kept once": replace(SEQUENCES, is_variable=True),
+    "sequences, samples kept once": replace(SEQUENCES, is_variable=True, **VARIANT),
 }
 
 
@@ -307,9 +309,9 @@ def make_batch(generator, case):
     return Batch(dense, kjt, (dense.sum(1) > 0).float())
 
 
-def make_batches(case, num=NUM_STEPS):
+def make_batches(case):
     generator = torch.Generator().manual_seed(0)
-    return [make_batch(generator, case) for _ in range(num)]
+    return [make_batch(generator, case) for _ in range(case.num_steps)]
 
 
 class Twins:

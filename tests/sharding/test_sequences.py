@@ -87,6 +87,17 @@ def test_the_gradients_of_all_places_of_an_id_add_up(job, put):
     assert moves == [1, 10 + 3 * 1000, 100]
 
 
+def test_a_batch_that_gets_no_backward_pass_makes_room_for_the_next(job, put):
+    model = put()
+    for _ in range(2):  # without staleness, each waits for the one before
+        model(kjt_of(IDS))
+    output = model(kjt_of(IDS))
+    before = job.read("user", [2])
+    output["query@user"].values().sum().backward()
+    assert (job.read("user", [2]) != before).all()
+    assert job.total("open_batches") == 0
+
+
 def test_a_feature_without_a_gradient_moves_nothing(job, put):
     output = put()(kjt_of(IDS))
     before = job.read("user", [2])

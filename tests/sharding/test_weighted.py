@@ -109,6 +109,17 @@ def test_a_batch_without_weights_says_what_to_do(job):
     assert sharded(batch()).values().shape == (3, 2 * DIM)
 
 
+def test_a_batch_that_gets_no_backward_pass_makes_room_for_the_next(job):
+    model = job.put_on_servers(Weighted())
+    for _ in range(2):  # without staleness, each waits for the one before
+        model(batch())
+    output = model(batch())["ad"]
+    before = job.read("term", [2])
+    output.sum().backward()
+    assert (job.read("term", [2]) != before).all()
+    assert job.total("open_batches") == 0
+
+
 @pytest.mark.parametrize("num_samples", [0, 2])
 def test_a_batch_without_ids_pools_to_zeros_and_moves_nothing(job, num_samples):
     model = job.put_on_servers(Weighted())
