@@ -19,11 +19,11 @@ class BatchNumber:
     batch: int
     share: Share | None = None
 
+    def stamp(self, header: Header, flags: int = 0) -> Header:
+        """Return a header of a request that belongs to this batch."""
+        return header._replace(stream=self.stream, batch=self.batch, flags=flags)
+
     @staticmethod
     def new_stream() -> int:
         """Return a number for a stream of batches that no other process will choose."""
         return secrets.randbits(63)
-
-    def mark(self, header: Header) -> Header:
-        """Return a request's header that names this batch."""
-        return header._replace(stream=self.stream, batch=self.batch)

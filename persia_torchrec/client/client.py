@@ -178,7 +178,7 @@ class EmbeddingClient:
         """
         header = Header(Kind.LOOKUP, precision=precision)
         if batch is not None:
-            header = batch.mark(header._replace(flags=TRAINING))
+            header = batch.stamp(header, flags=TRAINING)
             if counts is not None and any(
                 self.wants_counts(name) for name, _ in tables
             ):
@@ -218,7 +218,7 @@ class EmbeddingClient:
         for (name, ids), grads_UD in zip(tables, grads, strict=True):
             require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
         flags = SHARE if batch.share else 0
-        header = batch.mark(Header(Kind.UPDATE, precision=precision, flags=flags))
+        header = batch.stamp(Header(Kind.UPDATE, precision=precision), flags)
         return self._requests.send(header, tables, grads, share=batch.share)
 
     def leave(self, share: Share) -> None:

@@ -39,7 +39,7 @@ def test_the_planted_signal_is_learnt_the_same_each_time(servers):
     )
     client = servers.client(servers.start(1))
     first, again = (train_arm(client, ARMS[0], settings, seed=1) for _ in range(2))
-    assert first == again
+    assert (first.auc, first.loss) == (again.auc, again.loss)
     assert first.auc > 0.7
     assert first.bytes_a_row == pytest.approx(16 + 2 * 4 * 8, rel=0.5)
 
