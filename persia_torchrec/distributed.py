@@ -40,8 +40,9 @@ ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "async")
 
 REFUSED_ALGORITHMS = {
     "low_precision_decentralized": (
-        "It exchanges compressed weights with the two neighbours in a ring, for which "
-        "PyTorch has no equivalent. Use 'decentralized', or 'bytegrad' to save bytes."
+        "It exchanges compressed weights with the two neighbours in a ring. PowerSGD "
+        "compresses gradients, which all share, so that for this PyTorch has no "
+        "equivalent. Use 'decentralized', or 'bytegrad' to save bytes."
     ),
     "qadam": (
         "It replaces the dense optimizer by one of Bagua's own, for which PyTorch has "
