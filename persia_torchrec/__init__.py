@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from persia_torchrec.client.client import (
         EmbeddingClient,
     )
+    from persia_torchrec.client.row_block import (
+        RowBlock,
+        blocks_of,
+    )
     from persia_torchrec.embedding.admission import (
         AdmitAll,
         AdmitBloom,
@@ -60,8 +64,15 @@ if TYPE_CHECKING:
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
     )
+    from persia_torchrec.sharding.table_tensors import (
+        plain_state_dict,
+        read_table,
+    )
     from persia_torchrec.sharding.through_bags import (
         RemoteFusedEmbeddingBagCollectionSharder,
+    )
+    from persia_torchrec.sharding.warm_start import (
+        load_tables,
     )
     from persia_torchrec.table import (
         TableSettings,
@@ -69,6 +80,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "EmbeddingClient": "client.client",
+    "RowBlock": "client.row_block",
+    "blocks_of": "client.row_block",
     "AdmitAll": "embedding.admission",
     "AdmitBloom": "embedding.admission",
     "AdmitFrequency": "embedding.admission",
@@ -101,6 +114,9 @@ _HOME = {
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
     "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
     "join": "sharding.joining",
+    "plain_state_dict": "sharding.table_tensors",
+    "read_table": "sharding.table_tensors",
+    "load_tables": "sharding.warm_start",
     "TableSettings": "table",
 }
 
@@ -131,12 +147,17 @@ __all__ = [
     "RemoteEmbeddingCollectionSharder",
     "RemoteFeatureProcessedEmbeddingBagCollectionSharder",
     "RemoteFusedEmbeddingBagCollectionSharder",
+    "RowBlock",
     "RowwiseAdam",
     "RowwiseLAMB",
     "TableSettings",
     "TruncatedNormal",
     "Uniform",
+    "blocks_of",
     "join",
+    "load_tables",
+    "plain_state_dict",
+    "read_table",
 ]
 
 

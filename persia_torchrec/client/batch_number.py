@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass
 
-from persia_torchrec.wire.messages import Share
+from persia_torchrec.wire.messages import Header, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +23,7 @@ class BatchNumber:
     def new_stream() -> int:
         """Return a number for a stream of batches that no other process will choose."""
         return secrets.randbits(63)
+
+    def mark(self, header: Header) -> Header:
+        """Return a request's header that names this batch."""
+        return header._replace(stream=self.stream, batch=self.batch)

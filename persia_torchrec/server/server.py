@@ -39,10 +39,8 @@ from persia_torchrec.errors import (
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.joint_steps import JointSteps
-from persia_torchrec.server.requests import (
-    RequestReader,
-    require_reply_fits,
-)
+from persia_torchrec.server.requests import RequestReader, require_reply_fits
+from persia_torchrec.server.row_replies import rows_reply
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
@@ -51,15 +49,14 @@ from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import (
     COUNTS,
-    METADATA_COLUMNS,
     SHARE,
+    STATE,
     TRAINING,
     Frame,
     Frames,
     Header,
     Kind,
     Share,
-    bytes_of,
     decode_counts,
     decode_json,
     encode_json,
@@ -219,10 +216,10 @@ class EmbeddingServer:
             case Kind.WRITE:
                 self._write(header, frames)
                 return [encode_json(None)]
-            case Kind.READ:
-                return self._read(frames)
-            case Kind.METADATA:
-                return self._metadata(frames)
+            case Kind.READ | Kind.METADATA | Kind.EXPORT:
+                reply = rows_reply(header.kind, self._store, self._reader, frames)
+                self._stages.lap("lookup")
+                return reply
             case _:
                 return [encode_json(self._control(header, frames))]
 
@@ -239,6 +236,8 @@ class EmbeddingServer:
                 return self._add_tables(decode_json(frames))
             case Kind.COUNTERS:
                 return self._counters()
+            case Kind.STEP:
+                return self._step(frames)
             case Kind.CLEAR:
                 self._apply_all_updates()  # whoever sent them waits for the ack
                 self._store.clear()
@@ -371,28 +370,18 @@ class EmbeddingServer:
 
     def _write(self, header: Header, frames: Frames) -> None:
         tables = self._reader.tables(frames, num_frames=4)
-        weights = self._reader.rows(tables, frames[3], header.precision)
+        has_state = bool(header.flags & STATE)
+        rows = self._reader.rows(
+            tables, frames[3], header.precision, has_state=has_state
+        )
         self._stages.lap("decode")
-        for t, weights_ND in zip(tables, weights, strict=True):
-            self._store.write(t.table, t.ids, weights_ND)
+        for t, rows_NK in zip(tables, rows, strict=True):
+            self._store.write(t.table, t.ids, rows_NK)
         self._stages.lap("update")
 
-    def _read(self, frames: Frames) -> Frames:
-        tables = self._reader.tables(frames, num_frames=3)
-        for t in tables:
-            spec = self._store.tables[t.table]
-            require_reply_fits(4 * len(t.ids) * (spec.dim + spec.num_state_floats))
-        self._stages.lap("decode")
-        rows = [bytes_of(self._store.read(t.table, t.ids)) for t in tables]
-        self._stages.lap("lookup")
-        return list(rows)
-
-    def _metadata(self, frames: Frames) -> Frames:
-        tables = self._reader.tables(frames, num_frames=3)
-        require_reply_fits(4 * METADATA_COLUMNS * sum(len(t.ids) for t in tables))
-        self._stages.lap("decode")
-        answers = [self._store.metadata(t.table, t.ids) for t in tables]
-        columns = [(m.frequency, m.first_step, m.last_step, m.last_s) for m in answers]
-        reply: Frames = [bytes_of(np.stack(of_table, axis=1)) for of_table in columns]
-        self._stages.lap("lookup")
-        return reply
+    def _step(self, frames: Frames) -> int:
+        table, step = self._reader.step(decode_json(frames))
+        self._apply_all_updates()  # they count
+        if step is not None:
+            self._store.set_step(table, step)
+        return self._store.step(table)

@@ -148,6 +148,7 @@ class RemoteWorkers:
             source: where its ids wait, or the ids themselves.
             number: which batch of which stream, when it is for training.
         """
+        assert number is None or number.share is None, "no joint steps through workers"
         if isinstance(source, BatchReference):
             worker = source.worker
             origin = {"loader": source.loader, "reference": source.reference}

@@ -6,6 +6,12 @@ At staleness 0 and 1 every one of them trains as a plain loop over local tables 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.distributed.train_pipeline import (
     EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
@@ -21,8 +27,15 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     TrainPipelineSparseDistLite,
 )
 
+from persia_torchrec import (
+    SGD,
+    RemoteEmbeddingBagCollectionSharder,
+    RemoteEmbeddingCollectionSharder,
+)
 from tests.sharding.pipelined import (
     LR,
+    NUM_IDS,
+    TABLES,
     Remote,
     Staged,
     make_batches,
@@ -33,7 +46,7 @@ from tests.sharding.pipelined import (
     train_locally,
     with_a_stream,
 )
-from tests.sharding.remote_job import CPU
+from tests.sharding.remote_job import CPU, META, RemoteJob
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,6 +89,49 @@ def test_with_staleness_a_pipeline_trains_each_batch_once_within_the_bound(
     assert max(c["open_batches_max"] for c in job.client.counters()) <= 3
     assert job.total("open_batches") == 0
     assert len(job.client.staleness()) <= 3
+
+
+class BagsAndSequences(nn.Module):
+    """Two collections, one of them not pooled."""
+
+    def __init__(self):
+        super().__init__()
+        sequence = EmbeddingConfig(NUM_IDS, 4, name="seen", feature_names=["user"])
+        self.bags = EmbeddingBagCollection(tables=TABLES, device=META)
+        self.sequences = EmbeddingCollection(tables=[sequence], device=META)
+        self.over = nn.Linear(12 + 4, 1)
+
+    def forward(self, batch):
+        pooled = self.bags(batch.first).values()
+        seen = self.sequences(batch.second)["user"].values().mean(dim=0)
+        inputs = torch.cat([pooled, seen.expand(pooled.shape[0], 4)], dim=1)
+        loss = (self.over(inputs).squeeze(1) - batch.labels).square().mean()
+        return loss, loss.detach()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_collections_of_two_kinds_share_a_pipeline(staleness):
+    losses, rows = [], []
+    for pipeline in (TrainPipelineBase, TrainPipelineSparseDist):
+        with RemoteJob() as job:
+            torch.manual_seed(0)
+            sharders = [
+                kind(job.client, SGD(LR), staleness=staleness)
+                for kind in (
+                    RemoteEmbeddingBagCollectionSharder,
+                    RemoteEmbeddingCollectionSharder,
+                )
+            ]
+            model = job.shard(BagsAndSequences(), sharders)
+            dense = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+            losses.append(run(pipeline(model, dense, CPU), make_batches(12)))
+            for sharder in sharders:
+                sharder.flush()
+            rows.append(job.read("seen", range(NUM_IDS)))
+            assert job.total("open_batches") == 0
+    assert losses[0] == losses[1]
+    assert np.array_equal(*rows)
+    assert losses[0][-1] != losses[0][0]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

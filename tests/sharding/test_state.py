@@ -16,7 +16,13 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from persia_torchrec import SGD, Constant, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec import (
+    SGD,
+    Constant,
+    RemoteEmbeddingBagCollectionSharder,
+    join,
+)
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
 from tests.sharding.remote_job import META, Bags, kjt_of, remote_modules, shard
 
@@ -137,6 +143,11 @@ def test_the_data_parallel_half_may_be_made_later(job):
     losses = train(model, optimizers_of(model))
     assert losses[-1] < losses[0]
     sharder.close()
+
+
+def test_trainers_whose_data_end_unevenly_need_a_graph_that_is_not_static(twins):
+    with pytest.raises(ConfigError, match="without static_graph"), join(twins.remote):
+        pytest.fail("the block was entered")
 
 
 def test_state_without_rows_loads_strictly(twins):

@@ -10,6 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from persia_torchrec import (
@@ -88,7 +89,12 @@ class Trainer:
             self.client, optimizer, **settings
         )
         torch.manual_seed(0)
-        self.model = shard(model(), self.sharder, device=device)
+        self.model = shard(
+            model(),
+            self.sharder,
+            device=device,
+            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+        )
 
     def __enter__(self):
         return self
