@@ -80,7 +80,7 @@ def test_indices_keep_their_64_bits(put):
 
 def test_the_gradients_of_all_places_of_an_id_add_up(job, put):
     model = put()
-    output = model(kjt_of(IDS))
+    output = model(kjt_of(IDS)).wait()
     before = job.read("term", [1, 2, -1])
     loss = (output["ad"].values() * torch.tensor([[1.0], [10.0], [100.0]])).sum()
     (loss + 1000 * output["query@term"].values().sum()).backward()
@@ -91,8 +91,8 @@ def test_the_gradients_of_all_places_of_an_id_add_up(job, put):
 def test_a_batch_that_gets_no_backward_pass_makes_room_for_the_next(job, put):
     model = put()
     for _ in range(2):  # without staleness, each waits for the one before
-        model(kjt_of(IDS))
-    output = model(kjt_of(IDS))
+        model(kjt_of(IDS)).wait()
+    output = model(kjt_of(IDS)).wait()
     before = job.read("user", [2])
     output["query@user"].values().sum().backward()
     assert (job.read("user", [2]) != before).all()
