@@ -126,7 +126,7 @@ def test_a_batch_that_began_without_its_ids_has_no_indices(put):
     started = module.start(source, is_training=False)
     started._source = None
     with pytest.raises(BatchError, match="must be given a KeyedJaggedTensor"):
-        model(started)
+        model(started).wait()
 
 
 def test_settings_of_a_table_that_no_collection_has_are_refused(job):

@@ -104,7 +104,7 @@ def test_a_batch_without_weights_says_what_to_do(job):
     model = Weighted()
     sharded = job.put_on_servers(model.bags)
     with pytest.raises(BatchError, match=r"with weights.*Pass weights=\.\.\."):
-        sharded(batch(weights=None))
+        sharded(batch(weights=None)).values()
     # It has made room for the next.
     assert sharded(batch()).values().shape == (3, 2 * DIM)
 
