@@ -79,7 +79,7 @@ def test_indices_keep_their_64_bits(put):
 
 def test_the_gradients_of_all_places_of_an_id_add_up(job, put):
     model = put()
-    output = model(kjt_of(IDS))
+    output = model(kjt_of(IDS)).wait()
     before = job.read("term", [1, 2, -1])
     loss = (output["ad"].values() * torch.tensor([[1.0], [10.0], [100.0]])).sum()
     (loss + 1000 * output["query@term"].values().sum()).backward()
@@ -88,7 +88,7 @@ def test_the_gradients_of_all_places_of_an_id_add_up(job, put):
 
 
 def test_a_feature_without_a_gradient_moves_nothing(job, put):
-    output = put()(kjt_of(IDS))
+    output = put()(kjt_of(IDS)).wait()
     before = job.read("user", [2])
     output["ad"].values().sum().backward()
     assert (job.read("user", [2]) == before).all()
