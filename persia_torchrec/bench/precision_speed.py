@@ -17,6 +17,7 @@ _SEED = 20_239
 _DIM = 64
 
 _Call = Callable[[], object]
+_Conversion = tuple[str, float, _Call, _Call]
 
 
 def measure_conversions(num_floats: int) -> Table:
@@ -42,49 +43,51 @@ def measure_conversions(num_floats: int) -> Table:
     return Table("conversions", question, columns, rows)
 
 
-def _conversions(floats: np.ndarray) -> list[tuple[str, float, _Call, _Call]]:
+def _conversions(floats: np.ndarray) -> list[_Conversion]:
     """Return name, bits a number, and both directions of each conversion."""
-    ops, tensor, flat = torch.ops.fbgemm, torch.from_numpy(floats), floats.reshape(-1)
-    conversions: list[tuple[str, float, _Call, _Call]] = []
-    for precision in (Precision.FP16, Precision.BF16):
-        frame = encode_floats(flat, precision)
-        conversions.append(
-            (
-                f"ours, {precision.name.lower()}",
-                16,
-                partial(encode_floats, flat, precision),
-                partial(decode_floats, frame, flat.size, precision),
-            )
-        )
-    for dtype in (torch.float16, torch.bfloat16):
-        halves = tensor.to(dtype)
-        conversions.append(
-            (
-                f"torch, {str(dtype).removeprefix('torch.')}",
-                16,
-                partial(tensor.to, dtype),
-                partial(halves.to, torch.float32),
-            )
-        )
+    tensor = torch.from_numpy(floats)
+    precisions = (Precision.FP16, Precision.BF16)
+    return [
+        *(_ours(floats.reshape(-1), precision) for precision in precisions),
+        *(_torchs(tensor, dtype) for dtype in (torch.float16, torch.bfloat16)),
+        *_fbgemms(tensor),
+    ]
+
+
+def _ours(flat: np.ndarray, precision: Precision) -> _Conversion:
+    frame = encode_floats(flat, precision)
+    return (
+        f"ours, {precision.name.lower()}",
+        16,
+        partial(encode_floats, flat, precision),
+        partial(decode_floats, frame, flat.size, precision),
+    )
+
+
+def _torchs(tensor: torch.Tensor, dtype: torch.dtype) -> _Conversion:
+    halves = tensor.to(dtype)
+    name = f"torch, {str(dtype).removeprefix('torch.')}"
+    return name, 16, partial(tensor.to, dtype), partial(halves.to, torch.float32)
+
+
+def _fbgemms(tensor: torch.Tensor) -> list[_Conversion]:
+    ops = torch.ops.fbgemm
     brain = ops.FloatToBfloat16Quantized(tensor)
-    conversions.append(
+    eight = ops.FloatToFused8BitRowwiseQuantized(tensor)
+    return [
         (
             "fbgemm, FloatToBfloat16Quantized",
             16,
             lambda: ops.FloatToBfloat16Quantized(tensor),
             lambda: ops.Bfloat16QuantizedToFloat(brain),
-        )
-    )
-    eight = ops.FloatToFused8BitRowwiseQuantized(tensor)
-    conversions.append(
+        ),
         (
             "fbgemm, FloatToFused8BitRowwiseQuantized",
             8 + 64 / _DIM,
             lambda: ops.FloatToFused8BitRowwiseQuantized(tensor),
             lambda: ops.Fused8BitRowwiseQuantizedToFloat(eight),
-        )
-    )
-    return conversions
+        ),
+    ]
 
 
 def _ns(call: _Call) -> float:
