@@ -127,6 +127,21 @@ class EmbeddingCtx:
             batch_id=persia_batch.batch_id,
         )
 
+    def get_embedding_from_bytes(
+        self, data: bytes, device_id: int | None = None
+    ) -> PersiaTrainingBatch:
+        """Begin to look up a batch that was made bytes, for evaluation.
+
+        Args:
+            data: what ``PersiaBatch.to_bytes`` returned.
+            device_id: the context's own device; another is refused.
+
+        Raises:
+            FrameError: these bytes are no batch.
+            ConfigError: another device than the context's.
+        """
+        return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
+
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
         return self._engine.client.num_rows()
