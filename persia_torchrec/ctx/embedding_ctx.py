@@ -4,6 +4,7 @@ import enum
 from types import TracebackType
 from typing import Any, Self
 
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -192,8 +193,8 @@ class EmbeddingCtx:
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         device = self._engine.device
-        non_id = [torch.from_numpy(f.data) for f in batch.non_id_type_features]
-        labels = [torch.from_numpy(label.data) for label in batch.labels]
+        non_id = [_tensor_of(feature.data) for feature in batch.non_id_type_features]
+        labels = [_tensor_of(label.data) for label in batch.labels]
         return (
             [tensor.to(device, non_blocking=True) for tensor in non_id],
             [tensor.to(device, non_blocking=True) for tensor in labels] or None,
@@ -212,6 +213,11 @@ class EmbeddingCtx:
         outer = entered_context()
         assert isinstance(outer, EmbeddingCtx)
         return outer.model
+
+
+def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return an array as a tensor; a batch made of bytes cannot be written to."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def eval_ctx(model: nn.Module | None = None) -> EmbeddingCtx:
