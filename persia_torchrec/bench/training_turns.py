@@ -147,7 +147,7 @@ def require_all_applied(counters: Mapping[str, int]) -> None:
 def _row(settings: TrainingSettings, dim: int, arm: Arm, plain: Arm) -> dict[str, Cell]:
     num_samples = settings.steps * settings.batch_size
     rates = [num_samples / seconds for seconds in arm.seconds]
-    plain_rate = num_samples / median(plain.seconds)
+    plain_rate = median([num_samples / seconds for seconds in plain.seconds])
     name = "plain TorchRec"
     if arm.staleness is not None:
         name = f"on the server, staleness {arm.staleness}"
