@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from persia_torchrec.client.answers import added_tables, body_of
 from persia_torchrec.client.batch_number import BatchNumber as BatchNumber
+from persia_torchrec.client.checkpoints import Checkpoints
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
@@ -49,7 +50,7 @@ from persia_torchrec.wire.messages import (
 )
 from persia_torchrec.wire.precision import Floats, size_of
 
-_ADD_TABLES_TIMEOUT_S = 120.0
+_ADDING_S = 120.0
 """A server compiles its loops when they are first needed, once for a machine."""
 
 
@@ -60,10 +61,14 @@ class EmbeddingClient:
 
     Args:
         servers: where the rows are.
+
+    Attributes:
+        checkpoints: dumps and loads of what all servers hold.
     """
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
+        self.checkpoints = Checkpoints(servers)
         self._tables: dict[str, TableSpec] = {}
         self._wants_counts: dict[str, bool] = {}
         self._numbers: list[dict[str, int]] = [{} for _ in range(len(servers))]
@@ -108,13 +113,9 @@ class EmbeddingClient:
                 layout of optimizer state; the message names both.
             RequestTimeoutError: a server does not answer.
         """
-        names = ", ".join(spec.name for spec in specs)
-        answers = self._servers.ask(
-            Kind.ADD_TABLES,
-            [spec.to_json() for spec in specs],
-            f"adding tables {names}",
-            _ADD_TABLES_TIMEOUT_S,
-        )
+        what = f"adding tables {', '.join(spec.name for spec in specs)}"
+        tables = [spec.to_json() for spec in specs]
+        answers = self._servers.ask(Kind.ADD_TABLES, tables, what, _ADDING_S)
         wants_counts = dict.fromkeys((spec.name for spec in specs), False)
         for numbers, answer in zip(self._numbers, answers, strict=True):
             for spec, table in zip(
@@ -298,8 +299,7 @@ class EmbeddingClient:
             RemoteError: the table keeps no metadata.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        header = Header(Kind.METADATA)
-        columns = self._read_columns(header, table, ids, np.uint32)
+        columns = self._read_columns(Header(Kind.METADATA), table, ids, np.uint32)
         return Metadata(*np.ascontiguousarray(columns.T))
 
     def counters(self) -> list[dict[str, int]]:

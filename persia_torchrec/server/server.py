@@ -37,6 +37,7 @@ from persia_torchrec.errors import (
     StoreError,
 )
 from persia_torchrec.metrics import Metrics
+from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.requests import (
     RequestReader,
@@ -117,6 +118,7 @@ class EmbeddingServer:
         self.address = self._listener.address
         self._incarnation = secrets.randbits(63) | 1
         self._metrics = Metrics()
+        self._checkpoints = Checkpoints(config, self._store)
         self._open_batches = OpenBatches(self._metrics)
         self._updates: deque[_Update] = deque()
         self._num_overtaking = 0
@@ -135,6 +137,7 @@ class EmbeddingServer:
                 self._serve_once()
             self._apply_all_updates()
         finally:
+            self._checkpoints.close()
             self._listener.close()
 
     def stop(self) -> None:
@@ -142,9 +145,11 @@ class EmbeddingServer:
         self._stopping.set()
 
     def _serve_once(self) -> None:
+        self._checkpoints.work()
+        self._stages.lap("dump")
         if self._update_is_due():
             self._apply_oldest_update()
-        elif self._listener.wait(0 if self._has_work() else _IDLE_POLL_MS):
+        elif self._listener.wait(self._wait_ms()):
             self._stages.lap("idle")
             self._num_overtaking += bool(self._updates)
             self._num_since_sweep += 1
@@ -159,10 +164,14 @@ class EmbeddingServer:
             self._stages.lap("idle")
             self._sweep()
 
-    def _has_work(self) -> bool:
-        return bool(self._updates) or self._must_sweep_on
+    def _wait_ms(self) -> int:
+        if self._updates or self._must_sweep_on:
+            return 0
+        return self._checkpoints.wait_ms(_IDLE_POLL_MS)
 
     def _sweep(self) -> None:
+        if self._checkpoints.is_loading:
+            return
         self._num_since_sweep = 0
         self._must_sweep_on = self._store.sweep(_SWEEP_ROWS)
         self._stages.lap("sweep")
@@ -209,6 +218,7 @@ class EmbeddingServer:
 
     def _handle(self, peer: bytes, header: Header, frames: Frames) -> Frames | None:
         self._metrics.count(f"requests_{header.kind.name.lower()}")
+        self._checkpoints.admit(header.kind)
         match header.kind:
             case Kind.LOOKUP:
                 return [self._lookup(header, frames)]
@@ -238,8 +248,14 @@ class EmbeddingServer:
                 return self._add_tables(decode_json(frames))
             case Kind.COUNTERS:
                 return self._counters()
+            case Kind.CHECKPOINT:
+                self._apply_all_updates()  # what was pushed before is in it
+                return self._checkpoints.begin(decode_json(frames))
+            case Kind.PROGRESS:
+                return self._checkpoints.progress(decode_json(frames))
             case Kind.CLEAR:
                 self._apply_all_updates()  # whoever sent them waits for the ack
+                self._checkpoints.cancel("the rows were dropped")
                 self._store.clear()
                 self._open_batches.hints.clear()
                 return None

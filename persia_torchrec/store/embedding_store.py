@@ -17,7 +17,6 @@ Dimension key:
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -46,7 +45,14 @@ from persia_torchrec.store.steps import step_plan
 from persia_torchrec.store.sweep import Sweeper
 from persia_torchrec.store.table_state import TableState
 from persia_torchrec.store.tables import Tables
-from persia_torchrec.store.update import read_floats, update_rows, write_weights
+from persia_torchrec.store.update import (
+    UpdateResult as UpdateResult,
+)
+from persia_torchrec.store.update import (
+    read_floats,
+    update_rows,
+    write_weights,
+)
 from persia_torchrec.table import TableSpec
 
 Eviction = Literal["lru", "lfu"]
@@ -54,19 +60,6 @@ Eviction = Literal["lru", "lfu"]
 
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What became of the gradients of one request, beside those that were applied.
-
-    Attributes:
-        num_missed: ids without a row, which was evicted or never admitted.
-        num_refused: gradients with NaN or an infinity.
-    """
-
-    num_missed: int
-    num_refused: int
 
 
 class EmbeddingStore:
@@ -114,6 +107,11 @@ class EmbeddingStore:
     def tables(self) -> list[TableSpec]:
         """The tables, in the order in which they were added."""
         return [state.spec for state in self._tables.states]
+
+    @property
+    def memory(self) -> ShardMemory:
+        """Everything it keeps, for what copies rows out and in."""
+        return self._memory
 
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
         """Make tables known, or change those that are; when one cannot be, do nothing.
@@ -228,7 +226,7 @@ class EmbeddingStore:
         if state.engine is None:
             counts = self._update_fused(state, rows, ids_N, hints_N, grads_ND)
         else:
-            now = self._now(state)
+            now = self.now(state)
             counts = state.engine.update(state, rows, ids_N, hints_N, grads_ND, now)
         result = UpdateResult(*counts)
         self._num_missed += result.num_missed
@@ -352,11 +350,11 @@ class EmbeddingStore:
         bound = np.float32(state.spec.weight_bound or np.inf)
         return update_rows(
             *(ids_N, read_only(hints_N), grads_ND, *rows, state.layout),
-            *(plan.kind, plan.numbers, bound, *self._now(state)),
+            *(plan.kind, plan.numbers, bound, *self.now(state)),
             state.scratch,
         )
 
-    def _now(self, state: TableState) -> tuple[np.uint64, np.uint64]:
+    def now(self, state: TableState) -> tuple[np.uint64, np.uint64]:
         """Return the table's step and the present second, for metadata."""
         return np.uint64(state.num_updates), np.uint64(max(self._clock(), 0))
 
@@ -394,6 +392,6 @@ class EmbeddingStore:
             *(ids_N, counts_N, places, out_ND, slots_N, *memory.rows(state)),
             *(memory.logs.directory, memory.tally, state.layout, self.capacity_rows),
             *(filling.kind, filling.numbers, seed, state.initial_state),
-            *self._now(state),
+            *self.now(state),
             state.scratch,
         )

@@ -13,6 +13,8 @@ Dimension key:
     D: embedding dim
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from persia_torchrec.compiled import compiled, inlined
@@ -54,6 +56,19 @@ from persia_torchrec.store.steps import bound_row_at, step_row_at
 _AHEAD = 10
 _ZERO = np.float32(0)
 _INFINITE = np.float32(np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What became of the gradients of one request, beside those that were applied.
+
+    Attributes:
+        num_missed: ids without a row, which was evicted or never admitted.
+        num_refused: gradients with NaN or an infinity.
+    """
+
+    num_missed: int
+    num_refused: int
 
 
 @compiled

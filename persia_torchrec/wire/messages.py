@@ -37,6 +37,12 @@ The JSON values of an embedding server; what is not named here is null:
     reply to UPDATE      {"missed": ids without a row any more, "refused": rows whose
                          gradient was not finite}
     reply to COUNTERS    {name: number}
+    CHECKPOINT           {"do": "dump", "task": chosen by the client, "folder": path or
+                         URL}, {"do": "check", "task", "folder", "replace": bool}, or
+                         {"do": "load" | "cancel", "task"}
+    PROGRESS             {"task"}
+    reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,
+      and PROGRESS       "result"}; see server/checkpoints.py
 
 What does not fit this is refused with a FrameError, and nothing of it is applied. A
 frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
@@ -91,6 +97,8 @@ class Kind(IntEnum):
     BATCH = 15
     END_OF_DATA = 16
     METADATA = 17
+    CHECKPOINT = 18
+    PROGRESS = 19
 
 
 class Precision(IntEnum):
