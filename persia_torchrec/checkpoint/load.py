@@ -23,7 +23,6 @@ import numpy.typing as npt
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.manifest import Manifest, SavedShard, SavedTable
 from persia_torchrec.checkpoint.shard_file import (
-    FileTable,
     ShardReader,
     Written,
     open_shard,
@@ -138,15 +137,12 @@ class ShardLoad:
         uses, tables, frequencies = [], [], []
         self._num_to_read = 2 * sum(s.size_bytes for s in self._files())
         number_of = {t.spec.name: i for i, t in enumerate(manifest.tables)}
-        for table, rows, is_own_N in self._rows():
+        for name, rows, is_own_N in self._rows():
             uses.append(rows.uses[is_own_N])
-            number = np.uint16(number_of[table.spec.name])
-            tables.append(np.full(len(uses[-1]), number))
-            frequency = (
-                rows.metadata[:, 0]
-                if table.has_metadata
-                else np.ones(len(rows), dtype=np.uint32)
-            )
+            tables.append(np.full(len(uses[-1]), np.uint16(number_of[name])))
+            has_metadata = rows.metadata.shape[1] > 0
+            ones = np.ones(len(rows), dtype=np.uint32)
+            frequency = rows.metadata[:, 0] if has_metadata else ones
             frequencies.append(frequency[is_own_N])
         self._uses = np.concatenate([np.empty(0, np.uint64), *uses])
         self._table_of = np.concatenate([np.empty(0, np.uint16), *tables])
@@ -181,8 +177,8 @@ class ShardLoad:
             self._frequencies,
         )
         first = 0
-        for table, rows, is_own_N in self._rows():
-            number = number_of[table.spec.name]
+        for name, rows, is_own_N in self._rows():
+            number = number_of[name]
             fitting = self._with_metadata(rows, number)
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
@@ -198,8 +194,8 @@ class ShardLoad:
             if number % common == self._shard % common
         ]
 
-    def _rows(self) -> Iterator[tuple[FileTable, RowColumns, Bools]]:
-        """Yield all blocks of these files, and which of their rows are this server's.
+    def _rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
+        """Yield table, rows and which rows are this server's, of all blocks.
 
         Raises:
             CheckpointError: a file is not as the manifest says.
@@ -213,7 +209,7 @@ class ShardLoad:
                         raise CheckpointError(f"Loading {self._folder.url}: given up.")
                     self._num_read = before + reader.num_bytes
                     is_own_N = is_of_shard(rows.ids, self._shard, self._num_shards)
-                    yield reader.tables[number], rows, is_own_N
+                    yield reader.tables[number].spec.name, rows, is_own_N
                 expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
                 if reader.written != expected:
                     raise CheckpointError(
@@ -259,7 +255,7 @@ class ShardLoad:
             return rows
         step, now_s = self._store.now(state)
         metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
-        metadata[:] = [1, step, step, now_s]
+        metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
         return RowColumns(rows.ids, rows.uses, metadata, rows.state, rows.weights)
 
 

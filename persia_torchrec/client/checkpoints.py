@@ -317,7 +317,7 @@ class Checkpoints:
         return states
 
     def _ask(self, kind: Kind, request: object, what: str) -> list[State]:
-        states = []
+        states: list[State] = []
         for name, answer in zip(
             self._servers.names, self._servers.ask(kind, request, what), strict=True
         ):

@@ -107,7 +107,7 @@ class Checkpoints:
                 return self._state()
         raise CheckpointError("The server is not at this dump or load (any more).")
 
-    def _begin_load(self, url: str, how: Mapping[str, object]) -> ShardLoad:
+    def _begin_load(self, url: str, how: Mapping[object, object]) -> ShardLoad:
         shard, num_shards = self._config.shard, self._config.num_shards
         return ShardLoad(
             Folder(url),

@@ -66,7 +66,7 @@ class RowShape:
     dim: int
     num_state_floats: int
     has_metadata: bool
-    weight_dtype: type[np.generic]
+    weight_dtype: npt.DTypeLike
 
     @classmethod
     def of(cls, spec: TableSpec, *, has_metadata: bool) -> "RowShape":

@@ -133,8 +133,8 @@ class RowImport:
         _add_rows(
             *(read_only(rows.ids), ticks_N, read_only(rows.metadata)),
             *(read_only(rows.state), read_only(rows.weights).view(np.uint8), slots_N),
-            *(lines, cursor, directory, memory.logs.directory, memory.tally),
-            *(state.layout, self._capacity_rows),
+            *(lines, cursor, directory, memory.logs.directory),
+            *(memory.tally, state.layout, self._capacity_rows),
         )
         self._slots[first:stop] = slots_N[is_own_N]
         self._ticks[first:stop] = ticks_N[is_own_N]

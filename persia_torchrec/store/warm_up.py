@@ -52,8 +52,10 @@ def _move_rows(store: EmbeddingStore) -> None:
     while not export.is_done:
         chunk = export.advance()
         for table, rows in split_by_table(chunk, export.tables) if chunk else ():
-            uses, tables = np.uint64([1]), np.uint16([table])
             one = np.arange(len(rows)) == 0
-            moving = RowImport(store.memory, 4, uses, tables, np.uint32([1]))
+            moving = RowImport(
+                *(store.memory, 4, np.array([1], np.uint64)),
+                *(np.array([table], np.uint16), np.array([1], np.uint32)),
+            )
             moving.add(table, 0, rows, one)
             moving.finish(1)

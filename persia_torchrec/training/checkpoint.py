@@ -18,7 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.manifest import Manifest
@@ -156,8 +158,8 @@ def _begun(state: Mapping[str, object]) -> tuple[str, ...]:
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
     folder.make()
     try:
-        dcp.save(state, checkpoint_id=folder.url, no_dist=not dist.is_initialized())
-    except dcp.api.CheckpointException as exc:  # no Exception, and of all trainers
+        save_state(state, checkpoint_id=folder.url, no_dist=not dist.is_initialized())
+    except CheckpointException as exc:  # no Exception, and of all trainers
         raise CheckpointError(f"Saving the dense half to {folder.url}: {exc}") from exc
 
 
@@ -167,8 +169,8 @@ def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> 
             _make_state(optimizer)
     no_dist = not dist.is_initialized()
     try:
-        dcp.load(state, checkpoint_id=folder.url, no_dist=no_dist)
-    except dcp.api.CheckpointException as exc:  # no Exception, and of all trainers
+        load_state(state, checkpoint_id=folder.url, no_dist=no_dist)
+    except CheckpointException as exc:  # no Exception, and of all trainers
         raise CheckpointError(f"Loading the dense half of {folder.url}: {exc}") from exc
 
 
