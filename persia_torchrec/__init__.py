@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from persia_torchrec.server.cluster import (
         EmbeddingCluster,
     )
+    from persia_torchrec.sharding.joining import (
+        join,
+    )
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
     )
@@ -83,6 +86,7 @@ _HOME = {
     "PersiaError": "errors",
     "EmbeddingCluster": "server.cluster",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
+    "join": "sharding.joining",
     "TableSettings": "table",
 }
 
@@ -115,6 +119,7 @@ __all__ = [
     "TableSettings",
     "TruncatedNormal",
     "Uniform",
+    "join",
 ]
 
 

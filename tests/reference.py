@@ -72,6 +72,15 @@ def farmhash64(id_: int) -> int:
     return t * mul % 2**64
 
 
+def hash_stack(id_: int, rounds: int, size: int) -> list[int]:
+    """Return the buckets of an id, one a round."""
+    buckets = []
+    for r in range(1, rounds + 1):
+        id_ = farmhash64(id_)
+        buckets.append(id_ % size + (r - 1) * size)
+    return buckets
+
+
 def random_words(seed: int) -> Iterator[int]:
     """Draw 64-bit numbers as PERSIA does: PCG32 seeds xoshiro256++."""
     state = seed

@@ -171,6 +171,11 @@ def test_a_merged_yaml_key_is_read(embedding_config):
         ),
         (
             "slots_config: {a: {dim: 8, hash_stack_config: "
+            "{hash_stack_rounds: 2, embedding_size: 0}}}",
+            "slots_config.a.hash_stack_config: embedding_size must be >= 1, the",
+        ),
+        (
+            "slots_config: {a: {dim: 8, hash_stack_config: "
             "{hash_stack_rounds: 0, embedding_size: -1}}}",
             "slots_config.a.hash_stack_config: embedding_size must be >= 0",
         ),
@@ -332,10 +337,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, load):
             "embedding_summation: false",
             r"slots_config\.a\.embedding_summation must be True. Received: False. "
             "To embed ids one by one",
-        ),
-        (
-            "hash_stack_config: {hash_stack_rounds: 2, embedding_size: 5}",
-            "hash_stack_config.hash_stack_rounds must be 0. Received: 2. Leave",
         ),
         ("index_prefix: 3", "index_prefix must be 0. Received: 3. Leave it out"),
     ],

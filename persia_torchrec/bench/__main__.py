@@ -3,36 +3,34 @@
     python -m persia_torchrec.bench store --json store.json
     python -m persia_torchrec.bench store --figures sizes --sizes 1000000 60000000
     python -m persia_torchrec.bench wire --redis /usr/bin/redis-server
+    python -m persia_torchrec.bench training --rows 1000000 --dims 16
     python -m persia_torchrec.bench engines --json engine_measurements.json
 
-Without a name, store and wire are run; engines has options of its own. Without
-``--figures``, all of them, Redis only if its program is named. Values are checked in
-the same run: a wrong row ends the benchmark with an error. ``--tiny`` takes small
-numbers, to see that everything works; its times mean nothing.
+Without a name, store and wire are run; training and engines have options of their own.
+Without ``--figures``, all of them, Redis only if its program is named. Values are
+checked in the same run: a wrong row ends the benchmark with an error. ``--tiny`` takes
+small numbers, to see that everything works; its times mean nothing.
 """
 
 import argparse
-import json
 import logging
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.bench import engines
-from persia_torchrec.bench.machine import (
-    OtherWork,
-    describe_machine,
-    describe_versions,
-)
+from persia_torchrec.bench.run_report import RunReport
 from persia_torchrec.bench.settings import OPTIMIZERS, Settings
 from persia_torchrec.bench.store import STORE_FIGURES, run_store
 from persia_torchrec.bench.wire import WIRE_FIGURES, run_wire
 from persia_torchrec.errors import ConfigError, PersiaError
 
 logger = logging.getLogger("persia_torchrec.bench")
+
+_OWN_MAIN = ("engines", "training")
+"""Benchmarks with options of their own, each in a file of its name."""
 
 _RUN = {"store": run_store, "wire": run_wire}
 _FIGURES = {"store": list(STORE_FIGURES), "wire": list(WIRE_FIGURES)}
@@ -58,17 +56,18 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: the command line, without the program's name.
     """
-    if argv[:1] == ["engines"]:
-        return engines.main(argv[1:])
+    if argv and argv[0] in _OWN_MAIN:
+        # Only when asked for: training needs torch, which takes seconds to start.
+        benchmark = import_module(f"persia_torchrec.bench.{argv[0]}")
+        return int(benchmark.main(argv[1:]))
     logging.basicConfig(
         level=env.log_level(), format="%(levelname)s %(name)s: %(message)s"
     )
     arguments = _parser().parse_args(argv)
-    command = shlex.join(["python", "-m", "persia_torchrec.bench", *argv])
     try:
         figures = _figures(arguments)
         settings = {name: _settings(arguments, name) for name in figures}
-        _run(figures, settings, command, arguments.json)
+        _run(figures, settings, argv, arguments.json)
     except (PersiaError, OSError) as exc:
         logger.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -158,41 +157,14 @@ def _tuple(numbers: list[int] | None) -> tuple[int, ...] | None:
 def _run(
     figures: dict[str, list[str]],
     settings: dict[str, Settings],
-    command: str,
+    argv: Sequence[str],
     json_file: Path | None,
 ) -> None:
-    machine, versions = describe_machine(), describe_versions()
-    results: dict[str, dict[str, object]] = {}
-    other_work = OtherWork()
+    report = RunReport(argv)
     for name, wanted in figures.items():
         tables, used = _RUN[name](settings[name], wanted)
-        sys.stdout.write(f"# {name}\n\n")
-        sys.stdout.writelines(table.to_markdown() + "\n" for table in tables)
-        sys.stdout.write(f"Cores: {used}.\n\n")
-        results[name] = {
-            "cores": used,
-            "settings": {
-                k: str(v) if isinstance(v, Path) else v
-                for k, v in asdict(settings[name]).items()
-            },
-            "tables": {table.name: table.to_json() for table in tables},
-        }
-    others = other_work.cores_used()
-    for title, facts in (("Machine", machine), ("Versions", versions)):
-        items = ", ".join(f"{name} {value}" for name, value in facts.items())
-        sys.stdout.write(f"{title}: {items}.\n")
-    if others is not None:
-        sys.stdout.write(f"Other processes used {others:.2f} cores meanwhile.\n")
-    sys.stdout.write(f"Command: `{command}`\n")
-    if json_file is not None:
-        report = {
-            "command": command,
-            "machine": machine,
-            "cores_used_by_others": others,
-            "versions": versions,
-            "results": results,
-        }
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+        report.add(name, tables, used, asdict(settings[name]))
+    report.finish(json_file)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from persia_torchrec.errors import ConfigError
 
-_PACKAGES = ("numpy", "numba", "pyzmq", "torch", "persia-torchrec")
+_PACKAGES = (
+    *("numpy", "numba", "pyzmq", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"),
+    "persia-torchrec",
+)
 _CPUINFO = Path("/proc/cpuinfo")
 _STAT = Path("/proc/stat")
 _PROC_SELF = Path("/proc/self")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from persia_torchrec.bench.eviction import measure_eviction
+from persia_torchrec.bench.limits import measure_limits
 from persia_torchrec.bench.machine import cores, pinned
 from persia_torchrec.bench.overhead import measure_overhead
 from persia_torchrec.bench.rates import measure_rates
@@ -16,6 +17,7 @@ from persia_torchrec.wire.memory import keep_freed_memory
 
 STORE_FIGURES: dict[str, Callable[[Settings], list[Table]]] = {
     "rates": measure_rates,
+    "limits": measure_limits,
     "eviction": measure_eviction,
     "stages": measure_stages,
     "sizes": measure_sizes,

@@ -3,13 +3,21 @@
 import secrets
 from dataclasses import dataclass
 
+from persia_torchrec.wire.messages import Share
+
 
 @dataclass(frozen=True, slots=True)
 class BatchNumber:
-    """Which batch a request belongs to: a stream, and a number within it."""
+    """Which batch a request belongs to: a stream, and a number within it.
+
+    Attributes:
+        share: of which joint step its update is a share; None when it is applied by
+            itself, whatever other trainers do.
+    """
 
     stream: int
     batch: int
+    share: Share | None = None
 
     @staticmethod
     def new_stream() -> int:

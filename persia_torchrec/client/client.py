@@ -24,13 +24,15 @@ from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.shares import (
     check_counts,
+    columns_a_row,
     encode_counts,
     encode_share,
     gather_rows,
     require_room,
+    require_shape,
     scatter_share,
 )
-from persia_torchrec.errors import BatchError, ConfigError, FrameError
+from persia_torchrec.errors import ConfigError, FrameError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
@@ -38,13 +40,14 @@ from persia_torchrec.store.metadata import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     COUNTS,
-    METADATA_COLUMNS,
+    SHARE,
     TRAINING,
     Frames,
     Header,
     Kind,
     Precision,
     Scalar,
+    Share,
     array_of,
     decode_json,
 )
@@ -215,7 +218,8 @@ class EmbeddingClient:
         Args:
             tables: as in :meth:`pull`; empty gives up the batch without an update.
             grads: float32 ``(U, D)`` a table, in the order of its grouped ids.
-            batch: the batch whose rows these were.
+            batch: the batch whose rows these were. If it is a share of a joint step,
+                the servers apply it with the shares of the other trainers.
             precision: how the gradients travel.
 
         Returns:
@@ -228,9 +232,23 @@ class EmbeddingClient:
             RequestTimeoutError: too many requests are pending.
         """
         for (name, ids), grads_UD in zip(tables, grads, strict=True):
-            _require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
-        header = _numbered(Header(Kind.UPDATE, precision=precision), batch)
-        return self._fan_out("update", header, tables, grads)
+            require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
+        flags = SHARE if batch.share else 0
+        header = _numbered(Header(Kind.UPDATE, precision=precision), batch, flags)
+        return self._fan_out("update", header, tables, grads, share=batch.share)
+
+    def leave(self, share: Share) -> None:
+        """Give no share of a joint step, nor of later ones; the others go on without.
+
+        Args:
+            share: the first that will not come.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        frames: Frames = [share.encode()]
+        for reply in self._servers.send(Header(Kind.LEAVE), lambda _: frames, "leave"):
+            self._servers.wait(reply)
 
     def missed(self, replies: Sequence[Reply]) -> int:
         """Wait for the replies to a push; return how many ids had no row any more.
@@ -261,7 +279,7 @@ class EmbeddingClient:
             BatchError: the shapes do not fit.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        _require_shape(self.table(table), "weights", weights, len(ids))
+        require_shape(self.table(table), "weights", weights, len(ids))
         split = self.split(ids)
         grouped = np.empty_like(weights, dtype=np.float32)
         grouped[split.place] = weights
@@ -342,7 +360,7 @@ class EmbeddingClient:
         split = self.split(ids)
         verb = header.kind.name.lower()
         replies = self._fan_out(verb, header, [(table, split)])
-        width = _columns_a_row(header.kind, self.table(table))
+        width = columns_a_row(header.kind, self.table(table))
         grouped = np.empty((len(ids), width), dtype)
         for server, reply in enumerate(replies):
             flat = array_of(body_of(self._servers.wait(reply)), dtype)
@@ -360,41 +378,31 @@ class EmbeddingClient:
         rows: Sequence[Floats] | None = None,
         *,
         counts: Sequence[Counts | None] | None = None,
+        share: Share | None = None,
     ) -> list[Reply]:
-        """Send every server its share of the tables, and of rows or counts if given."""
+        """Send every server its part of the tables, and of rows or counts if given."""
         specs = [self.table(name) for name, _ in tables]
         what = f"{verb} of table {', '.join(repr(spec.name) for spec in specs)}"
         ids = [split for _, split in tables]
-        widths = [_columns_a_row(header.kind, spec) for spec in specs]
+        widths = [columns_a_row(header.kind, spec) for spec in specs]
         size = size_of(header.precision)
         sizes = [w * size for w in widths]
         require_room(what, ids, sizes, self._servers.max_request_ids)
 
         def frames_of(server: int) -> Frames:
             numbers = self._numbers[server]
-            share = [(numbers[name], split) for name, split in tables]
-            frames = encode_share(server, share, rows, header.precision)
+            part = [(numbers[name], split) for name, split in tables]
+            frames = encode_share(server, part, rows, header.precision)
             if header.flags & COUNTS and counts is not None:
                 frames.append(encode_counts(server, ids, counts))
+            if share is not None:
+                frames.append(share.encode())
             return frames
 
-        return self._servers.send(header, frames_of, what)
+        # A joint step waits for the other trainers as well.
+        timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
+        return self._servers.send(header, frames_of, what, timeout_s)
 
 
 def _numbered(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
     return header._replace(stream=batch.stream, batch=batch.batch, flags=flags)
-
-
-def _require_shape(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> None:
-    expected = (num_ids, spec.dim)
-    if rows.shape != expected:
-        raise BatchError(
-            f"Table {spec.name!r}: {noun} must have the shape {expected}. "
-            f"Received: {rows.shape}."
-        )
-
-
-def _columns_a_row(kind: Kind, spec: TableSpec) -> int:
-    if kind is Kind.METADATA:
-        return METADATA_COLUMNS
-    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)

@@ -14,10 +14,13 @@ import numpy.typing as npt
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
+    METADATA_COLUMNS,
     Frame,
     Frames,
+    Kind,
     Precision,
     Scalar,
     TableIds,
@@ -104,6 +107,27 @@ def require_room(
                 f"{MAX_MESSAGE_BYTES} bytes of rows. Received: {sum(shares)} ids, "
                 f"{num_bytes} bytes for server {server}. Use smaller batches."
             )
+
+
+def require_shape(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> None:
+    """Refuse rows that are not one an id.
+
+    Raises:
+        BatchError: their shape is another.
+    """
+    expected = (num_ids, spec.dim)
+    if rows.shape != expected:
+        raise BatchError(
+            f"Table {spec.name!r}: {noun} must have the shape {expected}. "
+            f"Received: {rows.shape}."
+        )
+
+
+def columns_a_row(kind: Kind, spec: TableSpec) -> int:
+    """Return how many numbers a row has in a request of some kind, or its reply."""
+    if kind is Kind.METADATA:
+        return METADATA_COLUMNS
+    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)
 
 
 def check_counts(

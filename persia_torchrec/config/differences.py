@@ -38,12 +38,6 @@ ONE_VALUE = (
         "and list these slots in one of feature_groups, so that they share rows.",
     ),
     OneValue(
-        "slots_config.*.hash_stack_config.hash_stack_rounds",
-        0,
-        "Leave hash_stack_config out: the capacity of a server bounds its rows, "
-        "whatever the number of ids.",
-    ),
-    OneValue(
         "slots_config.*.index_prefix",
         0,
         "Leave it out: it follows from feature_groups.",

@@ -136,6 +136,11 @@ class _HashStack:
                 raise ConfigError(
                     f"{name} must be >= 0. Received: {getattr(self, name)}."
                 )
+        if self.hash_stack_rounds and not self.embedding_size:
+            raise ConfigError(
+                "embedding_size must be >= 1, the buckets a round, where there are "
+                f"rounds. Received: 0, and hash_stack_rounds={self.hash_stack_rounds}."
+            )
 
 
 _NO_HASH_STACK = _HashStack(hash_stack_rounds=0, embedding_size=0)

@@ -1,4 +1,8 @@
-"""The hash and the prefix that decide where an id lives, as PERSIA computes them.
+"""What becomes of an id before it is looked up, as PERSIA computes it.
+
+A slot with a hash stack has few rows for many ids: each id is replaced by as many
+buckets as there are rounds, and its embedding is the sum of theirs. Two ids share all
+of their buckets only rarely.
 
 An id is hashed by FarmHash's 64-bit fingerprint of its eight little-endian bytes; the
 remainder modulo the number of servers is its shard. Before that, ids of different
@@ -7,12 +11,13 @@ the id is reduced into the rest.
 
 Dimension key:
     L: ids, in any order
+    R: rounds of a hash stack
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled
+from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.errors import ConfigError
 
 Ids = npt.NDArray[np.uint64]
@@ -50,6 +55,38 @@ def farmhash64(ids_L: Ids) -> Ids:
     for i in range(len(ids_L)):
         hashes_L[i] = farmhash64_of(ids_L[i])
     return hashes_L
+
+
+def hash_stack(ids_L: Ids, rounds: int, size: int) -> Ids:
+    """Replace each id by one bucket a round.
+
+    PERSIA's formula: with ``h_0 = id`` and ``h_r = farmhash64(h_(r-1))``, the bucket of
+    round r is ``h_r % size + (r - 1) * size``, r = 1 .. R.
+
+    Args:
+        ids_L: uint64 ``(L,)``, not changed.
+        rounds: R, at least 1.
+        size: buckets a round, at least 1.
+
+    Returns:
+        uint64 ``(L * R,)``: the buckets of the first id, then those of the second, ...
+
+    Example:
+        >>> hash_stack(np.array([12, 23], dtype=np.uint64), 2, 10).tolist()
+        [2, 18, 5, 10]
+    """
+    return _hash_stack(read_only(ids_L), rounds, np.uint64(size))
+
+
+@compiled
+def _hash_stack(ids_L: Ids, rounds: int, size: np.uint64) -> Ids:
+    buckets = np.empty(len(ids_L) * rounds, dtype=np.uint64)
+    for i in range(len(ids_L)):
+        hash_ = ids_L[i]
+        for r in range(rounds):
+            hash_ = farmhash64_of(hash_)
+            buckets[i * rounds + r] = hash_ % size + np.uint64(r) * size
+    return buckets
 
 
 def index_prefix(group: int, prefix_bits: int) -> int:

@@ -34,6 +34,9 @@ class ServerConfig:
     update_queue_batches: int = 64
     """Updates that may wait. A full queue makes the trainers wait."""
 
+    joint_update_bytes: int = 4 * 2**30
+    """Gradients of joint steps that may wait for other trainers' shares."""
+
     max_request_ids: int = 16_777_216
     """Ids that one request may name, of all its tables. More are refused."""
 
@@ -44,7 +47,7 @@ class ServerConfig:
             )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be in [0, 65535]. Received: {self.port}.")
-        for name in ("update_queue_batches", "max_request_ids"):
+        for name in ("update_queue_batches", "joint_update_bytes", "max_request_ids"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name} must be >= 1. Received: {getattr(self, name)}."

@@ -12,7 +12,8 @@ from the socket, and what the socket cannot hold makes the trainers wait. And no
 waits for ever: after a few messages that overtook it, it has its turn. Updates are
 applied in the order in which they came; the acknowledgement is sent when an update is
 applied, not when it is queued. What changes tables or drops rows waits for the updates
-that came before it.
+that came before it. Shares of a joint step are queued as one when the last one is there
+(see ``server/joint_steps.py``).
 
 When nothing waits, and now and then when much does, the store gets time for a bounded
 slice of its own work.
@@ -26,7 +27,6 @@ import logging
 import secrets
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,34 +39,32 @@ from persia_torchrec.errors import (
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
+from persia_torchrec.server.joint_steps import JointSteps
 from persia_torchrec.server.requests import (
     RequestReader,
     require_reply_fits,
 )
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
+from persia_torchrec.server.updates import Update, gradients_of
+from persia_torchrec.server.whole_rows import WholeRows
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import (
     COUNTS,
-    METADATA_COLUMNS,
+    SHARE,
     TRAINING,
     Frame,
     Frames,
     Header,
     Kind,
-    TableIds,
-    bytes_of,
+    Share,
     decode_counts,
     decode_json,
     encode_json,
 )
-from persia_torchrec.wire.precision import (
-    Floats,
-    encode_floats,
-    size_of,
-)
+from persia_torchrec.wire.precision import encode_floats, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +78,6 @@ _MESSAGES_A_SWEEP = 16
 
 _SWEEP_ROWS = 2048
 """Rows a slice: a fraction of a millisecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """An update that has been read and checked, and waits to be applied."""
-
-    peer: bytes
-    header: Header
-    tables: list[TableIds]
-    grads: list[Floats]
 
 
 class EmbeddingServer:
@@ -120,11 +108,18 @@ class EmbeddingServer:
         self._metrics = Metrics()
         self._checkpoints = Checkpoints(config, self._store)
         self._open_batches = OpenBatches(self._metrics)
-        self._updates: deque[_Update] = deque()
+        self._updates: deque[list[Update]] = deque()  # each list is applied as one
+        self._joint_steps = JointSteps(
+            self._metrics,
+            self._queue,
+            self._refuse_update,
+            max_bytes=config.joint_update_bytes,
+        )
         self._num_overtaking = 0
         self._num_since_sweep = 0
         self._must_sweep_on = False
         self._stages = Stages()
+        self._whole_rows = WholeRows(self._store, self._reader, self._stages)
         self._stopping = threading.Event()
 
     def serve(self) -> None:
@@ -136,6 +131,7 @@ class EmbeddingServer:
             while not self._stopping.is_set():
                 self._serve_once()
             self._apply_all_updates()
+            self._joint_steps.refuse_all("The server was shut down.")
         finally:
             self._checkpoints.close()
             self._listener.close()
@@ -147,6 +143,8 @@ class EmbeddingServer:
     def _serve_once(self) -> None:
         self._checkpoints.work()
         self._stages.lap("dump")
+        if self._joint_steps:
+            self._joint_steps.refuse_overdue()
         if self._update_is_due():
             self._apply_oldest_update()
         elif self._listener.wait(self._wait_ms()):
@@ -225,13 +223,11 @@ class EmbeddingServer:
             case Kind.UPDATE:
                 self._queue_update(peer, header, frames)
                 return None
-            case Kind.WRITE:
-                self._write(header, frames)
+            case Kind.LEAVE:
+                self._joint_steps.leave(Share.decode(frames, num_frames=2))
                 return [encode_json(None)]
-            case Kind.READ:
-                return self._read(frames)
-            case Kind.METADATA:
-                return self._metadata(frames)
+            case Kind.WRITE | Kind.READ | Kind.METADATA:
+                return self._whole_rows.answer(header, frames)
             case _:
                 return [encode_json(self._control(header, frames))]
 
@@ -328,73 +324,55 @@ class EmbeddingServer:
         return frame
 
     def _queue_update(self, peer: bytes, header: Header, frames: Frames) -> None:
-        tables = self._reader.tables(frames, num_frames=4)
+        is_share = bool(header.flags & SHARE)
+        tables = self._reader.tables(frames, num_frames=5 if is_share else 4)
         grads = self._reader.rows(tables, frames[3], header.precision)
-        self._updates.append(_Update(peer, header, tables, grads))
-        self._metrics.set_gauge("updates_queued", len(self._updates))
+        update = Update(peer, header, tables, grads)
+        if is_share:
+            self._joint_steps.add(Share.decode(frames, num_frames=5), update)
+        else:
+            self._queue([update])
         self._stages.lap("decode")
+
+    def _queue(self, updates: list[Update]) -> None:
+        self._updates.append(updates)
+        self._metrics.set_gauge("updates_queued", len(self._updates))
 
     def _apply_all_updates(self) -> None:
         while self._updates:
             self._apply_oldest_update()
 
     def _apply_oldest_update(self) -> None:
-        update = self._updates.popleft()
+        updates = self._updates.popleft()
         self._num_overtaking = 0
         self._metrics.set_gauge("updates_queued", len(self._updates))
-        header = update.header
         self._stages.lap("other")
         try:
-            outcome = self._apply(update)
-        except Exception as exc:  # the server lives on; the peer is told
+            outcome = self._apply(updates)
+        except Exception as exc:  # the server lives on; the peers are told
             if not isinstance(exc, PersiaError | MemoryError):
                 logger.exception("an update failed")
-            self._refuse(update.peer, header.request, exc)
+            for update in updates:
+                self._refuse_update(update, exc)
             return
-        finally:
-            self._open_batches.end(header.stream, header.batch)
         self._stages.lap("update")
-        ack = Header(Kind.REPLY, header.request)
-        self._listener.send(update.peer, ack, [encode_json(outcome)])
+        for update in updates:
+            header = update.header
+            self._open_batches.end(header.stream, header.batch)
+            ack = Header(Kind.REPLY, header.request)
+            self._listener.send(update.peer, ack, [encode_json(outcome)])
         self._stages.lap("send")
 
-    def _apply(self, update: _Update) -> dict[str, int]:
-        stream, batch = update.header.stream, update.header.batch
+    def _refuse_update(self, update: Update, exc: Exception) -> None:
+        self._open_batches.end(update.header.stream, update.header.batch)
+        self._refuse(update.peer, update.header.request, exc)
+
+    def _apply(self, updates: list[Update]) -> dict[str, int]:
         num_missed = num_refused = 0
-        for t, grads_ND in zip(update.tables, update.grads, strict=True):
-            num_ids = len(t.ids)
-            hints_N = self._open_batches.hints.take(stream, batch, t.table, num_ids)
-            self._metrics.count("updates_hinted", hints_N is not None)
-            result = self._store.update(t.table, t.ids, grads_ND, hints_N)
+        for part in gradients_of(updates, self._open_batches.hints):
+            self._metrics.count("updates_hinted", part.hints is not None)
+            result = self._store.update(part.table, part.ids, part.grads, part.hints)
             num_missed += result.num_missed
             num_refused += result.num_refused
         self._metrics.count("gradients_refused", num_refused)
         return {"missed": num_missed, "refused": num_refused}
-
-    def _write(self, header: Header, frames: Frames) -> None:
-        tables = self._reader.tables(frames, num_frames=4)
-        weights = self._reader.rows(tables, frames[3], header.precision)
-        self._stages.lap("decode")
-        for t, weights_ND in zip(tables, weights, strict=True):
-            self._store.write(t.table, t.ids, weights_ND)
-        self._stages.lap("update")
-
-    def _read(self, frames: Frames) -> Frames:
-        tables = self._reader.tables(frames, num_frames=3)
-        for t in tables:
-            spec = self._store.tables[t.table]
-            require_reply_fits(4 * len(t.ids) * (spec.dim + spec.num_state_floats))
-        self._stages.lap("decode")
-        rows = [bytes_of(self._store.read(t.table, t.ids)) for t in tables]
-        self._stages.lap("lookup")
-        return list(rows)
-
-    def _metadata(self, frames: Frames) -> Frames:
-        tables = self._reader.tables(frames, num_frames=3)
-        require_reply_fits(4 * METADATA_COLUMNS * sum(len(t.ids) for t in tables))
-        self._stages.lap("decode")
-        answers = [self._store.metadata(t.table, t.ids) for t in tables]
-        columns = [(m.frequency, m.first_step, m.last_step, m.last_s) for m in answers]
-        reply: Frames = [bytes_of(np.stack(of_table, axis=1)) for of_table in columns]
-        self._stages.lap("lookup")
-        return reply

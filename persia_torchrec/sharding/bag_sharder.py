@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.joining import Joint, meet
 from persia_torchrec.sharding.remote_lookup import (
     Hooks,
     ShardedRemoteEmbeddingBagCollection,
@@ -42,12 +43,16 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
     Args:
         timeout_s: seconds that a pull or a push may take.
         gradient_division: divide gradients by the number of trainers.
+        joint: how trainers update jointly; None where each updates by itself.
     """
 
-    def __init__(self, *, timeout_s: float, gradient_division: bool) -> None:
+    def __init__(
+        self, *, timeout_s: float, gradient_division: bool, joint: Joint | None = None
+    ) -> None:
         super().__init__()
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s + (joint.timeout_s if joint else 0)
         self._gradient_division = gradient_division
+        self._joint = joint
         self._tables = RemoteTables()
 
     def flush(self) -> None:
@@ -116,8 +121,15 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         """Refuse settings that belong to no collection; called when a batch comes."""
 
     @abstractmethod
-    def make_pipeline(self, spec: CollectionSpec) -> BatchPipeline[Any, Any]:
-        """Return the pipeline of a collection, its tables known to the servers."""
+    def make_pipeline(
+        self, spec: CollectionSpec, device: torch.device
+    ) -> BatchPipeline[Any, Any]:
+        """Return the pipeline of a collection, its tables known to the servers.
+
+        Args:
+            spec: the collection's tables and features.
+            device: where the embeddings are wanted.
+        """
 
     @property
     def module_type(self) -> type[EmbeddingBagCollection]:
@@ -148,15 +160,21 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         _require_whole_plan(module, params)
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
-        pipeline = self.make_pipeline(spec)
-        self._tables.add(pipeline, spec.tables)
+        device = device or torch.device("cpu")
+        pipeline = self.make_pipeline(spec, device)
+        tables = self._tables.add(pipeline, spec.tables)
+        if self._joint is not None and (trainers := meet(env, device, self._joint)):
+            pipeline.set_trainers(trainers)
         return ShardedRemoteEmbeddingBagCollection(
             pipeline,
             spec,
-            device=device or torch.device("cpu"),
-            timeout_s=self._timeout_s,
+            device=device,
             gradient_scale=1 / world_size,
             hooks=Hooks(self.require_known_settings, self._tables.before_push),
+            # A table of two collections stands in the optimizer of the first.
+            optimizer=self._tables.optimizer_of(
+                {f"embedding_bags.{name}.weight": name for name in tables}
+            ),
         )
 
     def shardable_parameters(

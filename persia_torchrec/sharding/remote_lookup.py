@@ -3,19 +3,19 @@
 TorchRec drives every sharded module by three calls, and so it drives this one:
 
     input_dist    begins to pull the batch in the background and returns at once
-    compute       waits for the pooled embeddings and puts them into the autograd graph
-    output_dist   names their columns: a KeyedTensor
+    compute       waits for the embeddings and puts them into the autograd graph
+    output_dist   names them: a KeyedTensor
 
-In the backward pass the gradient of the pooled embeddings leaves through the same
-place; what the servers do with it does not concern autograd. The module has no
-parameters: rows and optimizer state stay on the servers.
+In the backward pass the gradients of the embeddings leave through the same place; what
+the servers do with them does not concern autograd. The module has no parameters: rows
+and optimizer state stay on the servers.
 
 Dimension key:
     B: samples
     T: sum of the dims of all features
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -28,16 +28,22 @@ from torchrec.distributed.types import (
     ShardedModule,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from persia_torchrec.data.kjt import to_jagged_ids
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.pool_rows import pool_by_torch
+from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
 Handle = TypeVar("Handle")
+CompOut = TypeVar("CompOut", bound=Multistreamable)
+Out = TypeVar("Out", bound=Multistreamable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,33 +93,30 @@ class StartedPull(Generic[Handle]):
             ) from None
 
 
-class _Rows(torch.autograd.Function):
-    """Pooled embeddings that push their gradient when it comes."""
+class _Embeddings(torch.autograd.Function):
+    """What was pulled for a batch; the gradients of it are pushed when they come."""
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
         pulled: PulledBatch[Any],
-        module: "ShardedRemoteEmbeddingBagCollection",
-    ) -> torch.Tensor:
+        module: "ShardedRemoteCollection[Any, Any]",
+    ) -> Tensors:
         ctx.pulled = pulled
         ctx.module = module
         return module.on_device(pulled)
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor | None, None, None]:
-        (grad_BT,) = grads
-        ctx.module.push(ctx.pulled, grad_BT)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        ctx.module.push(ctx.pulled, grads)  # autograd gives zeros for those unused
         return None, None, None
 
 
-class ShardedRemoteEmbeddingBagCollection(
-    ShardedModule[Any, torch.Tensor, KeyedTensor, RemoteContext]
+class ShardedRemoteCollection(
+    ShardedModule[Any, CompOut, Out, RemoteContext], FusedOptimizerModule
 ):
-    """An ``EmbeddingBagCollection`` on the embedding servers.
+    """A collection on the embedding servers; what all kinds of it share.
 
     In training mode, with gradients enabled, rows are made on first sight and the
     gradients are pushed; otherwise the servers are only read, and an unknown id reads
@@ -123,9 +126,9 @@ class ShardedRemoteEmbeddingBagCollection(
         pipeline: pulls and pushes; the module does not close it.
         spec: the collection's tables and features.
         device: where the embeddings are wanted.
-        timeout_s: seconds that a pull may take.
         gradient_scale: multiplied into every gradient before it is pushed.
         hooks: what to call before pulls and pushes.
+        optimizer: of the tables, for schedules; none where it is left out.
     """
 
     def __init__(
@@ -134,22 +137,21 @@ class ShardedRemoteEmbeddingBagCollection(
         spec: CollectionSpec,
         *,
         device: torch.device,
-        timeout_s: float,
         gradient_scale: float = 1.0,
         hooks: Hooks = _NO_HOOKS,
+        optimizer: KeyedOptimizer | None = None,
     ) -> None:
         super().__init__()
+        self._optimizer = EmptyFusedOptimizer() if optimizer is None else optimizer
         self._hooks = hooks
         self.pipeline = pipeline
         self.gradient_scale = gradient_scale
         self.skip_non_finite = False
         self.num_skipped = 0
+        self._spec = spec
         self._keys = spec.keys()
-        self._names = spec.names()
-        self._dims = spec.dims()
         self._device = device
-        self._timeout_s = timeout_s
-        # Autograd only calls a function's backward if an input wants a gradient.
+        # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def start(self, batch: object, *, is_training: bool) -> StartedPull[Any]:
@@ -170,7 +172,7 @@ class ShardedRemoteEmbeddingBagCollection(
         future = self.pipeline.start(batch, training=is_training)
         # A pull ends in time by itself; before it may come a wait for a permit, until
         # earlier pushes are acknowledged, which end in time as well.
-        return StartedPull(future, 2 * self._timeout_s + 5)
+        return StartedPull(future, 2 * self.pipeline.timeout_s + 5)
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
@@ -182,65 +184,112 @@ class ShardedRemoteEmbeddingBagCollection(
             batch = self.start(batch, is_training=is_training)
         return NoWait(NoWait(batch))
 
-    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
-        """Wait for the pooled embeddings; float32 ``(B, T)`` on the device."""
-        pulled = dist_input.wait()
-        if not (pulled.is_training and torch.is_grad_enabled()):
-            return self.on_device(pulled)
-        embeddings: torch.Tensor = _Rows.apply(self._anchor, pulled, self)
-        return embeddings
-
-    def output_dist(
-        self, ctx: RemoteContext, output: torch.Tensor
-    ) -> LazyAwaitable[KeyedTensor]:
-        """Name the columns."""
-        return _NamedColumns(KeyedTensor(self._names, self._dims, output))
-
     def create_context(self) -> RemoteContext:
         """Return an empty context."""
         return RemoteContext()
 
-    def on_device(self, pulled: PulledBatch[Any]) -> torch.Tensor:
-        """Return the pooled embeddings as a tensor on the module's device."""
-        return torch.from_numpy(pulled.pooled).to(self._device, non_blocking=True)
+    def embeddings(self, pulled: PulledBatch[Any]) -> Tensors:
+        """Return what was pulled, in the autograd graph of a training batch."""
+        if not (pulled.is_training and torch.is_grad_enabled()):
+            return self.on_device(pulled)
+        tensors: Tensors = _Embeddings.apply(self._anchor, pulled, self)
+        return tensors
 
-    def push(self, pulled: PulledBatch[Any], grad_BT: torch.Tensor) -> None:
-        """Push a gradient, scaled; the backward pass calls this.
+    def on_device(self, pulled: PulledBatch[Any]) -> Tensors:
+        """Return what was pulled as tensors on the module's device."""
+        if isinstance(pulled.handle, DeviceBatch):
+            return pulled.handle.wait()
+        return tuple(
+            torch.from_numpy(output).to(self._device, non_blocking=True)
+            for output in pulled.outputs
+        )
 
-        A gradient that is not finite is not pushed when ``skip_non_finite`` is set,
-        as it happens under a loss scale that is too large.
+    def push(self, pulled: PulledBatch[Any], grads: Sequence[torch.Tensor]) -> None:
+        """Push gradients, scaled; the backward pass calls this.
+
+        Gradients that are not finite are not pushed when ``skip_non_finite`` is set, as
+        it happens under a loss scale that is too large.
         """
-        scaled_BT = grad_BT.detach() * self.gradient_scale
-        if self.skip_non_finite and not bool(torch.isfinite(scaled_BT).all()):
+        scaled = [grad.detach() * self.gradient_scale for grad in grads]
+        if self.skip_non_finite and not all(map(_is_finite, scaled)):
             self.num_skipped += 1
             pulled.give_up()  # the graph, and with it the batch, may live on
             return
         self._hooks.before_push()
-        pulled.push(scaled_BT.to("cpu", torch.float32).contiguous().numpy())
+        if isinstance(pulled.handle, DeviceBatch):
+            pulled.push(pulled.handle.to_host(scaled))
+            return
+        on_cpu = (grad.to("cpu", torch.float32) for grad in scaled)
+        pulled.push(tuple(grad.contiguous().numpy() for grad in on_cpu))
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """There are none: the rows are on the servers."""
         return iter(())
 
     @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        """What this module was before it was sharded."""
-        return EmbeddingBagCollection
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The tables' learning rates; DistributedModelParallel asks for it."""
+        return self._optimizer
 
-    def copy(self, device: torch.device) -> "ShardedRemoteEmbeddingBagCollection":
+    def copy(self, device: torch.device) -> "ShardedRemoteCollection[CompOut, Out]":
         """Refuse: a copy would push the same batches twice."""
         raise ConfigError(
             "A collection on the embedding servers cannot be copied to another device. "
             "Build a second DistributedModelParallel there."
         )
 
+    def __deepcopy__(self, memo: object) -> "ShardedRemoteCollection[CompOut, Out]":
+        """Refuse, as ``DistributedModelParallel.copy`` begins with it."""
+        return self.copy(self._device)
 
-class _NamedColumns(LazyAwaitable[KeyedTensor]):
+
+class ShardedRemoteEmbeddingBagCollection(
+    ShardedRemoteCollection[torch.Tensor, KeyedTensor]
+):
+    """An ``EmbeddingBagCollection`` on the embedding servers.
+
+    Its embeddings come pooled, or are pooled here from the rows of the batch; see
+    :class:`ShardedRemoteCollection`.
+    """
+
+    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
+        """Wait for the embeddings; float32 ``(B, T)`` on the device."""
+        pulled = dist_input.wait()
+        tensors = self.embeddings(pulled)
+        if isinstance(pulled.handle, DeviceBatch):
+            return self._pooled(tensors, pulled.handle)
+        (pooled_BT,) = tensors
+        return pooled_BT
+
+    def output_dist(
+        self, ctx: RemoteContext, output: torch.Tensor
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Name the columns."""
+        return Here(KeyedTensor(self._spec.names(), self._spec.dims(), output))
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+        """What this module was before it was sharded."""
+        return EmbeddingBagCollection
+
+    def _pooled(self, rows: Tensors, batch: DeviceBatch) -> torch.Tensor:
+        pooled = [
+            pool_by_torch(rows[table], batch, f, self._spec.features[f].pooling, None)
+            for f, table in enumerate(batch.table_of)
+        ]
+        return torch.cat(pooled, dim=1)
+
+
+class Here(LazyAwaitable[Out]):
     """An output that is already there."""
 
-    def __init__(self, output: KeyedTensor) -> None:
+    def __init__(self, output: Out) -> None:
         super().__init__()
         self._output = output
 
-    def _wait_impl(self) -> KeyedTensor:
+    def _wait_impl(self) -> Out:
         return self._output
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

@@ -1,29 +1,33 @@
-"""The optimizer of tables on the servers, as torch's schedulers see it."""
+"""The optimizer of tables on the servers, as torch and TorchRec see it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
+from torchrec.optim.fused import FusedOptimizer
 
 from persia_torchrec.errors import ConfigError
 
 
-class RemoteOptimizer(torch.optim.Optimizer):
+class RemoteOptimizer(FusedOptimizer):
     """Learning rates of tables on the servers, one parameter group a table.
 
-    It is for ``torch.optim.lr_scheduler``: the servers apply the gradients themselves,
-    as they come from the backward pass, with the ``lr`` that the group of the table has
-    when it comes. A rate that was changed takes effect between the pushes before and
-    after it. ``param_groups`` can be read and written as of any optimizer: ``lr`` is
-    the only value that is used, and ``"table"`` names the table. Its parameters are
-    empty stand-ins, so that ``zero_grad`` has nothing to do, and its state is the
-    learning rates.
+    The servers apply the gradients themselves, as they come from the backward pass,
+    with the ``lr`` that the group of the table has when it comes: what TorchRec calls a
+    fused optimizer. So it is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's
+    ``WarmupOptimizer``; a rate that was changed takes effect between the pushes before
+    and after it. ``lr`` is the only value of a group that is used, and ``"table"``
+    names the table. All optimizers of a table show the same group.
+
+    Its parameters are empty stand-ins, and it has no state: rows and optimizer state
+    stay on the servers. With ``save_param_groups(True)``, its state dictionary holds
+    the rates.
 
     Every trainer of a job runs the same schedule: the rate of a table on the servers is
     the one that was sent last, by whichever trainer.
 
     Args:
-        rates: learning rate of each table.
+        groups: of each parameter's name: a group with ``"params"`` (one), ``"lr"`` and
+            ``"table"``; shared, not copied.
         send: makes the servers use rates, in order with the pushes.
 
     Raises:
@@ -32,29 +36,23 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        rates: Mapping[str, float],
+        groups: Mapping[str, dict[str, Any]],
         send: Callable[[Mapping[str, float]], None],
     ) -> None:
-        if not rates:
+        if not groups:
             raise ConfigError(
                 "An optimizer of remote tables needs tables. Received: none; ask for "
                 "it after DistributedModelParallel has sharded the model."
             )
-        groups = [
-            {"params": [torch.nn.Parameter(torch.empty(0))], "lr": lr, "table": table}
-            for table, lr in rates.items()
-        ]
-        super().__init__(groups, {})
+        params = {
+            name: param for name, group in groups.items() for param in group["params"]
+        }
+        super().__init__(params, {}, list(groups.values()))
         self._send = send
 
     def learning_rates(self) -> dict[str, float]:
         """Return the rate of each table, as the groups say it now."""
-        return {group["table"]: float(group["lr"]) for group in self.param_groups}
-
-    def show(self, rates: Mapping[str, float]) -> None:
-        """Write rates that were sent otherwise into the groups."""
-        for group in self.param_groups:
-            group["lr"] = rates.get(group["table"], group["lr"])
+        return learning_rates(self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the rates that have changed; the gradients are on their way already.
@@ -68,3 +66,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         self._send(self.learning_rates())
         return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Do nothing: the gradients of the tables are not kept."""
+
+
+def learning_rates(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the rate of each table, as parameter groups say it now."""
+    return {group["table"]: float(group["lr"]) for group in groups}

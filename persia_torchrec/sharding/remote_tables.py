@@ -11,8 +11,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
+from persia_torchrec.sharding.remote_optimizer import (
+    RemoteOptimizer,
+    learning_rates,
+)
 from persia_torchrec.table import TableChange, TableSpec
 from persia_torchrec.worker.pipeline import BatchPipeline
 
@@ -26,14 +32,34 @@ class RemoteTables:
     def __init__(self) -> None:
         self._specs: dict[str, TableSpec] = {}
         self._pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
+        self._groups: dict[str, dict[str, Any]] = {}
         self._optimizer: RemoteOptimizer | None = None
 
     def add(
         self, pipeline: BatchPipeline[Any, Any], specs: Sequence[TableSpec]
-    ) -> None:
-        """Add a collection's pipeline, its tables known to the servers."""
+    ) -> list[str]:
+        """Add a collection's pipeline, its tables known to the servers.
+
+        Returns:
+            The names of the tables that no earlier collection has.
+        """
         self._pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
         self._specs.update((spec.name, spec) for spec in specs)
+        added = [spec for spec in specs if spec.name not in self._groups]
+        for spec in added:
+            self._groups[spec.name] = {
+                "params": [nn.Parameter(torch.empty(0))],
+                "lr": spec.optimizer.lr,
+                "table": spec.name,
+            }
+        return [spec.name for spec in added]
+
+    def optimizer_of(self, tables: Mapping[str, str]) -> RemoteOptimizer | None:
+        """Return an optimizer of tables, by name of their parameters; None of none."""
+        if not tables:
+            return None
+        groups = {name: self._groups[table] for name, table in tables.items()}
+        return RemoteOptimizer(groups, self._send)
 
     def optimizer(self) -> RemoteOptimizer:
         """Return the optimizer of these tables; the same one each time.
@@ -41,13 +67,13 @@ class RemoteTables:
         Raises:
             ConfigError: there are no tables yet, or more than when it was made.
         """
-        rates = self._learning_rates()
         if self._optimizer is None:
-            self._optimizer = RemoteOptimizer(rates, self._send)
-        if self._optimizer.learning_rates().keys() != rates.keys():
+            self._optimizer = RemoteOptimizer(self._groups, self._send)
+            self._optimizer.save_param_groups(True)  # it is used alone, as torch's are
+        if self._optimizer.learning_rates().keys() != self._groups.keys():
             raise ConfigError(
                 "The optimizer must be asked for when all collections are sharded. "
-                f"Received: the tables {sorted(rates)}, and an optimizer of "
+                f"Received: the tables {sorted(self._groups)}, and an optimizer of "
                 f"{sorted(self._optimizer.learning_rates())}."
             )
         return self._optimizer
@@ -67,8 +93,6 @@ class RemoteTables:
                 f"Received: {sorted(unknown)}."
             )
         self._send(dict.fromkeys(names, lr))
-        if self._optimizer is not None:
-            self._optimizer.show(dict.fromkeys(names, lr))
 
     def before_push(self) -> None:
         """Send rates that a schedule has changed; a backward pass calls this.
@@ -77,8 +101,7 @@ class RemoteTables:
             ConfigError: an optimizer refuses its rate.
             PersiaError: a push of before failed.
         """
-        if self._optimizer is not None:
-            self._send(self._optimizer.learning_rates())
+        self._send(learning_rates(list(self._groups.values())))
 
     def change(self, change: TableChange) -> list[Future[None]]:
         """Change the settings of tables, in order with the pushes.
@@ -98,6 +121,9 @@ class RemoteTables:
             # Pipelines that share a table are not in order with one another.
             for pipeline, _ in users:
                 pipeline.flush()
+        for name in changed:
+            if specs[name].optimizer.lr != self._specs[name].optimizer.lr:
+                self._groups[name]["lr"] = specs[name].optimizer.lr
         self._specs = specs
         return [pipeline.change_tables(change) for pipeline, _ in users]
 
@@ -111,11 +137,8 @@ class RemoteTables:
         for pipeline, _ in self._pipelines:
             pipeline.close()
 
-    def _learning_rates(self) -> dict[str, float]:
-        return {name: spec.optimizer.lr for name, spec in self._specs.items()}
-
     def _send(self, rates: Mapping[str, float]) -> None:
-        if rates.items() <= self._learning_rates().items():
+        if all(self._specs[name].optimizer.lr == lr for name, lr in rates.items()):
             return
 
         def change(spec: TableSpec) -> TableSpec:

@@ -4,6 +4,7 @@ DistributedModelParallel(model, sharders=[RemoteEmbeddingBagCollectionSharder(..
 """
 
 from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -14,11 +15,13 @@ from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.bag_sharder import BagSharder
 from persia_torchrec.sharding.collection import CollectionSpec, describe_bags
+from persia_torchrec.sharding.joining import Joint
+from persia_torchrec.sharding.rows_on_device import RowsOnDevice
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
 from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.pooled import PooledLookup
+from persia_torchrec.worker.rows import RowsLookup
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -39,17 +42,23 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         staleness: training batches of one trainer that may be between the pull of their
             rows and the acknowledgement of their update. 0 waits for the
             acknowledgement in the backward pass, which equals ordinary synchronous
-            training; 1 waits for it before the next pull. Several trainers are not in
-            step with one another: each bounds its own staleness.
+            training; 1 waits for it before the next pull.
         wire_dtype: how rows and gradients travel: float32, float16 or bfloat16.
         tables: settings of single tables, by name. They win over what the collection
             says (``data_type``, ``init_fn``).
         gradient_division: divide gradients by the number of trainers, as TorchRec
-            does, so that the servers apply the mean over trainers; otherwise each
-            trainer's own gradient is applied, as in PERSIA.
+            does; otherwise they add up, as in PERSIA.
+        update: what the servers do with the gradients of several trainers. "joint": the
+            n-th batches of all trainers are one step, and the optimizer gets the sum of
+            their gradients once, as in TorchRec. All must run as many training steps
+            (see ``join`` where data end unevenly), and the acknowledgement that bounds
+            the staleness is that of the joint update. "each": the gradients of each
+            trainer are applied as they come, as in PERSIA; nobody waits for another.
+        joint_timeout_s: seconds that a joint update may wait for the slowest trainer.
 
     Raises:
-        ConfigError: ``wire_dtype`` is none of the three, or ``staleness`` is negative.
+        ConfigError: ``wire_dtype`` is none of the three, ``staleness`` is negative,
+            ``update`` is neither of the two, or ``joint_timeout_s`` is not positive.
             When the model is sharded, or at its first batch at the latest: ``tables``
             names a table that no collection has.
 
@@ -57,6 +66,9 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         ``RemoteEmbeddingBagCollectionSharder(client, Adagrad(), tables={"user":
         TableSettings(optimizer=Adam(1e-3), admission=AdmitFrequency(3))})``
     """
+
+    POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    """Types of devices that get the unique rows and pool them, instead of the CPU."""
 
     def __init__(
         self,
@@ -67,10 +79,18 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         *,
         tables: Mapping[str, TableSettings] | None = None,
         gradient_division: bool = True,
+        update: Literal["joint", "each"] = "joint",
+        joint_timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
-            timeout_s=client.timeout_s, gradient_division=gradient_division
+            timeout_s=client.timeout_s,
+            gradient_division=gradient_division,
+            joint=Joint(client, joint_timeout_s) if update == "joint" else None,
         )
+        if update not in ("joint", "each"):
+            raise ConfigError(
+                f'update must be "joint" or "each". Received: {update!r}.'
+            )
         if wire_dtype not in _PRECISIONS:
             raise ConfigError(
                 f"wire_dtype must be one of {list(_PRECISIONS)}. "
@@ -117,11 +137,15 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         require_known_tables(self._settings, self._planned | self._described)
 
     def make_pipeline(
-        self, spec: CollectionSpec
-    ) -> BatchPipeline[Mapping[str, Bags], RoutedBatch]:
+        self, spec: CollectionSpec, device: torch.device
+    ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, its tables known to the servers."""
-        worker = EmbeddingWorker(self._client, spec.features, precision=self._precision)
-        worker.add_tables(spec.tables)
-        return BatchPipeline(
-            worker, staleness=self._staleness, timeout_s=self._client.timeout_s
-        )
+        staleness, timeout_s = self._staleness, self._client.timeout_s
+        if device.type in self.POOLS_ON:
+            rows = RowsLookup(self._client, spec.features, precision=self._precision)
+            rows.add_tables(spec.tables)
+            lookup = RowsOnDevice(rows, device)
+            return BatchPipeline(lookup, staleness=staleness, timeout_s=timeout_s)
+        pooled = PooledLookup(self._client, spec.features, precision=self._precision)
+        pooled.add_tables(spec.tables)
+        return BatchPipeline(pooled, staleness=staleness, timeout_s=timeout_s)

@@ -17,7 +17,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -33,6 +32,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.sharding.joining import join
 from persia_torchrec.sharding.remote_lookup import (
     ShardedRemoteEmbeddingBagCollection,
     StartedPull,
@@ -159,12 +159,7 @@ class Engine:
         that go on, until all are there; the dense model of the last one is then that
         of all. An exception ends the block at once.
         """
-        models = self.dmp.modules()
-        replicas = [m for m in models if isinstance(m, DistributedDataParallel)]
-        if dist.get_world_size() == 1 or not replicas:
-            yield
-            return
-        with replicas[0].join():
+        with join(self.dmp):
             yield
 
     def start_pull(

@@ -79,7 +79,9 @@ class SlotsSharder(BagSharder):
         tables = tables_of(self._schema, self._config, self._optimizer, self._settings)
         return CollectionSpec(tables, features_of(self._schema))
 
-    def make_pipeline(self, spec: CollectionSpec) -> SlotsPipeline:
+    def make_pipeline(
+        self, spec: CollectionSpec, device: torch.device
+    ) -> SlotsPipeline:
         """Return the pipeline, its tables known to workers and servers."""
         self._workers.add_tables(spec.tables)
         return BatchPipeline(self._workers, staleness=1, timeout_s=self._timeout_s)

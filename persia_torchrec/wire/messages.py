@@ -4,14 +4,15 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
 
     offset  size  field
     0       4     magic, the bytes "PTRC"
-    4       2     version of this protocol, 2
+    4       2     version of this protocol, 3
     6       2     kind, see Kind
     8       8     request: the reply carries the same number
     16      8     incarnation: which start of the server is meant; 0 for any
     24      8     stream of batches that this one belongs to, chosen by the client
     32      8     batch: number within its stream
     40      4     precision of rows and gradients, see Precision
-    44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts
+    44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
+                  bit 2, the update is a share of a joint step
 
 The frames after it, by kind:
 
@@ -21,6 +22,8 @@ The frames after it, by kind:
                      3: (UPDATE, WRITE) rows, in the precision of the header
                      3: (LOOKUP with bit 1) uint32, how often each id occurs in its
                         batch; without this frame, each counts once
+                     4: (UPDATE with bit 2) the share: of which joint step, see Share
+    LEAVE            1: a share: this trainer gives none of that step, nor of later ones
     reply to LOOKUP  1: rows of the ids, in the precision of the header
     reply to READ    1, one a segment: float32 weights and optimizer state
     reply to         1, one a segment: uint32 (N, 4): frequency, first step, last step,
@@ -44,6 +47,19 @@ The JSON values of an embedding server; what is not named here is null:
     reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,
       and PROGRESS       "result"}; see server/checkpoints.py
 
+A share is 32 bytes, little-endian:
+
+    offset  size  field
+    0       8     group of trainers, chosen by the trainers
+    8       8     step: number within the group
+    16      4     rank of the trainer in the group
+    20      4     number of ranks
+    24      8     milliseconds that the step may wait for its other shares
+
+The updates of a joint step are applied as one, the sum of their gradients, when each
+rank has given its share or has left; then all are answered, each with the outcome of
+the whole step.
+
 What does not fit this is refused with a FrameError, and nothing of it is applied. A
 frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
 """
@@ -60,9 +76,10 @@ import numpy.typing as npt
 
 from persia_torchrec.errors import FrameError
 
-VERSION = 2
+VERSION = 3
 TRAINING = 1
 COUNTS = 2
+SHARE = 4
 METADATA_COLUMNS = 4
 
 Frame = bytes | memoryview
@@ -72,7 +89,9 @@ Counts = npt.NDArray[np.uint32]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _HEADER = struct.Struct("<4sHHQQQQII")
+_SHARE = struct.Struct("<QQIIQ")
 _MAGIC = b"PTRC"
+_MAX_RANKS = 2**16
 _NO_IDS = np.empty(0, dtype=np.uint64)
 
 
@@ -97,8 +116,9 @@ class Kind(IntEnum):
     BATCH = 15
     END_OF_DATA = 16
     METADATA = 17
-    CHECKPOINT = 18
-    PROGRESS = 19
+    LEAVE = 18
+    CHECKPOINT = 19
+    PROGRESS = 20
 
 
 class Precision(IntEnum):
@@ -165,6 +185,46 @@ class Header(NamedTuple):
             )
         except ValueError as exc:
             raise FrameError(f"Unknown field in a message's header: {exc}.") from exc
+
+
+class Share(NamedTuple):
+    """One trainer's part of a joint step; the fields are explained above."""
+
+    group: int
+    step: int
+    rank: int
+    num_ranks: int
+    timeout_ms: int
+
+    def encode(self) -> bytes:
+        """Return the 32 bytes."""
+        return _SHARE.pack(*self)
+
+    @classmethod
+    def decode(cls, frames: Sequence[Frame], *, num_frames: int) -> "Share":
+        """Read the 32 bytes of the last frame.
+
+        Args:
+            frames: all frames of the message.
+            num_frames: how many there must be.
+
+        Raises:
+            FrameError: these are not the bytes of a share.
+        """
+        frame = frames[-1]
+        if len(frames) != num_frames or len(frame) != _SHARE.size:
+            raise FrameError(
+                f"The message must have {num_frames} frames, and its share "
+                f"{_SHARE.size} bytes. Received: {len(frames)} frames, the last of "
+                f"{len(frame)} bytes."
+            )
+        share = cls(*_SHARE.unpack(frame))
+        if not share.rank < share.num_ranks <= _MAX_RANKS:
+            raise FrameError(
+                "A share's rank must be below the number of ranks, of which there may "
+                f"be {_MAX_RANKS}. Received: {share}."
+            )
+        return share
 
 
 class TableIds(NamedTuple):

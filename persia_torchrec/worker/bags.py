@@ -64,6 +64,13 @@ class FeatureSpec:
     prefix_bits: int = 0
     """Bits that prefixes take; PERSIA's ``feature_index_prefix_bit``."""
 
+    hash_stack_rounds: int = 0
+    """How many buckets stand for an id, see ``routing.hashing.hash_stack``; 0: the id
+    itself does."""
+
+    hash_stack_size: int = 0
+    """Buckets a round."""
+
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
             raise ConfigError(

@@ -3,24 +3,27 @@
     bags of every feature
       -> prefix, unique ids a table, grouped by server      (_route)
       -> rows of the unique ids, from the servers           (client.pull)
-      -> one vector a bag                                   (pool)
-    gradient of these vectors
-      -> gradient of each unique id, summed over the batch  (add_gradients)
+      -> what the model is given                            (outputs_of)
+    gradients of that
+      -> gradient of each unique id, summed over the batch  (row_gradients)
       -> to the servers, which apply the optimizer          (client.push)
 
 Ids of all features of a table are made unique together: an id in two features is
 pulled once and updated once, with the sum of both gradients.
+
+What the model is given differs: one vector a bag (``pooled.py``), a row for each id
+(``sequences.py``), or the unique rows themselves (``rows.py``).
 
 Dimension key:
     B: samples
     L: ids of one feature in a batch
     U: unique ids of one table
     D: embedding dim
-    T: sum of the dims of all features
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,12 +31,13 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.dedup import Counts, Positions, unique_ids
-from persia_torchrec.routing.hashing import Ids, add_prefix
+from persia_torchrec.routing.hashing import Ids, add_prefix, hash_stack
 from persia_torchrec.routing.shard import ShardedIds
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
-from persia_torchrec.worker.pooling import Floats, Lengths, add_gradients, pool
+from persia_torchrec.worker.pooling import Floats, Lengths
+from persia_torchrec.worker.pulled import Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +63,19 @@ class RoutedBatch:
     counts: list[Counts | None] | None = None
 
 
-class EmbeddingWorker:
-    """Pull and pool batches, un-pool and push their gradients.
+class EmbeddingWorker(ABC):
+    """Pull batches and push their gradients; what all lookups share.
 
     Any thread may call any method.
 
     Args:
         client: of the servers; the worker does not close it.
-        features: in the order of their columns in the pooled array.
+        features: in the order of the outputs, or of their columns.
         precision: how rows and gradients travel.
+
+    Attributes:
+        features: as given.
+        table_of: for each feature, which of the batch's tables is its own.
 
     Raises:
         ConfigError: no feature, or two of the same name.
@@ -89,6 +97,7 @@ class EmbeddingWorker:
         self._client = client
         self._precision = precision
         self._tables = list(dict.fromkeys(feature.table for feature in self.features))
+        self.table_of = [self._tables.index(feature.table) for feature in self.features]
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make the tables known to the servers; see ``EmbeddingClient.add_tables``.
@@ -117,10 +126,32 @@ class EmbeddingWorker:
         """Return the dim of each feature."""
         return [self._client.table(feature.table).dim for feature in self.features]
 
+    @abstractmethod
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape of each output, and of its gradient."""
+
+    @abstractmethod
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+        """Make what the model is given out of the unique rows.
+
+        Args:
+            rows: float32 ``(U, D)`` a table of the batch; not to be written to.
+            batch: which of these rows each id is.
+        """
+
+    @abstractmethod
+    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> list[Floats]:
+        """Return the gradient of the unique rows, float32 ``(U, D)`` a table.
+
+        Args:
+            grads: of the outputs, of their shapes.
+            batch: which row each id is.
+        """
+
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
-    ) -> tuple[Floats, RoutedBatch]:
-        """Fetch and pool the rows of a batch; returns when they are here.
+    ) -> tuple[Outputs, RoutedBatch]:
+        """Fetch the rows of a batch; returns when they are here.
 
         Args:
             bags: by key of the features, all of the same number of samples; exactly
@@ -129,7 +160,7 @@ class EmbeddingWorker:
                 looks.
 
         Returns:
-            float32 ``(B, T)``, and what :meth:`push` needs.
+            What the model is given, and what :meth:`push` needs.
 
         Raises:
             BatchError: features are missing, unknown, or do not fit together.
@@ -139,56 +170,42 @@ class EmbeddingWorker:
         rows = self._client.pull(
             batch.tables, batch=number, precision=self._precision, counts=batch.counts
         )
-        rows_of = dict(zip((name for name, _ in batch.tables), rows, strict=True))
-        pooled_BT = np.empty((batch.num_samples, sum(self.dims())), dtype=np.float32)
-        for f, columns in enumerate(self._columns()):
-            feature = self.features[f]
-            pool(
-                rows_of[feature.table],
-                *(batch.inverses[f], batch.lengths[f], feature.pooling),
-                pooled_BT,
-                columns,
-            )
-        return pooled_BT, batch
+        return self.outputs_of(rows, batch), batch
 
-    def push(self, batch: RoutedBatch, grads_BT: Floats) -> list[Reply]:
+    def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a training batch; returns before they are applied.
 
         Args:
             batch: what :meth:`pull` returned.
-            grads_BT: float32 ``(B, T)``, the gradient of the pooled array.
+            grads: float32, of the outputs, of their shapes.
 
         Returns:
             Replies of the servers, for :meth:`missed`.
 
         Raises:
-            BatchError: the gradient's shape is not the pooled array's.
+            BatchError: the shape of a gradient is not its output's.
         """
         assert batch.number is not None, "a batch that was not pulled for training"
-        expected = (batch.num_samples, sum(self.dims()))
-        if grads_BT.shape != expected:
+        expected, received = self.shapes(batch), [grad.shape for grad in grads]
+        if received != expected:
             raise BatchError(
-                f"The gradient must have the shape {expected}. "
-                f"Received: {grads_BT.shape}."
+                f"The gradients must have the shapes {expected}. Received: {received}."
             )
-        grads_of = {
-            name: np.zeros(
-                (len(ids.ids), self._client.table(name).dim), dtype=np.float32
-            )
-            for name, ids in batch.tables
-        }
-        for f, columns in enumerate(self._columns()):
-            feature = self.features[f]
-            add_gradients(
-                grads_BT,
-                columns,
-                *(batch.inverses[f], batch.lengths[f], feature.pooling),
-                grads_of[feature.table],
-            )
-        grads = list(grads_of.values())
+        row_grads = self.row_gradients(grads, batch)
         return self._client.push(
-            batch.tables, grads, batch.number, precision=self._precision
+            batch.tables, row_grads, batch.number, precision=self._precision
         )
+
+    def row_shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape ``(U, D)`` of each table's unique rows."""
+        return [
+            (len(split.ids), self._client.table(table).dim)
+            for table, split in batch.tables
+        ]
+
+    def no_gradients(self, batch: RoutedBatch) -> list[Floats]:
+        """Return zeros for each table's unique rows, to be added to."""
+        return [np.zeros(shape, dtype=np.float32) for shape in self.row_shapes(batch)]
 
     def abandon(self, batch: RoutedBatch) -> list[Reply]:
         """Tell the servers that a training batch will get no gradients."""
@@ -229,12 +246,13 @@ class EmbeddingWorker:
         self, bags: Mapping[str, Bags], number: BatchNumber | None
     ) -> RoutedBatch:
         num_samples = self.check(bags)
+        bags_of = {f.name: _stacked(bags[f.key], f) for f in self.features}
         tables = []
         counts: list[Counts | None] = []
         inverses: dict[str, Positions] = {}
         for table in self._tables:
             members = [f for f in self.features if f.table == table]
-            ids = [_prefixed(bags[f.key], f) for f in members]
+            ids = [_prefixed(bags_of[f.name], f) for f in members]
             unique = unique_ids(np.concatenate(ids))
             split = self._client.split(unique.ids)
             tables.append((table, split))
@@ -248,17 +266,22 @@ class EmbeddingWorker:
             number,
             tables,
             [inverses[feature.name] for feature in self.features],
-            [bags[feature.key].lengths for feature in self.features],
+            [bags_of[feature.name].lengths for feature in self.features],
             num_samples,
             counts,
         )
 
-    def _columns(self) -> list[slice]:
-        stops = np.cumsum(self.dims()).tolist()
-        return [
-            slice(stop - dim, stop)
-            for stop, dim in zip(stops, self.dims(), strict=True)
-        ]
+
+def _stacked(bags: Bags, feature: FeatureSpec) -> Bags:
+    """Return a feature's bags with the buckets of its hash stack in place of ids."""
+    rounds, size = feature.hash_stack_rounds, feature.hash_stack_size
+    if not rounds:
+        return bags
+    return replace(
+        bags,
+        ids=hash_stack(bags.ids, rounds, size),
+        lengths=bags.lengths * np.int32(rounds),
+    )
 
 
 def _prefixed(bags: Bags, feature: FeatureSpec) -> Ids:

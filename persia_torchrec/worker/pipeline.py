@@ -1,7 +1,7 @@
 """Batches on their way: pulls ahead of the training, pushes behind it.
 
     start()  -> queue -> pulling thread: take a permit, pull -> the batch is ready
-    push()   -> queue -> pushing thread: un-pool, send  ...  acknowledged: permit back
+    push()   -> queue -> pushing thread: sum a row, send ...  acknowledged: permit back
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
 bound (see ``client/permits.py``); evaluation pulls take none and have a thread of
@@ -9,7 +9,7 @@ their own, so that they never wait behind a training pull that waits for a permi
 Pushes are sent in the order of ``push`` and acknowledged in the background. A change of
 tables goes through their queue: it waits for the acknowledgements of those before it.
 
-A training batch whose pooled embeddings are dropped without a push (no backward pass
+A training batch whose embeddings are dropped without a push (no backward pass
 came, or it raised) is given up: the servers are told, and the permit comes back.
 
 An error of a background push is raised by the next call, whichever it is.
@@ -30,9 +30,11 @@ from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.client.permits import Permit, Permits
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.table import TableChange
-from persia_torchrec.worker.pooling import Floats
+from persia_torchrec.wire.messages import Share
+from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.pulled import PulledBatch as PulledBatch
 from persia_torchrec.worker.puller import CLOSED, Puller
+from persia_torchrec.worker.trainers import Trainers
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +60,12 @@ class Lookup(Protocol[Source, Handle]):
     An embedding worker in this process, or the way to one in another.
     """
 
-    def pull(self, source: Source, number: BatchNumber | None) -> tuple[Floats, Handle]:
-        """Return the pooled embeddings of a batch, and what a push needs."""
+    def pull(
+        self, source: Source, number: BatchNumber | None
+    ) -> tuple[Outputs, Handle]:
+        """Return the embeddings of a batch, and what a push needs."""
 
-    def push(self, handle: Handle, grads_BT: Floats) -> Sequence[Reply]:
+    def push(self, handle: Handle, grads: Outputs) -> Sequence[Reply]:
         """Send the gradients of a batch; replies come when they are applied."""
 
     def abandon(self, handle: Handle) -> Sequence[Reply]:
@@ -77,7 +81,7 @@ class Lookup(Protocol[Source, Handle]):
 @dataclass(frozen=True, slots=True)
 class _Push(Generic[Handle]):
     handle: Handle
-    grads: Floats | None  # None: the batch is given up
+    grads: Outputs | None  # None: the batch is given up
     permit: Permit
     done: "Future[None]"
 
@@ -85,6 +89,13 @@ class _Push(Generic[Handle]):
 @dataclass(frozen=True, slots=True)
 class _Change:
     change: TableChange
+    done: "Future[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    share: Share
+    trainers: Trainers
     done: "Future[None]"
 
 
@@ -108,6 +119,7 @@ class BatchPipeline(Generic[Source, Handle]):
     ) -> None:
         self._lookup = lookup
         self._timeout_s = timeout_s
+        self._trainers: Trainers | None = None  # locked by _lock, set before use
         self._stream = BatchNumber.new_stream()
         self._lock = threading.Lock()
         self._num_started = 0  # guarded by _lock
@@ -122,7 +134,7 @@ class BatchPipeline(Generic[Source, Handle]):
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
         # Bounded by the permits (a push needs one, and a pull waits for one), and by
         # the changes that may wait.
-        self._pushes: queue.SimpleQueue[_Push[Handle] | _Change | None]
+        self._pushes: queue.SimpleQueue[_Push[Handle] | _Change | _Leave | None]
         self._pushes = queue.SimpleQueue()
         self._training = Puller("training pulls")
         self._evaluation = Puller("evaluation pulls")
@@ -164,6 +176,21 @@ class BatchPipeline(Generic[Source, Handle]):
             raise ConfigError(f"At least one puller is needed. Received: {num}.")
         self._training.set_num_threads(num)
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that an acknowledgement may take."""
+        trainers = self._trainers
+        return self._timeout_s + (trainers.timeout_s if trainers else 0)
+
+    def set_trainers(self, trainers: Trainers) -> None:
+        """Make every update a share of a joint step; before the first batch.
+
+        Args:
+            trainers: those that this one updates with; handed over.
+        """
+        with self._lock:
+            self._trainers = trainers
+
     def start(self, source: Source, *, training: bool) -> "Future[PulledBatch[Handle]]":
         """Begin to pull a batch; returns at once.
 
@@ -181,7 +208,8 @@ class BatchPipeline(Generic[Source, Handle]):
             )
         with self._lock:
             self._num_started += 1
-            number = BatchNumber(self._stream, self._num_started)
+            share = self._trainers.next_share() if self._trainers else None
+            number = BatchNumber(self._stream, self._num_started, share)
             permits = self._permits
         return self._training.submit(
             permits.take, lambda permit: self._pull(source, number, permit)
@@ -214,6 +242,20 @@ class BatchPipeline(Generic[Source, Handle]):
             self._pushes.put(_Change(change, done))
         return done
 
+    def leave(self) -> None:
+        """Let the joint steps of other trainers go on without this one, from now on.
+
+        Batches so far count still. Those after it belong to the joint steps of a new
+        round, in which all trainers take part again, each when it has left this one.
+        Does nothing where trainers do not update jointly.
+
+        Raises:
+            PersiaError: a push of before failed, or the pipeline is closed.
+        """
+        self._raise_error()
+        with self._lock:
+            self._put_leave()
+
     @property
     def num_missed(self) -> int:
         """Ids so far whose row had been evicted when their gradient came."""
@@ -245,27 +287,38 @@ class BatchPipeline(Generic[Source, Handle]):
                 return
             self._is_closed = True
             self._permits.close()
+            self._put_leave()
         self._training.close()
         self._evaluation.close()
         self._pushes.put(None)
         self._pusher.join(timeout=self._timeout_s)
 
+    def _put_leave(self) -> None:
+        """Tell the servers, behind the pushes so far. Called with the lock held."""
+        if self._trainers is not None:
+            share, done = self._trainers.next_group(), Future[None]()
+            self._under_way.add(done)
+            self._pushes.put(_Leave(share, self._trainers, done))
+
     def _pull_for_evaluation(self, source: Source) -> PulledBatch[Handle]:
-        pooled, _ = self._lookup.pull(source, None)
-        return PulledBatch(pooled, None, None)
+        outputs, handle = self._lookup.pull(source, None)
+        return PulledBatch(outputs, handle, None, None)
 
     def _pull(
         self, source: Source, number: BatchNumber, permit: Permit
     ) -> PulledBatch[Handle]:
         try:
-            pooled, handle = self._lookup.pull(source, number)
+            outputs, handle = self._lookup.pull(source, number)
         except BaseException:
+            if self._trainers is not None:
+                self._trainers.give_up(number)  # the others wait for its share
             permit.give_back()
             raise
         with self._lock:
             self._num_open += 1
         return PulledBatch(
-            pooled,
+            outputs,
+            handle,
             lambda grads: self._push(_Push(handle, grads, permit, Future())),
             lambda: self._pushes.put(_Push(handle, None, permit, Future())),
         )
@@ -283,7 +336,7 @@ class BatchPipeline(Generic[Source, Handle]):
     def _await(self, done: "Future[None]") -> None:
         # Its requests end in an error in time, which says what was asked of whom; the
         # margin is for pushes that stand in the queue before it.
-        timeout_s = self._timeout_s + _PUSH_MARGIN_S
+        timeout_s = self.timeout_s + _PUSH_MARGIN_S
         try:
             done.result(timeout_s)
         except PersiaError:
@@ -299,6 +352,9 @@ class BatchPipeline(Generic[Source, Handle]):
             sent = [done for done in sent if not done.done()]
             if isinstance(push, _Change):
                 self._apply_change(push, sent)
+                continue
+            if isinstance(push, _Leave):
+                self._tell(push)
                 continue
             sent.append(push.done)
             try:
@@ -320,6 +376,14 @@ class BatchPipeline(Generic[Source, Handle]):
             self._end(change.done, exc)
         else:
             self._end(change.done, None)
+
+    def _tell(self, leave: _Leave) -> None:
+        try:
+            leave.trainers.leave(leave.share)
+        except Exception as exc:  # noqa: BLE001  # handed to the next caller
+            self._end(leave.done, exc)
+        else:
+            self._end(leave.done, None)
 
     def _settle(self, push: _Push[Handle], replies: Sequence[Reply]) -> None:
         """All replies to a push have come, each with a result or an error."""

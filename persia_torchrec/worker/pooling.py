@@ -74,7 +74,8 @@ def add_gradients(
 
 
 @compiled
-def _scale(length: np.int32, pooling: int) -> np.float32:
+def scale_of(length: np.int32, pooling: int) -> np.float32:
+    """Return what a bag's sum is multiplied by; the number of ids is not 0."""
     if pooling == _MEAN:
         return _ONE / np.float32(length)
     if pooling == _SQRT:
@@ -103,7 +104,7 @@ def _pool(
             for d in range(dim):
                 out[d] += row[d]
         if pooling != 0 and lengths_B[b] > 1:
-            scale = _scale(lengths_B[b], pooling)
+            scale = scale_of(lengths_B[b], pooling)
             for d in range(dim):
                 out[d] *= scale
 
@@ -121,7 +122,7 @@ def _add_gradients(
     j = 0
     for b in range(len(lengths_B)):
         grad = grads_BT[b, column : column + dim]
-        scale = _scale(lengths_B[b], pooling)
+        scale = scale_of(lengths_B[b], pooling)
         for _ in range(lengths_B[b]):
             out = out_UD[inverse_L[j]]
             j += 1

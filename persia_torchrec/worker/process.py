@@ -32,7 +32,7 @@ from persia_torchrec.wire.messages import (
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.worker.bags import Bags, decode_bags
 from persia_torchrec.worker.buffers import AwaitingGradient, IdBuffer
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.pooled import PooledLookup
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class WorkerProcess:
         buffer: keeps the ids of data loaders.
     """
 
-    def __init__(self, worker: EmbeddingWorker, buffer: IdBuffer) -> None:
+    def __init__(self, worker: PooledLookup, buffer: IdBuffer) -> None:
         self._worker = worker
         self._buffer = buffer
         self._open = AwaitingGradient()
@@ -99,7 +99,7 @@ class WorkerProcess:
     def _pull(
         self, header: Header, bags: dict[str, Bags], number: BatchNumber | None
     ) -> Frames:
-        pooled_BT, batch = self._worker.pull(bags, number)
+        (pooled_BT,), batch = self._worker.pull(bags, number)
         if number is not None:
             self._open.put(number, batch)
         shape = encode_json(pooled_BT.shape)
@@ -109,9 +109,9 @@ class WorkerProcess:
         if len(frames) != 2:
             raise FrameError(f"BACKWARD has 2 frames. Received: {len(frames)}.")
         batch = self._open.take(_number(header))
-        shape = (batch.num_samples, sum(self._worker.dims()))
+        (shape,) = self._worker.shapes(batch)
         grads = decode_floats(frames[1], int(np.prod(shape)), header.precision)
-        replies = self._worker.push(batch, grads.reshape(shape))
+        replies = self._worker.push(batch, (grads.reshape(shape),))
         return self._worker.outcome(replies).to_json()
 
 

@@ -9,22 +9,32 @@ from persia_torchrec.worker.pooling import Floats
 
 Handle = TypeVar("Handle")
 
+Outputs = tuple[Floats, ...]
+"""What a lookup gives for a batch; it takes back gradients of the same shapes.
+
+Which arrays there are is the lookup's affair: one pooled array, a sequence a feature,
+or the unique rows of each table.
+"""
+
 
 class PulledBatch(Generic[Handle]):
-    """Pooled embeddings of one batch, and the one push they may get.
+    """The embeddings of one batch, and the one push they may get.
 
     Attributes:
-        pooled: float32 ``(B, T)``, C-contiguous, owned by this batch.
+        outputs: float32, C-contiguous; what the lookup gave.
+        handle: what else the lookup knows of the batch.
         is_training: whether it can be pushed.
     """
 
     def __init__(
         self,
-        pooled: Floats,
-        push: Callable[[Floats], None] | None,
+        outputs: Outputs,
+        handle: Handle,
+        push: Callable[[Outputs], None] | None,
         give_up: Callable[[], None] | None,
     ) -> None:
-        self.pooled = pooled
+        self.outputs = outputs
+        self.handle = handle
         self.is_training = push is not None
         self._push = push
         # Runs at most once: when this object is no longer used, unless push() came.
@@ -32,11 +42,11 @@ class PulledBatch(Generic[Handle]):
         if self._give_up is not None:
             self._give_up.atexit = False
 
-    def push(self, grads_BT: Floats) -> None:
-        """Send the gradient of ``pooled``; waits for the servers at staleness 0.
+    def push(self, grads: Outputs) -> None:
+        """Send the gradients of ``outputs``; waits for the servers at staleness 0.
 
         Args:
-            grads_BT: float32 ``(B, T)``; must not be changed afterwards.
+            grads: float32, of the shapes of ``outputs``; not to be changed any more.
 
         Raises:
             BatchError: this batch was pushed before, or was not pulled for training.
@@ -47,7 +57,7 @@ class PulledBatch(Generic[Handle]):
                 "A training batch's gradients can be pushed once. Received: a second "
                 "backward pass, or a batch that was looked up for evaluation."
             )
-        self._push(grads_BT)
+        self._push(grads)
 
     def give_up(self) -> None:
         """Make room for another batch: no gradients will come.

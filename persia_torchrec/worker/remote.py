@@ -1,6 +1,6 @@
 """The trainer's way to embedding workers in other processes.
 
-``RemoteWorkers`` pulls and pushes like an ``EmbeddingWorker`` in this process; only the
+``RemoteWorkers`` pulls and pushes like a ``PooledLookup`` in this process; only the
 work is done elsewhere. A batch whose ids a data loader has left with a worker is asked
 for by its reference there; other batches go to the workers in turn.
 """
@@ -23,9 +23,10 @@ from persia_torchrec.wire.messages import (
     decode_json,
     encode_json,
 )
-from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats
+from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.wire.transport import Connections
 from persia_torchrec.worker.bags import Bags, encode_bags
+from persia_torchrec.worker.pulled import Outputs
 
 _ADD_TABLES_TIMEOUT_S = 120.0
 
@@ -135,8 +136,8 @@ class RemoteWorkers:
         self,
         source: BatchReference | Mapping[str, Bags],
         number: BatchNumber | None,
-    ) -> tuple[Floats, RemoteBatch]:
-        """Have a batch pulled and pooled; see ``EmbeddingWorker.pull``.
+    ) -> tuple[Outputs, RemoteBatch]:
+        """Have a batch pulled and pooled; see ``PooledLookup.pull``.
 
         Args:
             source: where its ids wait, or the ids themselves.
@@ -158,10 +159,11 @@ class RemoteWorkers:
         size = int(np.prod(shape))
         # Copied: the frame is read-only, and torch wants memory that can be written.
         pooled = decode_floats(floats, size, self._precision).reshape(shape).copy()
-        return pooled, handle
+        return (pooled,), handle
 
-    def push(self, handle: RemoteBatch, grads_BT: Floats) -> list[Reply]:
+    def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""
+        (grads_BT,) = grads
         header = self._header(Kind.BACKWARD, handle, 0)
         frames: Frames = [encode_floats(grads_BT, self._precision)]
         return [self._send(handle.worker, header, frames, "update")]

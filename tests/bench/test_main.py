@@ -13,6 +13,7 @@ from persia_torchrec.bench.wire import WIRE_FIGURES
 
 TABLES = {
     ("store", "rates"): {"rates": 7},
+    ("store", "limits"): {"limits": 3, "memory": 3},
     ("store", "eviction"): {"eviction": 10, "insert": 1},
     ("store", "stages"): {"stages": 9},
     ("store", "sizes"): {"sizes": 4},

@@ -10,6 +10,7 @@ from persia_torchrec.bench import filling
 from persia_torchrec.bench.eviction import KINDS, Evictions, LastUse
 from persia_torchrec.bench.filled_store import FilledStore
 from persia_torchrec.bench.overhead import measure_overhead
+from persia_torchrec.bench.plain_rows import PlainRows
 from persia_torchrec.bench.rates import TURN, StoreRates, num_turns, timings_of
 from persia_torchrec.bench.report import Timings
 from persia_torchrec.bench.settings import OPTIMIZERS
@@ -35,6 +36,28 @@ def test_every_optimizer_passes_the_checks(small, optimizer):
             assert 0 < rate.slowest <= rate.median <= rate.fastest
             assert rate.slowest <= rate.mean <= rate.fastest
         made.filled.store.check()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_plain_loops_compute_what_the_store_does(small, optimizer):
+    spec = replace(small, optimizer=optimizer).table(4)
+    plain, filled = PlainRows(spec, small.rows), FilledStore(spec, small.rows)
+    for _ in range(2):
+        requests = [filled.draw(small.ids) for _ in range(3)]
+        grads = [filled.grads(len(request)) for request in requests]
+        seconds = plain.steady(requests, grads)
+        assert len(seconds) == 2
+        assert all(taken > 0 for both in seconds for taken in both)
+
+
+def test_a_plain_loop_that_computes_something_else_is_noticed(small):
+    spec = small.table(4)
+    plain, filled = PlainRows(spec, small.rows), FilledStore(spec, small.rows)
+    request = filled.draw(small.ids)
+    plain.steady([request], [filled.grads(small.ids)])
+    plain._floats[request[-1]] += 0.01
+    with pytest.raises(StoreError, match="plain lookup"):
+        plain.steady([request], [filled.grads(small.ids)])
 
 
 def test_each_kind_of_request_is_timed_some_times_a_turn(small):

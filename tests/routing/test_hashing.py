@@ -4,7 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.routing.hashing import add_prefix, farmhash64, index_prefix
+from persia_torchrec.routing.hashing import (
+    add_prefix,
+    farmhash64,
+    hash_stack,
+    index_prefix,
+)
 from tests import reference
 from tests.strategies import id_arrays
 
@@ -21,9 +26,18 @@ from tests.strategies import id_arrays
     ],
 )
 def test_hashes_are_those_of_persias_hash_stack(id_, buckets):
-    first = farmhash64(np.array([id_], dtype=np.uint64))
-    second = farmhash64(first)
-    assert [int(first[0] % 10), int(second[0] % 10) + 10] == buckets
+    assert hash_stack(np.array([id_], dtype=np.uint64), 2, 10).tolist() == buckets
+
+
+@given(id_arrays(), st.integers(1, 5), st.integers(1, 2**40))
+def test_the_buckets_of_each_round_are_apart(ids_L, rounds, size):
+    before = ids_L.copy()
+    buckets = hash_stack(ids_L, rounds, size).reshape(-1, rounds)
+    assert buckets.tolist() == [
+        reference.hash_stack(id_, rounds, size) for id_ in ids_L.tolist()
+    ]
+    assert (buckets // np.uint64(size) == np.arange(rounds, dtype=np.uint64)).all()
+    assert np.array_equal(ids_L, before)
 
 
 @given(id_arrays())

@@ -18,7 +18,7 @@ from persia_torchrec import (
     RemoteEmbeddingBagCollectionSharder,
 )
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -105,7 +105,13 @@ class RemoteJob:
         sharder = RemoteEmbeddingBagCollectionSharder(
             self.client, optimizer or SGD(1.0), **settings
         )
-        sharded = shard(model, sharder, device=device)
+        return self.shard(model, [sharder], device=device)
+
+    def shard(
+        self, model: nn.Module, sharders: list, *, device: torch.device = CPU
+    ) -> DistributedModelParallel:
+        """Shard a model, and close its pipelines at the end."""
+        sharded = shard(model, *sharders, device=device)
         self._models.append(sharded)
         return sharded
 
@@ -129,7 +135,7 @@ class Bags(nn.Module):
         return self.bags(ids)
 
 
-def shard(model: nn.Module, sharder, *, device=CPU, constraints=None):
+def shard(model: nn.Module, *sharders, device=CPU, constraints=None):
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=dist.get_world_size(),
@@ -138,15 +144,16 @@ def shard(model: nn.Module, sharder, *, device=CPU, constraints=None):
         ),
         constraints=constraints,
     )
-    plan = planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
-    return DistributedModelParallel(model, sharders=[sharder], plan=plan, device=device)
+    sharders = list(sharders)
+    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    return DistributedModelParallel(model, sharders=sharders, plan=plan, device=device)
 
 
-def remote_modules(model: nn.Module) -> list[ShardedRemoteEmbeddingBagCollection]:
+def remote_modules(model: nn.Module) -> list[ShardedRemoteCollection]:
     return [
         module
         for module in model.modules()
-        if isinstance(module, ShardedRemoteEmbeddingBagCollection)
+        if isinstance(module, ShardedRemoteCollection)
     ]
 
 

@@ -88,7 +88,7 @@ def test_a_batch_pulled_for_evaluation_has_no_gradients(job, model):
     started = module.start(batch_of([1]), is_training=False)
     assert not module(started).values().requires_grad
     with pytest.raises(BatchError, match="looked up for evaluation"):
-        started.wait().push(torch.zeros(1, 4).numpy())
+        started.wait().push((torch.zeros(1, 4).numpy(),))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

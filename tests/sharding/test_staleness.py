@@ -88,11 +88,11 @@ def test_batches_pulled_ahead_see_the_rows_of_before_their_updates(job):
     (module,) = remote_modules(model)
     batch = kjt_of({"ad": [[7]]})
     first, second = (module.start(batch, is_training=True) for _ in range(2))
-    assert np.array_equal(first.wait().pooled, second.wait().pooled)
+    assert np.array_equal(first.wait().outputs[0], second.wait().outputs[0])
     for started in (first, second):
         module(started).values().sum().backward()
     module.pipeline.flush()
-    moved = first.wait().pooled - job.read("term", [7])
+    moved = first.wait().outputs[0] - job.read("term", [7])
     np.testing.assert_allclose(moved, np.full((1, 64), 2.0), rtol=1e-5)
 
 

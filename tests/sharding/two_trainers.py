@@ -1,29 +1,72 @@
-"""What each of several trainers does, and a single one on their joined batches."""
+"""What each of two trainers does in its own process, and what it should come to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints
 
 from persia_torchrec import (
     SGD,
+    Adagrad,
+    Adam,
+    Constant,
     EmbeddingClient,
     RemoteEmbeddingBagCollectionSharder,
+    TableSettings,
 )
-from tests.sharding.remote_job import META, ids_of, kjt_of, remote_modules, shard
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.errors import RemoteError
+from persia_torchrec.sharding.joining import join
+from tests.sharding.remote_job import CPU, META, Bags, ids_of, kjt_of, shard
 
 NUM_IDS = 30
-NUM_STEPS = 20
-NUM_SAMPLES = 16  # of the joined batch
+NUM_STEPS = 200
+NUM_SAMPLES = 16
 
 TABLES = [
     EmbeddingBagConfig(NUM_IDS, 8, name="term", feature_names=["ad", "query"]),
     EmbeddingBagConfig(NUM_IDS, 4, name="user", feature_names=["user"]),
 ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer on the servers, and what fbgemm calls the same one."""
+
+    optimizer: Optimizer
+    kind: EmbOptimType
+    arguments: dict[str, float] = field(default_factory=dict)
+
+
+_ADAGRAD = {"learning_rate": 0.1, "eps": 1e-8}
+
+CASES = {
+    "SGD": Case(SGD(2.0), EmbOptimType.EXACT_SGD, {"learning_rate": 2.0}),
+    "Adagrad": Case(
+        Adagrad(lr=0.1, initial_accumulator_value=0, eps=1e-8),
+        EmbOptimType.EXACT_ADAGRAD,
+        _ADAGRAD,
+    ),
+    "rowwise Adagrad": Case(
+        Adagrad(lr=0.1, initial_accumulator_value=0, eps=1e-8, vectorwise_shared=True),
+        EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        _ADAGRAD,
+    ),
+}
+
+EPOCHS = [(12, 7), (0, 4), (3, 3)]
+"""Batches that each of two trainers has."""
+
+ADAM = Adam(lr=0.01)
+"""fbgemm has none on the CPU: it is compared with a single trainer."""
 
 
 class Model(nn.Module):
@@ -36,69 +79,254 @@ class Model(nn.Module):
         return self.over(self.embeddings(ids).values()).squeeze(1)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training: servers of its own, and how gradients are divided."""
+class Trainer:
+    """A model on servers of its own, and this process as one of its trainers."""
 
-    name: str
-    addresses: list[str]
-    lr: float
-    gradient_division: bool
+    def __init__(self, addresses, model, optimizer, *, device=CPU, **settings):
+        self.client = EmbeddingClient.connect(addresses)
+        self.sharder = RemoteEmbeddingBagCollectionSharder(
+            self.client, optimizer, **settings
+        )
+        torch.manual_seed(0)
+        self.model = shard(model(), self.sharder, device=device)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sharder.close()
+        self.client.close()
+
+    def learnt(self):
+        """Return dense weights and rows, once all trainers are here."""
+        self.sharder.flush()
+        dist.barrier()
+        weights = [weight.flatten().cpu() for weight in self.model.parameters()]
+        dense = torch.cat([*weights, torch.zeros(0)])
+        rows = [self.client.read(t.name, ids_of(range(NUM_IDS))) for t in TABLES]
+        return {
+            "dense": dense.detach().numpy(),
+            "rows": np.concatenate([table.ravel() for table in rows]),
+        }
 
 
-def run_trainer(rank: int, world_size: int, runs: list[Run], folder: Path) -> None:
-    """Be one of the trainers; leave what was learnt in the folder."""
+def run_trainer(rank, world_size, addresses, folder: Path, backend="gloo") -> None:
+    """Be one of the trainers; leave what was learnt in the folder.
+
+    Args:
+        addresses: of the servers of each training, by its name.
+        backend: of the process group; if it names CUDA, the models are there.
+    """
     torch.set_num_threads(1)
+    device = CPU
+    if "cuda" in backend:
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        backend,
         rank=rank,
         world_size=world_size,
         store=dist.FileStore(str(folder / "process group"), world_size),
     )
-    for run in runs:
-        dense, rows = train(run)
-        np.savez(folder / f"{run.name} {rank}.npz", dense=dense, rows=rows)
+    for name, of_trainer in addresses.items():
+        learnt = TRAININGS[name](of_trainer, device)
+        np.savez(folder / f"{name} {rank}.npz", **learnt)
+        dist.barrier()
     dist.destroy_process_group()
 
 
-def train(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Train on this trainer's share of each batch; return dense weights and rows."""
-    client = EmbeddingClient.connect(run.addresses)
-    sharder = RemoteEmbeddingBagCollectionSharder(
-        client, SGD(run.lr), gradient_division=run.gradient_division
-    )
-    torch.manual_seed(0)
-    model = shard(Model(), sharder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for ids, labels in batches(dist.get_rank(), dist.get_world_size()):
-        loss = nn.functional.binary_cross_entropy_with_logits(model(ids), labels)
-        optimizer.zero_grad()
-        # Trainers do not wait for each other's pulls and pushes, only for dense
-        # gradients; here they do, so that all see the same rows.
-        dist.barrier()
-        loss.backward()
-        optimizer.step()
-        dist.barrier()
-    dense = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-    every_id = ids_of(range(NUM_IDS))
-    rows = [client.read(table.name, every_id).ravel() for table in TABLES]
-    for module in remote_modules(model):
-        module.pipeline.close()
-    client.close()
-    return dense, np.concatenate(rows)
-
-
-def batches(rank: int, world_size: int):
-    """Yield every ``world_size``-th sample of the joined batches."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(NUM_STEPS):
-        lengths = torch.randint(4, (3, NUM_SAMPLES), generator=generator).tolist()
+def batches(rank, num, seed=1):
+    """Yield this trainer's batches, whose lengths no other trainer's have."""
+    generator = torch.Generator().manual_seed(seed + 100 * rank)
+    for _ in range(num):
+        num_samples = int(torch.randint(1, NUM_SAMPLES, (), generator=generator))
+        lengths = torch.randint(4, (3, num_samples), generator=generator).tolist()
         bags = {
             key: [
                 torch.randint(NUM_IDS, (n,), generator=generator).tolist()
                 for n in lengths[f]
-            ][rank::world_size]
+            ]
             for f, key in enumerate(["ad", "query", "user"])
         }
-        labels = torch.rand(NUM_SAMPLES, generator=generator).round()
-        yield kjt_of(bags), labels[rank::world_size]
+        yield bags, torch.rand(num_samples, generator=generator).round()
+
+
+def train(model, data):
+    """Return the loss of each batch; the dense half is trained by plain SGD."""
+    dense = [weight for name, weight in model.named_parameters() if "bags" not in name]
+    optimizer = torch.optim.SGD(dense, lr=0.1)
+    losses = []
+    for batch in data:
+        loss = loss_of(model, [batch], dense[0].device)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return np.array(losses)
+
+
+def loss_of(model, batches, device=CPU):
+    """Return the sum of the losses of batches that go through the model together."""
+    bags = {
+        key: [bag for of_batch, _ in batches for bag in of_batch[key]]
+        for key in batches[0][0]
+    }
+    logits = model(kjt_of(bags).to(device)).split(
+        [len(labels) for _, labels in batches]
+    )
+    return sum(
+        nn.functional.binary_cross_entropy_with_logits(of_batch, labels.to(device))
+        for of_batch, (_, labels) in zip(logits, batches, strict=True)
+    )
+
+
+def same_as_torchrec(case):
+    """Return what trains a model on the servers, and one in plain TorchRec."""
+
+    def both(addresses, device):
+        rank = dist.get_rank()
+        with Trainer(addresses, Model, case.optimizer, device=device) as trainer:
+            twin = plain_twin(trainer, case)
+            remote = train(trainer.model, batches(rank, NUM_STEPS))
+            plain = train(twin, batches(rank, NUM_STEPS))
+            learnt = trainer.learnt()["rows"]
+        return {"remote": remote, "plain": plain, "rows": learnt}
+
+    return both
+
+
+def plain_twin(trainer, case):
+    """Return a model in plain TorchRec that starts where the trainer's does."""
+    torch.manual_seed(0)
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": case.kind, **case.arguments}
+    )
+    fused = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused"]
+    )
+    twin = shard(Model(), sharder, constraints={t.name: fused for t in TABLES})
+    for table in TABLES:
+        split = trainer.client.split(ids_of(range(NUM_IDS)))
+        number = BatchNumber(BatchNumber.new_stream(), 1)
+        (rows,) = trainer.client.pull([(table.name, split)], batch=number)
+        weights = torch.from_numpy(rows[split.place])
+        name = f"embeddings.embedding_bags.{table.name}.weight"
+        for piece in twin.state_dict()[name].local_shards():
+            start, length = piece.metadata.shard_offsets[0], len(piece.tensor)
+            piece.tensor.copy_(weights[start : start + length])
+    return twin
+
+
+def each_by_itself(addresses, _):
+    """Train as PERSIA does, but in step: each trainer's gradient is applied alone."""
+    settings = {"update": "each", "gradient_division": False}
+    with Trainer(addresses, Model, SGD(0.5), **settings) as trainer:
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        for batch in batches(dist.get_rank(), 20, seed=0):
+            loss = loss_of(trainer.model, [batch])
+            optimizer.zero_grad()
+            dist.barrier()  # all have pulled
+            loss.backward()
+            optimizer.step()
+            dist.barrier()  # all have pushed
+        return trainer.learnt()
+
+
+def with_uneven_data(addresses, device):
+    """Train some epochs in which trainers have different numbers of batches."""
+    optimizer = CASES["Adagrad"].optimizer
+    with Trainer(addresses, Model, optimizer, device=device) as trainer:
+        for epoch, nums in enumerate(EPOCHS):
+            data = batches(dist.get_rank(), nums[dist.get_rank()], seed=epoch)
+            with join(trainer.model):
+                train(trainer.model, data)
+        return trainer.learnt()
+
+
+def with_adam(addresses, device):
+    """Train with an optimizer for which it matters how often it is applied."""
+    with Trainer(addresses, Model, ADAM, device=device) as trainer:
+        train(trainer.model, batches(dist.get_rank(), 50, seed=0))
+        return trainer.learnt()
+
+
+def both_alone(addresses, optimizer, epochs):
+    """Train on the batches of two trainers as a single one, with the mean loss.
+
+    Args:
+        epochs: batches of each.
+    """
+    with Trainer(addresses, Model, optimizer) as trainer:
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        for epoch, nums in enumerate(epochs):
+            data = [list(batches(rank, num, epoch)) for rank, num in enumerate(nums)]
+            for step in range(max(nums)):
+                loss = loss_of(trainer.model, [m[step] for m in data if step < len(m)])
+                optimizer.zero_grad()
+                (loss / 2).backward()
+                optimizer.step()
+        return trainer.learnt()
+
+
+class Counting(Trainer):
+    """A trainer whose every step moves the rows of its ids by the mean of 1 a trainer.
+
+    All rows start at zero.
+    """
+
+    def __init__(self, addresses, **settings):
+        zeros = {t.name: TableSettings(initializer=Constant(0.0)) for t in TABLES}
+        super().__init__(
+            addresses, lambda: Bags(TABLES), SGD(1.0), tables=zeros, **settings
+        )
+
+    def step(self):
+        ids = kjt_of({"ad": [[7]], "query": [[8]], "user": [[9]]})
+        self.model(ids).values().sum().backward()
+
+    def num_steps(self):
+        return -self.client.read("term", ids_of([7]))[0, 0]
+
+
+def with_staleness(addresses, _):
+    """Train ahead of the updates."""
+    with Counting(addresses, staleness=4) as trainer:
+        for _ in range(50):
+            trainer.step()
+        return trainer.learnt()
+
+
+def with_one_that_ends(addresses, _):
+    """Go on while the other trainer has closed its tables."""
+    with Counting(addresses) as trainer:
+        for _ in range(2 + 3 * dist.get_rank()):
+            trainer.step()
+        return {"num_steps": trainer.num_steps()}
+
+
+def with_one_that_vanishes(addresses, _):
+    """Wait in vain for the other trainer, which neither trains nor closes."""
+    with Counting(addresses, joint_timeout_s=0.5) as trainer:
+        trainer.step()
+        error = _error_of(trainer.step) if dist.get_rank() == 0 else ""
+        dist.barrier()
+    return {"error": error}
+
+
+def _error_of(call):
+    try:
+        call()
+    except RemoteError as exc:
+        return str(exc)
+    return "none"
+
+
+TRAININGS = {
+    **{name: same_as_torchrec(case) for name, case in CASES.items()},
+    "Adam": with_adam,
+    "each": each_by_itself,
+    "uneven": with_uneven_data,
+    "ahead": with_staleness,
+    "ended": with_one_that_ends,
+    "vanished": with_one_that_vanishes,
+}

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from persia_torchrec.config import load_embedding_config
 from persia_torchrec.embedding import EmbeddingConfig
@@ -10,6 +11,7 @@ from persia_torchrec.worker.schema import features_of, tables_of
 from tests.local_job import LocalJob
 from tests.servers import DEADLINE_S
 
+CPU = torch.device("cpu")
 YAML = """
 slots_config:
   user: {dim: 4}
@@ -71,7 +73,7 @@ def test_the_columns_stand_in_the_order_of_the_file(schema, workers):
 
 def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
     sharder = sharder_of(workers, schema)
-    pipeline = sharder.make_pipeline(sharder.describe(make_collection(schema)))
+    pipeline = sharder.make_pipeline(sharder.describe(make_collection(schema)), CPU)
     assert job.read("user", 1).tolist() == [[0.0] * 4]
     pipeline.close()
 
@@ -79,8 +81,8 @@ def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
 def test_a_table_that_is_another_one_already_is_refused(schema, job, workers):
     sharder = sharder_of(workers, schema)
     spec = sharder.describe(make_collection(schema))
-    sharder.make_pipeline(spec).close()
+    sharder.make_pipeline(spec, CPU).close()
     other = sharder_of(workers, schema, optimizer=SGD(1.0, momentum=0.5))
     message = r"embedding worker 0 at .*embedding server 0 at .*'things'"
     with pytest.raises(RemoteError, match=message):
-        other.make_pipeline(other.describe(make_collection(schema)))
+        other.make_pipeline(other.describe(make_collection(schema)), CPU)

@@ -10,6 +10,7 @@ from persia_torchrec.wire.messages import (
     Header,
     Kind,
     Precision,
+    Share,
     TableIds,
     array_of,
     bytes_of,
@@ -52,7 +53,7 @@ def test_a_header_is_laid_out_as_the_protocol_says():
     ("offset", "value", "message"),
     [
         (0, b"PTRX", r"must begin with b'PTRC'\. Received: b'PTRX'"),
-        (4, b"\1\0", r"version must be 2\. Received: 1\. Run the same version"),
+        (4, b"\1\0", r"version must be 3\. Received: 1\. Run the same version"),
         (6, b"\x63\0", "Unknown field.*99 is not a valid Kind"),
         (40, b"\3\0\0\0", "Unknown field.*3 is not a valid Precision"),
     ],
@@ -186,7 +187,7 @@ def test_kinds_and_precisions_keep_their_numbers():
     assert [kind.name for kind in Kind] == [
         *("REPLY", "ERROR", "HELLO", "ADD_TABLES", "LOOKUP", "UPDATE", "WRITE", "READ"),
         *("COUNTERS", "CLEAR", "SHUTDOWN", "BUFFER_IDS", "FORWARD", "BACKWARD"),
-        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA"),
+        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA", "LEAVE"),
     ]
     assert list(Kind) == list(range(len(Kind)))
     assert [(p.name, p.value) for p in Precision] == [
@@ -195,6 +196,13 @@ def test_kinds_and_precisions_keep_their_numbers():
     assert list(Header._fields) == [
         *("kind", "request", "incarnation", "stream", "batch", "precision", "flags")
     ]
+
+
+def test_a_share_is_laid_out_as_the_protocol_says():
+    share = Share(group=2**63, step=3, rank=1, num_ranks=2, timeout_ms=600_000)
+    frame = share.encode()
+    assert frame == struct.pack("<QQIIQ", 2**63, 3, 1, 2, 600_000)
+    assert Share.decode([b"", frame], num_frames=2) == share
 
 
 def test_counts_are_laid_out_as_the_protocol_says():

@@ -11,7 +11,7 @@ from persia_torchrec.routing.hashing import index_prefix
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.pooled import PooledLookup
 from tests import reference
 from tests.reference import ReferenceStore
 from tests.servers import RecordingStore, ids_of
@@ -20,7 +20,8 @@ TABLES = [
     TableSpec(name="things", dim=4, optimizer=Adagrad(0.1), initializer=Uniform(-1, 1)),
     TableSpec(name="users", dim=3, optimizer=SGD(0.5), initializer=Uniform(-1, 1)),
 ]
-# "bought" and "seen" share a table; "seen" and "again" share ids; "users" is prefixed.
+# "bought" and "seen" share a table; "seen" and "again" share ids; "users" is prefixed;
+# three buckets stand for each id of "stacked", which share the rows of "user".
 FEATURES = [
     FeatureSpec(name="bought", key="bought", table="things"),
     FeatureSpec(
@@ -33,9 +34,19 @@ FEATURES = [
     ),
     FeatureSpec(name="seen", key="seen", table="things", pooling="mean"),
     FeatureSpec(name="again", key="seen", table="users"),
+    FeatureSpec(
+        name="stacked",
+        key="user",
+        table="users",
+        pooling="sqrt",
+        prefix=index_prefix(2, 8),
+        prefix_bits=8,
+        hash_stack_rounds=3,
+        hash_stack_size=5,
+    ),
 ]
-COLUMNS = [slice(0, 4), slice(4, 7), slice(7, 11), slice(11, 14)]
-NUM_COLUMNS = 14
+COLUMNS = [slice(0, 4), slice(4, 7), slice(7, 11), slice(11, 14), slice(14, 17)]
+NUM_COLUMNS = 17
 
 
 def bags_of(*samples):
@@ -64,7 +75,7 @@ def random_batch(seed, num_samples=20):
 def start(servers):
     def start(num_shards=2, features=FEATURES, **settings):
         client = servers.client(servers.start(num_shards))
-        worker = EmbeddingWorker(client, features, **settings)
+        worker = PooledLookup(client, features, **settings)
         worker.add_tables(TABLES)
         return worker
 
@@ -85,7 +96,7 @@ class ReferenceWorker:
         names = [table.name for table in TABLES]
         sums = [{} for _ in TABLES]
         for feature, columns in zip(FEATURES, COLUMNS, strict=True):
-            lengths, ids = bags[feature.key].lengths, self._ids(feature, bags)
+            ids, lengths = self._ids(feature, bags), self._lengths(feature, bags)
             bag_of = np.repeat(np.arange(len(lengths)), lengths)
             for id_, b in zip(ids, bag_of, strict=True):
                 grad = grads_BT[b, columns].astype(np.float64)
@@ -99,10 +110,17 @@ class ReferenceWorker:
         table = [table.name for table in TABLES].index(feature.table)
         ids = self._ids(feature, {feature.key: bag})
         rows = self.store.lookup(table, ids, training=True)
-        return reference.pool(rows, bag.lengths, feature.pooling)
+        lengths = self._lengths(feature, {feature.key: bag})
+        return reference.pool(rows, lengths, feature.pooling)
+
+    def _lengths(self, feature, bags):
+        return bags[feature.key].lengths * max(feature.hash_stack_rounds, 1)
 
     def _ids(self, feature, bags):
         ids = bags[feature.key].ids.tolist()
+        if feature.hash_stack_rounds:
+            rounds, size = feature.hash_stack_rounds, feature.hash_stack_size
+            ids = [b for id_ in ids for b in reference.hash_stack(id_, rounds, size)]
         if not feature.prefix:
             return ids
         return [id_ % (2**56 - 1) + feature.prefix for id_ in ids]
@@ -114,11 +132,11 @@ def test_batches_are_pooled_and_trained_as_the_reference_says(start, num_shards)
     rng = np.random.default_rng(0)
     for step in range(6):
         bags = random_batch(step)
-        pooled, batch = worker.pull(bags, BatchNumber(1, step))
+        (pooled,), batch = worker.pull(bags, BatchNumber(1, step))
         assert pooled.flags.c_contiguous
         np.testing.assert_allclose(pooled, slow.pull(bags), rtol=1e-4, atol=1e-5)
         grads = rng.standard_normal(pooled.shape).astype(np.float32)
-        assert worker.missed(worker.push(batch, grads)) == 0
+        assert worker.missed(worker.push(batch, (grads,))) == 0
         slow.push(bags, grads)
 
 
@@ -129,13 +147,13 @@ def test_an_id_of_two_features_is_pulled_once_and_updated_once(start):
         "seen": bags_of([7]),
         "user": bags_of([]),
     }
-    pooled, batch = worker.pull(bags, BatchNumber(1, 1))
+    (pooled,), batch = worker.pull(bags, BatchNumber(1, 1))
     assert batch.tables[0][1].ids.tolist() == [7]
     before = pooled[0, 7:11]
     grads = np.zeros((1, NUM_COLUMNS), dtype=np.float32)
     grads[0, :4], grads[0, 7:11] = 1, 2
-    worker.missed(worker.push(batch, grads))
-    after, _ = worker.pull(bags, None)
+    worker.missed(worker.push(batch, (grads,)))
+    (after,), _ = worker.pull(bags, None)
     # One step of Adagrad with the gradient 1 + 1 + 2, not three steps.
     step = 0.1 * 4 / np.sqrt(0.01 + 4 * 4)
     np.testing.assert_allclose(after[0, 7:11], before - step, rtol=1e-5)
@@ -143,19 +161,19 @@ def test_an_id_of_two_features_is_pulled_once_and_updated_once(start):
 
 def test_a_lookup_that_is_not_for_training_leaves_no_trace(start):
     worker = start()
-    pooled, batch = worker.pull(random_batch(0), None)
+    (pooled,), batch = worker.pull(random_batch(0), None)
     assert batch.number is None
     assert not pooled.any()
-    trained, _ = worker.pull(random_batch(0), BatchNumber(1, 1))
+    (trained,), _ = worker.pull(random_batch(0), BatchNumber(1, 1))
     assert trained.any()
 
 
 def test_a_batch_that_is_given_up_changes_nothing(start):
     worker = start()
     bags = random_batch(0)
-    before, batch = worker.pull(bags, BatchNumber(1, 1))
+    (before,), batch = worker.pull(bags, BatchNumber(1, 1))
     assert worker.missed(worker.abandon(batch)) == 0
-    after, _ = worker.pull(bags, None)
+    (after,), _ = worker.pull(bags, None)
     assert np.array_equal(after, before)
 
 
@@ -164,10 +182,10 @@ def test_batches_without_samples_or_ids_are_batches_too(start, num_samples):
     worker = start()
     nothing = bags_of(*[[]] * num_samples)
     bags = {"bought": nothing, "seen": nothing, "user": nothing}
-    pooled, batch = worker.pull(bags, BatchNumber(1, 1))
+    (pooled,), batch = worker.pull(bags, BatchNumber(1, 1))
     assert pooled.shape == (num_samples, NUM_COLUMNS)
     assert not pooled.any()
-    assert worker.missed(worker.push(batch, np.ones_like(pooled))) == 0
+    assert worker.missed(worker.push(batch, (np.ones_like(pooled),))) == 0
 
 
 def test_half_precision_rounds_rows_and_gradients_on_the_way(start):
@@ -175,9 +193,9 @@ def test_half_precision_rounds_rows_and_gradients_on_the_way(start):
     bags = random_batch(1)
     results = []
     for worker in (exact, half):
-        pooled, batch = worker.pull(bags, BatchNumber(1, 1))
-        worker.missed(worker.push(batch, np.full_like(pooled, 1 + 2**-10)))
-        results += [pooled, worker.pull(bags, None)[0]]
+        (pooled,), batch = worker.pull(bags, BatchNumber(1, 1))
+        worker.missed(worker.push(batch, (np.full_like(pooled, 1 + 2**-10),)))
+        results += [pooled, worker.pull(bags, None)[0][0]]
     for of_exact, of_half in zip(results[:2], results[2:], strict=True):
         assert not np.array_equal(of_half, of_exact)
         np.testing.assert_allclose(of_half, of_exact, rtol=0.02, atol=0.1)
@@ -190,17 +208,17 @@ def test_a_gradient_may_have_any_layout_in_memory(start):
     for layout in (grads, np.asfortranarray(grads)):
         worker = start()
         _, batch = worker.pull(random_batch(0), BatchNumber(1, 1))
-        worker.missed(worker.push(batch, layout))
-        results.append(worker.pull(random_batch(0), None)[0])
+        worker.missed(worker.push(batch, (layout,)))
+        results.append(worker.pull(random_batch(0), None)[0][0])
     assert np.array_equal(*results)
 
 
-@pytest.mark.parametrize("shape", [(20, 13), (19, 14), (14, 20), (280,)])
+@pytest.mark.parametrize("shape", [(20, 16), (19, 17), (17, 20), (340,)])
 def test_a_gradient_of_another_shape_is_refused(start, shape):
     worker = start()
     _, batch = worker.pull(random_batch(0), BatchNumber(1, 1))
-    with pytest.raises(BatchError, match=r"the shape \(20, 14\)\. Received: \("):
-        worker.push(batch, np.zeros(shape, dtype=np.float32))
+    with pytest.raises(BatchError, match=r"the shapes \[\(20, 17\)\]\. Received: \[\("):
+        worker.push(batch, (np.zeros(shape, dtype=np.float32),))
 
 
 @pytest.mark.parametrize(
@@ -228,10 +246,10 @@ def test_a_batch_that_does_not_fit_the_features_is_refused(start, change, messag
 
 
 def test_the_columns_are_those_of_the_features_in_their_order(start):
-    assert start().dims() == [4, 3, 4, 3]
+    assert start().dims() == [4, 3, 4, 3, 3]
     alone = start(features=FEATURES[1:2])
     assert alone.dims() == [3]
-    pooled, _ = alone.pull({"user": bags_of([1], [2])}, BatchNumber(1, 1))
+    (pooled,), _ = alone.pull({"user": bags_of([1], [2])}, BatchNumber(1, 1))
     assert pooled.shape == (2, 3)
 
 
@@ -256,7 +274,7 @@ def test_tables_that_want_counts_learn_how_often_an_id_is_in_a_batch(
         FeatureSpec(name="a", key="a", table="counting"),
         FeatureSpec(name="b", key="b", table="counting"),
     ]
-    worker = EmbeddingWorker(servers.client(running), features)
+    worker = PooledLookup(servers.client(running), features)
     worker.add_tables([counting])
     bags = {"a": bags_of([5, 7, 5], [5]), "b": bags_of([7], [9, 9])}
     _, batch = worker.pull(bags, BatchNumber(1, 1))

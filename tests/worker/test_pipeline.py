@@ -18,14 +18,14 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.bags import Bags, FeatureSpec
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker
 from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.pooled import PooledLookup
 from tests.servers import DEADLINE_S, ids_of
 
 # With these, the weight of an id is the number of updates it has seen.
 COUNT = TableSpec(name="count", dim=1, optimizer=SGD(1.0), initializer=Constant(0))
 FEATURE = FeatureSpec(name="count", key="count", table="count")
-ONE_UPDATE = np.full((1, 1), -1, dtype=np.float32)
+ONE_UPDATE = (np.full((1, 1), -1, dtype=np.float32),)
 
 AT_ONCE_S = DEADLINE_S / 4
 
@@ -35,7 +35,7 @@ def bags_of(*ids):
     return {"count": Bags(ids_of(*ids), lengths)}
 
 
-class Gated(EmbeddingWorker):
+class Gated(PooledLookup):
     """An embedding worker whose pulls and pushes wait until a test lets them go."""
 
     def __init__(self, client):
@@ -51,9 +51,9 @@ class Gated(EmbeddingWorker):
         assert self.may_pull.wait(DEADLINE_S)
         return super().pull(bags, number)
 
-    def push(self, batch, grads_BT):
+    def push(self, batch, grads):
         assert self.may_push.wait(DEADLINE_S)
-        return super().push(batch, grads_BT)
+        return super().push(batch, grads)
 
 
 class Trainer:
@@ -136,7 +136,7 @@ def test_a_batch_lacks_fewer_updates_than_there_are_permits(train, staleness):
     started = [trainer.start() for _ in range(25)]
     for n, future in enumerate(started):
         batch = future.result(DEADLINE_S)
-        seen = batch.pooled[0, 0]
+        seen = batch.outputs[0][0, 0]
         assert n - (max(staleness, 1) - 1) <= seen <= n
         batch.push(ONE_UPDATE)
 
@@ -156,7 +156,7 @@ def test_at_staleness_1_a_push_returns_before_it_is_applied(train):
     assert trainer.num_updates() == 0
     assert not following.done()
     trainer.worker.may_push.set()
-    assert following.result(DEADLINE_S).pooled[0, 0] == 1
+    assert following.result(DEADLINE_S).outputs[0][0, 0] == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -212,10 +212,10 @@ def test_an_evaluation_does_not_wait_behind_a_training_pull_without_permit(train
         started = time.monotonic()
         looked = trainer.start(training=False).result(DEADLINE_S)
         assert time.monotonic() - started < AT_ONCE_S
-        assert looked.pooled[0, 0] == 0
+        assert looked.outputs[0][0, 0] == 0
     assert not waiting.done()
     held.push(ONE_UPDATE)
-    assert waiting.result(DEADLINE_S).pooled[0, 0] == 1
+    assert waiting.result(DEADLINE_S).outputs[0][0, 0] == 1
 
 
 def test_several_pullers_pull_at_once_and_within_the_bound(train):
@@ -234,14 +234,14 @@ def test_several_pullers_pull_at_once_and_within_the_bound(train):
 
 def test_a_push_that_fails_is_raised_at_once_at_staleness_0(train):
     trainer = train(0)
-    with pytest.raises(BatchError, match=r"must have the shape \(1, 1\)"):
-        trainer.pull().push(np.zeros((1, 2), dtype=np.float32))
+    with pytest.raises(BatchError, match=r"must have the shapes \[\(1, 1\)\]"):
+        trainer.pull().push((np.zeros((1, 2), dtype=np.float32),))
 
 
 def test_a_push_that_failed_is_raised_by_every_later_call(train):
     trainer = train(2)
     bad, good = trainer.pull(), trainer.pull()
-    bad.push(np.zeros((1, 2), dtype=np.float32))
+    bad.push((np.zeros((1, 2), dtype=np.float32),))
     for call in (
         trainer.pipeline.flush,
         trainer.start,
@@ -249,7 +249,7 @@ def test_a_push_that_failed_is_raised_by_every_later_call(train):
         lambda: good.push(ONE_UPDATE),
         trainer.pipeline.flush,
     ):
-        with pytest.raises(BatchError, match=r"must have the shape \(1, 1\)"):
+        with pytest.raises(BatchError, match=r"must have the shapes \[\(1, 1\)\]"):
             call()
 
 
@@ -354,7 +354,7 @@ def test_gradients_that_are_not_finite_are_counted_and_warned_of_now_and_then(
 ):
     trainer = train(1)
     for _ in range(12):
-        trainer.pull(1, 2, 3).push(np.full((1, 1), np.nan, dtype=np.float32))
+        trainer.pull(1, 2, 3).push((np.full((1, 1), np.nan, dtype=np.float32),))
     trainer.pull(1).push(ONE_UPDATE)
     trainer.pipeline.flush()
     assert trainer.pipeline.num_refused == 36

@@ -21,7 +21,7 @@ from persia_torchrec.wire.messages import (
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.worker.bags import FeatureSpec, encode_bags
 from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.process import WorkerProcess
 from tests.servers import ids_of
 from tests.worker.one_feature import bags_of
@@ -38,7 +38,7 @@ class Asker:
     def __init__(self, client, *, buffer_size=10) -> None:
         self.client = client
         self.buffer = IdBuffer(buffer_size, expires_s=60)
-        self.process = WorkerProcess(EmbeddingWorker(client, [FEATURE]), self.buffer)
+        self.process = WorkerProcess(PooledLookup(client, [FEATURE]), self.buffer)
 
     def ask(self, kind, *frames, **header):
         """Return the frames of the reply, which stand after its header."""

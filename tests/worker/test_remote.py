@@ -17,7 +17,7 @@ from persia_torchrec.wire.messages import Precision, encode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.remote import BatchReference, RemoteWorkers
 from tests.servers import ids_of
@@ -35,9 +35,7 @@ class Workers:
         self.clients = clients
         self.buffers = [IdBuffer(buffer_size, expires_s=60) for _ in clients]
         self.services = [
-            Service(
-                "worker", WorkerProcess(EmbeddingWorker(c, [FEATURE]), buffer).answer
-            )
+            Service("worker", WorkerProcess(PooledLookup(c, [FEATURE]), buffer).answer)
             for c, buffer in zip(clients, self.buffers, strict=True)
         ]
         self._remotes = []
@@ -94,16 +92,16 @@ def test_a_batch_is_asked_for_where_its_ids_wait(workers, remote):
     other = remote.buffer(0, 5, bags_of([1], [2]))
     reference = remote.buffer(1, 5, bags_of([7], [], [7, 8]))
     assert [len(buffer) for buffer in workers.buffers] == [1, 1]
-    pooled, handle = remote.pull(BatchReference(1, 5, reference), number(1))
+    (pooled,), handle = remote.pull(BatchReference(1, 5, reference), number(1))
     assert handle.worker == 1
     seven, eight = workers.rows(7, 8)
     np.testing.assert_allclose(pooled, [seven, 0 * seven, seven + eight], rtol=1e-6)
     assert [len(buffer) for buffer in workers.buffers] == [1, 0]
-    assert remote.pull(BatchReference(0, 5, other), None)[0].shape == (2, 2)
+    assert remote.pull(BatchReference(0, 5, other), None)[0][0].shape == (2, 2)
 
 
 def test_what_was_pulled_can_be_written_to(remote):
-    pooled, _ = remote.pull(bags_of([1]), number(1))
+    (pooled,), _ = remote.pull(bags_of([1]), number(1))
     pooled += 1
     assert pooled.flags.c_contiguous
     assert pooled.dtype == np.float32
@@ -113,7 +111,7 @@ def test_the_gradient_goes_to_the_worker_that_pulled(workers, remote):
     handles = [remote.pull(bags_of([1]), number(batch))[1] for batch in (1, 2)]
     before = workers.rows(1)
     grads = np.array([[1, 2]], dtype=np.float32)
-    replies = [remote.push(handle, grads) for handle in handles]
+    replies = [remote.push(handle, (grads,)) for handle in handles]
     assert [remote.missed(reply) for reply in replies] == [0, 0]
     np.testing.assert_allclose(before - workers.rows(1), 2 * grads, rtol=1e-6)
 
@@ -124,7 +122,8 @@ def test_ids_whose_row_is_gone_are_counted(servers):
     remote.add_tables([TABLE])
     _, handle = remote.pull(bags_of([1, 2]), number(1))
     remote.pull(bags_of([3, 4]), number(2))
-    assert remote.missed(remote.push(handle, np.ones((1, 2), dtype=np.float32))) == 2
+    grads = (np.ones((1, 2), dtype=np.float32),)
+    assert remote.missed(remote.push(handle, grads)) == 2
     workers.close()
 
 
@@ -141,12 +140,12 @@ def test_a_batch_that_is_given_up_changes_nothing(workers, remote):
 def test_embeddings_and_gradients_may_travel_as_halves(workers, precision, tolerance):
     exact, half = workers.connect(), workers.connect(precision=precision)
     exact.add_tables([TABLE])
-    expected, _ = exact.pull(bags_of([1, 2]), number(1))
-    pooled, handle = half.pull(bags_of([1, 2]), number(2))
+    (expected,), _ = exact.pull(bags_of([1, 2]), number(1))
+    (pooled,), handle = half.pull(bags_of([1, 2]), number(2))
     np.testing.assert_allclose(pooled, expected, rtol=tolerance)
     before = workers.rows(1)
     grads = np.array([[0.1, 100.1]], dtype=np.float32)
-    half.missed(half.push(handle, grads))
+    half.missed(half.push(handle, (grads,)))
     np.testing.assert_allclose(before - workers.rows(1), grads, rtol=tolerance)
 
 
@@ -192,7 +191,7 @@ def test_a_worker_that_is_gone_is_named(workers):
     with pytest.raises(ServerError, match=r"embedding worker 0 at .*: lookup: "):
         remote.pull(bags_of([1]), number(1))
     # The other one goes on.
-    assert remote.pull(bags_of([1]), number(2))[0].shape == (1, 2)
+    assert remote.pull(bags_of([1]), number(2))[0][0].shape == (1, 2)
 
 
 def test_a_reply_that_is_none_is_refused():
@@ -221,7 +220,7 @@ def test_gradients_that_are_not_finite_are_counted_through_a_worker(remote):
     remote.add_tables([TABLE])
     _, handle = remote.pull(bags_of([1, 2]), number(1))
     bad = np.full((1, 2), np.inf, dtype=np.float32)
-    outcome = remote.outcome(remote.push(handle, bad))
+    outcome = remote.outcome(remote.push(handle, (bad,)))
     assert (outcome.num_missed, outcome.num_refused) == (0, 2)
 
 
@@ -231,7 +230,7 @@ def test_changed_tables_reach_the_servers_through_every_worker(workers, remote):
     for batch in (1, 2):  # to the one worker and to the other
         _, handle = remote.pull(pull, number(batch))
         before = workers.rows(1)
-        remote.outcome(remote.push(handle, np.ones((1, 2), dtype=np.float32)))
+        remote.outcome(remote.push(handle, (np.ones((1, 2), dtype=np.float32),)))
         np.testing.assert_allclose(before - workers.rows(1), 4.0, rtol=1e-6)
     assert [c.table("item").optimizer for c in workers.clients] == [SGD(4.0)] * 2
 

@@ -20,7 +20,7 @@ feature_index_prefix_bit: 4
 slots_config:
   user: {dim: 16}
   item: {dim: 8, sqrt_scaling: true}
-  basket: {dim: 8}
+  basket: {dim: 8, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 9}}
 feature_groups:
   things: [item, basket]
 """
@@ -39,7 +39,11 @@ def test_every_slot_is_a_feature_of_its_groups_table(schema):
     assert features_of(schema) == (
         FeatureSpec(name="user", key="user", pooling="sum", **user),
         FeatureSpec(name="item", key="item", pooling="sqrt", **things),
-        FeatureSpec(name="basket", key="basket", pooling="sum", **things),
+        FeatureSpec(
+            **{"name": "basket", "key": "basket", "pooling": "sum", **things},
+            hash_stack_rounds=2,
+            hash_stack_size=9,
+        ),
     )
 
 

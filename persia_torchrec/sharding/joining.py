@@ -1,0 +1,105 @@
+"""Several trainers: how they meet, and how they go on when their data end unevenly."""
+
+import contextlib
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardingEnv
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.worker.trainers import Trainers
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """How trainers update jointly.
+
+    Attributes:
+        client: of the servers.
+        timeout_s: seconds that a step may wait for the slowest trainer.
+    """
+
+    client: EmbeddingClient
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(
+                "joint_timeout_s must be finite and positive. "
+                f"Received: {self.timeout_s}."
+            )
+
+
+@contextlib.contextmanager
+def join(model: nn.Module) -> Iterator[None]:
+    """Train inside this block where trainers' data may not end at the same batch.
+
+    A trainer that comes to the end of the block, even without a batch, does not hold
+    the others up any more: it answers the all-reduces of their dense gradients, and
+    the servers do without its share of the joint updates. The block ends when all
+    trainers are there; the dense model of the last one is then that of all, and the
+    next steps are joint again. Gradients are divided by the number of all trainers
+    throughout, as in ``torch.nn.parallel.DistributedDataParallel.join``.
+
+    An exception ends the block at once, on this trainer alone.
+
+    Args:
+        model: a ``DistributedModelParallel``, the same on every trainer.
+
+    Raises:
+        PersiaError: an earlier update failed.
+
+    Example:
+        ``with join(model): train(model, this_trainers_batches)``
+    """
+    collections = [
+        module
+        for module in model.modules()
+        if isinstance(module, ShardedRemoteCollection)
+    ]
+    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    are_several = bool(replicas) and dist.get_world_size(replicas[0].process_group) > 1
+    with replicas[0].join() if are_several else contextlib.nullcontext():
+        yield
+        for collection in collections:
+            collection.pipeline.leave()
+
+
+def meet(env: ShardingEnv, device: torch.device, joint: Joint) -> Trainers | None:
+    """Agree with the other trainers on a group that updates jointly; all must call it.
+
+    Args:
+        env: of the trainers.
+        device: on which their process group communicates.
+        joint: how they update.
+
+    Returns:
+        This trainer's place in the group; None where there is but one trainer.
+
+    Raises:
+        ConfigError: there are several and no process group.
+    """
+    if env.world_size == 1:
+        return None
+    if env.process_group is None:
+        raise ConfigError(
+            f"{env.world_size} trainers that update jointly must have a process group. "
+            'Received: none. Give one, or update="each" to the sharder.'
+        )
+    group = [secrets.randbits(62)]
+    dist.broadcast_object_list(
+        group, group_src=0, group=env.process_group, device=device
+    )
+    return Trainers(
+        *(group[0], env.rank, env.world_size),
+        client=joint.client,
+        timeout_s=joint.timeout_s,
+    )

@@ -1,0 +1,152 @@
+"""Unique rows on the device of the model, so that pooling happens there.
+
+    pulling thread   rows, inverse indices -> pinned memory -> device, on a side stream
+    compute          the model's stream waits for that copy; pools; autograd
+    backward pass    gradient of the rows -> pinned memory, on the model's stream
+    pushing thread   waits for that copy, and sends
+
+On a GPU the trainer's thread waits for nothing: the streams wait for one another, and
+the threads of the pipeline for the copies. On the CPU the same happens without streams.
+
+Dimension key:
+    B: samples
+    L: ids of one feature in a batch
+    U: unique ids of one table
+    D: embedding dim
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from persia_torchrec.client.client import BatchNumber, Reply
+from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.table import TableChange
+from persia_torchrec.worker.bags import Bags
+from persia_torchrec.worker.embedding_worker import RoutedBatch
+from persia_torchrec.worker.pulled import Outputs
+from persia_torchrec.worker.rows import RowsLookup
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class DeviceBatch:
+    """A batch's unique rows on a device, and which of them each id is.
+
+    Attributes:
+        batch: the same batch on the host.
+        rows: float32 ``(U, D)``, one a table.
+        inverses: int32 ``(L,)``, one a feature.
+        offsets: int32 ``(B + 1,)``, one a feature: where its bags begin, and L.
+        table_of: for each feature, which table is its own.
+        came: ends when the above are on the device; None on the CPU.
+        left: ends when the gradients are on the host; None before, and on the CPU.
+    """
+
+    batch: RoutedBatch
+    rows: Tensors
+    inverses: Tensors
+    offsets: Tensors
+    table_of: Sequence[int]
+    came: torch.cuda.Event | None
+    left: torch.cuda.Event | None = None
+
+    def wait(self) -> Tensors:
+        """Make the current stream wait for the copy; return the rows."""
+        if self.came is not None:
+            stream = torch.cuda.current_stream(self.rows[0].device)
+            stream.wait_event(self.came)
+            for tensor in (*self.rows, *self.inverses, *self.offsets):
+                tensor.record_stream(stream)  # it was made on the side stream
+        # Tensors of their own: those that autograd is given refer to this batch.
+        return tuple(rows_UD.detach() for rows_UD in self.rows)
+
+    def to_host(self, grads: Sequence[torch.Tensor]) -> Outputs:
+        """Return gradients as arrays; on a GPU filled when ``left`` has ended."""
+        if self.came is None:
+            return tuple(grad.contiguous().numpy() for grad in grads)
+        arrays = []
+        for grad in grads:
+            pinned = torch.empty(grad.shape, dtype=torch.float32, pin_memory=True)
+            arrays.append(pinned.copy_(grad, non_blocking=True).numpy())
+        self.left = torch.cuda.Event()
+        self.left.record(torch.cuda.current_stream(self.rows[0].device))
+        return tuple(arrays)
+
+
+class RowsOnDevice:
+    """A lookup whose batches have their rows on a device.
+
+    Any thread may call any method.
+
+    Args:
+        lookup: pulls and pushes the rows.
+        device: where they are wanted.
+    """
+
+    def __init__(self, lookup: RowsLookup, device: torch.device) -> None:
+        self._lookup = lookup
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+
+    def pull(
+        self, source: Mapping[str, Bags], number: BatchNumber | None
+    ) -> tuple[Outputs, DeviceBatch]:
+        """Fetch the rows of a batch, and begin to copy them to the device.
+
+        Raises:
+            BatchError: features are missing, unknown, or do not fit together.
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        rows, batch = self._lookup.pull(source, number)
+        return (), self._copied(rows, batch)  # the handle has the rows
+
+    def push(self, handle: DeviceBatch, grads: Outputs) -> list[Reply]:
+        """Send the gradients of the rows, when they are on the host."""
+        if handle.left is not None:
+            handle.left.synchronize()
+        return self._lookup.push(handle.batch, grads)
+
+    def abandon(self, handle: DeviceBatch) -> list[Reply]:
+        """Tell the servers that a training batch will get no gradients."""
+        return self._lookup.abandon(handle.batch)
+
+    def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
+        """Wait until a push is applied; return which gradients were not."""
+        return self._lookup.outcome(replies)
+
+    def change_tables(self, change: TableChange) -> None:
+        """Change the settings of the tables; no push is under way."""
+        self._lookup.change_tables(change)
+
+    def _copied(self, rows: Outputs, batch: RoutedBatch) -> DeviceBatch:
+        offsets = [np.append(np.int32(0), np.cumsum(n)) for n in batch.lengths]
+        indices = [*batch.inverses, *offsets]
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            on_device = tuple(self._copy([of_table], np.float32) for of_table in rows)
+            flat = self._copy(indices, np.int32)
+            came = torch.cuda.Event() if self._on_gpu else None
+            if came is not None:
+                came.record()
+        tensors = torch.split(flat, [len(index) for index in indices])
+        num = len(batch.inverses)
+        table_of = self._lookup.table_of
+        return DeviceBatch(
+            batch, on_device, tensors[:num], tensors[num:], table_of, came
+        )
+
+    def _copy(
+        self, arrays: Iterable[npt.NDArray[np.generic]], dtype: type[np.generic]
+    ) -> torch.Tensor:
+        """Return arrays on the device, one behind the other."""
+        arrays = list(arrays)
+        shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
+        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        staged = torch.empty(shape, dtype=torch_dtype, pin_memory=self._on_gpu)
+        np.concatenate(arrays, out=staged.numpy())
+        return staged.to(self._device, non_blocking=True)

@@ -1,0 +1,68 @@
+"""The place of this trainer among those that update jointly.
+
+Every trainer numbers its training batches in the order in which it starts them; the
+batches of the same number make up a joint step, as in TorchRec, where the n-th forward
+pass of each rank is one collective. So every trainer must start as many, or leave.
+
+Trainers that have left, each at its own number, come together again in the next group
+(the number of the group plus one), where all begin at step 1.
+"""
+
+import contextlib
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.errors import PersiaError
+from persia_torchrec.wire.messages import Share
+
+
+class Trainers:
+    """Numbers the joint steps of one collection. Its pipeline locks it.
+
+    Args:
+        group: a number that all trainers of the collection agree on, and no others.
+        rank: of this trainer.
+        num_ranks: how many trainers there are.
+        client: of the servers.
+        timeout_s: seconds that a step may wait for the slowest of them.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        rank: int,
+        num_ranks: int,
+        *,
+        client: EmbeddingClient,
+        timeout_s: float,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._client = client
+        self._next = Share(group, 1, rank, num_ranks, round(1000 * timeout_s))
+
+    def next_share(self) -> Share:
+        """Return this trainer's share of its next step."""
+        share = self._next
+        self._next = share._replace(step=share.step + 1)
+        return share
+
+    def give_up(self, batch: BatchNumber) -> None:
+        """Tell the servers that a batch gets no gradients; returns at once."""
+        with contextlib.suppress(PersiaError):  # they notice it by themselves in time
+            self._client.push([], [], batch)
+
+    def next_group(self) -> Share:
+        """Begin anew in the next group; return the first share that the old one lacks.
+
+        Hand it to :meth:`leave`.
+        """
+        share = self._next
+        self._next = share._replace(group=share.group + 1, step=1)
+        return share
+
+    def leave(self, share: Share) -> None:
+        """Tell the servers that a share will not come, nor a later one of its group.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        self._client.leave(share)

@@ -1,0 +1,187 @@
+import re
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.metrics import Metrics
+from persia_torchrec.server.joint_steps import JointSteps
+from persia_torchrec.server.updates import Update
+from persia_torchrec.wire.messages import Header, Kind, Share, TableIds
+
+
+class Collected:
+    """Joint steps, what became of them, and the time of day."""
+
+    def __init__(self, max_bytes: int = 10**6) -> None:
+        self.applied: list[list[bytes]] = []
+        self.refused: dict[bytes, str] = {}
+        self.now = 0.0
+        self.metrics = Metrics()
+        self.steps = JointSteps(
+            self.metrics,
+            lambda updates: self.applied.append([update.peer for update in updates]),
+            lambda update, exc: self.refused.update({update.peer: str(exc)}),
+            max_bytes=max_bytes,
+            clock=lambda: self.now,
+        )
+
+    def give(self, peer: str, share: Share, num_ids: int = 1) -> None:
+        ids = np.arange(num_ids, dtype=np.uint64)
+        grads = np.ones((num_ids, 4), dtype=np.float32)
+        header = Header(Kind.UPDATE)
+        update = Update(peer.encode(), header, [TableIds(0, ids)], [grads])
+        self.steps.add(share, update)
+
+
+def share(step, rank, num_ranks=2, group=7, timeout_s=10):
+    return Share(group, step, rank, num_ranks, 1000 * timeout_s)
+
+
+def test_a_step_is_applied_when_the_last_share_is_there_in_the_order_of_ranks():
+    collected = Collected()
+    for rank in (2, 0):
+        collected.give(f"trainer {rank}", share(1, rank, 3))
+    assert collected.applied == []
+    collected.give("trainer 1", share(1, 1, 3))
+    assert collected.applied == [[b"trainer 0", b"trainer 1", b"trainer 2"]]
+    assert not collected.steps
+
+
+def test_groups_do_not_wait_for_one_another():
+    collected = Collected()
+    collected.give("a", share(1, 0, group=1))
+    collected.give("b", share(1, 0, group=2))
+    collected.give("c", share(1, 1, group=2))
+    assert collected.applied == [[b"b", b"c"]]
+    assert len(collected.steps) == 1
+
+
+def test_a_later_step_may_be_complete_before_an_earlier_one():
+    collected = Collected()
+    collected.give("a1", share(1, 0))
+    collected.give("a2", share(2, 0))
+    collected.give("b2", share(2, 1))
+    collected.give("b1", share(1, 1))
+    assert collected.applied == [[b"a2", b"b2"], [b"a1", b"b1"]]
+
+
+def test_steps_do_not_wait_for_a_rank_that_has_left_before_them():
+    collected = Collected()
+    collected.give("a3", share(3, 0))
+    collected.give("a2", share(2, 0))
+    collected.give("a1", share(1, 0))
+    collected.steps.leave(share(2, 1))
+    assert collected.applied == [[b"a2"], [b"a3"]]
+    collected.give("a4", share(4, 0))
+    assert collected.applied[2:] == [[b"a4"]]
+    collected.give("b1", share(1, 1))
+    assert collected.applied[3:] == [[b"a1", b"b1"]]
+
+
+def test_a_step_that_waits_too_long_is_refused_and_the_missing_ranks_are_named():
+    collected = Collected()
+    collected.give("a", share(5, 0, 3))
+    collected.now = 9.9
+    collected.steps.refuse_overdue()
+    assert collected.refused == {}
+    collected.now = 10.0
+    collected.steps.refuse_overdue()
+    collected.give("b5", share(5, 1, 3))
+    collected.give("b6", share(6, 1, 3))
+    assert collected.refused.keys() == {b"a", b"b5", b"b6"}
+    for why in collected.refused.values():
+        assert re.search(r"Step 5 .* all 3 .*: none of rank 1, 2 within 10 s", why)
+    assert collected.metrics.snapshot()["joint_steps_broken"] == 1
+    assert not collected.steps
+
+
+def test_the_next_deadline_is_that_of_the_next_step():
+    collected = Collected()
+    collected.give("a", share(1, 0, group=1, timeout_s=5))
+    collected.give("b", share(1, 0, group=2, timeout_s=9))
+    for now, refused in ((5.0, {b"a"}), (8.9, {b"a"}), (9.0, {b"a", b"b"})):
+        collected.now = now
+        collected.steps.refuse_overdue()
+        assert collected.refused.keys() == refused
+
+
+def test_what_waits_is_bounded():
+    collected = Collected(max_bytes=40_000)
+    collected.give("a", share(1, 0), num_ids=1000)
+    collected.give("other", share(1, 0, group=8), num_ids=1)
+    collected.give("b", share(2, 0), num_ids=1000)
+    assert collected.refused.keys() == {b"a", b"b"}  # the group, not the other one
+    assert "may keep 40000 bytes" in collected.refused[b"b"]
+    collected.give("other 1", share(1, 1, group=8), num_ids=1)
+    assert collected.applied == [[b"other", b"other 1"]]
+
+
+def test_a_group_that_gave_up_every_batch_is_bounded_as_well():
+    collected = Collected(max_bytes=100_000)
+    for step in range(1000):
+        collected.give(f"{step}", share(step, 0), num_ids=0)
+    assert len(collected.refused) == 1000
+
+
+def test_a_share_is_given_once():
+    collected = Collected()
+    collected.give("a", share(1, 0))
+    collected.give("again", share(1, 0))
+    assert "Rank 0 must give its share of step 1 once" in collected.refused[b"again"]
+    collected.steps.leave(share(3, 0))
+    collected.give("after", share(3, 0))
+    assert "before it leaves" in collected.refused[b"after"]
+    assert collected.refused.keys() == {b"again", b"after"}
+
+
+def test_all_shares_of_a_step_have_the_same_number_of_ranks():
+    collected = Collected()
+    collected.give("a", share(1, 0, 2))
+    collected.give("b", share(1, 1, 3))
+    assert "3 from rank 1 of step 1, 2 from the others" in collected.refused[b"b"]
+
+
+def test_everything_that_waits_is_refused_at_the_end():
+    collected = Collected()
+    collected.give("a", share(1, 0, group=1))
+    collected.give("b", share(1, 0, group=2))
+    collected.steps.refuse_all("The end.")
+    assert collected.refused == {b"a": "The end.", b"b": "The end."}
+
+
+def test_trainers_that_died_leave_little_behind():
+    collected = Collected()
+    for group in range(5000):
+        collected.steps.leave(share(1, 0, group=group))
+    assert len(collected.steps._groups) <= 1024
+
+
+@given(st.data())
+def test_every_share_is_applied_once_or_refused(data):
+    num_ranks = data.draw(st.integers(1, 4))
+    leaves = [data.draw(st.integers(1, 6)) for _ in range(num_ranks)]
+    events = [(rank, step) for rank in range(num_ranks) for step in range(1, 6)]
+    collected = Collected()
+    given_, left = set(), set()
+    for rank, step in data.draw(st.permutations(events)):
+        if step >= leaves[rank]:
+            if rank not in left:
+                collected.steps.leave(share(leaves[rank], rank, num_ranks))
+            left.add(rank)
+        else:
+            collected.give(f"{rank} {step}", share(step, rank, num_ranks))
+            given_.add((rank, step))
+    for rank in set(range(num_ranks)) - left:
+        collected.steps.leave(share(6, rank, num_ranks))
+    expected = sorted(
+        [
+            f"{rank} {step}".encode()
+            for rank in range(num_ranks)
+            if (rank, step) in given_
+        ]
+        for step in range(1, 6)
+    )
+    assert sorted(collected.applied) == [step for step in expected if step]
+    assert collected.metrics.snapshot().get("joint_bytes", 0) == 0
+    assert not collected.steps

@@ -1,0 +1,94 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.server.hints import Hints
+from persia_torchrec.server.updates import Update, gradients_of
+from persia_torchrec.store.lookup import MISSING
+from persia_torchrec.wire.messages import Header, Kind, TableIds
+
+DIMS = {3: 2, 5: 4}
+
+
+def update_of(stream, gradients):
+    """Return an update; its gradients are given as {table: {id: value}}."""
+    tables = [
+        TableIds(table, np.array(list(rows), dtype=np.uint64))
+        for table, rows in gradients.items()
+    ]
+    grads = [
+        np.repeat(np.array(list(rows.values()), dtype=np.float32)[:, None], dim, 1)
+        for rows, dim in ((rows, DIMS[table]) for table, rows in gradients.items())
+    ]
+    return Update(b"", Header(Kind.UPDATE, stream=stream, batch=1), tables, grads)
+
+
+def test_a_single_update_is_passed_on_as_it_is():
+    update = update_of(1, {3: {7: 1.0, 9: 2.0}})
+    (part,) = gradients_of([update], Hints())
+    assert part.table == 3
+    assert part.ids is update.tables[0].ids
+    assert part.grads is update.grads[0]
+    assert part.hints is None
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from([3, 5]),
+            st.dictionaries(st.integers(0, 9), st.integers(-99, 99), max_size=8),
+        ),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_the_gradients_of_trainers_add_up_by_table_and_id(trainers):
+    expected = {}
+    for gradients in trainers:
+        for table, rows in gradients.items():
+            total = expected.setdefault(table, {})
+            for id_, value in rows.items():
+                total[id_] = total.get(id_, 0) + value
+    updates = [update_of(stream, rows) for stream, rows in enumerate(trainers)]
+    parts = {part.table: part for part in gradients_of(updates, Hints())}
+    assert parts.keys() == expected.keys()
+    for table, part in parts.items():
+        assert part.grads.shape == (len(part.ids), DIMS[table])
+        assert len(set(part.ids.tolist())) == len(part.ids)
+        for column in part.grads.T:
+            assert (
+                dict(zip(part.ids.tolist(), column.tolist(), strict=True))
+                == (expected[table])
+            )
+
+
+def test_they_add_up_in_the_order_of_the_ranks():
+    big, small = np.float32(2**24), np.float32(1)
+    sums = []
+    for values in ((big, small, -big), (big, -big, small)):
+        updates = [update_of(s, {3: {7: value}}) for s, value in enumerate(values)]
+        (part,) = gradients_of(updates, Hints())
+        sums.append(float(part.grads[0, 0]))
+    assert sums == [0.0, 1.0]
+
+
+def test_the_places_of_rows_are_those_of_any_trainer_that_knows_them():
+    hints = Hints()
+    hints.keep(1, 1, 3, np.array([70, 90], dtype=np.uint32))
+    updates = [
+        update_of(0, {3: {7: 1.0, 8: 1.0}}),
+        update_of(1, {3: {7: 1.0, 9: 1.0}}),
+    ]
+    (part,) = gradients_of(updates, hints)
+    assert dict(zip(part.ids.tolist(), part.hints.tolist(), strict=True)) == {
+        7: 70,
+        8: MISSING,
+        9: 90,
+    }
+    assert hints.num_slots == 0
+
+
+def test_what_is_not_finite_of_one_trainer_is_not_hidden_by_another():
+    updates = [update_of(s, {3: {7: v}}) for s, v in enumerate((np.nan, 1.0))]
+    (part,) = gradients_of(updates, Hints())
+    assert np.isnan(part.grads).all()

@@ -1,0 +1,239 @@
+"""State and optimizers of a model on the servers, beside those of plain TorchRec."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagConfig
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import get_module, get_unwrapped_module
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from persia_torchrec import SGD, Constant, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.table import TableSettings
+from tests.sharding.remote_job import META, Bags, kjt_of, remote_modules, shard
+
+TABLES = [
+    EmbeddingBagConfig(10, 4, name="term", feature_names=["ad", "query"]),
+    EmbeddingBagConfig(10, 4, name="user", feature_names=["user"]),
+]
+IDS = {"ad": [[1, 2], []], "query": [[2], [3]], "user": [[5], [7, 7]]}
+LR = 0.5
+
+
+class Tower(nn.Module):
+    def __init__(self, device=META):
+        super().__init__()
+        self.bags = Bags(TABLES)
+        self.over = nn.Linear(12, 1, device=device)
+        self.register_buffer("steps", torch.zeros(1, device=device))
+
+    def forward(self, ids):
+        return self.over(self.bags(ids).values()).squeeze(1)
+
+
+class Twins:
+    """A model on the servers, and the same one in plain TorchRec."""
+
+    def __init__(self, job):
+        zeros = TableSettings(initializer=Constant(0.0))
+        settings = {table.name: zeros for table in TABLES}
+        self.remote = job.put_on_servers(Tower(), SGD(LR), tables=settings)
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+        )
+        fused = ParameterConstraints(
+            sharding_types=["table_wise"], compute_kernels=["fused"]
+        )
+        constraints = {table.name: fused for table in TABLES}
+        self.plain = shard(Tower(), sharder, constraints=constraints)
+        for name, value in self.plain.state_dict().items():
+            if "embedding_bags" in name:
+                value.local_shards()[0].tensor.zero_()
+        with torch.no_grad():
+            for model in (self.remote, self.plain):
+                get_unwrapped_module(model).over.weight.fill_(0.1)
+                get_unwrapped_module(model).over.bias.fill_(0.0)
+
+    def __iter__(self):
+        return iter((self.remote, self.plain))
+
+
+@pytest.fixture
+def twins(job):
+    return Twins(job)
+
+
+def is_rows(name):
+    return "embedding_bags" in name
+
+
+def optimizers_of(model):
+    """Return the optimizers of both halves together, as TorchRec's examples do."""
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    return CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def train(model, optimizer, num_steps=6):
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = (model(kjt_of(IDS)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_parameters_and_buffers_are_torchrecs_without_the_rows(twins):
+    for names in (
+        lambda model: [name for name, _ in model.named_parameters()],
+        lambda model: [name for name, _ in model.named_buffers()],
+        lambda model: list(model.state_dict()),
+    ):
+        remote, plain = names(twins.remote), names(twins.plain)
+        assert remote == [name for name in plain if not is_rows(name)]
+    assert all(p.device.type == "cpu" for p in twins.remote.parameters())
+
+
+def test_no_parameter_is_kept_from_the_data_parallel_half(twins):
+    sharded = DistributedModelParallel._sharded_parameter_names
+    assert {is_rows(name) for name in sharded(twins.plain)} == {True}
+    assert list(sharded(twins.remote)) == []
+    for model in twins:
+        replica = get_module(model)
+        assert isinstance(replica, nn.parallel.DistributedDataParallel)
+        assert set(replica.parameters_to_ignore) == set(sharded(model))
+
+
+def test_the_modules_are_where_torchrec_has_them(twins):
+    for model in twins:
+        assert isinstance(model.module, Tower)
+        assert model.module is get_unwrapped_module(model)
+        assert set(model.plan.get_plan_for_module("bags.bags")) == {"term", "user"}
+    (module,) = remote_modules(twins.remote)
+    assert twins.remote.module.bags.bags is module
+
+
+def test_the_data_parallel_half_may_be_made_later(job):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(LR))
+    model = DistributedModelParallel(
+        Tower(), sharders=[sharder], init_data_parallel=False, init_parameters=False
+    )
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    model.init_parameters = True
+    model.init_data_parallel()
+    assert isinstance(get_module(model), nn.parallel.DistributedDataParallel)
+    losses = train(model, optimizers_of(model))
+    assert losses[-1] < losses[0]
+    sharder.close()
+
+
+def test_state_without_rows_loads_strictly(twins):
+    train(twins.remote, optimizers_of(twins.remote))
+    state = copy.deepcopy(twins.remote.state_dict())
+    train(twins.remote, optimizers_of(twins.remote))
+    for strict in (True, False):
+        result = twins.remote.load_state_dict(dict(state), strict=strict)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        for name, value in twins.remote.state_dict().items():
+            assert torch.equal(value, state[name])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_missing_or_unknown_is_reported_as_torchrec_does(twins, strict):
+    reports = []
+    for model in twins:
+        state = model.state_dict()
+        state["over.scale"] = state.pop("over.bias")
+        reports.append(model.load_state_dict(state, strict=strict))
+    assert reports[0] == reports[1]
+    assert bool(reports[0].missing_keys) == strict
+
+
+def test_rows_of_a_plain_model_are_reported_as_unknown(twins):
+    state = twins.plain.state_dict()
+    rows = [name.partition("bags.bags.")[2] for name in state if is_rows(name)]
+    report = twins.remote.load_state_dict(state, strict=True)
+    assert [name for name in report.unexpected_keys if is_rows(name)] == rows
+
+
+def test_the_state_has_a_size_of_the_dense_half_alone(twins):
+    train(twins.remote, optimizers_of(twins.remote))
+    sizes = [value.numel() for value in twins.remote.state_dict().values()]
+    assert sorted(sizes) == [1, 1, 12]
+
+
+class TestTheFusedOptimizer:
+    def test_it_has_torchrecs_names_and_rates(self, twins):
+        remote, plain = (model.fused_optimizer for model in twins)
+        assert list(remote.params) == list(plain.params)
+        assert {group["lr"] for group in remote.param_groups} == {LR}
+        assert {group["lr"] for group in plain.param_groups} == {LR}
+        assert remote.state_dict() == {"state": {}}
+
+    def test_a_loop_with_both_halves_in_one_optimizer_trains_the_same(self, twins):
+        remote, plain = (train(model, optimizers_of(model)) for model in twins)
+        np.testing.assert_allclose(remote, plain, rtol=1e-6)
+        assert remote[-1] < remote[0]
+
+    def test_the_state_of_both_halves_is_saved_and_loaded(self, twins):
+        for model in twins:
+            optimizer = optimizers_of(model)
+            optimizer.init_state()
+            train(model, optimizer)
+            state = copy.deepcopy(optimizer.state_dict())
+            assert set(state) == {"state"}
+            optimizer.load_state_dict(state)
+
+    def test_groups_are_saved_when_that_is_asked_for(self, twins):
+        optimizer = twins.remote.fused_optimizer
+        optimizer.save_param_groups(True)
+        state = copy.deepcopy(optimizer.state_dict())
+        for group in optimizer.param_groups:
+            group["lr"] = 9.0
+        optimizer.load_state_dict(state)
+        assert {group["lr"] for group in optimizer.param_groups} == {LR}
+
+    def test_torchrecs_warm_up_reaches_the_servers(self, twins):
+        stages = [
+            WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1),
+            WarmupStage(WarmupPolicy.CONSTANT, max_iters=9, value=2.0),
+        ]
+        losses = [
+            train(model, WarmupOptimizer(optimizers_of(model), list(stages), lr=0.3))
+            for model in twins
+        ]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+        assert {g["lr"] for g in twins.remote.fused_optimizer.param_groups} == {0.6}
+
+    def test_torchs_schedules_reach_the_servers(self, twins):
+        losses = []
+        for model in twins:
+            optimizer = optimizers_of(model)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            for _ in range(4):
+                losses.append(train(model, optimizer, 1))
+                schedule.step()
+        np.testing.assert_allclose(losses[:4], losses[4:], rtol=1e-5)
+
+    def test_it_and_the_sharders_optimizer_show_the_same_rates(self, job):
+        sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(LR))
+        model = DistributedModelParallel(Tower(), sharders=[sharder])
+        for group in model.fused_optimizer.param_groups:
+            group["lr"] = 0.25
+        assert sharder.optimizer.learning_rates() == {"term": 0.25, "user": 0.25}
+        sharder.set_learning_rate(0.125, ["user"])
+        rates = [group["lr"] for group in model.fused_optimizer.param_groups]
+        assert rates == [0.25, 0.125]
+        sharder.close()

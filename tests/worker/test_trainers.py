@@ -1,0 +1,145 @@
+"""Pipelines of several trainers that update jointly, in one process."""
+
+import numpy as np
+import pytest
+
+from persia_torchrec.errors import BatchError, RemoteError
+from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.pooled import PooledLookup
+from persia_torchrec.worker.trainers import Trainers
+from tests.servers import DEADLINE_S, ids_of
+from tests.worker.test_pipeline import COUNT, FEATURE, ONE_UPDATE, bags_of, wait_until
+
+
+class Trainer:
+    """One of two trainers; the weight of an id is how many gradients it has seen."""
+
+    def __init__(self, client, rank, staleness, joint_timeout_s):
+        self.client = client
+        worker = PooledLookup(client, [FEATURE])
+        worker.add_tables([COUNT])
+        self.pipeline = BatchPipeline(worker, staleness=staleness, timeout_s=DEADLINE_S)
+        self.pipeline.set_trainers(
+            Trainers(1, rank, 2, client=client, timeout_s=joint_timeout_s)
+        )
+
+    def pull(self, *ids):
+        future = self.pipeline.start(bags_of(*ids), training=True)
+        return future.result(DEADLINE_S)
+
+    def num_updates(self, id_):
+        return self.client.read("count", ids_of(id_))[0, 0]
+
+
+@pytest.fixture
+def two(servers):
+    started = []
+
+    def two(staleness, joint_timeout_s=DEADLINE_S):
+        running = servers.start(2)
+        for rank in range(2):
+            client = servers.client(running)
+            started.append(Trainer(client, rank, staleness, joint_timeout_s))
+        return started
+
+    yield two
+    for trainer in started:
+        trainer.pipeline.close()
+
+
+def test_no_trainer_runs_ahead_of_the_slowest_by_more_than_the_bound(two):
+    fast, slow = two(staleness=3)
+    for _ in range(3):
+        fast.pull(5).push(ONE_UPDATE)
+    ahead = fast.pipeline.start(bags_of(5), training=True)
+    assert fast.num_updates(5) == 0
+    assert not ahead.done()
+    slow.pull(6).push(ONE_UPDATE)
+    ahead.result(DEADLINE_S).push(ONE_UPDATE)
+    wait_until(lambda: fast.num_updates(5) == 1)
+    for _ in range(3):
+        slow.pull(6).push(ONE_UPDATE)
+    for trainer in (fast, slow):
+        trainer.pipeline.flush()
+    assert (fast.num_updates(5), fast.num_updates(6)) == (4, 4)
+
+
+def test_a_batch_without_a_backward_pass_does_not_hold_up_the_others(two):
+    first, second = two(staleness=0)
+    batch = first.pull(5)
+    second.pull(6)  # dropped at once
+    batch.push(ONE_UPDATE)
+    assert (first.num_updates(5), first.num_updates(6)) == (1, 0)
+
+
+def test_a_batch_that_cannot_be_looked_up_does_not_hold_up_the_others(two):
+    first, second = two(staleness=0)
+    batch = first.pull(5)
+    bags = {**bags_of(6), "unknown": bags_of(6)["count"]}
+    with pytest.raises(BatchError, match="unknown"):
+        second.pipeline.start(bags, training=True).result(DEADLINE_S)
+    batch.push(ONE_UPDATE)
+    assert first.num_updates(5) == 1
+
+
+def test_evaluation_is_no_part_of_a_step(two):
+    first, second = two(staleness=0)
+    for _ in range(3):
+        second.pipeline.start(bags_of(5), training=False).result(DEADLINE_S)
+    batches = [first.pull(5), second.pull(5)]
+    batches[1].give_up()
+    batches[0].push(ONE_UPDATE)
+    assert first.num_updates(5) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_trainers_that_have_left_come_together_again(two, staleness):
+    first, second = two(staleness)
+    for _ in range(3):
+        second.pipeline.leave()
+        for _ in range(2):
+            first.pull(5).push(ONE_UPDATE)
+        first.pipeline.leave()
+        batches = [first.pull(5), second.pull(5)]
+        batches[1].give_up()
+        batches[0].push(ONE_UPDATE)
+    first.pipeline.flush()
+    assert first.num_updates(5) == 9
+
+
+def test_batches_on_their_way_count_when_their_trainer_has_left(two):
+    first, second = two(staleness=2)
+    batches = [first.pull(5), second.pull(6)]
+    second.pipeline.leave()
+    batches[0].push(ONE_UPDATE)
+    assert first.num_updates(5) == 0
+    batches[1].push(ONE_UPDATE)
+    first.pipeline.flush()
+    assert (first.num_updates(5), first.num_updates(6)) == (1, 1)
+
+
+def test_a_trainer_that_closes_has_left(two):
+    first, second = two(staleness=0)
+    batch = first.pull(5)
+    second.pipeline.close()
+    batch.push(ONE_UPDATE)
+    assert first.num_updates(5) == 1
+
+
+def test_a_trainer_that_vanishes_is_named_in_every_later_error(two):
+    first, _ = two(staleness=1, joint_timeout_s=0.2)
+    first.pull(5).push(ONE_UPDATE)
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=r"none of rank 1 within 0\.2 s"):
+            first.pipeline.flush()
+
+
+def test_a_row_with_a_gradient_that_is_not_finite_is_refused_for_all(two):
+    first, second = two(staleness=1)
+    batches = [first.pull(5), second.pull(5)]
+    batches[0].push((np.full((1, 1), np.nan, dtype=np.float32),))
+    batches[1].push(ONE_UPDATE)
+    for trainer in (first, second):
+        trainer.pipeline.flush()
+        assert trainer.pipeline.num_refused == 1
+    assert first.num_updates(5) == 0
