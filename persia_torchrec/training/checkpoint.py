@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.manifest import Manifest
@@ -175,8 +177,15 @@ def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> 
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, which is loaded into: by a step of nothing."""
-    if optimizer.state:
+    """Let an optimizer make its state, which is loaded into: by a step of nothing.
+
+    A fused one, as that of the tables on the servers, has its state already.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            _make_state(part)
+        return
+    if optimizer.state or isinstance(optimizer, FusedOptimizer):
         return
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagConfig
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from persia_torchrec import EmbeddingClient, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import Adam
@@ -36,7 +37,7 @@ class Model(nn.Module):
 class Run:
     """One trainer's model on servers of its own."""
 
-    def __init__(self, num_servers, *, seed, staleness=0):
+    def __init__(self, num_servers, *, seed, staleness=0, is_combined=False):
         self.servers = Servers(num_servers)
         self.servers.__enter__()
         self.client = EmbeddingClient.connect(self.servers.addresses, timeout_s=20)
@@ -45,8 +46,16 @@ class Run:
             self.client, Adam(0.1), staleness
         )
         self.model = shard(Model(), self.sharder)
-        self.optimizer = torch.optim.Adam(self.model.module.top.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        dense = dict(self.model.module.top.named_parameters())
+        if is_combined:  # with that of the tables, as TorchRec's examples do
+            adam = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.05))
+            self.optimizer = CombinedOptimizer([self.model.fused_optimizer, adam])
+            self.optimizer.save_param_groups(True)
+            schedulable = adam
+        else:
+            self.optimizer = torch.optim.Adam(dense.values(), lr=0.05)
+            schedulable = self.optimizer
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(schedulable, 0.9)
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -105,19 +114,22 @@ def start(request):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize(
+    ("num_servers", "is_combined"), [(1, False), (3, False), (2, True)]
+)
 def test_a_run_that_is_resumed_has_the_losses_of_one_that_went_on(
-    start, tmp_path, num_servers
+    start, tmp_path, num_servers, is_combined
 ):
-    run = start(1, seed=0)
+    run = start(1, seed=0, is_combined=is_combined)
     run.train(5)
     saved = run.save(tmp_path, step=5)
     expected = run.train(5)
-    resumed = start(num_servers, seed=1)
+    resumed = start(num_servers, seed=1, is_combined=is_combined)
     assert resumed.load(tmp_path) == saved
     assert (saved.step, resumed.state["num_batches"]) == (5, 5)
     assert resumed.train(5) == expected
-    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.9**10)
+    rates = {group["lr"] for group in resumed.optimizer.param_groups}
+    assert list(rates - {0.1}) == [pytest.approx(0.05 * 0.9**10)]
 
 
 def test_without_the_dense_optimizers_state_the_losses_would_differ(start, tmp_path):
@@ -160,7 +172,7 @@ def test_a_half_that_fails_leaves_the_checkpoint_of_before(
         run.save(tmp_path)
     monkeypatch.undo()
     run.servers.servers[1].stop()
-    with pytest.raises(CheckpointError, match="trainer 0: .*embedding server 1"):
+    with pytest.raises(CheckpointError, match=r"trainer 0: .*embedding server 1"):
         run.save(tmp_path)
     assert len(list(Path(tmp_path).iterdir())) == 3
     resumed = start(1, seed=1)
