@@ -57,6 +57,10 @@ if TYPE_CHECKING:
     from persia_torchrec.table import (
         TableSettings,
     )
+    from persia_torchrec.training.checkpoint import (
+        load_checkpoint,
+        save_checkpoint,
+    )
 
 _HOME = {
     "EmbeddingClient": "client.client",
@@ -88,6 +92,8 @@ _HOME = {
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
     "join": "sharding.joining",
     "TableSettings": "table",
+    "load_checkpoint": "training.checkpoint",
+    "save_checkpoint": "training.checkpoint",
 }
 
 __all__ = [
@@ -120,6 +126,8 @@ __all__ = [
     "TruncatedNormal",
     "Uniform",
     "join",
+    "load_checkpoint",
+    "save_checkpoint",
 ]
 
 

@@ -179,7 +179,7 @@ class ShardReader:
         if zlib.crc32(header) != checksum:
             raise self._damaged("a header with another checksum")
         try:
-            value = json.loads(bytes(header))
+            value = json.loads(header)
             self.shard, self.num_shards = int(value["shard"]), int(value["num_shards"])
             self.tables = [
                 FileTable(TableSpec.from_json(t["spec"]), bool(t["has_metadata"]))
@@ -199,7 +199,7 @@ class ShardReader:
         while (head := self._take(_HEAD.size))[:4] != _ENDS:
             magic, table, num_rows, checksum = _HEAD.unpack(head)
             if magic != _ROWS or table >= len(shapes) or num_rows == 0:
-                raise self._damaged(f"{bytes(head)!r} as the head of a block")
+                raise self._damaged(f"{head!r} as the head of a block")
             num_bytes = num_rows * shapes[table].row_bytes
             if num_bytes > _MAX_BLOCK_BYTES:
                 raise self._damaged(f"a block of {num_bytes} bytes")
@@ -215,20 +215,15 @@ class ShardReader:
             raise self._damaged("more bytes behind the end")
         self.written = Written(total, self.num_bytes, all_heads)
 
-    def _take(self, num_bytes: int) -> memoryview:
-        data = bytearray(num_bytes)
-        place = 0
-        while place < num_bytes:
-            piece = self._file.read(min(num_bytes - place, 2**24))
-            if not piece:
-                raise CheckpointError(
-                    f"{self._path} is cut off: {num_bytes} bytes must follow byte "
-                    f"{self.num_bytes}. Received: {place}."
-                )
-            data[place : place + len(piece)] = piece
-            place += len(piece)
+    def _take(self, num_bytes: int) -> bytes:
+        data = self._file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise CheckpointError(
+                f"{self._path} is cut off: {num_bytes} bytes must follow byte "
+                f"{self.num_bytes}. Received: {len(data)}."
+            )
         self.num_bytes += num_bytes
-        return memoryview(data)
+        return data
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(

@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 _SHARE_IN_USE = 0.1
 """Part of a processor that a dump takes while rows are asked for."""
 
+_MAX_CREDIT_S = 0.002
+"""How much of that may come together."""
+
 _IN_USE_S = 0.2
 """How long after the last request for rows the server counts as in use."""
 
@@ -67,7 +70,8 @@ class Checkpoints:
         self._dump: _Dump | None = None
         self._load: ShardLoad | None = None
         self._task = -1
-        self._used_s = self._next_s = float("-inf")
+        self._used_s = float("-inf")
+        self._seen_s = self._credit_s = 0.0
 
     def begin(self, request: object) -> dict[str, object]:
         """Do what a CHECKPOINT request asks; return the state of what goes on.
@@ -161,16 +165,20 @@ class Checkpoints:
         """Do a slice of a dump, if there is one and it is its turn."""
         if self._dump is None or self._dump.is_over or not self._may_dump():
             return
-        begin_s = time.monotonic()
-        cpu_s = self._dump.advance()
-        now_s = time.monotonic()
-        self._next_s = now_s + (now_s - begin_s + cpu_s) * (1 / _SHARE_IN_USE - 1)
+        begin_s = time.thread_time()
+        writing_s = self._dump.advance()
+        self._credit_s -= time.thread_time() - begin_s + writing_s
 
     def _may_dump(self) -> bool:
+        """Whether there is room, and time: credit that grows by the share."""
         assert self._dump is not None
         now_s = time.monotonic()
-        is_in_use = now_s - self._used_s < _IN_USE_S
-        return self._dump.has_room and (now_s >= self._next_s or not is_in_use)
+        earned_s = (now_s - self._seen_s) * _SHARE_IN_USE
+        self._credit_s = min(self._credit_s + earned_s, _MAX_CREDIT_S)
+        self._seen_s = now_s
+        if now_s - self._used_s > _IN_USE_S:
+            self._credit_s = _MAX_CREDIT_S
+        return self._dump.has_room and self._credit_s > 0
 
     def _require_idle(self) -> None:
         is_dumping = self._dump is not None and self._dump.phase == "dumping"
