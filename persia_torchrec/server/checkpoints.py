@@ -48,7 +48,7 @@ _IN_USE_S = 0.2
 _NEED_ROWS = frozenset(
     (
         *(Kind.LOOKUP, Kind.UPDATE, Kind.WRITE, Kind.READ, Kind.METADATA),
-        *(Kind.ADD_TABLES, Kind.CLEAR),
+        *(Kind.ADD_TABLES, Kind.CLEAR, Kind.COUNTERS),
     )
 )
 

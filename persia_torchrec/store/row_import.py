@@ -20,10 +20,11 @@ Dimension key:
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.store.index import (
     ENTRIES,
     NOT_FOUND,
+    IndexAt,
     add_entry,
     find_slot,
     grow_a_little,
@@ -56,6 +57,7 @@ from persia_torchrec.store.rows import (
     WEIGHTS,
     WORD,
     Layout,
+    RowsAt,
     Words,
     rows_at,
     take_slot,
@@ -211,12 +213,8 @@ def _add_rows(
 
     A row that has come with the same or a later use gets the tick ``NEVER``.
     """
-    arenas, logs, cursor, tally = (
-        unowned(arenas),
-        unowned(logs),
-        unowned(cursor),
-        unowned(tally),
-    )
+    arenas, logs = unowned(arenas), unowned(logs)
+    cursor, tally = unowned(cursor), unowned(tally)
     rows = rows_at(arenas, layout)
     size = 4 if layout[DTYPE] == FP32 else 2
     weight_bytes = np.uint64(layout[DIM] * size)
@@ -238,15 +236,11 @@ def _add_rows(
                 continue
             hash_ = hash_of(ids_N[n], rows.owner)
             slot = find_slot(index, rows, ids_N[n], hash_)
+            is_newer = True
             if slot == NOT_FOUND:
                 if tally[ROWS] >= capacity:
                     evict_oldest(index, cursor, arenas, logs, tally)
-                slot = take_slot(arenas, rows.arena)
-                store_word(rows.base + slot * rows.stride, ids_N[n])
-                add_entry(index, hash_, slot)
-                cursor[ENTRIES] += np.uint64(1)
-                tally[ROWS] += 1
-                is_newer = True
+                slot = _make_row(ids_N[n], hash_, index, rows, cursor, arenas, tally)
             else:
                 word = load_word(rows.base + slot * rows.stride + WORD)
                 is_newer = word & TICK_MASK < ticks_N[n]
@@ -262,6 +256,25 @@ def _add_rows(
                 copy_bytes(address + to_state, state, state_bytes)
                 weights = from_weights + row * weight_bytes
                 copy_bytes(address + to_weights, weights, weight_bytes)
+
+
+@inlined
+def _make_row(
+    id_: np.uint64,
+    hash_: np.uint64,
+    index: IndexAt,
+    rows: RowsAt,
+    cursor: Words,
+    arenas: Words,
+    tally: Tally,
+) -> np.uint64:
+    """Give an id a slot, for which there is room."""
+    slot = take_slot(arenas, rows.arena)
+    store_word(rows.base + slot * rows.stride, id_)
+    add_entry(index, hash_, slot)
+    cursor[ENTRIES] += np.uint64(1)
+    tally[ROWS] += 1
+    return slot
 
 
 @compiled
