@@ -48,11 +48,20 @@ if TYPE_CHECKING:
     from persia_torchrec.server.cluster import (
         EmbeddingCluster,
     )
+    from persia_torchrec.sharding.feature_processed import (
+        RemoteFeatureProcessedEmbeddingBagCollectionSharder,
+    )
     from persia_torchrec.sharding.joining import (
         join,
     )
+    from persia_torchrec.sharding.sequence_sharder import (
+        RemoteEmbeddingCollectionSharder,
+    )
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
+    )
+    from persia_torchrec.sharding.through_bags import (
+        RemoteFusedEmbeddingBagCollectionSharder,
     )
     from persia_torchrec.table import (
         TableSettings,
@@ -89,7 +98,12 @@ _HOME = {
     "RowwiseLAMB": "embedding.optim",
     "PersiaError": "errors",
     "EmbeddingCluster": "server.cluster",
+    "RemoteFeatureProcessedEmbeddingBagCollectionSharder": (
+        "sharding.feature_processed"
+    ),
+    "RemoteEmbeddingCollectionSharder": "sharding.sequence_sharder",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
+    "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
     "join": "sharding.joining",
     "TableSettings": "table",
     "load_checkpoint": "training.checkpoint",
@@ -120,6 +134,9 @@ __all__ = [
     "PersiaError",
     "Poisson",
     "RemoteEmbeddingBagCollectionSharder",
+    "RemoteEmbeddingCollectionSharder",
+    "RemoteFeatureProcessedEmbeddingBagCollectionSharder",
+    "RemoteFusedEmbeddingBagCollectionSharder",
     "RowwiseAdam",
     "RowwiseLAMB",
     "TableSettings",

@@ -21,9 +21,9 @@ from persia_torchrec.embedding.optim import SGD, Optimizer
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.schema import features_of
+from persia_torchrec.worker.slots import SlotsLookup
 from tests.servers import DEADLINE_S, Servers, ids_of
 
 ONE_SLOT = """
@@ -72,7 +72,7 @@ class LocalJob:
         self, index: int, size: int, client: EmbeddingClient, buffer_size: int
     ) -> None:
         buffer = IdBuffer(buffer_size, expires_s=60)
-        worker = PooledLookup(client, features_of(self.schema))
+        worker = SlotsLookup(client, features_of(self.schema))
         service = Service(
             "embedding worker", WorkerProcess(worker, buffer).answer, num_threads=8
         )

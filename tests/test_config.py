@@ -333,11 +333,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, load):
 @pytest.mark.parametrize(
     ("slot", "message"),
     [
-        (
-            "embedding_summation: false",
-            r"slots_config\.a\.embedding_summation must be True. Received: False. "
-            "To embed ids one by one",
-        ),
         ("index_prefix: 3", "index_prefix must be 0. Received: 3. Leave it out"),
     ],
 )

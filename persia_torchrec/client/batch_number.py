@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass
 
-from persia_torchrec.wire.messages import Share
+from persia_torchrec.wire.messages import Header, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,10 @@ class BatchNumber:
     stream: int
     batch: int
     share: Share | None = None
+
+    def stamp(self, header: Header, flags: int = 0) -> Header:
+        """Return a header of a request that belongs to this batch."""
+        return header._replace(stream=self.stream, batch=self.batch, flags=flags)
 
     @staticmethod
     def new_stream() -> int:

@@ -32,6 +32,7 @@ from persia_torchrec.client.shares import (
     require_shape,
     scatter_share,
 )
+from persia_torchrec.client.staleness import staleness_histogram
 from persia_torchrec.errors import ConfigError, FrameError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
@@ -194,7 +195,7 @@ class EmbeddingClient:
         """
         header = Header(Kind.LOOKUP, precision=precision)
         if batch is not None:
-            header = _numbered(header, batch, flags=TRAINING)
+            header = batch.stamp(header, flags=TRAINING)
             if counts is not None and any(
                 self.wants_counts(name) for name, _ in tables
             ):
@@ -234,7 +235,7 @@ class EmbeddingClient:
         for (name, ids), grads_UD in zip(tables, grads, strict=True):
             require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
         flags = SHARE if batch.share else 0
-        header = _numbered(Header(Kind.UPDATE, precision=precision), batch, flags)
+        header = batch.stamp(Header(Kind.UPDATE, precision=precision), flags)
         return self._fan_out("update", header, tables, grads, share=batch.share)
 
     def leave(self, share: Share) -> None:
@@ -325,6 +326,14 @@ class EmbeddingClient:
         answers = self._servers.ask(Kind.COUNTERS, None, "counters")
         return [answer for answer in answers if isinstance(answer, dict)]
 
+    def staleness(self) -> npt.NDArray[np.int64]:
+        """Return how stale rows were: element k counts gradients of staleness k.
+
+        The staleness of a row is the number of updates, of any trainer, that it had
+        between its pull and its gradient. Of one id in 16 (see ``server/METRICS.md``).
+        """
+        return staleness_histogram(self.counters())
+
     def num_rows(self) -> list[int]:
         """Return how many rows each server holds."""
         return [counters["rows"] for counters in self.counters()]
@@ -402,7 +411,3 @@ class EmbeddingClient:
         # A joint step waits for the other trainers as well.
         timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
         return self._servers.send(header, frames_of, what, timeout_s)
-
-
-def _numbered(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
-    return header._replace(stream=batch.stream, batch=batch.batch, flags=flags)

@@ -8,6 +8,14 @@ update has been acknowledged by every server. With ``n`` permits,
 so the rows of a batch lack the updates of at most ``n - 1`` earlier batches. One permit
 is the schedule of ordinary training: each batch sees all updates before it.
 
+A thread may need several batches for one backward pass: when a module is called twice
+in a forward pass, or the losses of several batches are added up. It *holds* a batch
+from when it waits for it until it pushes it. When it waits for one more and holds all
+that are out, it alone could give a permit back, and does not while it waits: so this
+batch goes without waiting. What it sees are the rows before the updates of the others,
+which is what it would see if the tables were local; only batches that are pulled ahead,
+or pushed and not acknowledged, add staleness, and those are bounded as before.
+
 A permit is given back exactly once, whatever happens to its batch: acknowledged,
 failed, or dropped without a backward pass.
 """
@@ -18,19 +26,40 @@ from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 
 
 class Permit:
-    """One batch's permit; :meth:`give_back` may be called twice."""
+    """One batch's permit: asked for, taken, perhaps held, and given back."""
 
     def __init__(self, permits: "Permits") -> None:
         self._permits = permits
-        self._lock = threading.Lock()
-        self._is_held = True  # guarded by _lock
+        self._has_left = False
+        self.holder: int | None = None
+        """The thread that holds the batch, if one does."""
+
+    def take(self) -> None:
+        """Wait until this batch may be pulled.
+
+        Raises:
+            StalenessError: there was no permit in time.
+            PersiaError: the permits were closed.
+        """
+        self._permits.take(self)
+
+    def hold(self) -> None:
+        """Say that the calling thread waits for the batch, and will push it."""
+        if not self._has_left:
+            self.holder = threading.get_ident()
+            self._permits.holder_changed()
+
+    def let_go(self) -> None:
+        """Say that the batch is pushed or dropped: nobody holds it any more.
+
+        Takes no lock, since a garbage collection may call it anywhere.
+        """
+        self._has_left = True
+        self.holder = None
 
     def give_back(self) -> None:
-        """Let another batch be pulled."""
-        with self._lock:
-            was_held, self._is_held = self._is_held, False
-        if was_held:
-            self._permits.release()
+        """Let another batch be pulled; may be called twice."""
+        self._permits.give_back(self)
 
 
 class Permits:
@@ -50,40 +79,48 @@ class Permits:
         self.num = num
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._num_free = num  # guarded by _changed
+        self._out: set[Permit] = set()  # guarded by _changed
         self._is_closed = False  # guarded by _changed
 
-    def take(self) -> Permit:
-        """Wait for a permit.
+    def ask(self) -> Permit:
+        """Return the permit of one more batch, which has yet to be taken."""
+        return Permit(self)
 
-        Raises:
-            StalenessError: none became free in time.
-            PersiaError: the permits were closed.
-        """
+    def take(self, permit: Permit) -> None:
+        """Wait until a batch may be pulled; :class:`Permit` calls this."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._num_free or self._is_closed, self._timeout_s
+                lambda: self._may_go(permit) or self._is_closed, self._timeout_s
             )
             if self._is_closed:
                 raise PersiaError("The embedding pipeline is closed.")
-            if not self._num_free:
+            if not self._may_go(permit):
                 raise StalenessError(
                     f"{self.num} batches have been pulled and not updated for "
                     f"{self._timeout_s:g} s, as many as the staleness bound allows. "
                     "Does every training batch get its backward pass?"
                 )
-            self._num_free -= 1
-        return Permit(self)
+            self._out.add(permit)
 
-    def release(self) -> None:
-        """Give one permit back; :class:`Permit` calls this."""
+    def holder_changed(self) -> None:
+        """Look again who may go; :class:`Permit` calls this."""
         with self._changed:
-            self._num_free += 1
-            assert self._num_free <= self.num
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def give_back(self, permit: Permit) -> None:
+        """Let another batch be pulled; :class:`Permit` calls this."""
+        with self._changed:
+            self._out.discard(permit)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Hand out no further permit; who waits for one gets an error."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def _may_go(self, permit: Permit) -> bool:
+        if len(self._out) < self.num:
+            return True
+        thread = permit.holder
+        return thread is not None and all(out.holder == thread for out in self._out)

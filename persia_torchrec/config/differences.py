@@ -32,12 +32,6 @@ class OneValue:
 
 ONE_VALUE = (
     OneValue(
-        "slots_config.*.embedding_summation",
-        True,
-        "To embed ids one by one, give each position of a sample a slot of its own "
-        "and list these slots in one of feature_groups, so that they share rows.",
-    ),
-    OneValue(
         "slots_config.*.index_prefix",
         0,
         "Leave it out: it follows from feature_groups.",
@@ -60,7 +54,6 @@ ONE_VALUE = (
 )
 
 NO_EFFECT = (
-    "slots_config.*.sample_fixed_size",
     "common_config.metrics_config.enable_metrics",
     "common_config.metrics_config.job_name",
     "common_config.metrics_config.push_interval_seconds",

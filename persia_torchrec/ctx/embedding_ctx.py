@@ -81,8 +81,11 @@ class EmbeddingCtx:
         only :meth:`forward` averages the dense gradients.
 
         Returns:
-            Dense features; embeddings, float32 ``(B, dim)`` a slot in the order of the
-            embedding config, which want a gradient in training; labels, or None.
+            Dense features; embeddings, float32, a tensor a slot in the order of the
+            embedding config, which want a gradient in training; labels, or None. A
+            pooled slot is ``(B, dim)``. A raw one is ``(B, sample_fixed_size, dim +
+            1)``: a vector for each id of a sample, and a last channel that is 1 where
+            there is an id.
         """
         non_id_tensors, labels = self._dense_tensors(batch)
         return non_id_tensors, self._engine.embed(batch.pull), labels

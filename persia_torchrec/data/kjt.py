@@ -4,15 +4,18 @@ PERSIA's ids are uint64, torch's int64; they are the same 64 bits, viewed the on
 the other and never converted by value: the id 2**64 - 1 is -1 on torch's side.
 
 A ``KeyedJaggedTensor`` holds the ids of all features of a batch: the values of the
-first feature, then of the second, and the lengths of all bags in the same order.
+first feature, then of the second, and the lengths of all bags in the same order. It may
+also have a weight for each id, and keep samples that are equal in a feature once.
 
 Dimension key:
     B: samples
     F: features
-    L: ids of all features
+    L: ids of all features, or of one
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +25,56 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.errors import BatchError
 
-JaggedIds = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]
-"""Ids of one feature, uint64 ``(L,)``, and how many each sample has, int32 ``(B,)``."""
+
+class JaggedIds(NamedTuple):
+    """The ids of one feature in a batch.
+
+    Attributes:
+        ids: uint64 ``(L,)``.
+        lengths: int32 ``(B,)``, how many each sample has.
+        place: where the ids stand in the values of the ``KeyedJaggedTensor``: in a row,
+            or int64 ``(L,)``.
+    """
+
+    ids: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.int32]
+    place: slice | torch.Tensor
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this feature's part, ``(L,)``, of a tensor that is as the values."""
+        return tensor[self.place]
+
+
+@dataclass(frozen=True, slots=True)
+class JaggedBatch:
+    """A ``KeyedJaggedTensor``, and the ids of the features that are wanted of it."""
+
+    kjt: KeyedJaggedTensor
+    features: dict[str, JaggedIds]
+
+    @classmethod
+    def of(cls, kjt: KeyedJaggedTensor, keys: Iterable[str]) -> Self:
+        """Take the ids out; see :func:`to_jagged_ids`."""
+        return cls(kjt, to_jagged_ids(kjt, keys))
+
+    def weights(self) -> torch.Tensor:
+        """Return the weights of all ids, in their order, in the autograd graph.
+
+        Raises:
+            BatchError: it has none.
+        """
+        weights: torch.Tensor | None = self.kjt.weights_or_none()
+        if weights is None:
+            raise BatchError(
+                "A weighted collection must be given a KeyedJaggedTensor with weights, "
+                "one for each id. Received: one without. Pass weights=..., or build "
+                "the collection with is_weighted=False."
+            )
+        return weights
+
+    def ids(self, key: str) -> torch.Tensor:
+        """Return the ids of a feature as they were given, int64 ``(L,)``."""
+        return self.features[key].part_of(self.kjt.values())
 
 
 def to_keyed_jagged_tensor(
@@ -55,8 +106,11 @@ def to_keyed_jagged_tensor(
 def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, JaggedIds]:
     """Take the ids of some features out of a ``KeyedJaggedTensor``.
 
+    Where the features have different numbers of samples, because equal ones are kept
+    once, they are repeated as ``inverse_indices`` says: then all have B.
+
     Args:
-        kjt: int64 values on any device; unweighted values are all that is read.
+        kjt: int64 values on any device; weights are not read.
         keys: the features wanted; others are left out.
 
     Returns:
@@ -65,8 +119,8 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Jagg
 
     Raises:
         BatchError: a key is missing, the values are not int64, the features have
-            different numbers of samples, or the lengths do not sum up to the number of
-            ids.
+            different numbers of samples without ``inverse_indices`` that fit, or the
+            lengths do not sum up to the number of ids.
     """
     values = kjt.values()
     if values.dtype != torch.int64:
@@ -74,29 +128,65 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Jagg
             "A KeyedJaggedTensor's ids must be int64, the same 64 bits as PERSIA's "
             f"uint64. Received: {values.dtype}. Use values.long()."
         )
-    if kjt.variable_stride_per_key():
-        raise BatchError(
-            "All features of a KeyedJaggedTensor must have the same number of samples. "
-            f"Received: {dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))}."
-        )
     ids_L = values.detach().cpu().numpy().view(np.uint64)
-    lengths_FB = kjt.lengths().detach().to("cpu", torch.int32, copy=True)
-    lengths = lengths_FB.reshape(len(kjt.keys()), kjt.stride()).numpy()
-    stops = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-    total = int(lengths.sum(dtype=np.int64))
+    flat = kjt.lengths().detach().to("cpu", torch.int32, copy=True).numpy()
+    lengths = np.split(flat, np.cumsum(kjt.stride_per_key())[:-1])
+    stops = np.cumsum([of_key.sum(dtype=np.int64) for of_key in lengths])
+    total = int(flat.sum(dtype=np.int64))
     if total != len(ids_L):
         raise BatchError(
             "A KeyedJaggedTensor's lengths must sum up to the number of ids, "
             f"{len(ids_L)}. Received: a sum of {total}."
         )
-    place = {key: f for f, key in enumerate(kjt.keys())}
+    repeats = _repeats(kjt)
+    places = {key: f for f, key in enumerate(kjt.keys())}
     features = {}
     for key in keys:
-        if key not in place:
+        if key not in places:
             raise BatchError(
                 f"The batch must have the feature {key!r}. Received: {kjt.keys()}."
             )
-        f = place[key]
-        start = 0 if f == 0 else stops[f - 1]
-        features[key] = (ids_L[start : stops[f]], lengths[f])
+        f = places[key]
+        start = 0 if f == 0 else int(stops[f - 1])
+        place = slice(start, int(stops[f]))
+        jagged = JaggedIds(ids_L[place], lengths[f], place)
+        features[key] = _repeated(key, jagged, repeats[key]) if repeats else jagged
     return features
+
+
+def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
+    """Return which kept sample each sample is, by key; empty if all are kept."""
+    if not kjt.variable_stride_per_key():
+        return {}
+    inverse = kjt.inverse_indices_or_none()
+    if inverse is None or not set(kjt.keys()) <= set(inverse[0]):
+        strides = dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))
+        raise BatchError(
+            "All features of a KeyedJaggedTensor must have the same number of samples, "
+            "or inverse_indices for every key, which say how often each sample comes. "
+            f"Received: {strides}."
+        )
+    keys, of_keys = inverse
+    return dict(zip(keys, of_keys.detach().cpu().numpy(), strict=True))
+
+
+def _repeated(
+    key: str, jagged: JaggedIds, samples_B: npt.NDArray[np.int64]
+) -> JaggedIds:
+    """Return a feature with its bags repeated."""
+    assert isinstance(jagged.place, slice)
+    num_kept = len(jagged.lengths)
+    if len(samples_B) and not (samples_B.min() >= 0 and samples_B.max() < num_kept):
+        raise BatchError(
+            f"Feature {key!r}: inverse_indices must be in [0, {num_kept}). "
+            f"Received: {samples_B.min()} to {samples_B.max()}."
+        )
+    ends = np.cumsum(jagged.lengths, dtype=np.int64)
+    lengths = jagged.lengths[samples_B]
+    # Where the ids of the j-th bag stand: from the start of its bag on, one after the
+    # other; the second term is their number within the bag.
+    starts = np.repeat((ends - jagged.lengths)[samples_B], lengths)
+    first = np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
+    place = starts + np.arange(len(starts)) - first
+    in_values = torch.from_numpy(place + jagged.place.start)
+    return JaggedIds(jagged.ids[place], lengths, in_values)

@@ -270,6 +270,7 @@ class EmbeddingServer:
             **self._store.counters(),
             **self._metrics.snapshot(),
             **self._stages.counters(),
+            **self._open_batches.rows.counters(),
             "hinted_slots": self._open_batches.hints.num_slots,
             "bytes_received": self._listener.bytes_received,
             "bytes_sent": self._listener.bytes_sent,
@@ -317,7 +318,7 @@ class EmbeddingServer:
             place += out_ND.size
             first += len(t.ids)
         if training:
-            self._open_batches.begin(header.stream, header.batch, found)
+            self._open_batches.begin(header.stream, header.batch, found, tables)
         self._stages.lap("lookup")
         frame = encode_floats(rows, header.precision)
         self._stages.lap("encode")
@@ -368,6 +369,8 @@ class EmbeddingServer:
         self._refuse(update.peer, update.header.request, exc)
 
     def _apply(self, updates: list[Update]) -> dict[str, int]:
+        applied = [u.header for u in updates if u.tables]
+        self._open_batches.rows.applied([(h.stream, h.batch) for h in applied])
         num_missed = num_refused = 0
         for part in gradients_of(updates, self._open_batches.hints):
             self._metrics.count("updates_hinted", part.hints is not None)

@@ -1,4 +1,4 @@
-"""What every sharder of bag collections shares: how TorchRec's planner sees it.
+"""What all sharders share: how TorchRec's planner sees them, and the tables' settings.
 
 The planner plans these collections like any other module. It is told of one stand-in
 parameter a table, of one row and without storage, since the rows take no memory here;
@@ -7,8 +7,8 @@ the sharding type and the kernel are names that the planner knows ("row_wise" an
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -20,13 +20,18 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+)
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.joining import Joint, meet
 from persia_torchrec.sharding.remote_lookup import (
     Hooks,
+    ShardedRemoteCollection,
     ShardedRemoteEmbeddingBagCollection,
 )
 from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
@@ -36,15 +41,21 @@ from persia_torchrec.worker.pipeline import BatchPipeline
 
 _ADD_TABLES_TIMEOUT_S = 120.0
 
+Module = TypeVar("Module", bound=nn.Module)
+Sharded = TypeVar("Sharded", bound=ShardedRemoteCollection[Any, Any])
 
-class BagSharder(ModuleSharder[EmbeddingBagCollection]):
-    """Replace ``EmbeddingBagCollection`` by its remote counterpart.
+
+class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
+    """Replace a collection of TorchRec's by its remote counterpart.
 
     Args:
         timeout_s: seconds that a pull or a push may take.
         gradient_division: divide gradients by the number of trainers.
         joint: how trainers update jointly; None where each updates by itself.
     """
+
+    weights_in: ClassVar[str] = "embedding_bags"
+    """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
 
     def __init__(
         self, *, timeout_s: float, gradient_division: bool, joint: Joint | None = None
@@ -113,8 +124,17 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         """
         return self._tables.optimizer()
 
+    @property
     @abstractmethod
-    def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
+    def sharded_type(self) -> type[Sharded]:
+        """What it makes of the modules that it takes."""
+
+    @abstractmethod
+    def configs_of(self, module: Module) -> Sequence[BaseEmbeddingConfig]:
+        """Return TorchRec's description of the tables."""
+
+    @abstractmethod
+    def describe(self, module: Module) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
 
     def require_known_settings(self) -> None:
@@ -131,19 +151,14 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
             device: where the embeddings are wanted.
         """
 
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """Which modules this sharder takes."""
-        return EmbeddingBagCollection
-
     def shard(
         self,
-        module: EmbeddingBagCollection,
+        module: Module,
         params: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedRemoteEmbeddingBagCollection:
+    ) -> Sharded:
         """Make the tables known to the servers, and return the module that uses them.
 
         Args:
@@ -157,7 +172,7 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
             ConfigError: a setting of the collection that the servers cannot honour.
             ServerError: a server refuses a table, or does not answer.
         """
-        _require_whole_plan(module, params)
+        _require_whole_plan(self.configs_of(module), params)
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
         device = device or torch.device("cpu")
@@ -165,7 +180,7 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         tables = self._tables.add(pipeline, spec.tables)
         if self._joint is not None and (trainers := meet(env, device, self._joint)):
             pipeline.set_trainers(trainers)
-        return ShardedRemoteEmbeddingBagCollection(
+        return self.sharded_type(
             pipeline,
             spec,
             device=device,
@@ -173,19 +188,17 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
             hooks=Hooks(self.require_known_settings, self._tables.before_push),
             # A table of two collections stands in the optimizer of the first.
             optimizer=self._tables.optimizer_of(
-                {f"embedding_bags.{name}.weight": name for name in tables}
+                {f"{self.weights_in}.{name}.weight": name for name in tables}
             ),
         )
 
-    def shardable_parameters(
-        self, module: EmbeddingBagCollection
-    ) -> dict[str, nn.Parameter]:
+    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
         """Return a stand-in of one row for each table."""
         return {
             config.name: nn.Parameter(
                 torch.empty(1, config.embedding_dim, device="meta")
             )
-            for config in module.embedding_bag_configs()
+            for config in self.configs_of(module)
         }
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -207,10 +220,34 @@ class BagSharder(ModuleSharder[EmbeddingBagCollection]):
         return {storage.value: 0}
 
 
+class BagSharder(
+    CollectionSharder[
+        EmbeddingBagCollectionInterface, ShardedRemoteEmbeddingBagCollection
+    ]
+):
+    """Replace ``EmbeddingBagCollection`` by its remote counterpart."""
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        """Which modules this sharder takes."""
+        return EmbeddingBagCollection
+
+    @property
+    def sharded_type(self) -> type[ShardedRemoteEmbeddingBagCollection]:
+        """What it makes of them."""
+        return ShardedRemoteEmbeddingBagCollection
+
+    def configs_of(
+        self, module: EmbeddingBagCollectionInterface
+    ) -> Sequence[BaseEmbeddingConfig]:
+        """Return TorchRec's description of the tables."""
+        return module.embedding_bag_configs()
+
+
 def _require_whole_plan(
-    module: EmbeddingBagCollection, params: EmbeddingModuleShardingPlan
+    configs: Sequence[BaseEmbeddingConfig], params: EmbeddingModuleShardingPlan
 ) -> None:
-    tables = {config.name for config in module.embedding_bag_configs()}
+    tables = {config.name for config in configs}
     if set(params) != tables:
         raise ConfigError(
             f"The plan must name the tables {sorted(tables)}. "

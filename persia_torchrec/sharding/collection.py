@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
@@ -19,7 +20,8 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
     get_embedding_names_by_table,
 )
 
@@ -31,6 +33,7 @@ from persia_torchrec.embedding.initializer import (
 )
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.model_optimizers import model_optimizers
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 from persia_torchrec.worker.bags import FeatureSpec, Pooling
 
@@ -52,11 +55,15 @@ class CollectionSpec:
 
     Attributes:
         tables: one a table of the collection.
-        features: one a column block of the pooled output.
+        features: one a column block of the pooled output, or one a sequence.
+        is_weighted: a batch has a weight for each id, which pooling uses.
+        needs_ids: sequences come with their ids.
     """
 
     tables: tuple[TableSpec, ...]
     features: tuple[FeatureSpec, ...]
+    is_weighted: bool = False
+    needs_ids: bool = False
 
     def keys(self) -> list[str]:
         """Return the features that a batch must have, each once."""
@@ -73,7 +80,7 @@ class CollectionSpec:
 
 
 def describe_bags(
-    module: EmbeddingBagCollection,
+    module: EmbeddingBagCollectionInterface,
     optimizer: Optimizer,
     settings: Mapping[str, TableSettings] | None = None,
 ) -> CollectionSpec:
@@ -81,18 +88,13 @@ def describe_bags(
 
     Args:
         module: on any device; only its configuration is read.
-        optimizer: of the tables that ``settings`` gives no other.
+        optimizer: of the tables that neither ``settings`` nor the model give one.
         settings: of single tables, by name; names that it has not are left alone.
 
     Raises:
         ConfigError: a setting that the servers cannot honour; the message names the
             table and what works instead.
     """
-    if module.is_weighted():
-        raise ConfigError(
-            "The collection on the servers must be unweighted. Received: "
-            "is_weighted=True. Scale the pooled embeddings in the model instead."
-        )
     configs = module.embedding_bag_configs()
     names_by_table = get_embedding_names_by_table(configs)
     features = [
@@ -100,13 +102,46 @@ def describe_bags(
         for config, names in zip(configs, names_by_table, strict=True)
         for name, key in zip(names, config.feature_names, strict=True)
     ]
-    tables = _tables(configs, optimizer, settings or {})
-    return CollectionSpec(tables, tuple(features))
+    optimizers = _optimizers(module, configs, optimizer)
+    tables = _tables(configs, optimizers, settings or {})
+    return CollectionSpec(tables, tuple(features), is_weighted=module.is_weighted())
+
+
+def describe_sequences(
+    module: EmbeddingCollection,
+    optimizer: Optimizer,
+    settings: Mapping[str, TableSettings] | None = None,
+) -> CollectionSpec:
+    """Describe an ``EmbeddingCollection``; as :func:`describe_bags`.
+
+    Raises:
+        ConfigError: a setting that the servers cannot honour; the message names the
+            table and what works instead.
+    """
+    configs = module.embedding_configs()
+    features = [
+        FeatureSpec(name=name, key=key, table=config.name)
+        for config, names in zip(
+            configs, module.embedding_names_by_table(), strict=True
+        )
+        for name, key in zip(names, config.feature_names, strict=True)
+    ]
+    optimizers = _optimizers(module, configs, optimizer)
+    tables = _tables(configs, optimizers, settings or {})
+    return CollectionSpec(tables, tuple(features), needs_ids=module.need_indices())
+
+
+def _optimizers(
+    module: nn.Module, configs: Iterable[BaseEmbeddingConfig], optimizer: Optimizer
+) -> dict[str, Optimizer]:
+    """Return each table's optimizer, unless its settings say otherwise."""
+    own = model_optimizers(module)
+    return {config.name: own.get(config.name, optimizer) for config in configs}
 
 
 def _tables(
     configs: Iterable[BaseEmbeddingConfig],
-    optimizer: Optimizer,
+    optimizers: Mapping[str, Optimizer],
     settings: Mapping[str, TableSettings],
 ) -> tuple[TableSpec, ...]:
     return tuple(
@@ -114,7 +149,7 @@ def _tables(
             TableSpec(
                 name=config.name,
                 dim=config.embedding_dim,
-                optimizer=optimizer,
+                optimizer=optimizers[config.name],
                 initializer=_initializer(config, settings),
                 seed=_seed(config.name),
                 weight_dtype=_weight_dtype(config),

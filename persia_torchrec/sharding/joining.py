@@ -55,10 +55,14 @@ def join(model: nn.Module) -> Iterator[None]:
         model: a ``DistributedModelParallel``, the same on every trainer.
 
     Raises:
+        ConfigError: the dense half was wrapped with ``static_graph``, as TorchRec's
+            default wrapper does: a trainer without a first batch would break it.
         PersiaError: an earlier update failed.
 
     Example:
-        ``with join(model): train(model, this_trainers_batches)``
+        ``with join(model): train(model, this_trainers_batches)``, where the model was
+        made with ``data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=
+        False)``.
     """
     collections = [
         module
@@ -66,6 +70,12 @@ def join(model: nn.Module) -> Iterator[None]:
         if isinstance(module, ShardedRemoteCollection)
     ]
     replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if any(replica.static_graph for replica in replicas):
+        raise ConfigError(
+            "Data may end unevenly only without static_graph. Received: a model that "
+            "was wrapped with it. Give DistributedModelParallel(data_parallel_wrapper="
+            "DefaultDataParallelWrapper(static_graph=False))."
+        )
     are_several = bool(replicas) and dist.get_world_size(replicas[0].process_group) > 1
     with replicas[0].join() if are_several else contextlib.nullcontext():
         yield

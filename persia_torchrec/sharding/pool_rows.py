@@ -20,25 +20,38 @@ from persia_torchrec.worker.bags import Pooling
 from persia_torchrec.worker.weighted import pool_weighted, weighted_gradients
 
 
-def pool_by_torch(
+def pool_rows(
     rows_UD: torch.Tensor,
+    weights_L: torch.Tensor | None,
     batch: DeviceBatch,
     feature: int,
     pooling: Pooling,
-    weights_L: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Pool the bags of a feature with torch's operators.
+    """Pool the bags of a feature.
 
     Args:
         rows_UD: float32 ``(U, D)``, of the feature's table.
+        weights_L: float32 ``(L,)`` on the same device; None counts every id once.
         batch: which row each id is.
         feature: which feature of the batch.
         pooling: how.
-        weights_L: float32 ``(L,)`` on the same device; None counts every id once.
 
     Returns:
         float32 ``(B, D)``.
     """
+    if weights_L is not None and rows_UD.device.type == "cpu":
+        return pool_by_loops(rows_UD, weights_L, batch, feature, pooling)
+    return pool_by_torch(rows_UD, weights_L, batch, feature, pooling)
+
+
+def pool_by_torch(
+    rows_UD: torch.Tensor,
+    weights_L: torch.Tensor | None,
+    batch: DeviceBatch,
+    feature: int,
+    pooling: Pooling,
+) -> torch.Tensor:
+    """Pool the bags of a feature with torch's operators; see :func:`pool_rows`."""
     offsets = batch.offsets[feature]
     pooled_BD = functional.embedding_bag(
         batch.inverses[feature],
@@ -56,12 +69,12 @@ def pool_by_torch(
 
 def pool_by_loops(
     rows_UD: torch.Tensor,
+    weights_L: torch.Tensor,
     batch: DeviceBatch,
     feature: int,
     pooling: Pooling,
-    weights_L: torch.Tensor,
 ) -> torch.Tensor:
-    """Pool the weighted bags of a feature on the CPU; see :func:`pool_by_torch`."""
+    """Pool the weighted bags of a feature on the CPU; see :func:`pool_rows`."""
     pooled: torch.Tensor = _WeightedBags.apply(
         rows_UD, weights_L, batch, feature, pooling
     )

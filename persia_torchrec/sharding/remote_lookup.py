@@ -6,6 +6,8 @@ TorchRec drives every sharded module by three calls, and so it drives this one:
     compute       waits for the embeddings and puts them into the autograd graph
     output_dist   names them: a KeyedTensor
 
+The last two are put off until the output is used.
+
 In the backward pass the gradients of the embeddings leave through the same place; what
 the servers do with them does not concern autograd. The module has no parameters: rows
 and optimizer state stay on the servers.
@@ -21,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
     NoWait,
-    ShardedModule,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
@@ -33,17 +36,18 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from persia_torchrec.data.kjt import to_jagged_ids
-from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
+from persia_torchrec.data.kjt import JaggedBatch
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.sharding.pool_rows import pool_by_torch
+from persia_torchrec.sharding.pool_rows import pool_rows
 from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
+from persia_torchrec.sharding.when_used import WhenUsedModule
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
 Handle = TypeVar("Handle")
-CompOut = TypeVar("CompOut", bound=Multistreamable)
-Out = TypeVar("Out", bound=Multistreamable)
+CompOut = TypeVar("CompOut")
+Out = TypeVar("Out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,41 @@ class RemoteContext(Multistreamable):
         """No tensor of this context lives on a device."""
 
 
-class StartedPull(Generic[Handle]):
-    """A batch whose pull has begun: hand it to the model in place of its ids."""
+class StartedPull(Multistreamable, Generic[Handle]):
+    """A batch whose pull has begun: hand it to the model in place of its ids.
 
-    def __init__(self, future: Future[PulledBatch[Handle]], timeout_s: float) -> None:
+    Args:
+        future: the batch, when it is here.
+        timeout_s: seconds that it may take.
+        source: the batch as torch has it, if it came so.
+    """
+
+    def __init__(
+        self,
+        future: Future[PulledBatch[Handle]],
+        timeout_s: float,
+        source: JaggedBatch | None = None,
+    ) -> None:
         self._future = future
         self._timeout_s = timeout_s
+        self._source = source
+
+    @property
+    def source(self) -> JaggedBatch:
+        """The batch as torch has it.
+
+        Raises:
+            BatchError: its pull began otherwise, as by a reference to its ids.
+        """
+        if self._source is None:
+            raise BatchError(
+                "A collection that uses weights, or returns indices, must be given a "
+                "KeyedJaggedTensor. Received: a batch whose pull began without one."
+            )
+        return self._source
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """What the wait returns records its streams; the ids are the batch's own."""
 
     def wait(self) -> PulledBatch[Handle]:
         """Wait for the batch.
@@ -114,7 +147,7 @@ class _Embeddings(torch.autograd.Function):
 
 
 class ShardedRemoteCollection(
-    ShardedModule[Any, CompOut, Out, RemoteContext], FusedOptimizerModule
+    WhenUsedModule[CompOut, Out, RemoteContext], FusedOptimizerModule
 ):
     """A collection on the embedding servers; what all kinds of it share.
 
@@ -166,23 +199,31 @@ class ShardedRemoteCollection(
             PersiaError: an earlier push failed.
         """
         self._hooks.before_pull()
+        source = None
         if isinstance(batch, KeyedJaggedTensor):
-            jagged = to_jagged_ids(batch, self._keys)
-            batch = {key: Bags(*feature) for key, feature in jagged.items()}
+            source = JaggedBatch.of(batch, self._keys)
+            batch = {
+                key: Bags(jagged.ids, jagged.lengths)
+                for key, jagged in source.features.items()
+            }
         future = self.pipeline.start(batch, training=is_training)
         # A pull ends in time by itself; before it may come a wait for a permit, until
         # earlier pushes are acknowledged, which end in time as well.
-        return StartedPull(future, 2 * self.pipeline.timeout_s + 5)
+        return StartedPull(future, 2 * self.pipeline.timeout_s + 5, source)
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
-    ) -> Awaitable[Awaitable[StartedPull[Any]]]:
-        """Begin to pull; a batch whose pull has begun is passed on."""
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Begin to pull; a batch whose pull has begun is passed on.
+
+        The list holds the one pull. It is what pipelines that join the inputs of
+        several modules to one exchange expect.
+        """
         (batch,) = (*input, *kwargs.values())
         if not isinstance(batch, StartedPull):
             is_training = self.training and torch.is_grad_enabled()
             batch = self.start(batch, is_training=is_training)
-        return NoWait(NoWait(batch))
+        return KJTListSplitsAwaitable([NoWait(NoWait(batch))], ctx)
 
     def create_context(self) -> RemoteContext:
         """Return an empty context."""
@@ -253,13 +294,45 @@ class ShardedRemoteEmbeddingBagCollection(
     """
 
     def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
-        """Wait for the embeddings; float32 ``(B, T)`` on the device."""
-        pulled = dist_input.wait()
+        """Wait for the embeddings; float32 ``(B, T)`` on the device.
+
+        Raises:
+            BatchError: the collection is weighted, and the batch is not.
+        """
+        is_weighted = self._spec.is_weighted
+        return self.pooled(
+            dist_input, dist_input.source.weights() if is_weighted else None
+        )
+
+    def pooled(
+        self, started: StartedPull[Any], weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Wait for the embeddings of a batch, and pool them if they are not.
+
+        Args:
+            started: the batch.
+            weights: of the ids of its KeyedJaggedTensor, one each, in their order; for
+                a weighted collection.
+
+        Returns:
+            float32 ``(B, T)`` on the device.
+        """
+        pulled = started.wait()
         tensors = self.embeddings(pulled)
-        if isinstance(pulled.handle, DeviceBatch):
-            return self._pooled(tensors, pulled.handle)
-        (pooled_BT,) = tensors
-        return pooled_BT
+        if not isinstance(pulled.handle, DeviceBatch):
+            (pooled_BT,) = tensors
+            return pooled_BT
+        if weights is not None:
+            weights = weights.to(self._device, torch.float32, non_blocking=True)
+        pooled = []
+        for f, feature in enumerate(self._spec.features):
+            rows_UD = tensors[pulled.handle.table_of[f]]
+            weights_L = None
+            if weights is not None:
+                weights_L = started.source.features[feature.key].part_of(weights)
+            bags = pulled.handle, f, feature.pooling
+            pooled.append(pool_rows(rows_UD, weights_L, *bags))
+        return torch.cat(pooled, dim=1)
 
     def output_dist(
         self, ctx: RemoteContext, output: torch.Tensor
@@ -271,13 +344,6 @@ class ShardedRemoteEmbeddingBagCollection(
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """What this module was before it was sharded."""
         return EmbeddingBagCollection
-
-    def _pooled(self, rows: Tensors, batch: DeviceBatch) -> torch.Tensor:
-        pooled = [
-            pool_by_torch(rows[table], batch, f, self._spec.features[f].pooling, None)
-            for f, table in enumerate(batch.table_of)
-        ]
-        return torch.cat(pooled, dim=1)
 
 
 class Here(LazyAwaitable[Out]):

@@ -3,23 +3,31 @@
 DistributedModelParallel(model, sharders=[RemoteEmbeddingBagCollectionSharder(...)])
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.bag_sharder import BagSharder
+from persia_torchrec.sharding.bag_sharder import (
+    BagSharder,
+    CollectionSharder,
+    Module,
+    Sharded,
+)
 from persia_torchrec.sharding.collection import CollectionSpec, describe_bags
 from persia_torchrec.sharding.joining import Joint
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
 from persia_torchrec.sharding.rows_on_device import RowsOnDevice
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
-from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.embedding_worker import EmbeddingWorker
+from persia_torchrec.worker.pipeline import BatchPipeline, Lookup
 from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.rows import RowsLookup
 
@@ -30,19 +38,22 @@ _PRECISIONS = {
 }
 
 
-class RemoteEmbeddingBagCollectionSharder(BagSharder):
-    """Put every ``EmbeddingBagCollection`` of a model on the embedding servers.
+class RemoteSharder(CollectionSharder[Module, Sharded]):
+    """Put every collection of one kind on the embedding servers.
 
     On the servers a table is its name: collections, and models, that name the same
     table share its rows.
 
     Args:
         client: of the servers; it must live as long as the model.
-        optimizer: of all tables that ``tables`` gives no other; applied by the servers.
+        optimizer: of all tables that have no other; applied by the servers. A table's
+            own is what ``tables`` says, else what the model says of it, by
+            ``apply_optimizer_in_backward`` or as a ``FusedEmbeddingBagCollection``.
         staleness: training batches of one trainer that may be between the pull of their
             rows and the acknowledgement of their update. 0 waits for the
             acknowledgement in the backward pass, which equals ordinary synchronous
-            training; 1 waits for it before the next pull.
+            training; 1 waits for it before the next pull. From 2 on, TorchRec's train
+            pipelines pull later batches while this one is trained.
         wire_dtype: how rows and gradients travel: float32, float16 or bfloat16.
         tables: settings of single tables, by name. They win over what the collection
             says (``data_type``, ``init_fn``).
@@ -61,14 +72,13 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
             ``update`` is neither of the two, or ``joint_timeout_s`` is not positive.
             When the model is sharded, or at its first batch at the latest: ``tables``
             names a table that no collection has.
-
-    Example:
-        ``RemoteEmbeddingBagCollectionSharder(client, Adagrad(), tables={"user":
-        TableSettings(optimizer=Adam(1e-3), admission=AdmitFrequency(3))})``
     """
 
     POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
     """Types of devices that get the unique rows and pool them, instead of the CPU."""
+
+    host_lookup: ClassVar[type[EmbeddingWorker]]
+    """What looks batches up elsewhere."""
 
     def __init__(
         self,
@@ -106,22 +116,24 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         self._planned: set[str] = set()
         self._described: set[str] = set()
 
-    def shardable_parameters(
-        self, module: EmbeddingBagCollection
-    ) -> dict[str, nn.Parameter]:
+    @abstractmethod
+    def spec_of(self, module: Module) -> CollectionSpec:
+        """Return the collection's tables and features in the servers' terms."""
+
+    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
         """Return a stand-in of one row for each table; planners ask before sharding."""
         parameters = super().shardable_parameters(module)
         self._planned.update(parameters)
         return parameters
 
-    def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
+    def describe(self, module: Module) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms.
 
         Raises:
             ConfigError: a setting that the servers cannot honour, or settings of a
                 table that a planner has not seen in any collection.
         """
-        spec = describe_bags(module, self._optimizer, self._settings)
+        spec = self.spec_of(module)
         names = {table.name for table in spec.tables}
         self._described |= names
         if names <= self._planned:  # and so has the planner seen all collections
@@ -140,12 +152,34 @@ class RemoteEmbeddingBagCollectionSharder(BagSharder):
         self, spec: CollectionSpec, device: torch.device
     ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, its tables known to the servers."""
-        staleness, timeout_s = self._staleness, self._client.timeout_s
-        if device.type in self.POOLS_ON:
-            rows = RowsLookup(self._client, spec.features, precision=self._precision)
-            rows.add_tables(spec.tables)
-            lookup = RowsOnDevice(rows, device)
-            return BatchPipeline(lookup, staleness=staleness, timeout_s=timeout_s)
-        pooled = PooledLookup(self._client, spec.features, precision=self._precision)
-        pooled.add_tables(spec.tables)
-        return BatchPipeline(pooled, staleness=staleness, timeout_s=timeout_s)
+        is_pooled_here = spec.is_weighted or device.type in self.POOLS_ON
+        kind = RowsLookup if is_pooled_here else self.host_lookup
+        worker = kind(self._client, spec.features, precision=self._precision)
+        worker.add_tables(spec.tables)
+        lookup: Lookup[Any, Any] = worker
+        if isinstance(worker, RowsLookup):
+            lookup = RowsOnDevice(worker, device)
+        return BatchPipeline(
+            lookup, staleness=self._staleness, timeout_s=self._client.timeout_s
+        )
+
+
+class RemoteEmbeddingBagCollectionSharder(
+    RemoteSharder[EmbeddingBagCollectionInterface, ShardedRemoteEmbeddingBagCollection],
+    BagSharder,
+):
+    """Put every ``EmbeddingBagCollection`` of a model on the embedding servers.
+
+    Args and errors are those of :class:`RemoteSharder`: ``client``, ``optimizer``,
+    ``staleness``, ``wire_dtype``, ``tables``, ``gradient_division``.
+
+    Example:
+        ``RemoteEmbeddingBagCollectionSharder(client, Adagrad(), tables={"user":
+        TableSettings(optimizer=Adam(1e-3), admission=AdmitFrequency(3))})``
+    """
+
+    host_lookup: ClassVar[type[EmbeddingWorker]] = PooledLookup
+
+    def spec_of(self, module: EmbeddingBagCollectionInterface) -> CollectionSpec:
+        """Return the collection's tables and features in the servers' terms."""
+        return describe_bags(module, self._optimizer, self._settings)

@@ -33,11 +33,9 @@ from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.sharding.joining import join
-from persia_torchrec.sharding.remote_lookup import (
-    ShardedRemoteEmbeddingBagCollection,
-    StartedPull,
-)
+from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.table import TableSettings, TableSpec
+from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
@@ -73,9 +71,9 @@ class HybridModel(nn.Module):
         return self.dense(non_id_tensors, self.embed(pull))
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings; float32 ``(B, dim)`` a slot."""
-        pooled = self.embeddings(pull).to_dict()
-        return [pooled[slot] for slot in self._slots]
+        """Wait for a batch's embeddings, a tensor a slot; see ``sharded_slots.py``."""
+        embeddings = self.embeddings(pull)
+        return [embeddings[slot] for slot in self._slots]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +141,7 @@ class Engine:
         )
         self._hybrid = hybrid
         sharded = hybrid.embeddings
-        assert isinstance(sharded, ShardedRemoteEmbeddingBagCollection)
+        assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
 
     @property
@@ -195,7 +193,7 @@ class Engine:
         return self.dmp(non_id_tensors, pull)
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings; float32 ``(B, dim)`` a slot."""
+        """Wait for a batch's embeddings, a tensor a slot; see ``sharded_slots.py``."""
         return self._hybrid.embed(pull)
 
     def set_loss_scale(self, scale: float) -> None:

@@ -6,18 +6,22 @@ PERSIA draws initial weights) the sharder takes from the YAML file itself, and i
 pulls go through the embedding workers of the job.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
-from persia_torchrec.sharding.bag_sharder import BagSharder
+from persia_torchrec.sharding.bag_sharder import CollectionSharder
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.table import TableSettings
+from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
@@ -42,7 +46,7 @@ def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
     )
 
 
-class SlotsSharder(BagSharder):
+class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
     The gradient of each trainer is applied by itself, as in PERSIA: embedding
@@ -73,6 +77,22 @@ class SlotsSharder(BagSharder):
         self._config = config
         self._optimizer = optimizer
         self._settings = settings
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        """Which modules this sharder takes."""
+        return EmbeddingBagCollection
+
+    @property
+    def sharded_type(self) -> type[ShardedSlots]:
+        """What it makes of them."""
+        return ShardedSlots
+
+    def configs_of(
+        self, module: EmbeddingBagCollection
+    ) -> Sequence[BaseEmbeddingConfig]:
+        """Return TorchRec's description of the tables."""
+        return module.embedding_bag_configs()
 
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
         """Return the slots, in the order of the file."""

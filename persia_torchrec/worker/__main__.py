@@ -26,9 +26,9 @@ from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.schema import features_of
+from persia_torchrec.worker.slots import SlotsLookup
 from persia_torchrec.worker.warm_up import warm_up
 
 logger = logging.getLogger("persia_torchrec.worker")
@@ -91,7 +91,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         )
         service = Service(
             "embedding worker",
-            WorkerProcess(PooledLookup(client, features_of(schema)), buffer).answer,
+            WorkerProcess(SlotsLookup(client, features_of(schema)), buffer).answer,
             host=arguments.host or local_address(store[0]),
             port=arguments.port,
             num_threads=8,

@@ -71,6 +71,10 @@ class FeatureSpec:
     hash_stack_size: int = 0
     """Buckets a round."""
 
+    num_places: int = 0
+    """Ids of a sample that get a vector each, see ``worker/raw_ids.py``; 0: the bag
+    becomes one."""
+
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Lookup and gradient of a whole batch.
 
     bags of every feature
-      -> prefix, unique ids a table, grouped by server      (_route)
+      -> prefix, unique ids a table, grouped by server      (route)
       -> rows of the unique ids, from the servers           (client.pull)
       -> what the model is given                            (outputs_of)
     gradients of that
@@ -12,7 +12,8 @@ Ids of all features of a table are made unique together: an id in two features i
 pulled once and updated once, with the sum of both gradients.
 
 What the model is given differs: one vector a bag (``pooled.py``), a row for each id
-(``sequences.py``), or the unique rows themselves (``rows.py``).
+(``sequences.py``), PERSIA's slots of both kinds (``slots.py``), or the unique rows
+themselves (``rows.py``).
 
 Dimension key:
     B: samples
@@ -53,6 +54,7 @@ class RoutedBatch:
         num_samples: B.
         counts: for each table, uint32 ``(U,)``: how often each of its grouped ids
             occurs in the batch; None where nobody wants to know.
+        places: for each raw feature, int32 ``(B, F)``, see ``worker/raw_ids.py``.
     """
 
     number: BatchNumber | None
@@ -61,6 +63,7 @@ class RoutedBatch:
     lengths: list[Lengths]
     num_samples: int
     counts: list[Counts | None] | None = None
+    places: Sequence[Positions] = ()
 
 
 class EmbeddingWorker(ABC):
@@ -166,11 +169,10 @@ class EmbeddingWorker(ABC):
             BatchError: features are missing, unknown, or do not fit together.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        batch = self._route(bags, number)
-        rows = self._client.pull(
-            batch.tables, batch=number, precision=self._precision, counts=batch.counts
-        )
-        return self.outputs_of(rows, batch), batch
+        num_samples = self.check(bags)
+        bags_of = {feature.name: bags[feature.key] for feature in self.features}
+        batch = self.route(bags_of, num_samples, number)
+        return self.outputs_of(self.rows_of(batch), batch), batch
 
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a training batch; returns before they are applied.
@@ -242,11 +244,26 @@ class EmbeddingWorker(ABC):
             bag.check(name)
         return next(iter(num_samples.values()))
 
-    def _route(
-        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    def rows_of(self, batch: RoutedBatch) -> list[Floats]:
+        """Fetch the unique rows, float32 ``(U, D)`` a table; not to be written to."""
+        return self._client.pull(
+            batch.tables,
+            batch=batch.number,
+            precision=self._precision,
+            counts=batch.counts,
+        )
+
+    def route(
+        self, bags_of: Mapping[str, Bags], num_samples: int, number: BatchNumber | None
     ) -> RoutedBatch:
-        num_samples = self.check(bags)
-        bags_of = {f.name: _stacked(bags[f.key], f) for f in self.features}
+        """Make the ids unique by table, and group them by server.
+
+        Args:
+            bags_of: by name of the features.
+            num_samples: B.
+            number: as in :meth:`pull`.
+        """
+        bags_of = {f.name: _stacked(bags_of[f.name], f) for f in self.features}
         tables = []
         counts: list[Counts | None] = []
         inverses: dict[str, Positions] = {}

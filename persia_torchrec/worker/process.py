@@ -2,10 +2,13 @@
 
     from a data loader   BUFFER_IDS  three frames of bags            -> {"reference"}
     from a trainer       ADD_TABLES  JSON list of tables             -> null
-                         FORWARD     JSON {"loader", "reference"}    -> shape, floats
+                         FORWARD     JSON {"loader", "reference"}    -> embeddings
                                      or JSON null and three frames of bags
-                         BACKWARD    floats, the gradient            -> outcome
+                         BACKWARD    floats, a frame an output       -> outcome
                          ABANDON     nothing                         -> outcome
+
+Embeddings are the shapes of all arrays as JSON, {"outputs", "places"}, a frame of
+floats for each output, and a frame of int32 for the places of each raw slot.
 
 In BUFFER_IDS the header's stream is the number of the data loader. BACKWARD is answered
 when the servers have applied the update, with what they answer to it together:
@@ -13,9 +16,11 @@ when the servers have applied the update, with what they answer to it together:
 """
 
 import logging
+import math
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import FrameError
@@ -26,13 +31,14 @@ from persia_torchrec.wire.messages import (
     Frames,
     Header,
     Kind,
+    bytes_of,
     decode_json,
     encode_json,
 )
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.worker.bags import Bags, decode_bags
 from persia_torchrec.worker.buffers import AwaitingGradient, IdBuffer
-from persia_torchrec.worker.pooled import PooledLookup
+from persia_torchrec.worker.slots import SlotsLookup
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +51,7 @@ class WorkerProcess:
         buffer: keeps the ids of data loaders.
     """
 
-    def __init__(self, worker: PooledLookup, buffer: IdBuffer) -> None:
+    def __init__(self, worker: SlotsLookup, buffer: IdBuffer) -> None:
         self._worker = worker
         self._buffer = buffer
         self._open = AwaitingGradient()
@@ -99,20 +105,32 @@ class WorkerProcess:
     def _pull(
         self, header: Header, bags: dict[str, Bags], number: BatchNumber | None
     ) -> Frames:
-        (pooled_BT,), batch = self._worker.pull(bags, number)
+        outputs, batch = self._worker.pull(bags, number)
         if number is not None:
             self._open.put(number, batch)
-        shape = encode_json(pooled_BT.shape)
-        return [shape, encode_floats(pooled_BT, header.precision)]
+        return [
+            encode_json({"outputs": _shapes(outputs), "places": _shapes(batch.places)}),
+            *(encode_floats(output, header.precision) for output in outputs),
+            *map(bytes_of, batch.places),
+        ]
 
     def _backward(self, header: Header, frames: Sequence[Frame]) -> dict[str, int]:
-        if len(frames) != 2:
-            raise FrameError(f"BACKWARD has 2 frames. Received: {len(frames)}.")
         batch = self._open.take(_number(header))
-        (shape,) = self._worker.shapes(batch)
-        grads = decode_floats(frames[1], int(np.prod(shape)), header.precision)
-        replies = self._worker.push(batch, (grads.reshape(shape),))
+        shapes = self._worker.shapes(batch)
+        if len(frames) != 1 + len(shapes):
+            raise FrameError(
+                f"BACKWARD has {1 + len(shapes)} frames. Received: {len(frames)}."
+            )
+        grads = tuple(
+            decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
+            for frame, shape in zip(frames[1:], shapes, strict=True)
+        )
+        replies = self._worker.push(batch, grads)
         return self._worker.outcome(replies).to_json()
+
+
+def _shapes(arrays: Sequence[npt.NDArray[Any]]) -> list[tuple[int, ...]]:
+    return [array.shape for array in arrays]
 
 
 def _number(header: Header) -> BatchNumber:

@@ -1,9 +1,11 @@
-"""A pulled batch, and the one push that it may get."""
+"""A batch on its way, and when it is pulled, the one push that it may get."""
 
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from persia_torchrec.client.permits import Permit
 from persia_torchrec.errors import BatchError
 from persia_torchrec.worker.pooling import Floats
 
@@ -66,3 +68,21 @@ class PulledBatch(Generic[Handle]):
         """
         if self._give_up is not None:
             self._give_up()
+
+
+class HeldPull(Future[PulledBatch[Handle]]):
+    """A training batch on its way; the thread that waits for it holds its permit."""
+
+    def __init__(self, permit: Permit) -> None:
+        super().__init__()
+        self._permit = permit
+
+    def result(self, timeout: float | None = None) -> PulledBatch[Handle]:
+        """Wait for the batch, to push it from this thread's backward pass.
+
+        Raises:
+            PersiaError: what went wrong.
+            TimeoutError: it did not come in time.
+        """
+        self._permit.hold()
+        return super().result(timeout)

@@ -14,7 +14,6 @@ CLOSED = "The embedding pipeline is closed."
 _MAX_STARTED = 4096
 """Pulls that may wait for their turn."""
 
-Ticket = TypeVar("Ticket")
 Result = TypeVar("Result")
 
 
@@ -41,22 +40,30 @@ class Puller:
 
     def submit(
         self,
-        begin: Callable[[], Ticket],
-        pull: "Callable[[Ticket], Result]",
+        begin: Callable[[], None],
+        pull: "Callable[[], Result]",
+        future: "Future[Result]",
     ) -> "Future[Result]":
-        """Have ``pull(begin())`` called: ``begin`` in order, ``pull`` when it may.
+        """Have both called: ``begin`` in order, then ``pull`` when it may.
+
+        Args:
+            begin: waits until the pull may begin.
+            pull: does it.
+            future: gets the result, or the error of either.
+
+        Returns:
+            The same future.
 
         Raises:
             StalenessError: too many pulls wait for their turn.
         """
-        future: Future[Result] = Future()
 
         def job() -> None:
             try:
                 if self._closing.is_set():
                     raise PersiaError(CLOSED)
-                ticket = begin()
-                self._pool.submit(_fulfil, future, lambda: pull(ticket))
+                begin()
+                self._pool.submit(_fulfil, future, pull)
             except Exception as exc:  # noqa: BLE001  # handed to whoever waits
                 future.set_exception(exc)
 

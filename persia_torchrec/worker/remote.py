@@ -1,18 +1,20 @@
 """The trainer's way to embedding workers in other processes.
 
-``RemoteWorkers`` pulls and pushes like a ``PooledLookup`` in this process; only the
+``RemoteWorkers`` pulls and pushes like a ``SlotsLookup`` in this process; only the
 work is done elsewhere. A batch whose ids a data loader has left with a worker is asked
 for by its reference there; other batches go to the workers in turn.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.errors import FrameError
+from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import (
     TRAINING,
@@ -20,6 +22,7 @@ from persia_torchrec.wire.messages import (
     Header,
     Kind,
     Precision,
+    array_of,
     decode_json,
     encode_json,
 )
@@ -52,6 +55,8 @@ class RemoteBatch:
 
     worker: int
     number: BatchNumber
+    places: tuple[Positions, ...] = ()
+    """For each raw slot, int32 ``(B, F)``, see ``worker/raw_ids.py``."""
 
 
 class RemoteWorkers:
@@ -137,12 +142,13 @@ class RemoteWorkers:
         source: BatchReference | Mapping[str, Bags],
         number: BatchNumber | None,
     ) -> tuple[Outputs, RemoteBatch]:
-        """Have a batch pulled and pooled; see ``PooledLookup.pull``.
+        """Have a batch pulled and pooled; see ``SlotsLookup.pull``.
 
         Args:
             source: where its ids wait, or the ids themselves.
             number: which batch of which stream, when it is for training.
         """
+        assert number is None or number.share is None, "no joint steps through workers"
         if isinstance(source, BatchReference):
             worker = source.worker
             origin = {"loader": source.loader, "reference": source.reference}
@@ -153,19 +159,27 @@ class RemoteWorkers:
             frames = [encode_json(None), *encode_bags(source)]
         handle = RemoteBatch(worker, number or BatchNumber(0, 0))
         header = self._header(Kind.FORWARD, handle, TRAINING if number else 0)
-        _, shape_frame, floats = self._reply(worker, header, frames, "lookup")
-        shape = decode_json([b"", shape_frame])
-        assert isinstance(shape, list)
-        size = int(np.prod(shape))
-        # Copied: the frame is read-only, and torch wants memory that can be written.
-        pooled = decode_floats(floats, size, self._precision).reshape(shape).copy()
-        return (pooled,), handle
+        reply = self._wait(self._send(worker, header, frames, "lookup"))
+        shapes, places_shapes = _shapes_of(reply)
+        # Copied: the frames are read-only, and torch wants memory that can be written.
+        outputs = tuple(
+            decode_floats(frame, math.prod(shape), self._precision)
+            .reshape(shape)
+            .copy()
+            for frame, shape in zip(reply[2:], shapes, strict=False)
+        )
+        places = tuple(
+            array_of(frame, np.int32).reshape(shape).copy()
+            for frame, shape in zip(
+                reply[2 + len(shapes) :], places_shapes, strict=True
+            )
+        )
+        return outputs, replace(handle, places=places)
 
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""
-        (grads_BT,) = grads
         header = self._header(Kind.BACKWARD, handle, 0)
-        frames: Frames = [encode_floats(grads_BT, self._precision)]
+        frames: Frames = [encode_floats(grad, self._precision) for grad in grads]
         return [self._send(handle.worker, header, frames, "update")]
 
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
@@ -201,12 +215,19 @@ class RemoteWorkers:
             worker, header, frames, timeout_s=self._timeout_s, what=what
         )
 
-    def _reply(self, worker: int, header: Header, frames: Frames, what: str) -> Frames:
-        reply = self._wait(self._send(worker, header, frames, what))
-        if len(reply) != 3:
-            raise FrameError(f"The reply must have 3 frames. Received: {len(reply)}.")
-        return reply
-
     def _wait(self, reply: Reply) -> Frames:
         # The I/O thread fails the reply at its deadline; the margin is for its death.
         return reply.result(self._timeout_s + 5)[1]
+
+
+def _shapes_of(reply: Frames) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the shapes of the outputs in a reply, and of the places."""
+    answer = decode_json(reply[:2])
+    shapes = answer if isinstance(answer, dict) else {}
+    outputs, places = shapes.get("outputs", []), shapes.get("places", [])
+    if not outputs or len(reply) != 2 + len(outputs) + len(places):
+        raise FrameError(
+            "The reply must have the shapes of its arrays, and as many arrays. "
+            f"Received: {len(reply)} frames, {answer!r:.100}."
+        )
+    return outputs, places

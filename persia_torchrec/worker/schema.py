@@ -68,4 +68,5 @@ def _feature(slot: SlotConfig, schema: EmbeddingSchema) -> FeatureSpec:
         prefix_bits=schema.feature_index_prefix_bit,
         hash_stack_rounds=slot.hash_stack_rounds,
         hash_stack_size=slot.hash_stack_size,
+        num_places=0 if slot.embedding_summation else slot.sample_fixed_size,
     )

@@ -5,7 +5,8 @@
     gradient of w[j]     = scale(b) * (rows[inverse[j]] . grad[b])
 
 scale is as for bags without weights (``pooling.py``): a mean divides by the number of
-ids, not by the sum of the weights, as fbgemm's does.
+ids, not by the sum of the weights, as fbgemm's does. (fbgemm 1.8's CPU kernel leaves
+the division out of the gradients.)
 
 Dimension key:
     B: samples

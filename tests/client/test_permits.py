@@ -8,32 +8,45 @@ from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from tests.servers import DEADLINE_S
 
 
+def take(permits):
+    permit = permits.ask()
+    permit.take()
+    return permit
+
+
+def hold(permits):
+    """Take a permit, and hold its batch in this thread."""
+    permit = take(permits)
+    permit.hold()
+    return permit
+
+
 def test_no_more_permits_are_out_than_there_are():
     permits = Permits(2, timeout_s=0.05)
-    held = [permits.take() for _ in range(2)]
+    held = [take(permits) for _ in range(2)]
     started = time.monotonic()
     with pytest.raises(StalenessError, match=r"2 batches have been pulled.* 0\.05 s"):
-        permits.take()
+        take(permits)
     assert 0.05 <= time.monotonic() - started < 2
     held[0].give_back()
-    permits.take()
+    take(permits)
 
 
 def test_a_permit_that_is_given_back_twice_counts_once():
     permits = Permits(1, timeout_s=0.05)
-    first = permits.take()
+    first = take(permits)
     first.give_back()
-    permits.take()
+    take(permits)
     first.give_back()
     with pytest.raises(StalenessError):
-        permits.take()
+        take(permits)
 
 
 def test_who_waits_gets_the_permit_that_comes_back():
     permits = Permits(1, timeout_s=DEADLINE_S)
-    held = permits.take()
+    held = take(permits)
     taken = threading.Event()
-    waiting = threading.Thread(target=lambda: (permits.take(), taken.set()))
+    waiting = threading.Thread(target=lambda: (take(permits), taken.set()))
     waiting.start()
     assert not taken.wait(0.05)
     held.give_back()
@@ -41,14 +54,65 @@ def test_who_waits_gets_the_permit_that_comes_back():
     waiting.join(DEADLINE_S)
 
 
+def test_who_holds_all_that_are_out_goes_on_without_one():
+    permits = Permits(2, timeout_s=0.05)
+    held = [hold(permits) for _ in range(2)]
+    more = permits.ask()
+    with pytest.raises(StalenessError):
+        more.take()  # nobody waits for this batch: it is only pulled ahead
+    more.hold()
+    more.take()
+    for permit in (*held, more):
+        permit.let_go()
+    with pytest.raises(StalenessError):
+        take(permits)
+    held[0].give_back()
+    with pytest.raises(StalenessError):
+        take(permits)  # still as many are out as there may be
+    more.give_back()
+    take(permits)
+
+
+def test_to_hold_a_batch_wakes_the_thread_that_takes_its_permit():
+    permits = Permits(1, timeout_s=DEADLINE_S)
+    hold(permits)
+    more, taken = permits.ask(), threading.Event()
+    waiting = threading.Thread(target=lambda: (more.take(), taken.set()))
+    waiting.start()
+    assert not taken.wait(0.05)
+    more.hold()
+    assert taken.wait(DEADLINE_S)
+    waiting.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("how", ["pushed", "not held", "of another thread"])
+def test_who_does_not_hold_all_that_are_out_waits(how):
+    permits = Permits(2, timeout_s=0.05)
+    hold(permits)
+    if how == "of another thread":
+        other = threading.Thread(target=hold, args=(permits,))
+        other.start()
+        other.join(DEADLINE_S)
+    else:
+        permit = take(permits)
+        if how == "pushed":
+            permit.hold()
+            permit.let_go()
+            permit.hold()  # looks at its rows again
+    more = permits.ask()
+    more.hold()
+    with pytest.raises(StalenessError):
+        more.take()
+
+
 def test_closing_fails_who_waits_and_who_comes_later():
     permits = Permits(1, timeout_s=DEADLINE_S)
-    held = permits.take()
+    held = take(permits)
     errors = []
 
     def wait():
         try:
-            permits.take()
+            take(permits)
         except PersiaError as exc:
             errors.append(str(exc))
 

@@ -5,7 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.data.kjt import to_jagged_ids, to_keyed_jagged_tensor
+from persia_torchrec.data.kjt import (
+    JaggedBatch,
+    to_jagged_ids,
+    to_keyed_jagged_tensor,
+)
 from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.errors import BatchError
 
@@ -38,7 +42,7 @@ def test_persias_features_come_back_from_a_keyed_jagged_tensor(batch, random):
     keys = random.sample(list(batch), random.randint(0, len(batch)))
     jagged = to_jagged_ids(to_keyed_jagged_tensor(features), keys)
     assert list(jagged) == keys
-    for key, (ids_L, lengths_B) in jagged.items():
+    for key, (ids_L, lengths_B, _) in jagged.items():
         assert ids_L.dtype == np.uint64
         assert lengths_B.dtype == np.int32
         assert lengths_B.tolist() == [len(bag) for bag in batch[key]]
@@ -74,7 +78,7 @@ def test_features_that_nobody_asks_for_are_left_out():
 
 def test_features_without_ids_are_empty_bags():
     jagged = to_jagged_ids(kjt([], [0, 0, 0, 0]), ["user", "ad"])
-    assert [(ids.tolist(), n.tolist()) for ids, n in jagged.values()] == [
+    assert [(ids.tolist(), n.tolist()) for ids, n, _ in jagged.values()] == [
         ([], [0, 0]),
         ([], [0, 0]),
     ]
@@ -82,7 +86,7 @@ def test_features_without_ids_are_empty_bags():
 
 def test_a_batch_may_have_no_samples():
     jagged = to_jagged_ids(kjt([], []), ["ad"])
-    assert [len(part) for part in jagged["ad"]] == [0, 0]
+    assert [len(part) for part in jagged["ad"][:2]] == [0, 0]
 
 
 def test_offsets_do_as_well_as_lengths():
@@ -91,7 +95,7 @@ def test_offsets_do_as_well_as_lengths():
         values=torch.tensor([1, 2, 3]),
         offsets=torch.tensor([0, 1, 1, 1, 3]),
     )
-    ids, lengths = to_jagged_ids(batch, ["user"])["user"]
+    ids, lengths, _ = to_jagged_ids(batch, ["user"])["user"]
     assert (ids.tolist(), lengths.tolist()) == ([2, 3], [0, 2])
 
 
@@ -128,7 +132,7 @@ def test_features_of_different_numbers_of_samples_are_refused():
         lengths=torch.tensor([1, 1, 1]),
         stride_per_key_per_rank=[[1], [2]],
     )
-    message = r"same number of samples\. Received: \{'ad': 1, 'user': 2\}"
+    message = r"same number of samples, or inv.*Received: \{'ad': 1, 'user': 2\}"
     with pytest.raises(BatchError, match=message):
         to_jagged_ids(batch, ["ad"])
 
@@ -143,6 +147,83 @@ def test_lengths_must_sum_up_to_the_number_of_ids(num_ids):
 
 def test_what_happens_to_the_lengths_afterwards_does_not_matter():
     batch = kjt([1, 2], [2, 0], keys=["ad"])
-    _, lengths = to_jagged_ids(batch, ["ad"])["ad"]
+    _, lengths, _ = to_jagged_ids(batch, ["ad"])["ad"]
     batch.lengths().fill_(7)
     assert lengths.tolist() == [2, 0]
+
+
+VARIABLE = {
+    "keys": ["ad", "user"],
+    "values": torch.tensor([1, 2, 3, 4, 5]),
+    "lengths": torch.tensor([2, 0, 1, 2]),
+    "stride_per_key_per_rank": [[3], [1]],
+}
+
+
+def test_samples_that_are_kept_once_are_repeated():
+    samples = torch.tensor([[2, 0, 1, 0], [0, 0, 0, 0]])
+    batch = KeyedJaggedTensor(**VARIABLE, inverse_indices=(["ad", "user"], samples))
+    jagged = to_jagged_ids(batch, ["user", "ad"])
+    assert jagged["ad"].lengths.tolist() == [1, 2, 0, 2]
+    assert jagged["ad"].ids.tolist() == [3, 1, 2, 1, 2]
+    assert jagged["user"].lengths.tolist() == [2, 2, 2, 2]
+    assert jagged["user"].ids.tolist() == [4, 5] * 4
+
+
+def test_the_keys_of_the_repeats_may_stand_in_another_order():
+    samples = torch.tensor([[0, 0], [2, 1]])
+    batch = KeyedJaggedTensor(**VARIABLE, inverse_indices=(["user", "ad"], samples))
+    assert to_jagged_ids(batch, ["ad"])["ad"].ids.tolist() == [3]
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 6))
+def test_repeated_samples_have_the_bags_that_they_repeat(random, num_samples):
+    bags = {
+        key: [
+            [random.randrange(99) for _ in range(random.randrange(4))]
+            for _ in range(random.randint(1, 4))
+        ]
+        for key in ("ad", "user")
+    }
+    flat = [bag for key in bags.values() for bag in key]
+    samples = [
+        [random.randrange(len(kept)) for _ in range(num_samples)]
+        for kept in bags.values()
+    ]
+    ids = torch.tensor([id_ for bag in flat for id_ in bag], dtype=torch.int64)
+    batch = KeyedJaggedTensor(
+        keys=list(bags),
+        values=ids,
+        weights=ids / 2,
+        lengths=torch.tensor([len(bag) for bag in flat]),
+        stride_per_key_per_rank=[[len(kept)] for kept in bags.values()],
+        inverse_indices=(list(bags), torch.tensor(samples, dtype=torch.int64)),
+    )
+    jagged = to_jagged_ids(batch, bags)
+    for (key, kept), of_key in zip(bags.items(), samples, strict=True):
+        repeated = [kept[sample] for sample in of_key]
+        expected = [id_ for bag in repeated for id_ in bag]
+        assert jagged[key].lengths.tolist() == [len(bag) for bag in repeated]
+        assert jagged[key].ids.tolist() == expected
+        weights = jagged[key].part_of(batch.weights())
+        assert weights.tolist() == [id_ / 2 for id_ in expected]
+
+
+def test_repeats_of_a_sample_that_is_not_there_are_refused():
+    samples = torch.tensor([[2, 3], [0, 0]])
+    batch = KeyedJaggedTensor(**VARIABLE, inverse_indices=(["ad", "user"], samples))
+    message = r"'ad': inverse_indices must be in \[0, 3\)\. Received: 2 to 3\."
+    with pytest.raises(BatchError, match=message):
+        to_jagged_ids(batch, ["ad"])
+
+
+def test_a_batch_gives_the_part_of_each_feature():
+    batch = kjt([1, 2, 3], [1, 0, 0, 2], weights=torch.tensor([7.0, 8.0, 9.0]))
+    jagged = JaggedBatch.of(batch, ["user"])
+    assert jagged.features["user"].part_of(jagged.weights()).tolist() == [8.0, 9.0]
+    assert jagged.ids("user").tolist() == [2, 3]
+
+
+def test_a_batch_without_weights_says_what_to_do():
+    with pytest.raises(BatchError, match=r"with weights, one for each id\..*weights="):
+        JaggedBatch.of(kjt([], []), ["ad"]).weights()

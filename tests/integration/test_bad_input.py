@@ -1,22 +1,34 @@
 """What a TorchRec user can do wrong ends in an error that says so, and in no hang."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply
 from torchrec import (
     DataType,
-    EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     KeyedJaggedTensor,
 )
 
-from persia_torchrec import SGD, Adagrad, Adam, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec import (
+    SGD,
+    Adagrad,
+    Adam,
+    RemoteEmbeddingBagCollectionSharder,
+    RemoteEmbeddingCollectionSharder,
+)
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
     RemoteError,
     ServerError,
 )
+from persia_torchrec.server.config import ServerConfig
+from tests.servers import DEADLINE_S, RunningServer, once_the_port_is_free
 from tests.sharding.remote_job import META, Bags, RemoteJob, kjt_of, remote_modules
 
 TABLE = EmbeddingBagConfig(100, 4, name="term", feature_names=["ad", "query"])
@@ -98,12 +110,11 @@ class TestBatches:
 class TestCollections:
     """What the servers cannot honour is refused before anything is trained."""
 
-    def test_a_weighted_collection_is_refused(self, job):
+    def test_an_optimizer_that_cannot_move_is_refused(self, job):
         module = Bags([table()])
-        module.bags = EmbeddingBagCollection(
-            tables=[table()], is_weighted=True, device=META
-        )
-        with pytest.raises(ConfigError, match=r"must be unweighted"):
+        apply(torch.optim.Rprop, module.parameters(), {"lr": 0.1})
+        message = r"'term': the opt.*Received: torch\..*\.Rprop\. .*torch\.optim\.SGD"
+        with pytest.raises(ConfigError, match=message):
             job.put_on_servers(module)
 
     def test_an_init_fn_of_ones_own_is_refused(self, job):
@@ -127,6 +138,14 @@ class TestCollections:
         with pytest.raises(RemoteError, match=message) as error:
             job.put_on_servers(Bags([table(dim=8)]))
         assert error.value.kind == "ConfigError"
+        assert trains(model)
+
+    def test_sequences_keep_the_dim_of_a_known_table_too(self, job, model):
+        sequences = EmbeddingConfig(100, 8, name="term", feature_names=["ad"])
+        module = nn.Sequential(EmbeddingCollection(tables=[sequences], device=META))
+        sharder = RemoteEmbeddingCollectionSharder(job.client, SGD(1.0))
+        with pytest.raises(RemoteError, match=r"'term' has dim 4.*Received: dim 8"):
+            job.shard(module, [sharder])
         assert trains(model)
 
     def test_a_known_table_keeps_its_kind_of_optimizer(self, job, model):
@@ -164,13 +183,40 @@ class TestBackward:
         assert trains(model)
 
 
+def until_reached(call):
+    """Call again while the connection is lost; raise any other error."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return call()
+        except RemoteError:
+            raise
+        except ServerError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def push_and_flush(module, loss):
     loss.backward()
     module.pipeline.flush()
 
 
 class TestServers:
-    """Servers that are gone."""
+    """Servers that are gone, or were."""
+
+    def test_a_server_that_was_started_again_knows_no_tables(self):
+        with RemoteJob(num_servers=1) as job:
+            model = job.put_on_servers(Bags([TABLE]))
+            port = int(job.servers.addresses[0].rpartition(":")[2])
+            job.servers.stop()
+            config = ServerConfig(shard=0, num_shards=1, capacity_rows=9, port=port)
+            second = once_the_port_is_free(lambda: RunningServer(config))
+            try:
+                message = "server 0 at tcp.*started anew since the client connected"
+                with pytest.raises(RemoteError, match=message):
+                    until_reached(lambda: model(kjt_of(BATCH)))
+            finally:
+                second.stop()
 
     def test_a_lookup_names_the_server_that_is_gone(self):
         with RemoteJob(timeout_s=0.5) as job:

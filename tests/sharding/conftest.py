@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from tests.sharding.remote_job import RemoteJob
 
@@ -7,3 +8,12 @@ from tests.sharding.remote_job import RemoteJob
 def job():
     with RemoteJob() as job:
         yield job
+
+
+@pytest.fixture
+def one_thread():
+    """Run small operators in one thread: two wait for each other on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -135,7 +135,7 @@ class Bags(nn.Module):
         return self.bags(ids)
 
 
-def shard(model: nn.Module, *sharders, device=CPU, constraints=None):
+def shard(model: nn.Module, *sharders, device=CPU, constraints=None, **settings):
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=dist.get_world_size(),
@@ -146,7 +146,9 @@ def shard(model: nn.Module, *sharders, device=CPU, constraints=None):
     )
     sharders = list(sharders)
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
-    return DistributedModelParallel(model, sharders=sharders, plan=plan, device=device)
+    return DistributedModelParallel(
+        model, sharders=sharders, plan=plan, device=device, **settings
+    )
 
 
 def remote_modules(model: nn.Module) -> list[ShardedRemoteCollection]:

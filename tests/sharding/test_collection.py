@@ -187,9 +187,9 @@ def test_a_pooling_that_the_servers_do_not_know_is_refused():
         describe_bags(module, Adagrad())
 
 
-def test_a_weighted_collection_is_refused():
-    with pytest.raises(ConfigError, match=r"must be unweighted.*is_weighted=True"):
-        describe(table(), is_weighted=True)
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_whether_bags_are_weighted_is_kept(is_weighted):
+    assert describe(table(), is_weighted=is_weighted).is_weighted == is_weighted
 
 
 def test_a_dim_above_the_servers_limit_is_refused():

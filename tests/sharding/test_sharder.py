@@ -1,3 +1,6 @@
+import copy
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -115,6 +118,30 @@ def test_two_collections_of_one_model_train_side_by_side(job):
     assert job.total("open_batches") == 0
 
 
+def test_a_collection_that_a_model_has_twice_stays_one(job):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = Bags(TABLES)
+            self.right = nn.Module()
+            self.right.bags = self.left.bags
+
+        def forward(self, ids):
+            left, right = self.left(ids).values(), self.right.bags(ids).values()
+            return left, right
+
+    model = job.put_on_servers(Tied(), SGD(1.0), staleness=2)
+    left, right = model(kjt_of(IDS))
+    assert torch.equal(left, right)
+    before = job.read("term", [1])
+    (left.sum() + 2 * right.sum()).backward()
+    for module in remote_modules(model):
+        module.pipeline.flush()
+    assert np.allclose(before - job.read("term", [1]), 3)
+    left, right = model(kjt_of(IDS))
+    assert torch.equal(left, right)
+
+
 def test_the_servers_draw_other_weights_than_the_collection_had(job):
     tables = [EmbeddingBagConfig(4, 8, name="term", feature_names=["ad"])]
     module = Bags(tables, device=CPU)
@@ -141,6 +168,7 @@ def test_a_plan_without_one_of_the_tables_is_refused(job):
 def test_a_collection_on_the_servers_cannot_be_copied_to_another_device(job):
     model = job.put_on_servers(Bags(TABLES))
     (module,) = remote_modules(model)
-    for of_torchrec in (module, model):
+    # DistributedModelParallel.copy begins with a deepcopy.
+    for copied in (lambda: module.copy(CPU), lambda: copy.deepcopy(model)):
         with pytest.raises(ConfigError, match="cannot be copied to another device"):
-            of_torchrec.copy(CPU)
+            copied()

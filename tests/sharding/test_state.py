@@ -16,7 +16,13 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from persia_torchrec import SGD, Constant, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec import (
+    SGD,
+    Constant,
+    RemoteEmbeddingBagCollectionSharder,
+    join,
+)
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
 from tests.sharding.remote_job import META, Bags, kjt_of, remote_modules, shard
 
@@ -139,6 +145,11 @@ def test_the_data_parallel_half_may_be_made_later(job):
     sharder.close()
 
 
+def test_trainers_whose_data_end_unevenly_need_a_graph_that_is_not_static(twins):
+    with pytest.raises(ConfigError, match="without static_graph"), join(twins.remote):
+        pytest.fail("the block was entered")
+
+
 def test_state_without_rows_loads_strictly(twins):
     train(twins.remote, optimizers_of(twins.remote))
     state = copy.deepcopy(twins.remote.state_dict())
@@ -161,11 +172,13 @@ def test_what_is_missing_or_unknown_is_reported_as_torchrec_does(twins, strict):
     assert bool(reports[0].missing_keys) == strict
 
 
-def test_rows_of_a_plain_model_are_reported_as_unknown(twins):
+def test_the_rows_of_a_plain_model_are_no_state_of_one_on_the_servers(twins):
     state = twins.plain.state_dict()
-    rows = [name.partition("bags.bags.")[2] for name in state if is_rows(name)]
-    report = twins.remote.load_state_dict(state, strict=True)
-    assert [name for name in report.unexpected_keys if is_rows(name)] == rows
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"embedding_bags\.term\.w'):
+        twins.remote.load_state_dict(dict(state), strict=True)
+    twins.remote.load_state_dict(dict(state), strict=False)
+    over = twins.remote.state_dict()["over.weight"]
+    assert torch.equal(over, twins.plain.state_dict()["over.weight"])
 
 
 def test_the_state_has_a_size_of_the_dense_half_alone(twins):

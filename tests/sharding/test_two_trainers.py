@@ -9,7 +9,7 @@ from tests.sharding import two_trainers
 from tests.sharding.remote_job import RemoteJob, Servers
 from tests.sharding.two_trainers import ADAM, CASES, EPOCHS, SGD, TRAININGS
 
-TRAINING_S = 500.0
+TRAINING_S = 120.0
 """What two processes may take to import TorchRec and train, on a busy machine."""
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(TRAINING_S + 30)]
@@ -54,6 +54,8 @@ def test_every_step_of_every_trainer_has_the_loss_of_plain_torchrec(learnt, name
     for rank in range(2):
         losses = learnt[name, rank]
         np.testing.assert_allclose(losses["remote"], losses["plain"], rtol=1e-5)
+        # It would not mean much if nothing were learnt.
+        assert losses["plain"][-20:].mean() < 0.9 * losses["plain"][:20].mean()
     first, second = (learnt[name, rank] for rank in range(2))
     np.testing.assert_array_equal(first["rows"], second["rows"])
     assert not np.array_equal(first["remote"], second["remote"])

@@ -218,6 +218,49 @@ def test_an_evaluation_does_not_wait_behind_a_training_pull_without_permit(train
     assert waiting.result(DEADLINE_S).outputs[0][0, 0] == 1
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_thread_may_hold_several_batches_for_one_backward_pass(train, staleness):
+    trainer = train(staleness)
+    held = [trainer.pull() for _ in range(4)]
+    for batch in held:
+        batch.push(ONE_UPDATE)
+    following = trainer.pull()
+    trainer.pipeline.flush()
+    assert trainer.num_updates() == 4
+    assert following.is_training
+    assert trainer.counters("open_batches_max") == [4]
+
+
+def test_a_batch_that_is_only_pulled_ahead_waits_for_those_that_are_held(train):
+    trainer = train(1)
+    held = trainer.pull()
+    ahead = trainer.start()
+    with pytest.raises(TimeoutError):
+        Future.result(ahead, 0.1)  # looks, and does not hold it
+    held.push(ONE_UPDATE)
+    ahead.result(DEADLINE_S).push(ONE_UPDATE)
+    trainer.pipeline.flush()
+    assert trainer.counters("open_batches_max") == [1]
+
+
+def test_a_batch_of_another_thread_waits_for_those_that_are_held(train):
+    trainer = train(1)
+    held, pulled = trainer.pull(), threading.Event()
+
+    def pull():
+        trainer.pull().push(ONE_UPDATE)
+        pulled.set()
+
+    other = threading.Thread(target=pull)
+    other.start()
+    assert not pulled.wait(0.1)
+    held.push(ONE_UPDATE)
+    assert pulled.wait(DEADLINE_S)
+    other.join(DEADLINE_S)
+    trainer.pipeline.flush()
+    assert trainer.counters("open_batches_max") == [1]
+
+
 def test_several_pullers_pull_at_once_and_within_the_bound(train):
     trainer = train(4)
     trainer.pipeline.set_num_pullers(3)

@@ -21,8 +21,8 @@ from persia_torchrec.wire.messages import (
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.worker.bags import FeatureSpec, encode_bags
 from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.process import WorkerProcess
+from persia_torchrec.worker.slots import SlotsLookup
 from tests.servers import ids_of
 from tests.worker.one_feature import bags_of
 
@@ -38,7 +38,7 @@ class Asker:
     def __init__(self, client, *, buffer_size=10) -> None:
         self.client = client
         self.buffer = IdBuffer(buffer_size, expires_s=60)
-        self.process = WorkerProcess(PooledLookup(client, [FEATURE]), self.buffer)
+        self.process = WorkerProcess(SlotsLookup(client, [FEATURE]), self.buffer)
 
     def ask(self, kind, *frames, **header):
         """Return the frames of the reply, which stand after its header."""
@@ -54,14 +54,16 @@ class Asker:
         return decode_json([b"", reply])["reference"]
 
     def forward(self, origin, *frames, batch=1, training=True, **header):
-        shape, floats = self.ask(
+        shapes, floats = self.ask(
             Kind.FORWARD,
             *(encode_json(origin), *frames),
             batch=batch,
             flags=TRAINING if training else 0,
             **header,
         )
-        shape = decode_json([b"", shape])
+        shapes = decode_json([b"", shapes])
+        ((shape,), places) = shapes["outputs"], shapes["places"]
+        assert places == []
         precision = header.get("precision", Precision.FP32)
         return decode_floats(floats, int(np.prod(shape)), precision).reshape(shape)
 
@@ -210,7 +212,6 @@ GOOD = encode_bags(bags_of([1, 2], [3]))
         (Kind.FORWARD, [b"[]"], r"must name a loader"),
         (Kind.FORWARD, [b'{"loader": 0}'], r"must name a loader"),
         (Kind.FORWARD, [b'{"loader": 0, "reference": "x"}'], r"must name a loader"),
-        (Kind.BACKWARD, [], "BACKWARD has 2 frames"),
     ],
 )
 def test_a_malformed_message_is_refused(asker, kind, frames, message):
@@ -227,3 +228,9 @@ def test_a_gradient_of_another_size_is_refused(asker, num_floats):
     with pytest.raises(FrameError, match=r"2 numbers as FP32 take 8 bytes"):
         asker.backward([1.0] * num_floats)
     np.testing.assert_array_equal(asker.rows(1), before)
+
+
+def test_a_gradient_without_its_array_is_refused(asker):
+    asker.forward(None, *encode_bags(bags_of([1])))
+    with pytest.raises(FrameError, match=r"BACKWARD has 2 frames\. Received: 1"):
+        asker.ask(Kind.BACKWARD, batch=1)

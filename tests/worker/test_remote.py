@@ -17,9 +17,9 @@ from persia_torchrec.wire.messages import Precision, encode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.remote import BatchReference, RemoteWorkers
+from persia_torchrec.worker.slots import SlotsLookup
 from tests.servers import ids_of
 from tests.worker.one_feature import bags_of
 
@@ -35,7 +35,7 @@ class Workers:
         self.clients = clients
         self.buffers = [IdBuffer(buffer_size, expires_s=60) for _ in clients]
         self.services = [
-            Service("worker", WorkerProcess(PooledLookup(c, [FEATURE]), buffer).answer)
+            Service("worker", WorkerProcess(SlotsLookup(c, [FEATURE]), buffer).answer)
             for c, buffer in zip(clients, self.buffers, strict=True)
         ]
         self._remotes = []
@@ -197,7 +197,7 @@ def test_a_worker_that_is_gone_is_named(workers):
 def test_a_reply_that_is_none_is_refused():
     service = Service("no worker", lambda _header, _frames: [encode_json(None)])
     remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
-    with pytest.raises(FrameError, match=r"must have 3 frames\. Received: 2"):
+    with pytest.raises(FrameError, match=r"as many arrays\. Received: 2 frames"):
         remote.pull(bags_of([1]), number(1))
     remote.close()
     service.close()

@@ -1,0 +1,171 @@
+"""The optimizers that a model brings along, as the servers apply them.
+
+A TorchRec user gives tables their optimizer in one of two ways, and either moves to the
+servers with the table:
+
+    apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.01})
+    FusedEmbeddingBagCollection(tables, optimizer_type=Adam, optimizer_kwargs={...})
+
+TorchRec itself trains such tables by fbgemm's optimizer of the same name, and fbgemm
+says what it computes and what an argument is by default, whatever the class would: so
+``torch.optim.Adam`` decays weights as AdamW does, and Adagrad's ``eps`` is 1e-8. Two
+things are taken from the class, since fbgemm leaves them out: momentum and weight decay
+of SGD, and weight decay and the start of the accumulator of Adagrad.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchrec.optim
+from torch import nn
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+from persia_torchrec.embedding.optim import (
+    LAMB,
+    LARS,
+    SGD,
+    Adagrad,
+    AdamW,
+    Optimizer,
+    RowwiseAdam,
+    RowwiseLAMB,
+)
+from persia_torchrec.errors import ConfigError
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How the optimizers of one name are made.
+
+    Attributes:
+        make: takes the arguments, by their names here.
+        arguments: their names here, and what fbgemm takes where they are not given.
+    """
+
+    make: Callable[..., Optimizer]
+    arguments: Mapping[str, object]
+
+
+_SGD = _Kind(SGD, {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0})
+_ACCUMULATED = {
+    "lr": 0.01,
+    "initial_accumulator_value": 0.0,
+    "weight_decay": 0.0,
+    "eps": 1e-8,
+}
+_ADAGRAD = _Kind(Adagrad, _ACCUMULATED)
+_ROWWISE_ADAGRAD = _Kind(Adagrad, {**_ACCUMULATED, "vectorwise_shared": True})
+_MEANS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+_KINDS: dict[type[object], _Kind] = {
+    torch.optim.SGD: _SGD,
+    torchrec.optim.SGD: _SGD,
+    torch.optim.Adagrad: _ADAGRAD,
+    torchrec.optim.Adagrad: _ADAGRAD,
+    torchrec.optim.RowWiseAdagrad: _ROWWISE_ADAGRAD,
+    torch.optim.Adam: _Kind(AdamW, _MEANS),
+    torchrec.optim.Adam: _Kind(AdamW, _MEANS),
+    torchrec.optim.PartialRowWiseAdam: _Kind(RowwiseAdam, _MEANS),
+    torchrec.optim.LAMB: _Kind(LAMB, _MEANS),
+    torchrec.optim.PartialRowWiseLAMB: _Kind(RowwiseLAMB, _MEANS),
+    torchrec.optim.LarsSGD: _Kind(
+        LARS, {"lr": 0.01, "eta": 0.001, "momentum": 0.9, "weight_decay": 0.0}
+    ),
+}
+
+_NEAREST = {
+    "AdamW": "torch.optim.Adam, whose weight_decay is AdamW's on the servers",
+    "SparseAdam": "torch.optim.Adam, which changes the rows of a batch alone there",
+    "RMSprop": "TableSettings(optimizer=AdamAsync(apply_sparse_rmsprop=True))",
+    "NAdam": "TableSettings(optimizer=AdamAsync(use_nesterov=True))",
+    "Adadelta": "torch.optim.Adagrad",
+    "Rprop": "torch.optim.SGD",
+    "ASGD": "torch.optim.SGD",
+}
+_NEAREST_OF_ALL = "torch.optim.Adam"
+
+_SPELLINGS = {"learning_rate": "lr"}
+_OF_TORCHREC = "optimizer"  # TorchRec writes fbgemm's name among the arguments
+
+
+def model_optimizers(module: nn.Module) -> dict[str, Optimizer]:
+    """Return the optimizers of the tables that the model gives one, by table.
+
+    Args:
+        module: a collection of TorchRec's, on any device.
+
+    Raises:
+        ConfigError: a table has two, or one that the servers cannot apply; the message
+            names it and the nearest that they can.
+    """
+    if isinstance(module, FusedEmbeddingBagCollection):
+        own = module.optimizer_type(), module.optimizer_kwargs()
+        names = [config.name for config in module.embedding_bag_configs()]
+        return {name: translated(*own, table=name) for name in names}
+    optimizers = {}
+    for name, parameter in module.named_parameters():
+        classes = getattr(parameter, "_optimizer_classes", [])
+        arguments = getattr(parameter, "_optimizer_kwargs", [])
+        table = name.split(".")[-2]  # "embedding_bags.TABLE.weight"
+        if len(classes) > 1:
+            raise ConfigError(
+                f"Table {table!r} must have one optimizer. Received: "
+                f"{[cls.__name__ for cls in classes]}, by apply_optimizer_in_backward."
+            )
+        if classes:
+            optimizers[table] = translated(classes[0], arguments[0], table=table)
+    return optimizers
+
+
+def translated(
+    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], *, table: str
+) -> Optimizer:
+    """Return what the servers apply for an optimizer of torch's or TorchRec's.
+
+    Args:
+        cls: its class.
+        arguments: as they were given with it; fbgemm's names do as well.
+        table: whose optimizer it is, for messages.
+
+    Raises:
+        ConfigError: the servers have none like it, or not with these arguments.
+
+    Example:
+        >>> translated(torch.optim.SGD, {"lr": 0.5}, table="user")
+        SGD(lr=0.5, momentum=0.0, weight_decay=0.0)
+    """
+    if cls not in _KINDS:
+        nearest = _NEAREST.get(cls.__name__, _NEAREST_OF_ALL)
+        can = sorted({known.__name__ for known in _KINDS})
+        raise ConfigError(
+            f"Table {table!r}: the optimizer must be one that the servers can apply, "
+            f"of {can}. Received: {cls.__module__}.{cls.__name__}. The nearest is "
+            f"{nearest}."
+        )
+    kind = _KINDS[cls]
+    chosen = {**kind.arguments}
+    for name, value in _with_betas(arguments, kind).items():
+        name = _SPELLINGS.get(name, name)
+        if name in kind.arguments:
+            chosen[name] = value
+        elif value and name != _OF_TORCHREC:
+            raise ConfigError(
+                f"Table {table!r}: {cls.__name__} on the servers has the arguments "
+                f"{sorted(kind.arguments)}. Received: {name}={value!r}. Leave it out."
+            )
+    return kind.make(**chosen)
+
+
+def _with_betas(arguments: Mapping[str, Any], kind: _Kind) -> Arguments:
+    """Return the arguments with ``betas`` for fbgemm's ``beta1`` and ``beta2``."""
+    given = dict(arguments)
+    if "betas" in kind.arguments and given.keys() & {"beta1", "beta2"}:
+        beta1, beta2 = given.get("betas", kind.arguments["betas"])
+        given["betas"] = given.pop("beta1", beta1), given.pop("beta2", beta2)
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    return given

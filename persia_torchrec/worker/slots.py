@@ -1,0 +1,107 @@
+"""The lookup of PERSIA's slots: some are pooled, some are raw.
+
+    pooled slots -> one array (B, T), each slot in its own columns
+    a raw slot   -> one array (N, D), a vector for each of its different ids, and where
+                    these stand in the samples (see ``raw_ids.py``)
+
+Where buckets of a hash stack stand for an id, its vector is the sum of theirs; with
+root scaling, divided by the root of their number.
+
+Dimension key:
+    B: samples
+    N: different ids of a raw slot
+    D: embedding dim
+    T: sum of the dims of the pooled slots
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.wire.messages import Precision
+from persia_torchrec.worker.bags import Bags, FeatureSpec
+from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
+from persia_torchrec.worker.pooling import Floats, add_gradients, pool
+from persia_torchrec.worker.pulled import Outputs
+from persia_torchrec.worker.raw_ids import raw_ids
+
+
+class SlotsLookup(EmbeddingWorker):
+    """Pools the pooled slots of a batch, and gives a vector for each id of the others.
+
+    Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` a raw slot, in
+    the order of the features.
+
+    Args:
+        client: of the servers; the worker does not close it.
+        features: in the order of the outputs, or of their columns.
+        precision: how rows and gradients travel.
+    """
+
+    def __init__(
+        self,
+        client: EmbeddingClient,
+        features: Sequence[FeatureSpec],
+        *,
+        precision: Precision = Precision.FP32,
+    ) -> None:
+        super().__init__(client, features, precision=precision)
+        numbered = list(enumerate(self.features))
+        self._pooled = [f for f, feature in numbered if not feature.num_places]
+        self._raw = [f for f, feature in numbered if feature.num_places]
+
+    def pull(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> tuple[Outputs, RoutedBatch]:
+        """Fetch the rows of a batch; see :meth:`EmbeddingWorker.pull`.
+
+        Returns:
+            The outputs; and what :meth:`push` needs, with the places of the raw slots.
+        """
+        num_samples = self.check(bags)
+        bags_of = {feature.name: bags[feature.key] for feature in self.features}
+        places = []
+        for f in self._raw:
+            feature = self.features[f]
+            raw = raw_ids(bags_of[feature.name], feature.num_places)
+            bags_of[feature.name] = raw.bags()
+            places.append(raw.places)
+        batch = self.route(bags_of, num_samples, number)
+        batch = replace(batch, places=places)
+        return self.outputs_of(self.rows_of(batch), batch), batch
+
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape of each output."""
+        dims = self.dims()
+        raw = [(len(batch.lengths[f]), dims[f]) for f in self._raw]
+        return [(batch.num_samples, sum(dims[f] for f in self._pooled)), *raw]
+
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+        """Sum the rows of each bag, or of each id's buckets."""
+        outputs = tuple(
+            np.empty(shape, dtype=np.float32) for shape in self.shapes(batch)
+        )
+        for f, output, columns in self._parts(outputs):
+            bags = batch.inverses[f], batch.lengths[f], self.features[f].pooling
+            pool(rows[self.table_of[f]], *bags, output, columns)
+        return outputs
+
+    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> list[Floats]:
+        """Sum the gradients of each row."""
+        sums = self.no_gradients(batch)
+        for f, grad, columns in self._parts(grads):
+            bags = batch.inverses[f], batch.lengths[f], self.features[f].pooling
+            add_gradients(grad, columns, *bags, sums[self.table_of[f]])
+        return sums
+
+    def _parts(self, outputs: Outputs) -> list[tuple[int, Floats, slice]]:
+        """Return each feature with its output, and its columns there."""
+        dims = self.dims()
+        parts, stop = [], 0
+        for f in self._pooled:
+            start, stop = stop, stop + dims[f]
+            parts.append((f, outputs[0], slice(start, stop)))
+        raw = zip(self._raw, outputs[1:], strict=True)
+        return parts + [(f, output, slice(0, dims[f])) for f, output in raw]

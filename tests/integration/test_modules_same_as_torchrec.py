@@ -1,0 +1,424 @@
+"""Every embedding module of TorchRec trains on the servers as it does in TorchRec.
+
+Both models start from the same rows and dense weights, and see the same batches.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+import torchrec.optim
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import (
+    FeatureProcessedEmbeddingBagCollectionSharder,
+)
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from torchrec.modules.fp_embedding_modules import (
+    FeatureProcessedEmbeddingBagCollection,
+)
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+from persia_torchrec import (
+    Adagrad,
+    RemoteEmbeddingBagCollectionSharder,
+    RemoteEmbeddingCollectionSharder,
+    RemoteFeatureProcessedEmbeddingBagCollectionSharder,
+    RemoteFusedEmbeddingBagCollectionSharder,
+)
+from persia_torchrec.client.client import BatchNumber
+from tests.sharding.remote_job import CPU, META, RemoteJob, shard
+
+NUM_IDS = 40
+NUM_SAMPLES = 16
+NUM_STEPS_OF_VARIANTS = 40
+MAX_IDS = 4
+KEYS = ["ad", "query", "user", "place"]
+LR = 0.05
+FUSED = {
+    "optimizer": EmbOptimType.EXACT_ADAGRAD,
+    "learning_rate": LR,
+    "eps": 1e-8,
+}
+OPTIMIZER = Adagrad(lr=LR, initial_accumulator_value=0, eps=1e-8)
+
+
+def tables(last=PoolingType.MEAN):
+    """Two features a table, an id shared by two tables, mixed dims, both poolings."""
+    return [
+        EmbeddingBagConfig(NUM_IDS, 8, name="term", feature_names=["ad", "query"]),
+        EmbeddingBagConfig(NUM_IDS, 4, name="user", feature_names=["user", "ad"]),
+        EmbeddingBagConfig(
+            *(NUM_IDS, 4), name="place", feature_names=["place"], pooling=last
+        ),
+    ]
+
+
+def bags():
+    return EmbeddingBagCollection(tables=tables(), device=META)
+
+
+def weighted_bags():
+    # fbgemm's CPU kernel pools a weighted mean, but leaves the division out of its
+    # gradient; so the mean of weighted bags has tests of its own.
+    return EmbeddingBagCollection(
+        tables=tables(PoolingType.SUM), device=META, is_weighted=True
+    )
+
+
+def bags_with_optimizers():
+    collection = bags()
+    weights = {
+        name: module.weight for name, module in collection.embedding_bags.items()
+    }
+    apply(torch.optim.SGD, [weights["term"]], {"lr": 1.0})
+    rowwise = {"lr": 0.1, "eps": 1e-6}
+    apply(torchrec.optim.RowWiseAdagrad, [weights["user"]], rowwise)
+    return collection
+
+
+def fused_bags():
+    return FusedEmbeddingBagCollection(
+        tables=tables(),
+        optimizer_type=torch.optim.Adagrad,
+        optimizer_kwargs={"lr": 2 * LR, "eps": 1e-6},
+        device=META,
+    )
+
+
+def processed_together():
+    lengths = dict.fromkeys(KEYS, MAX_IDS)
+    return FeatureProcessedEmbeddingBagCollection(
+        weighted_bags(), PositionWeightedModuleCollection(lengths, device=CPU)
+    )
+
+
+def processed_one_by_one():
+    return FeatureProcessedEmbeddingBagCollection(
+        weighted_bags(),
+        {key: PositionWeightedModule(MAX_IDS, device=CPU) for key in KEYS},
+    )
+
+
+def sequences(*, need_indices=False):
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(NUM_IDS, 8, name="term", feature_names=["ad", "query"]),
+            EmbeddingConfig(NUM_IDS, 8, name="user", feature_names=["user", "ad"]),
+        ],
+        need_indices=need_indices,
+        device=META,
+    )
+
+
+class Pooled(nn.Module):
+    """Embeddings and dense features, and one layer over them."""
+
+    def __init__(self, embeddings) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.over = nn.Linear(2 * 8 + 2 * 4 + 4 + 3, 1)
+
+    def forward(self, dense, ids):
+        values = self.embeddings(ids).values()
+        return self.over(torch.cat([torch.tanh(values), dense], dim=1)).squeeze(1)
+
+
+class Sequential(nn.Module):
+    """The embedding of each id counts by itself, so that pooling cannot replace it."""
+
+    def __init__(self, embeddings) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.over = nn.Linear(4 * 8 + 3, 1)
+
+    def forward(self, dense, ids):
+        parts = [dense]
+        for name, feature in sorted(self.embeddings(ids).items()):
+            values = torch.tanh(feature.values())
+            if feature.weights_or_none() is not None:
+                assert name.split("@")[0] in KEYS
+                values = values * (feature.weights() % 5).unsqueeze(1)
+            samples = torch.arange(len(dense), device=dense.device)
+            sample = samples.repeat_interleave(feature.lengths())
+            zeros = torch.zeros(len(dense), 8, device=dense.device)
+            parts.append(zeros.index_add(0, sample, values))
+        return self.over(torch.cat(parts, dim=1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, and the sharders that put it on the servers and into TorchRec."""
+
+    model: Callable[[], nn.Module]
+    remote: Callable[..., list]
+    local: Callable[[], object]
+    is_weighted: bool = False
+    is_variable: bool = False
+    pools_here: bool = False
+    num_steps: int = 200
+
+
+def remote_bags(client):
+    return [RemoteEmbeddingBagCollectionSharder(client, OPTIMIZER)]
+
+
+def remote_fused(client):
+    return [RemoteFusedEmbeddingBagCollectionSharder(*remote_bags(client))]
+
+
+def remote_processed(client):
+    return [RemoteFeatureProcessedEmbeddingBagCollectionSharder(*remote_bags(client))]
+
+
+def remote_sequences(client):
+    return [RemoteEmbeddingCollectionSharder(client, OPTIMIZER)]
+
+
+def local_bags():
+    return EmbeddingBagCollectionSharder(fused_params=dict(FUSED))
+
+
+def local_processed():
+    return FeatureProcessedEmbeddingBagCollectionSharder(local_bags())
+
+
+def local_sequences():
+    return EmbeddingCollectionSharder(fused_params=dict(FUSED))
+
+
+POOLED = Case(lambda: Pooled(bags()), remote_bags, local_bags)
+WEIGHTED = Case(
+    lambda: Pooled(weighted_bags()), remote_bags, local_bags, is_weighted=True
+)
+SEQUENCES = Case(lambda: Sequential(sequences()), remote_sequences, local_sequences)
+VARIANT = {"num_steps": NUM_STEPS_OF_VARIANTS}
+CASES = {
+    "bags": POOLED,
+    "bags, pooled by torch": replace(POOLED, pools_here=True, **VARIANT),
+    "bags, samples kept once": replace(POOLED, is_variable=True, **VARIANT),
+    "weighted bags": WEIGHTED,
+    "weighted bags, samples kept once": replace(WEIGHTED, is_variable=True, **VARIANT),
+    "bags with optimizers of their own": replace(
+        POOLED, model=lambda: Pooled(bags_with_optimizers())
+    ),
+    "fused bags": Case(
+        lambda: Pooled(fused_bags()), remote_fused, FusedEmbeddingBagCollectionSharder
+    ),
+    "processed bags": Case(
+        lambda: Pooled(processed_together()),
+        *(remote_processed, local_processed),
+    ),
+    "bags processed one by one": Case(
+        lambda: Pooled(processed_one_by_one()),
+        *(remote_processed, local_processed),
+    ),
+    "sequences": SEQUENCES,
+    "sequences, gathered by torch": replace(SEQUENCES, pools_here=True, **VARIANT),
+    "sequences with indices": replace(
+        SEQUENCES, model=lambda: Sequential(sequences(need_indices=True))
+    ),
+    "sequences, samples kept once": replace(SEQUENCES, is_variable=True, **VARIANT),
+}
+
+
+BATCH = ("dense", "ids", "labels")
+
+
+@dataclass(frozen=True)
+class Batch:
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device):
+        return replace(self, **{name: getattr(self, name).to(device) for name in BATCH})
+
+    def repeated(self):
+        """Return the batch with every sample where it was kept once.
+
+        On a CPU, fbgemm pools no batch of a variable number of samples.
+        """
+        keys, samples = self.ids.inverse_indices()
+        bags = [
+            (feature[sample], weights[sample] if weights else None)
+            for key, of_key in zip(keys, samples.tolist(), strict=True)
+            for feature, weights in [self._bags(key)]
+            for sample in of_key
+        ]
+        weights = [of_bag for _, of_bag in bags]
+        ids = KeyedJaggedTensor(
+            keys,
+            torch.cat([ids for ids, _ in bags]),
+            torch.cat(weights) if weights[0] is not None else None,
+            lengths=torch.tensor([len(ids) for ids, _ in bags], dtype=torch.int32),
+        )
+        return replace(self, ids=ids)
+
+    def _bags(self, key):
+        feature = self.ids[key]
+        lengths = feature.lengths().tolist()
+        weights = feature.weights_or_none()
+        return feature.values().split(
+            lengths
+        ), None if weights is None else weights.split(lengths)
+
+
+def make_batch(generator, case):
+    """Bags of 0 to 4 ids; now and then a feature has none in the whole batch."""
+
+    def integers(high, *shape):
+        return torch.randint(high, shape, generator=generator)
+
+    kept = [NUM_SAMPLES] * len(KEYS)
+    if case.is_variable:
+        kept = (1 + integers(NUM_SAMPLES, len(KEYS))).tolist()
+    lengths = [integers(MAX_IDS + 1, num) for num in kept]
+    if integers(4, 1) == 0:
+        lengths[integers(len(KEYS), 1)].zero_()
+    lengths = torch.cat(lengths)
+    ids = integers(NUM_IDS, int(lengths.sum()))
+    weights = torch.rand(len(ids), generator=generator) * 2 - 0.5
+    more = {}
+    if case.is_variable:
+        samples = [integers(num, NUM_SAMPLES) for num in kept]
+        more["stride_per_key_per_rank"] = [[num] for num in kept]
+        more["inverse_indices"] = (KEYS, torch.stack(samples))
+    kjt = KeyedJaggedTensor(
+        KEYS, ids, weights if case.is_weighted else None, lengths=lengths.int(), **more
+    )
+    dense = torch.randn(NUM_SAMPLES, 3, generator=generator)
+    return Batch(dense, kjt, (dense.sum(1) > 0).float())
+
+
+def make_batches(case):
+    generator = torch.Generator().manual_seed(0)
+    return [make_batch(generator, case) for _ in range(case.num_steps)]
+
+
+class Twins:
+    """One model twice: its tables on the servers, and in plain TorchRec."""
+
+    def __init__(self, job, case, device=CPU):
+        torch.manual_seed(0)
+        model = case.model()
+        dense = {key: v.clone() for key, v in model.state_dict().items() if v.numel()}
+        dense = {key: value for key, value in dense.items() if not value.is_meta}
+        self.configs = configs_of(model.embeddings)
+        model = model.to(device) if device != CPU else model
+        self.remote = job.shard(model, case.remote(job.client), device=device)
+        twin = case.model()
+        twin.load_state_dict(dense, strict=False)
+        fused = ParameterConstraints(
+            sharding_types=["table_wise"], compute_kernels=["fused"]
+        )
+        constraints = {config.name: fused for config in self.configs}
+        self.local = shard(twin, case.local(), constraints=constraints)
+        for config in self.configs:
+            ids = np.arange(NUM_IDS, dtype=np.uint64)
+            split = job.client.split(ids)
+            number = BatchNumber(BatchNumber.new_stream(), 1)
+            (rows,) = job.client.pull([(config.name, split)], batch=number)
+            self.local_rows(config.name).copy_(torch.from_numpy(rows[split.place]))
+
+    def local_rows(self, table):
+        (piece,) = (
+            value.local_shards()
+            for name, value in self.local.state_dict().items()
+            if name.endswith(f".{table}.weight")
+        )
+        return piece[0].tensor
+
+    def train(self, model, batches):
+        """Return the loss of each step; the dense half is trained by plain SGD."""
+        tables = tuple(f".{config.name}.weight" for config in self.configs)
+        dense = [p for name, p in model.named_parameters() if not name.endswith(tables)]
+        optimizer = torch.optim.SGD(dense, lr=0.1)
+        losses = []
+        for batch in batches:
+            logits = model(batch.dense, batch.ids)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return np.array(losses)
+
+
+def configs_of(module):
+    if isinstance(module, EmbeddingCollection):
+        return module.embedding_configs()
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        module = module._embedding_bag_collection
+    return module.embedding_bag_configs()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def job():
+    with RemoteJob(num_servers=2) as job:
+        yield job
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_step_has_the_loss_of_plain_torchrec(job, monkeypatch, case):
+    if case.pools_here:
+        for sharder in (
+            RemoteEmbeddingBagCollectionSharder,
+            RemoteEmbeddingCollectionSharder,
+        ):
+            monkeypatch.setattr(sharder, "POOLS_ON", {"cpu"})
+    twins = Twins(job, case)
+    starts = {c.name: twins.local_rows(c.name).clone() for c in twins.configs}
+    losses = twins.train(twins.remote, make_batches(case))
+    batches = make_batches(case)
+    if case.is_variable:
+        batches = [batch.repeated() for batch in batches]
+    expected = twins.train(twins.local, batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for config in twins.configs:
+        rows = job.read(config.name, range(NUM_IDS))[:, : config.embedding_dim]
+        local = twins.local_rows(config.name)
+        np.testing.assert_allclose(rows, local.numpy(), rtol=1e-4, atol=1e-5)
+        assert (local - starts[config.name]).abs().max() > 0.05
+    assert job.total("gradients_missed") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "case", ["bags", "weighted bags", "processed bags", "sequences with indices"]
+)
+def test_a_module_on_a_gpu_trains_as_plain_torchrec_does(job, case):
+    device, case = torch.device("cuda", 0), CASES[case]
+    twins = Twins(job, case, device)
+    on_gpu = [batch.to(device) for batch in make_batches(case)]
+    losses = twins.train(twins.remote, on_gpu)
+    expected = twins.train(twins.local, make_batches(case))
+    # Sums there are in another order.
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
