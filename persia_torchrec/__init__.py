@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from persia_torchrec.client.client import (
         EmbeddingClient,
     )
+    from persia_torchrec.client.row_block import (
+        RowBlock,
+        blocks_of,
+    )
     from persia_torchrec.embedding.admission import (
         AdmitAll,
         AdmitBloom,
@@ -54,14 +58,30 @@ if TYPE_CHECKING:
     from persia_torchrec.sharding.joining import (
         join,
     )
+    from persia_torchrec.sharding.mixed_sharder import (
+        MixedSharder,
+    )
+    from persia_torchrec.sharding.placed_tables import (
+        describe_placement,
+    )
+    from persia_torchrec.sharding.placement import (
+        Placement,
+    )
     from persia_torchrec.sharding.sequence_sharder import (
         RemoteEmbeddingCollectionSharder,
     )
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
     )
+    from persia_torchrec.sharding.table_tensors import (
+        plain_state_dict,
+        read_table,
+    )
     from persia_torchrec.sharding.through_bags import (
         RemoteFusedEmbeddingBagCollectionSharder,
+    )
+    from persia_torchrec.sharding.warm_start import (
+        load_tables,
     )
     from persia_torchrec.table import (
         TableSettings,
@@ -73,6 +93,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "EmbeddingClient": "client.client",
+    "RowBlock": "client.row_block",
+    "blocks_of": "client.row_block",
     "AdmitAll": "embedding.admission",
     "AdmitBloom": "embedding.admission",
     "AdmitFrequency": "embedding.admission",
@@ -101,10 +123,16 @@ _HOME = {
     "RemoteFeatureProcessedEmbeddingBagCollectionSharder": (
         "sharding.feature_processed"
     ),
+    "MixedSharder": "sharding.mixed_sharder",
+    "describe_placement": "sharding.placed_tables",
+    "Placement": "sharding.placement",
     "RemoteEmbeddingCollectionSharder": "sharding.sequence_sharder",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
     "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
     "join": "sharding.joining",
+    "plain_state_dict": "sharding.table_tensors",
+    "read_table": "sharding.table_tensors",
+    "load_tables": "sharding.warm_start",
     "TableSettings": "table",
     "load_checkpoint": "training.checkpoint",
     "save_checkpoint": "training.checkpoint",
@@ -130,20 +158,28 @@ __all__ = [
     "Expiry",
     "Gamma",
     "InverseSqrtDim",
+    "MixedSharder",
     "Normal",
     "PersiaError",
+    "Placement",
     "Poisson",
     "RemoteEmbeddingBagCollectionSharder",
     "RemoteEmbeddingCollectionSharder",
     "RemoteFeatureProcessedEmbeddingBagCollectionSharder",
     "RemoteFusedEmbeddingBagCollectionSharder",
+    "RowBlock",
     "RowwiseAdam",
     "RowwiseLAMB",
     "TableSettings",
     "TruncatedNormal",
     "Uniform",
+    "blocks_of",
+    "describe_placement",
     "join",
     "load_checkpoint",
+    "load_tables",
+    "plain_state_dict",
+    "read_table",
     "save_checkpoint",
 ]
 

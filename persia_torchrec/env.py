@@ -6,17 +6,25 @@ arguments. Nothing is remembered: each call reads the variable as it is now. A v
 that is set to nothing counts as unset, for launchers that write out every variable.
 
     RANK, LOCAL_RANK, WORLD_SIZE               one NN worker among all (torchrun)
+    MASTER_ADDR, MASTER_PORT                   where the NN workers meet (torchrun)
     REPLICA_INDEX, REPLICA_SIZE                one copy of any other role
     PERSIA_STORE_PORT                          port of the job's address book
     PERSIA_STORE_HOST                          its host, or else
     PERSIA_STORE_HOST_ENV                      the name of a variable that holds it
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
+    PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
+    PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
+
+PERSIA's further variables, which have no meaning here, are refused by its launcher:
+see ``REFUSED``.
 """
 
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from persia_torchrec.errors import ConfigError
 
@@ -24,6 +32,50 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 """What ``LOG_LEVEL`` may say, in capitals or not."""
 
 MAX_PORT = 65_535
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A variable of PERSIA that has no meaning here."""
+
+    harmless: str
+    """The value that asks for nothing; PERSIA's default, where that is so."""
+
+    reason: str
+    """Why it is refused, and what to do instead."""
+
+
+REFUSED: Mapping[str, Refused] = {
+    "PERSIA_NATS_URL": Refused(
+        "",
+        "There is no NATS here: the roles of a job meet at its coordinator. Start "
+        "`persia-launcher coordinator` in the place of nats-server, and set "
+        "PERSIA_STORE_PORT and PERSIA_STORE_HOST to its port and host for all roles.",
+    ),
+    "PERSIA_SOCKET_IFNAME": Refused(
+        "",
+        "A role tells the others the address of the interface that leads to the "
+        "coordinator. Set PERSIA_STORE_HOST to the coordinator's address in the "
+        "network to be used.",
+    ),
+    "PERSIA_METRICS_GATEWAY_ADDR": Refused(
+        "",
+        "Nothing is pushed to a gateway. EmbeddingClient.counters() returns what the "
+        "servers count.",
+    ),
+    "PERSIA_SCHEDULED_THREAD_POOL_SIZE": Refused(
+        "1", "It sizes a thread pool of PERSIA that has no counterpart here."
+    ),
+    "PERSIA_DEADLOCK_DETECTION": Refused(
+        "0", "Nothing looks for deadlocks: every wait has a deadline of its own."
+    ),
+    "PERSIA_SKIP_CHECK_DATA": Refused(
+        "0", "A batch is checked when it is made; the servers trust in it."
+    ),
+}
+"""Variables of PERSIA that ``persia-launcher`` refuses."""
 
 
 def get_rank() -> int:
@@ -49,6 +101,12 @@ def get_replica_index() -> int:
 def get_replica_size() -> int:
     """Return how many copies the role has, ``REPLICA_SIZE``; 1 when unset."""
     return _integer("REPLICA_SIZE", default=1, minimum=1)
+
+
+def master() -> tuple[str | None, int | None]:
+    """Return host and port at which the NN workers meet, each None when unset."""
+    port = _integer("MASTER_PORT", default=0, minimum=0)
+    return _text("MASTER_ADDR"), port or None
 
 
 def set_env(name: str, value: str | int) -> None:
@@ -80,18 +138,66 @@ def job_store() -> tuple[str, int] | None:
 
 
 def is_local_job() -> bool:
-    """Return whether all of the job runs on this machine, by ``TORCHX_JOB_ID``."""
-    return (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
+    """Return whether all of the job runs on this machine.
+
+    So it is when torchx runs it here, by ``TORCHX_JOB_ID``, or when
+    ``PERSIA_STORE_HOST`` names this machine as only itself can.
+    """
+    by_torchx = (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
+    return by_torchx or _text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
+
+
+def is_started_by_torchrun() -> bool:
+    """Return whether torchrun has started this process, by ``TORCHELASTIC_RUN_ID``."""
+    return _text("TORCHELASTIC_RUN_ID") is not None
 
 
 def embedding_config_path() -> str | None:
-    """Return the path of ``embedding_config.yml``, ``PERSIA_EMBEDDING_CONFIG``."""
+    """Return the path of ``embedding_config.yml``, ``PERSIA_EMBEDDING_CONFIG``.
+
+    A trainer without one takes the slots of the embedding workers.
+    """
     return _text("PERSIA_EMBEDDING_CONFIG")
 
 
 def global_config_path() -> str | None:
     """Return the path of ``global_config.yml``, ``PERSIA_GLOBAL_CONFIG``."""
     return _text("PERSIA_GLOBAL_CONFIG")
+
+
+def nn_worker_entry() -> str | None:
+    """Return the path of the NN workers' script, ``PERSIA_NN_WORKER_ENTRY``."""
+    return _text("PERSIA_NN_WORKER_ENTRY")
+
+
+def data_loader_entry() -> str | None:
+    """Return the path of the data loaders' script, ``PERSIA_DATALOADER_ENTRY``."""
+    return _text("PERSIA_DATALOADER_ENTRY")
+
+
+def is_launcher_verbose() -> bool:
+    """Return whether ``persia-launcher`` shows what it starts."""
+    return _integer("PERSIA_LAUNCHER_VERBOSE", default=0, minimum=0) > 0
+
+
+def names_store_host() -> bool:
+    """Return whether the environment says where the job's address book is."""
+    names = ("PERSIA_STORE_HOST", "PERSIA_STORE_HOST_ENV")
+    return any(_text(name) is not None for name in names)
+
+
+def refuse_what_has_no_meaning() -> None:
+    """Refuse PERSIA's variables that nothing here acts on.
+
+    Raises:
+        ConfigError: one of ``REFUSED`` is set to more than its harmless value.
+    """
+    for name, refused in REFUSED.items():
+        value = _text(name)
+        if value is not None and value != refused.harmless:
+            raise ConfigError(
+                f"{name} must not be set. Received: {value!r}. {refused.reason}"
+            )
 
 
 def data_dir() -> str | None:

@@ -10,6 +10,7 @@ import yaml
 from persia_torchrec import env
 from persia_torchrec.config import read_yaml
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.wire.ports import free_port_from
 
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's global generator takes."""
@@ -37,27 +38,39 @@ def setup_seed(seed: int) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def load_yaml(path: str | Path) -> object:
+def load_yaml(filepath: str | Path) -> object:
     """Read a YAML file into plain values.
 
     Raises:
         ConfigError: the file is missing, is no YAML, or gives a key twice.
     """
-    return read_yaml(path)
+    return read_yaml(filepath)
 
 
-def dump_yaml(data: object, path: str | Path) -> None:
+def dump_yaml(content: object, filepath: str | Path) -> None:
     """Write plain values to a YAML file, keys in their order; replaces the file.
 
     Raises:
-        ConfigError: ``data`` holds something that YAML has no plain form for; the
+        ConfigError: ``content`` holds something that YAML has no plain form for; the
             file is then left as it was.
     """
     try:
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as exc:
         raise ConfigError(
-            "data must be made of dicts, lists, strings, numbers, booleans and None. "
-            f"Received: {exc}."
+            "content must be made of dicts, lists, strings, numbers, booleans and "
+            f"None. Received: {exc}."
         ) from exc
-    Path(path).write_text(text, encoding="utf-8")
+    Path(filepath).write_text(text, encoding="utf-8")
+
+
+def find_free_port(port: int = 10000, interval: int = 1) -> int:
+    """Return the first of ``port``, ``port + interval``, ... that is free just now.
+
+    Another process may take it before the caller does.
+
+    Raises:
+        ConfigError: ``port`` is not in ``[1, 65535]``, ``interval`` is below 1, or no
+            such port is free.
+    """
+    return free_port_from(port, interval)

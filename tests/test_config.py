@@ -7,10 +7,11 @@ from persia_torchrec.config import (
     FeatureGroup,
     GlobalSettings,
     SlotConfig,
+    differences,
     load_embedding_config,
     load_global_config,
 )
-from persia_torchrec.config.differences import NO_EFFECT, ONE_VALUE
+from persia_torchrec.config.differences import MISTAKEN, NO_EFFECT, ONE_VALUE
 from persia_torchrec.errors import ConfigError
 
 SLOTS = """
@@ -148,7 +149,7 @@ def test_a_merged_yaml_key_is_read(embedding_config):
         ("slots_config: {1: {dim: 8}}", "names as keys. Received: 1. Put it into quo"),
         ("slots_config: {no: {dim: 8}}", "names as keys. Received: False"),
         ("slots_config: {'': {dim: 8}}", "names as keys. Received: ''"),
-        ("{slot_config: {}}", "slot_config is unknown. Did you mean 'slots_config'?"),
+        ("{slots_confg: {}}", r"slots_confg is unknown. Did you mean 'slots_config'\?"),
         (
             "slots_config: {a: {dims: 8}}",
             r"slots_config\.a\.dims is unknown. Did you mean 'dim'\?",
@@ -284,8 +285,8 @@ def test_a_whole_global_config_is_read(global_config):
             "buffered_data_expired_sec must be >= 1",
         ),
         (
-            "common_config: {metrics_config: {push_interval_sec: 10}}",
-            "common_config.metrics_config.push_interval_sec is unknown. "
+            "common_config: {metrics_config: {push_interval: 10}}",
+            "common_config.metrics_config.push_interval is unknown. "
             r"Did you mean 'push_interval_seconds'\?",
         ),
         (
@@ -301,8 +302,8 @@ def test_a_whole_global_config_is_read(global_config):
             "num_workers must be >= 1",
         ),
         (
-            "common_config: {servers: ['a:1']}",
-            "common_config.servers is unknown. Known: metrics_config, job_type",
+            "common_config: {zzz: 1}",
+            "common_config.zzz is unknown. Known: metrics_config, job_type",
         ),
         ("common_config: {job_type: train}", "job_type must be one of Train, Eval"),
         ("common_config: {infer_config: {}}", "must have the key 'servers'"),
@@ -310,7 +311,6 @@ def test_a_whole_global_config_is_read(global_config):
             "common_config: {infer_config: {servers: a, embedding_checkpoint: b}}",
             "infer_config.servers must be a list of strings",
         ),
-        ("PersiaMetricsConfig: {}", "PersiaMetricsConfig is unknown"),
     ],
 )
 def test_global_settings_that_cannot_work_are_refused(global_config, text, message):
@@ -372,16 +372,43 @@ def test_settings_without_an_effect_are_accepted_and_logged(global_config, caplo
     assert logged == {path for path in NO_EFFECT if not path.startswith("slots")}
 
 
-def test_every_key_path_of_the_tables_is_one_that_files_may_have(
-    embedding_config, global_config
-):
+def with_only(key_path, value="3"):
+    """Return a file that has nothing but a key."""
+    text = value
+    for key in reversed(key_path.replace("*", "a").split(".")):
+        text = f"{{{key}: {text}}}"
+    return text
+
+
+@pytest.fixture
+def load(embedding_config, global_config):
+    """Read a file that has nothing but a key, by the reader of its kind."""
+
+    def load(key_path, value="3"):
+        read = embedding_config if key_path.startswith("slot") else global_config
+        return read(with_only(key_path, value))
+
+    return load
+
+
+@pytest.mark.parametrize("row", MISTAKEN, ids=lambda row: row.key_path)
+def test_a_mistaken_key_of_persias_own_pages_is_refused_with_what_was_meant(load, row):
+    with pytest.raises(ConfigError) as refused:
+        load(row.key_path)
+    assert f"{row.key_path} is unknown. {row.instead}" in str(refused.value)
+
+
+@pytest.mark.parametrize("row", MISTAKEN, ids=lambda row: row.key_path)
+def test_a_mistaken_key_is_one_that_no_file_may_have(monkeypatch, load, row):
+    monkeypatch.setattr(differences, "MISTAKEN", ())
+    with pytest.raises(ConfigError, match="is unknown"):
+        load(row.key_path)
+
+
+def test_every_key_path_of_the_tables_is_one_that_files_may_have(load):
     """A row that no file can reach would refuse nothing, and nobody would notice."""
     for key_path in (*NO_EFFECT, *(row.key_path for row in ONE_VALUE)):
-        load = embedding_config if key_path.startswith("slots") else global_config
-        text = "{misfit: }"
-        for key in reversed(key_path.replace("*", "a").split(".")):
-            text = f"{{{key}: {text}}}"
         with pytest.raises(ConfigError) as refused:
-            load(text)
+            load(key_path, "{misfit: }")
         message = str(refused.value)
         assert "is unknown" not in message or "misfit is unknown" in message

@@ -127,3 +127,13 @@ def test_the_log_level_is_info_or_what_is_set_in_capitals_or_not(monkeypatch):
 def test_only_torchx_on_this_machine_makes_a_local_job(monkeypatch, job_id, is_local):
     monkeypatch.setenv("TORCHX_JOB_ID", job_id)
     assert env.is_local_job() is is_local
+
+
+def test_where_nn_workers_meet_is_what_is_set_each_by_itself(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert env.master() == (None, None)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert env.master() == ("node1", None)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert env.master() == ("node1", 29500)

@@ -58,7 +58,7 @@ def test_yaml_comes_back_as_it_was_and_in_order(tmp_path):
 def test_data_without_a_plain_form_leave_the_file_as_it_was(tmp_path):
     path = tmp_path / "a.yml"
     dump_yaml({"a": 1}, path)
-    with pytest.raises(ConfigError, match="data must be made of dicts, lists"):
+    with pytest.raises(ConfigError, match="content must be made of dicts, lists"):
         dump_yaml({"a": object()}, path)
     assert load_yaml(path) == {"a": 1}
 

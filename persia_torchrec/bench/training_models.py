@@ -96,7 +96,11 @@ def plain_trainer(dim: int, table_rows: int) -> Trainer:
             "eps": EPS,
         }
     )
-    model = _shard(_dlrm(dim, table_rows), sharder)
+    fused = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused"]
+    )
+    constraints = dict.fromkeys(TABLES, fused)
+    model = _shard(_dlrm(dim, table_rows), sharder, constraints)
     return Trainer(model, is_pipelined=False, flush=lambda: None)
 
 
@@ -143,13 +147,12 @@ def _dlrm(dim: int, table_rows: int) -> DLRMTrain:
 
 
 def _shard(
-    model: torch.nn.Module, sharder: ModuleSharder[EmbeddingBagCollection]
+    model: torch.nn.Module,
+    sharder: ModuleSharder[EmbeddingBagCollection],
+    constraints: dict[str, ParameterConstraints] | None = None,
 ) -> DistributedModelParallel:
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=1, compute_device="cpu"),
-        constraints={
-            name: ParameterConstraints(compute_kernels=["fused"]) for name in TABLES
-        },
+        topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints
     )
     plan = planner.plan(model, [sharder])
     return DistributedModelParallel(model, sharders=[sharder], plan=plan, device=_CPU)

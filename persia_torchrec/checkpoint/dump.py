@@ -1,7 +1,7 @@
 """Write the rows of one server to a file, while the server goes on serving.
 
     server's thread                        this thread
-      RowExport --4 MiB of slots--> queue --> columns --> checksum --> file
+      RowExport --1 MiB of slots--> queue --> columns --> checksum --> file
 
 The queue is bounded, and the server's thread never waits for it: when it is full, there
 is nothing to do for the dump but to wait.

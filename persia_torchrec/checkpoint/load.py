@@ -13,6 +13,7 @@ when all servers have come so far, are the rows put into the store.
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -253,7 +254,7 @@ class ShardLoad:
             )
         if rows.metadata.shape[1]:
             return rows
-        step, now_s = self._store.now(state)
+        step, now_s = state.now(time.time())  # noqa: TID251  # kept in rows
         metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
         metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
         return RowColumns(rows.ids, rows.uses, metadata, rows.state, rows.weights)

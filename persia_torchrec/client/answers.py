@@ -3,8 +3,18 @@
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from persia_torchrec.errors import ConfigError, FrameError, WireError
-from persia_torchrec.wire.messages import Frame, Frames, decode_json
+from persia_torchrec.wire.messages import (
+    Frame,
+    Frames,
+    Ids,
+    Precision,
+    array_of,
+    decode_json,
+)
+from persia_torchrec.wire.precision import Floats, decode_floats
 
 _FIELDS = ("shard", "num_shards", "incarnation", "max_request_ids")
 
@@ -58,6 +68,42 @@ def body_of(frames: Frames) -> Frame:
     if len(frames) != 2:
         raise FrameError(f"The reply must have 2 frames. Received: {len(frames)}.")
     return frames[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Some rows of a table on one server.
+
+    Attributes:
+        ids: uint64 ``(N,)``.
+        rows: float32 ``(N, W)``, weights and optimizer state.
+        next_start: where to go on; None at the end.
+    """
+
+    ids: Ids
+    rows: Floats
+    next_start: int | None
+
+    @classmethod
+    def read(cls, frames: Frames, width: int) -> Self:
+        """Read a reply to EXPORT.
+
+        Args:
+            frames: of the reply.
+            width: W.
+
+        Raises:
+            FrameError: the frames are others, or do not fit one another.
+        """
+        if len(frames) != 4:
+            raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
+        place = decode_json(frames[:2])
+        next_start = place.get("next", "") if isinstance(place, dict) else ""
+        if not isinstance(next_start, int | None):
+            raise FrameError(f"An export must say what is next. Received: {place!r}.")
+        ids = array_of(frames[2], np.uint64)
+        rows = decode_floats(frames[3], len(ids) * width, Precision.FP32)
+        return cls(ids, rows.reshape(len(ids), width), next_start)
 
 
 def added_tables(answer: object, num: int) -> list[dict[str, int]]:

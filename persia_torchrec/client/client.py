@@ -10,30 +10,25 @@ Dimension key:
     D: its embedding dim
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.client.answers import added_tables, body_of
+from persia_torchrec.client.answers import body_of
 from persia_torchrec.client.batch_number import BatchNumber as BatchNumber
 from persia_torchrec.client.checkpoints import Checkpoints
+from persia_torchrec.client.known_tables import KnownTables
 from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.row_block import BLOCK_ROWS, RowBlock
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
-from persia_torchrec.client.shares import (
-    check_counts,
-    columns_a_row,
-    encode_counts,
-    encode_share,
-    gather_rows,
-    require_room,
-    require_shape,
-    scatter_share,
-)
+from persia_torchrec.client.shares import check_counts, gather_rows, require_shape
 from persia_torchrec.client.staleness import staleness_histogram
-from persia_torchrec.errors import ConfigError, FrameError
+from persia_torchrec.client.table_requests import TableRequests
+from persia_torchrec.client.transfer import export_blocks, table_step, write_blocks
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
@@ -47,14 +42,12 @@ from persia_torchrec.wire.messages import (
     Header,
     Kind,
     Precision,
-    Scalar,
     Share,
-    array_of,
     decode_json,
 )
-from persia_torchrec.wire.precision import Floats, size_of
+from persia_torchrec.wire.precision import Floats
 
-_ADDING_S = 120.0
+_ADD_TABLES_TIMEOUT_S = 120.0
 """A server compiles its loops when they are first needed, once for a machine."""
 
 
@@ -73,9 +66,8 @@ class EmbeddingClient:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self.checkpoints = Checkpoints(servers)
-        self._tables: dict[str, TableSpec] = {}
-        self._wants_counts: dict[str, bool] = {}
-        self._numbers: list[dict[str, int]] = [{} for _ in range(len(servers))]
+        self._tables = KnownTables(len(servers))
+        self._requests = TableRequests(servers, self._tables)
 
     @classmethod
     def connect(
@@ -117,18 +109,14 @@ class EmbeddingClient:
                 layout of optimizer state; the message names both.
             RequestTimeoutError: a server does not answer.
         """
-        what = f"adding tables {', '.join(spec.name for spec in specs)}"
-        tables = [spec.to_json() for spec in specs]
-        answers = self._servers.ask(Kind.ADD_TABLES, tables, what, _ADDING_S)
-        wants_counts = dict.fromkeys((spec.name for spec in specs), False)
-        for numbers, answer in zip(self._numbers, answers, strict=True):
-            for spec, table in zip(
-                specs, added_tables(answer, len(specs)), strict=True
-            ):
-                numbers[spec.name] = int(table["number"])
-                wants_counts[spec.name] |= bool(table["wants_counts"])
-        self._wants_counts.update(wants_counts)
-        self._tables.update((spec.name, spec) for spec in specs)
+        names = ", ".join(spec.name for spec in specs)
+        answers = self._servers.ask(
+            Kind.ADD_TABLES,
+            [spec.to_json() for spec in specs],
+            f"adding tables {names}",
+            _ADD_TABLES_TIMEOUT_S,
+        )
+        self._tables.add(specs, answers)
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables on every server, as a schedule does.
@@ -145,7 +133,7 @@ class EmbeddingClient:
             ConfigError: a table has not been added, or its optimizer refuses the rate.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        names = list(self._tables) if tables is None else list(tables)
+        names = self._tables.names() if tables is None else list(tables)
         known = [self.table(name) for name in names]
         specs = [replace(s, optimizer=s.optimizer.with_lr(lr)) for s in known]
         if specs:
@@ -157,7 +145,7 @@ class EmbeddingClient:
         Raises:
             ConfigError: it has not been added.
         """
-        return self._wants_counts[self.table(table).name]
+        return self._tables.wants_counts(table)
 
     def split(self, ids_U: Ids) -> ShardedIds:
         """Group unique ids by the server that holds them."""
@@ -202,7 +190,7 @@ class EmbeddingClient:
                 check_counts(tables, counts)
                 header = header._replace(flags=TRAINING | COUNTS)
         dims = [self.table(name).dim for name, _ in tables]
-        replies = self._fan_out("lookup", header, tables, counts=counts)
+        replies = self._requests.send(header, tables, counts=counts)
         answers = [body_of(self._servers.wait(reply)) for reply in replies]
         return gather_rows(answers, [split for _, split in tables], dims, precision)
 
@@ -236,7 +224,7 @@ class EmbeddingClient:
             require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
         flags = SHARE if batch.share else 0
         header = batch.stamp(Header(Kind.UPDATE, precision=precision), flags)
-        return self._fan_out("update", header, tables, grads, share=batch.share)
+        return self._requests.send(header, tables, grads, share=batch.share)
 
     def leave(self, share: Share) -> None:
         """Give no share of a joint step, nor of later ones; the others go on without.
@@ -252,11 +240,7 @@ class EmbeddingClient:
             self._servers.wait(reply)
 
     def missed(self, replies: Sequence[Reply]) -> int:
-        """Wait for the replies to a push; return how many ids had no row any more.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
-        """
+        """Return the missed ids of :meth:`outcome`: those that had no row any more."""
         return self.outcome(replies).num_missed
 
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
@@ -268,25 +252,77 @@ class EmbeddingClient:
         answers = [decode_json(self._servers.wait(reply)) for reply in replies]
         return PushOutcome.total(map(PushOutcome.from_json, answers))
 
-    def write(self, table: str, ids: Ids, weights: Floats) -> None:
-        """Set the weights of ids, making the rows that are missing.
+    def write(
+        self, table: str, ids: Ids, weights: Floats, state: Floats | None = None
+    ) -> None:
+        """Set the rows of ids, making those that are missing.
 
         Args:
             table: name of the table.
             ids: uint64 ``(U,)``, without repeats.
             weights: float32 ``(U, D)``.
+            state: float32 ``(U, S)``, as :meth:`read` returns it behind the weights.
+                None leaves the state of a row, and a new row gets the initial one.
 
         Raises:
             BatchError: the shapes do not fit.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        require_shape(self.table(table), "weights", weights, len(ids))
-        split = self.split(ids)
-        grouped = np.empty_like(weights, dtype=np.float32)
-        grouped[split.place] = weights
-        header = Header(Kind.WRITE)
-        for reply in self._fan_out("write", header, [(table, split)], [grouped]):
-            self._servers.wait(reply)
+        self.fill(table, [RowBlock(ids, weights, state)])
+
+    def fill(self, table: str, blocks: Iterable[RowBlock]) -> int:
+        """Write the rows of a whole table, block by block; see :func:`blocks_of`.
+
+        Rows are made admitted or not; where there are more than fit, the last stay.
+
+        Args:
+            table: name of the table.
+            blocks: what to write; asked for as the servers get on.
+
+        Returns:
+            How many rows were written.
+
+        Raises:
+            BatchError: the shapes do not fit.
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        send = partial(self._requests.write, table)
+        return write_blocks(self._servers, blocks, send)
+
+    def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterator[RowBlock]:
+        """Return all rows of a table, of all servers, block by block.
+
+        Training may go on meanwhile. A row that is there all the time is returned
+        exactly once, as it is when its block is read; one that is made or evicted
+        meanwhile may be returned or not, and twice if it leaves and comes back.
+
+        Args:
+            table: name of the table.
+            block_rows: rows a block at most. One block a server is in memory.
+
+        Returns:
+            Blocks with optimizer state, in no order of the ids.
+
+        Raises:
+            BatchError: ``block_rows`` is below 1.
+            ServerError: a server failed or did not answer in time; when it happens.
+        """
+        spec, numbers = self.table(table), self._tables.numbers_of(table)
+        return export_blocks(self._servers, spec, numbers, block_rows)
+
+    def step(self, table: str, step: int | None = None) -> int:
+        """Return how many updates a table has had: the ``t`` of Adam and its kin.
+
+        Args:
+            table: name of the table.
+            step: go on counting from here, as a warm start does. Updates on their way
+                count before it.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        numbers = self._tables.numbers_of(table)
+        return table_step(self._servers, table, numbers, step)
 
     def read(self, table: str, ids: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes nothing.
@@ -301,7 +337,7 @@ class EmbeddingClient:
         Raises:
             ServerError: a server failed, refused, or did not answer in time.
         """
-        return self._read_columns(Header(Kind.READ), table, ids, np.float32)
+        return self._requests.read(Header(Kind.READ), table, ids, np.float32)
 
     def metadata(self, table: str, ids: Ids) -> Metadata:
         """Return how often ids were seen, and when last updated; changes nothing.
@@ -318,7 +354,8 @@ class EmbeddingClient:
             RemoteError: the table keeps no metadata.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        columns = self._read_columns(Header(Kind.METADATA), table, ids, np.uint32)
+        header = Header(Kind.METADATA)
+        columns = self._requests.read(header, table, ids, np.uint32)
         return Metadata(*np.ascontiguousarray(columns.T))
 
     def counters(self) -> list[dict[str, int]]:
@@ -356,58 +393,4 @@ class EmbeddingClient:
         Raises:
             ConfigError: it was not.
         """
-        if name not in self._tables:
-            raise ConfigError(
-                f"Table {name!r} is unknown to this client. Known: "
-                f"{sorted(self._tables)}. Call add_tables first."
-            )
-        return self._tables[name]
-
-    def _read_columns(
-        self, header: Header, table: str, ids: Ids, dtype: type[Scalar]
-    ) -> npt.NDArray[Scalar]:
-        split = self.split(ids)
-        verb = header.kind.name.lower()
-        replies = self._fan_out(verb, header, [(table, split)])
-        width = columns_a_row(header.kind, self.table(table))
-        grouped = np.empty((len(ids), width), dtype)
-        for server, reply in enumerate(replies):
-            flat = array_of(body_of(self._servers.wait(reply)), dtype)
-            num = len(split.of_shard(server)) * width
-            if len(flat) != num:
-                raise FrameError(f"{num} numbers were asked. Received: {len(flat)}.")
-            scatter_share(flat, [grouped], [split], server)
-        return grouped[split.place]
-
-    def _fan_out(
-        self,
-        verb: str,
-        header: Header,
-        tables: Sequence[tuple[str, ShardedIds]],
-        rows: Sequence[Floats] | None = None,
-        *,
-        counts: Sequence[Counts | None] | None = None,
-        share: Share | None = None,
-    ) -> list[Reply]:
-        """Send every server its part of the tables, and of rows or counts if given."""
-        specs = [self.table(name) for name, _ in tables]
-        what = f"{verb} of table {', '.join(repr(spec.name) for spec in specs)}"
-        ids = [split for _, split in tables]
-        widths = [columns_a_row(header.kind, spec) for spec in specs]
-        size = size_of(header.precision)
-        sizes = [w * size for w in widths]
-        require_room(what, ids, sizes, self._servers.max_request_ids)
-
-        def frames_of(server: int) -> Frames:
-            numbers = self._numbers[server]
-            part = [(numbers[name], split) for name, split in tables]
-            frames = encode_share(server, part, rows, header.precision)
-            if header.flags & COUNTS and counts is not None:
-                frames.append(encode_counts(server, ids, counts))
-            if share is not None:
-                frames.append(share.encode())
-            return frames
-
-        # A joint step waits for the other trainers as well.
-        timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
-        return self._servers.send(header, frames_of, what, timeout_s)
+        return self._tables.spec(name)

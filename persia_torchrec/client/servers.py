@@ -93,15 +93,26 @@ class Servers:
             timeout_s: seconds that it may take, if not as many as any other.
         """
         return [
-            self._connections.submit(
-                server,
-                header._replace(incarnation=incarnation),
-                frames_of(server),
-                timeout_s=timeout_s or self.timeout_s,
-                what=what,
-            )
-            for server, incarnation in enumerate(self._incarnations)
+            self.send_to(server, header, frames_of(server), what, timeout_s)
+            for server in range(len(self))
         ]
+
+    def send_to(
+        self,
+        server: int,
+        header: Header,
+        frames: Sequence[Frame],
+        what: str,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """Send one server a message; the arguments are those of :meth:`send`."""
+        return self._connections.submit(
+            server,
+            header._replace(incarnation=self._incarnations[server]),
+            frames,
+            timeout_s=timeout_s or self.timeout_s,
+            what=what,
+        )
 
     def ask(
         self, kind: Kind, value: object, what: str, timeout_s: float | None = None

@@ -18,8 +18,10 @@ from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
     METADATA_COLUMNS,
+    STATE,
     Frame,
     Frames,
+    Header,
     Kind,
     Precision,
     Scalar,
@@ -53,9 +55,25 @@ def encode_share(
             rows_UW[ids.offsets[server] : ids.offsets[server + 1]].reshape(-1)
             for (_, ids), rows_UW in zip(tables, rows, strict=True)
         ]
-        flat = pieces[0] if len(pieces) == 1 else np.concatenate([_NO_ROWS, *pieces])
-        frames.append(encode_floats(flat, precision))
+        frames.append(encode_floats(_joined(pieces), precision))
     return frames
+
+
+def _joined(pieces: Sequence[Floats]) -> Floats:
+    """Return flat arrays behind one another; a view where they already are."""
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        return _NO_ROWS
+    whole = pieces[0].base
+    if isinstance(whole, np.ndarray) and all(piece.base is whole for piece in pieces):
+        starts = [piece.ctypes.data for piece in pieces]
+        stops = [
+            start + piece.nbytes for start, piece in zip(starts, pieces, strict=True)
+        ]
+        if starts[1:] == stops[:-1] and whole.flags.c_contiguous:
+            first = (starts[0] - whole.ctypes.data) // pieces[0].itemsize
+            return whole.reshape(-1)[first : first + sum(map(len, pieces))]
+    return np.concatenate(pieces)
 
 
 def encode_counts(
@@ -123,11 +141,14 @@ def require_shape(spec: TableSpec, noun: str, rows: Floats, num_ids: int) -> Non
         )
 
 
-def columns_a_row(kind: Kind, spec: TableSpec) -> int:
-    """Return how many numbers a row has in a request of some kind, or its reply."""
-    if kind is Kind.METADATA:
+def columns_a_row(header: Header, spec: TableSpec) -> int:
+    """Return how many numbers a row of a table has in a request, or in its reply."""
+    if header.kind is Kind.METADATA:
         return METADATA_COLUMNS
-    return spec.dim + (spec.num_state_floats if kind is Kind.READ else 0)
+    has_state = header.kind is Kind.READ or (
+        header.kind is Kind.WRITE and bool(header.flags & STATE)
+    )
+    return spec.dim + (spec.num_state_floats if has_state else 0)
 
 
 def check_counts(

@@ -12,6 +12,7 @@ from persia_torchrec.config.embedding_config import (
     FeatureGroup,
     SlotConfig,
     load_embedding_config,
+    parse_embedding_config,
 )
 from persia_torchrec.config.global_config import (
     CheckpointingSettings,
@@ -23,7 +24,7 @@ from persia_torchrec.config.global_config import (
     MetricsSettings,
     load_global_config,
 )
-from persia_torchrec.config.yaml_file import read_yaml
+from persia_torchrec.config.yaml_file import read_text, read_yaml
 
 __all__ = [
     "CheckpointingSettings",
@@ -38,5 +39,7 @@ __all__ = [
     "SlotConfig",
     "load_embedding_config",
     "load_global_config",
+    "parse_embedding_config",
+    "read_text",
     "read_yaml",
 ]

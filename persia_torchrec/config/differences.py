@@ -1,5 +1,8 @@
 """What PERSIA's files may say that this package does not act on.
 
+PERSIA ignores keys that it does not know, so that its own documentation and examples
+have some which never did anything. They are refused with what they were meant to be.
+
 A setting that would change the result is refused unless it has the one value whose
 meaning holds here. A setting that only tunes PERSIA's machinery is accepted, so that
 its files load as they are, and named in the log. To give a setting a meaning, take
@@ -29,6 +32,50 @@ class OneValue:
     instead: str
     """What gives the user what the setting was meant to."""
 
+
+@dataclass(frozen=True, slots=True)
+class Mistaken:
+    """A key that PERSIA's documentation or examples have, and PERSIA ignores."""
+
+    key_path: str
+    """Keys from the top of the file, with a dot between; ``*`` is any key."""
+
+    instead: str
+    """What was meant."""
+
+
+MISTAKEN = (
+    Mistaken(
+        "common_config.metrics_config.push_interval_sec",
+        "PERSIA's own examples have it, and PERSIA ignores it. The key is "
+        "push_interval_seconds.",
+    ),
+    Mistaken(
+        "common_config.initial_sparse_checkpoint",
+        "PERSIA's documentation has it, and PERSIA ignores it. The key is "
+        "embedding_checkpoint, under common_config.infer_config.",
+    ),
+    Mistaken(
+        "common_config.servers",
+        "PERSIA's documentation has it here, where PERSIA ignores it. Its place is "
+        "under common_config.infer_config.",
+    ),
+    Mistaken(
+        "embedding_parameter_server_config.full_amount_manager_buffer_size",
+        "PERSIA's documentation has it, and PERSIA ignores it. Leave it out.",
+    ),
+    Mistaken(
+        "slot_config",
+        "PERSIA's documentation has it, and PERSIA ignores it. The key is "
+        "slots_config.",
+    ),
+    Mistaken(
+        "PersiaMetricsConfig",
+        "PERSIA's documentation has it, and PERSIA ignores it. Its keys stand under "
+        "common_config.metrics_config.",
+    ),
+)
+"""Each is refused, whatever its value."""
 
 ONE_VALUE = (
     OneValue(
@@ -64,6 +111,21 @@ NO_EFFECT = (
     "embedding_parameter_server_config.incremental_channel_capacity",
 )
 """Key paths that are accepted with any value of the right type."""
+
+
+def refuse_mistaken_keys(path: Path, content: object) -> None:
+    """Refuse a key of ``MISTAKEN``, and say what was meant.
+
+    Args:
+        path: the file, for messages.
+        content: what it says.
+
+    Raises:
+        ConfigError: the file has one.
+    """
+    for row in MISTAKEN:
+        for key_path, _ in _find(content, row.key_path.split("."), ""):
+            raise ConfigError(f"{path}: {key_path} is unknown. {row.instead}")
 
 
 def check_differences(path: Path, content: object) -> None:

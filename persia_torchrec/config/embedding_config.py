@@ -19,8 +19,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from persia_torchrec.config.differences import check_differences
-from persia_torchrec.config.yaml_file import Place, hint, read_section, read_yaml
+from persia_torchrec.config.differences import check_differences, refuse_mistaken_keys
+from persia_torchrec.config.yaml_file import (
+    Place,
+    hint,
+    parse_yaml,
+    read_section,
+    read_text,
+)
 from persia_torchrec.errors import ConfigError
 
 ID_BITS = 64
@@ -96,8 +102,22 @@ def load_embedding_config(path: str | Path) -> EmbeddingSchema:
             of another type or out of its range, or the groups do not fit the slots.
             The message names the file and the key path.
     """
+    return parse_embedding_config(read_text(path), path)
+
+
+def parse_embedding_config(text: str, path: str | Path) -> EmbeddingSchema:
+    """Read the text of ``embedding_config.yml``.
+
+    Args:
+        text: of the file.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: as :func:`load_embedding_config`.
+    """
     place = Place(Path(path))
-    content = read_yaml(path)
+    content = parse_yaml(text, path)
+    refuse_mistaken_keys(place.path, content)
     file = read_section(_File, content, place)
     check_differences(place.path, content)
     groups = _number_groups(file, place)

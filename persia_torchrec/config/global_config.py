@@ -13,7 +13,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from persia_torchrec.config.differences import check_differences
+from persia_torchrec.config.differences import check_differences, refuse_mistaken_keys
 from persia_torchrec.config.yaml_file import Place, read_section, read_yaml
 from persia_torchrec.errors import ConfigError
 
@@ -159,6 +159,7 @@ def load_global_config(path: str | Path) -> GlobalSettings:
     """
     place = Place(Path(path))
     content = read_yaml(path)
+    refuse_mistaken_keys(place.path, content)
     settings = read_section(GlobalSettings, content, place)
     check_differences(place.path, content)
     return settings

@@ -42,18 +42,39 @@ class Place:
         return Place(self.path, f"{self.key_path}.{key}".removeprefix("."))
 
 
+def read_text(path: str | Path) -> str:
+    """Read a file of UTF-8 text.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"{path} must be a text file that can be read. Received: {exc}."
+        ) from exc
+
+
 def read_yaml(path: str | Path) -> object:
     """Read a YAML file into plain values.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, or gives a key twice.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(
-            f"{path} must be a text file that can be read. Received: {exc}."
-        ) from exc
+    return parse_yaml(read_text(path), path)
+
+
+def parse_yaml(text: str, path: str | Path) -> object:
+    """Read the text of a YAML file into plain values.
+
+    Args:
+        text: of the file.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: it is no YAML, or gives a key twice.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as exc:  # ValueError: a date that is none

@@ -9,16 +9,23 @@ import torch
 from torch import nn
 
 from persia_torchrec import env
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config import EmbeddingSchema, load_embedding_config
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.data.loader import PersiaTrainingBatch
+from persia_torchrec.distributed import (
+    DistributedBaseOption,
+    get_default_distributed_option,
+)
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.engine import Engine, EngineConfig
+from persia_torchrec.worker.slots_of_job import ask_for_slots
 
 logger = logging.getLogger(__name__)
+
+_DISCOVERY_TIMEOUT_S = 300.0
 
 
 class TrainCtx(EmbeddingCtx):
@@ -44,6 +51,8 @@ class TrainCtx(EmbeddingCtx):
             gradient was not finite.
         backward_buffer_size: updates that may wait when the ``DataLoader`` sets no
             staleness bound.
+        distributed_option: how several trainers keep their dense models alike;
+            ``get_default_distributed_option(device_id)`` by default.
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings as a torch optimizer,
@@ -63,6 +72,7 @@ class TrainCtx(EmbeddingCtx):
         grad_scalar_update_factor: float = 4,
         backward_buffer_size: int = 10,
         mixed_precision: bool = True,
+        distributed_option: DistributedBaseOption | None = None,
         *,
         model: nn.Module,
         embedding_config: EmbeddingConfig | None = None,
@@ -75,12 +85,6 @@ class TrainCtx(EmbeddingCtx):
                 f"Received: {grad_scalar_update_factor} and {backward_buffer_size}."
             )
         device = _device(device_id, mixed_precision=mixed_precision)
-        path = env.embedding_config_path()
-        if path is None:
-            raise ConfigError(
-                "TrainCtx must know the slots: PERSIA_EMBEDDING_CONFIG is not set. "
-                "Start the script through torchx with --embedding_config."
-            )
         self.preprocess_mode = PreprocessMode.TRAIN
         self.model = model
         self.dense_optimizer = dense_optimizer
@@ -89,11 +93,13 @@ class TrainCtx(EmbeddingCtx):
         self._engine = Engine(
             model,
             EngineConfig(
-                schema=load_embedding_config(path),
+                schema=_slots(),
                 optimizer=embedding_optimizer,
                 embedding_config=embedding_config or EmbeddingConfig(),
                 tables=dict(tables or {}),
                 device=device,
+                distributed=distributed_option
+                or get_default_distributed_option(device_id),
                 backward_buffer_size=backward_buffer_size,
             ),
         )
@@ -134,6 +140,7 @@ class TrainCtx(EmbeddingCtx):
             self.dense_optimizer.step()
         else:
             loss = self._backward_scaled(loss, self._scaler)
+        self._engine.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
         return loss
@@ -179,6 +186,20 @@ class TrainCtx(EmbeddingCtx):
                     )
         finally:
             self._engine.close()
+
+
+def _slots() -> EmbeddingSchema:
+    """Return the slots: of this process's file, or else of the embedding workers'."""
+    path = env.embedding_config_path()
+    if path is not None:
+        return load_embedding_config(path)
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "A training context must belong to a job: PERSIA_STORE_PORT is not set. "
+            "Start the script through torchx (see components/), or persia-launcher."
+        )
+    return ask_for_slots(store, timeout_s=_DISCOVERY_TIMEOUT_S)
 
 
 def _in_full_precision(output: Any) -> Any:

@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a script as a member of the job; return the status to exit with."""
     get_default_logger()
     role, script, arguments = _parse(argv)
-    index, size = env.get_replica_index(), env.get_replica_size()
+    # torchrun has numbered the trainers and brought them together already.
+    by_torchrun = role == "trainer" and env.is_started_by_torchrun()
+    index = env.get_rank() if by_torchrun else env.get_replica_index()
+    size = env.get_world_size() if by_torchrun else env.get_replica_size()
     try:
         is_expendable = role == "loader"
         member = JobMember.join(
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with member:
         try:
             _require_script(script)
-            if role == "trainer":
+            if role == "trainer" and not by_torchrun:
                 set_up_rendezvous(member.book, index, size)
         except PersiaError as exc:
             raise SystemExit(str(exc)) from exc
@@ -94,7 +97,8 @@ def _job_store() -> tuple[str, int]:
     if store is None:
         raise ConfigError(
             "PERSIA_STORE_PORT must name the port of the job's address book. "
-            "Received: none. Start the job with torchx, which sets it."
+            "Received: none. Start the job with torchx, which sets it, or set it for "
+            "persia-launcher."
         )
     return store
 

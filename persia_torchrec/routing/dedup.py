@@ -48,7 +48,7 @@ class UniqueIds:
             >>> unique_ids(np.array([7, 3, 7], dtype=np.uint64)).counts.tolist()
             [2, 1]
         """
-        return _count(read_only(self.inverse), len(self.ids))
+        return count_repeats(self.inverse, len(self.ids))
 
 
 def unique_ids(ids_L: Ids) -> UniqueIds:
@@ -68,6 +68,29 @@ def unique_ids(ids_L: Ids) -> UniqueIds:
         >>> unique.ids.tolist(), unique.inverse.tolist()
         ([7, 3], [0, 1, 0])
     """
+    require_ids(ids_L)
+    return UniqueIds(*_unique(read_only(ids_L)))
+
+
+def count_repeats(inverse_L: Positions, num_unique: int) -> Counts:
+    """Count how often each unique id occurs.
+
+    Args:
+        inverse_L: int32 ``(L,)``, which unique id each id is.
+        num_unique: how many unique ids there are.
+
+    Returns:
+        uint32 ``(num_unique,)``.
+    """
+    return _count(read_only(inverse_L), num_unique)
+
+
+def require_ids(ids_L: Ids) -> None:
+    """Refuse what are no ids of a batch.
+
+    Raises:
+        BatchError: ``ids_L`` is not a flat uint64 array, or is too long.
+    """
     if ids_L.dtype != np.uint64 or ids_L.ndim != 1:
         raise BatchError(
             "ids must be a flat uint64 array. "
@@ -77,7 +100,6 @@ def unique_ids(ids_L: Ids) -> UniqueIds:
         raise BatchError(
             f"A batch holds at most {MAX_IDS} ids. Received: {len(ids_L)}."
         )
-    return UniqueIds(*_unique(read_only(ids_L)))
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -86,16 +108,36 @@ _64 = np.uint64(64)
 
 
 @compiled
-def _unique(ids_L: Ids) -> tuple[Ids, Positions]:
-    bits = _ONE
-    while (_ONE << bits) < np.uint64(2 * len(ids_L)):
-        bits += _ONE
-    shift = _64 - bits
-    last = (_ONE << bits) - _ONE
-    # Bucket -> position in `unique`, or -1; multiplicative hashing takes the top bits.
-    buckets = np.full(np.int64(_ONE << bits), -1, dtype=np.int32)
-    unique = np.empty(len(ids_L), dtype=np.uint64)
-    inverse = np.empty(len(ids_L), dtype=np.int32)
+def num_buckets(num_ids: int) -> int:
+    """Return how large a hash table is: a power of two, twice the ids at least."""
+    num = 2
+    while num < 2 * num_ids:
+        num *= 2
+    return num
+
+
+@compiled
+def find_repeats(
+    ids_L: Ids, buckets: Positions, unique_L: Ids, inverse_L: Positions
+) -> int:
+    """Write the unique ids of a batch, and which of them each id is.
+
+    Args:
+        ids_L: uint64 ``(L,)``.
+        buckets: int32, overwritten, as many as :func:`num_buckets` says: position in
+            ``unique_L``, or -1.
+        unique_L: uint64, at least as long as there are unique ids, overwritten from
+            the front.
+        inverse_L: int32 ``(L,)``, overwritten.
+
+    Returns:
+        How many ids are unique.
+    """
+    buckets[:] = -1
+    shift = _64  # multiplicative hashing takes the top bits
+    while (_ONE << (_64 - shift)) < np.uint64(len(buckets)):
+        shift -= _ONE
+    last = np.uint64(len(buckets) - 1)
     count = 0
     for i in range(len(ids_L)):
         id_ = ids_L[i]
@@ -104,14 +146,23 @@ def _unique(ids_L: Ids) -> tuple[Ids, Positions]:
             found = buckets[bucket]
             if found < 0:
                 buckets[bucket] = count
-                unique[count] = id_
-                inverse[i] = count
+                unique_L[count] = id_
+                inverse_L[i] = count
                 count += 1
                 break
-            if unique[found] == id_:
-                inverse[i] = found
+            if unique_L[found] == id_:
+                inverse_L[i] = found
                 break
             bucket = (bucket + _ONE) & last
+    return count
+
+
+@compiled
+def _unique(ids_L: Ids) -> tuple[Ids, Positions]:
+    buckets = np.empty(num_buckets(len(ids_L)), dtype=np.int32)
+    unique = np.empty(len(ids_L), dtype=np.uint64)
+    inverse = np.empty(len(ids_L), dtype=np.int32)
+    count = find_repeats(ids_L, buckets, unique, inverse)
     return unique[:count].copy(), inverse
 
 

@@ -79,20 +79,44 @@ def is_of_shard(ids_N: Ids, shard: int, num_shards: int) -> npt.NDArray[np.bool_
 
 
 @compiled
-def _split(ids_U: Ids, num_shards: int) -> tuple[Ids, npt.NDArray[np.int64], Positions]:
-    shard_of = np.empty(len(ids_U), dtype=np.int32)
-    offsets = np.zeros(num_shards + 1, dtype=np.int64)
+def group_by_shard(
+    ids_U: Ids,
+    num_shards: int,
+    grouped_U: Ids,
+    offsets_P1: npt.NDArray[np.int64],
+    place_U: Positions,
+) -> None:
+    """Write what :class:`ShardedIds` holds.
+
+    Args:
+        ids_U: uint64 ``(U,)``.
+        num_shards: number of servers, at least 1.
+        grouped_U: uint64 ``(U,)``, overwritten.
+        offsets_P1: int64 ``(P + 1,)``, all zero, overwritten.
+        place_U: int32 ``(U,)``, overwritten.
+    """
+    if num_shards == 1:
+        for u in range(len(ids_U)):
+            grouped_U[u], place_U[u] = ids_U[u], u
+        offsets_P1[1] = len(ids_U)
+        return
     for u in range(len(ids_U)):
-        shard_of[u] = np.int32(farmhash64_of(ids_U[u]) % np.uint64(num_shards))
-        offsets[shard_of[u] + 1] += 1
+        place_U[u] = np.int32(farmhash64_of(ids_U[u]) % np.uint64(num_shards))
+        offsets_P1[place_U[u] + 1] += 1
     for p in range(num_shards):
-        offsets[p + 1] += offsets[p]
-    cursor = offsets[:-1].copy()
-    grouped = np.empty_like(ids_U)
-    place = np.empty(len(ids_U), dtype=np.int32)
+        offsets_P1[p + 1] += offsets_P1[p]
+    cursor = offsets_P1[:-1].copy()
     for u in range(len(ids_U)):
-        shard = shard_of[u]
-        place[u] = cursor[shard]
-        grouped[cursor[shard]] = ids_U[u]
+        shard = place_U[u]
+        place_U[u] = cursor[shard]
+        grouped_U[cursor[shard]] = ids_U[u]
         cursor[shard] += 1
+
+
+@compiled
+def _split(ids_U: Ids, num_shards: int) -> tuple[Ids, npt.NDArray[np.int64], Positions]:
+    grouped = np.empty(len(ids_U), dtype=np.uint64)
+    offsets = np.zeros(num_shards + 1, dtype=np.int64)
+    place = np.empty(len(ids_U), dtype=np.int32)
+    group_by_shard(ids_U, num_shards, grouped, offsets, place)
     return grouped, offsets, place

@@ -48,7 +48,7 @@ _IN_USE_S = 0.2
 _NEED_ROWS = frozenset(
     (
         *(Kind.LOOKUP, Kind.UPDATE, Kind.WRITE, Kind.READ, Kind.METADATA),
-        *(Kind.ADD_TABLES, Kind.CLEAR, Kind.COUNTERS),
+        *(Kind.ADD_TABLES, Kind.CLEAR, Kind.COUNTERS, Kind.EXPORT, Kind.STEP),
     )
 )
 
@@ -72,6 +72,11 @@ class Checkpoints:
         self._task = -1
         self._used_s = float("-inf")
         self._seen_s = self._credit_s = 0.0
+
+    def answer(self, kind: Kind, request: object) -> dict[str, object]:
+        """Answer a CHECKPOINT request, or a PROGRESS request."""
+        do = self.begin if kind is Kind.CHECKPOINT else self.progress
+        return do(request)
 
     def begin(self, request: object) -> dict[str, object]:
         """Do what a CHECKPOINT request asks; return the state of what goes on.

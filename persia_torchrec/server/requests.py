@@ -3,11 +3,13 @@
 Dimension key:
     N: ids of one table in a request
     D: its embedding dim
+    S: its optimizer-state floats a row
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.errors import BatchError, ConfigError, FrameError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
@@ -18,6 +20,15 @@ from persia_torchrec.wire.messages import (
     decode_segments,
 )
 from persia_torchrec.wire.precision import Floats, decode_floats
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Which rows are to be exported: see ``EmbeddingStore.scan``."""
+
+    table: int
+    start: int
+    max_rows: int
 
 
 class RequestReader:
@@ -47,33 +58,89 @@ class RequestReader:
                 f"A request may name {self._max_ids} ids. Received: {num_ids}. Send "
                 "smaller requests, or raise the server's max_request_ids."
             )
-        num_tables = len(self._store.tables)
         for t in tables:
-            if not 0 <= t.table < num_tables:
-                raise ConfigError(
-                    f"Unknown table number {t.table}: this server has "
-                    f"{num_tables} tables. Add the tables first."
-                )
+            self._require_table(t.table)
         return tables
 
+    def _require_table(self, number: int) -> None:
+        num_tables = len(self._store.tables)
+        if not 0 <= number < num_tables:
+            raise ConfigError(
+                f"Unknown table number {number}: this server has "
+                f"{num_tables} tables. Add the tables first."
+            )
+
     def rows(
-        self, tables: Sequence[TableIds], frame: Frame, precision: Precision
+        self,
+        tables: Sequence[TableIds],
+        frame: Frame,
+        precision: Precision,
+        *,
+        has_state: bool = False,
     ) -> list[Floats]:
         """Read weights or gradients, float32 ``(N, D)`` a table.
+
+        Args:
+            tables: which rows.
+            frame: with their numbers.
+            precision: of the numbers.
+            has_state: the rows are ``(N, D + S)``, weights and optimizer state.
 
         Raises:
             FrameError: there are not as many numbers as the ids of the tables need.
         """
-        num = sum(self.num_weights(t) for t in tables)
-        flat = decode_floats(frame, num, precision)
+        specs = [self._store.tables[t.table] for t in tables]
+        shapes = [
+            (len(t.ids), spec.dim + (spec.num_state_floats if has_state else 0))
+            for t, spec in zip(tables, specs, strict=True)
+        ]
+        flat = decode_floats(
+            frame, sum(num * width for num, width in shapes), precision
+        )
         rows = []
         place = 0
-        for t in tables:
-            stop = place + self.num_weights(t)
-            shape = (len(t.ids), self._store.tables[t.table].dim)
-            rows.append(flat[place:stop].reshape(shape))
-            place = stop
+        for num, width in shapes:
+            rows.append(flat[place : place + num * width].reshape(num, width))
+            place += num * width
         return rows
+
+    def export(self, value: object) -> Slice:
+        """Read which rows are to be exported.
+
+        Raises:
+            FrameError: a field is missing or no number.
+            BatchError: more rows than a request may have, or than a reply holds.
+            ConfigError: a table that the store does not have.
+        """
+        table, start, max_rows = _numbers_of(
+            value, "EXPORT", "table", "start", "max_rows"
+        )
+        self._require_table(table)
+        if not 0 <= start < 2**32 or not 1 <= max_rows <= self._max_ids:
+            raise BatchError(
+                "An export must begin at a slot in [0, 2**32), and have 1 to "
+                f"{self._max_ids} rows. Received: start {start}, max_rows {max_rows}."
+            )
+        spec = self._store.tables[table]
+        require_reply_fits(4 * max_rows * (spec.dim + spec.num_state_floats))
+        return Slice(table, start, max_rows)
+
+    def step(self, value: object) -> tuple[int, int | None]:
+        """Read the number of a table, and the step to set if there is one.
+
+        Raises:
+            FrameError: a field is missing, no number, or a step is out of range.
+            ConfigError: a table that the store does not have.
+        """
+        (table,) = _numbers_of(value, "STEP", "table")
+        self._require_table(table)
+        assert isinstance(value, dict)
+        if value.get("step") is None:
+            return table, None
+        (step,) = _numbers_of(value, "STEP", "step")
+        if not 0 <= step < 2**63:
+            raise FrameError(f"A step must be in [0, 2**63). Received: {step}.")
+        return table, step
 
     def num_weights(self, t: TableIds) -> int:
         """Return how many weights the rows of some ids have."""
@@ -91,3 +158,14 @@ def require_reply_fits(num_bytes: int) -> None:
             f"A reply may have {MAX_MESSAGE_BYTES} bytes. Received: a request whose "
             f"reply has {num_bytes} bytes. Send smaller requests."
         )
+
+
+def _numbers_of(value: object, kind: str, *names: str) -> list[int]:
+    fields = value if isinstance(value, dict) else {}
+    numbers = [n for name in names if type(n := fields.get(name)) is int]
+    if len(numbers) < len(names):
+        raise FrameError(
+            f"{kind} must have the numbers {', '.join(names)}. "
+            f"Received: {value!r:.100}."
+        )
+    return numbers

@@ -40,20 +40,18 @@ from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.joint_steps import JointSteps
-from persia_torchrec.server.requests import (
-    RequestReader,
-    require_reply_fits,
-)
+from persia_torchrec.server.requests import RequestReader, require_reply_fits
+from persia_torchrec.server.row_replies import rows_reply
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
-from persia_torchrec.server.whole_rows import WholeRows
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import (
     COUNTS,
     SHARE,
+    STATE,
     TRAINING,
     Frame,
     Frames,
@@ -119,7 +117,6 @@ class EmbeddingServer:
         self._num_since_sweep = 0
         self._must_sweep_on = False
         self._stages = Stages()
-        self._whole_rows = WholeRows(self._store, self._reader, self._stages)
         self._stopping = threading.Event()
 
     def serve(self) -> None:
@@ -168,10 +165,9 @@ class EmbeddingServer:
         return self._checkpoints.wait_ms(_IDLE_POLL_MS)
 
     def _sweep(self) -> None:
-        if self._checkpoints.is_loading:
-            return
         self._num_since_sweep = 0
-        self._must_sweep_on = self._store.sweep(_SWEEP_ROWS)
+        may_sweep = not self._checkpoints.is_loading
+        self._must_sweep_on = may_sweep and self._store.sweep(_SWEEP_ROWS)
         self._stages.lap("sweep")
 
     def _update_is_due(self) -> bool:
@@ -226,8 +222,13 @@ class EmbeddingServer:
             case Kind.LEAVE:
                 self._joint_steps.leave(Share.decode(frames, num_frames=2))
                 return [encode_json(None)]
-            case Kind.WRITE | Kind.READ | Kind.METADATA:
-                return self._whole_rows.answer(header, frames)
+            case Kind.WRITE:
+                self._write(header, frames)
+                return [encode_json(None)]
+            case Kind.READ | Kind.METADATA | Kind.EXPORT:
+                reply = rows_reply(header.kind, self._store, self._reader, frames)
+                self._stages.lap("lookup")
+                return reply
             case _:
                 return [encode_json(self._control(header, frames))]
 
@@ -244,11 +245,11 @@ class EmbeddingServer:
                 return self._add_tables(decode_json(frames))
             case Kind.COUNTERS:
                 return self._counters()
-            case Kind.CHECKPOINT:
-                self._apply_all_updates()  # what was pushed before is in it
-                return self._checkpoints.begin(decode_json(frames))
-            case Kind.PROGRESS:
-                return self._checkpoints.progress(decode_json(frames))
+            case Kind.CHECKPOINT | Kind.PROGRESS:
+                self._apply_all_updates()  # what was pushed before is in a dump
+                return self._checkpoints.answer(header.kind, decode_json(frames))
+            case Kind.STEP:
+                return self._step(frames)
             case Kind.CLEAR:
                 self._apply_all_updates()  # whoever sent them waits for the ack
                 self._checkpoints.cancel("the rows were dropped")
@@ -379,3 +380,21 @@ class EmbeddingServer:
             num_refused += result.num_refused
         self._metrics.count("gradients_refused", num_refused)
         return {"missed": num_missed, "refused": num_refused}
+
+    def _write(self, header: Header, frames: Frames) -> None:
+        tables = self._reader.tables(frames, num_frames=4)
+        has_state = bool(header.flags & STATE)
+        rows = self._reader.rows(
+            tables, frames[3], header.precision, has_state=has_state
+        )
+        self._stages.lap("decode")
+        for t, rows_NK in zip(tables, rows, strict=True):
+            self._store.write(t.table, t.ids, rows_NK)
+        self._stages.lap("update")
+
+    def _step(self, frames: Frames) -> int:
+        table, step = self._reader.step(decode_json(frames))
+        self._apply_all_updates()  # they count
+        if step is not None:
+            self._store.set_step(table, step)
+        return self._store.step(table)

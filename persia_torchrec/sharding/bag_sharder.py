@@ -113,6 +113,20 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
         for done in self._tables.change(change):
             done.result(self._timeout_s * 2 + _ADD_TABLES_TIMEOUT_S)
 
+    def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Undo the loss scale of automatic mixed precision before gradients leave.
+
+        The gradients that a backward pass pushes are divided by ``scaler.get_scale()``
+        of that moment. A collection whose gradients are not finite pushes nothing for
+        that batch, as ``scaler.step`` skips an optimizer. To let the scaler know, call
+        ``scaler.step(sharder.optimizer)`` too, between ``backward`` and ``update``, and
+        ``zero_grad`` of it as of the dense optimizer.
+
+        Args:
+            scaler: what scales the loss; for all collections, sharded or to be.
+        """
+        self._tables.grad_scaler = scaler
+
     @property
     def optimizer(self) -> RemoteOptimizer:
         """The tables' learning rates, for ``torch.optim.lr_scheduler``.
@@ -185,7 +199,10 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
             spec,
             device=device,
             gradient_scale=1 / world_size,
-            hooks=Hooks(self.require_known_settings, self._tables.before_push),
+            hooks=Hooks(
+                *(self.require_known_settings, self._tables.before_push),
+                *(self._tables.loss_scale, self._tables.after_check),
+            ),
             # A table of two collections stands in the optimizer of the first.
             optimizer=self._tables.optimizer_of(
                 {f"{self.weights_in}.{name}.weight": name for name in tables}

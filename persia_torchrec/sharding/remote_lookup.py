@@ -42,6 +42,7 @@ from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.pool_rows import pool_rows
 from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
 from persia_torchrec.sharding.when_used import WhenUsedModule
+from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
@@ -57,10 +58,16 @@ class Hooks:
     Attributes:
         before_pull: when a batch comes.
         before_push: in the backward pass, before the gradient leaves.
+        loss_scale: in the backward pass; returns what the loss was multiplied by, or
+            None where nothing scales it.
+        after_check: in the backward pass under a loss scale; is told whether the
+            gradients were finite.
     """
 
     before_pull: Callable[[], None] = lambda: None
     before_push: Callable[[], None] = lambda: None
+    loss_scale: Callable[[], float | None] = lambda: None
+    after_check: Callable[[bool], None] = lambda is_finite: None
 
 
 _NO_HOOKS = Hooks()
@@ -248,20 +255,30 @@ class ShardedRemoteCollection(
     def push(self, pulled: PulledBatch[Any], grads: Sequence[torch.Tensor]) -> None:
         """Push gradients, scaled; the backward pass calls this.
 
-        Gradients that are not finite are not pushed when ``skip_non_finite`` is set, as
-        it happens under a loss scale that is too large.
+        Under a loss scale, or with ``skip_non_finite``, gradients that are not finite
+        are not pushed: the scale was too large.
         """
-        scaled = [grad.detach() * self.gradient_scale for grad in grads]
-        if self.skip_non_finite and not all(map(_is_finite, scaled)):
-            self.num_skipped += 1
-            pulled.give_up()  # the graph, and with it the batch, may live on
-            return
+        scale = self._hooks.loss_scale()
+        factor = self.gradient_scale / (scale or 1)
+        scaled = [_scaled(grad, factor) for grad in grads]
+        if self.skip_non_finite or scale is not None:
+            is_finite = all(map(_is_finite, scaled))
+            self._hooks.after_check(is_finite)
+            if not is_finite:
+                self.num_skipped += 1
+                pulled.give_up()  # the graph, and with it the batch, may live on
+                return
         self._hooks.before_push()
         if isinstance(pulled.handle, DeviceBatch):
             pulled.push(pulled.handle.to_host(scaled))
             return
         on_cpu = (grad.to("cpu", torch.float32) for grad in scaled)
         pulled.push(tuple(grad.contiguous().numpy() for grad in on_cpu))
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The tables, with the settings that they were sharded with."""
+        return self._spec.tables
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """There are none: the rows are on the servers."""
@@ -355,6 +372,18 @@ class Here(LazyAwaitable[Out]):
 
     def _wait_impl(self) -> Out:
         return self._output
+
+
+def _scaled(grad: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a gradient times a number; the gradient itself if that changes nothing.
+
+    It may be read by another thread after the backward pass then. Autograd gives the
+    memory of a gradient to somebody else, as a parameter's ``grad``, only if nobody
+    holds the same tensor; an array made of it, without ``detach``, does.
+    """
+    if scale == 1 and not grad.requires_grad:
+        return grad
+    return grad.detach().to(torch.float32) * scale
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

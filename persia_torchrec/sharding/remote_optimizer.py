@@ -18,9 +18,12 @@ class RemoteOptimizer(FusedOptimizer):
     and after it. ``lr`` is the only value of a group that is used, and ``"table"``
     names the table. All optimizers of a table show the same group.
 
-    Its parameters are empty stand-ins, and it has no state: rows and optimizer state
-    stay on the servers. With ``save_param_groups(True)``, its state dictionary holds
+    Its parameters are stand-ins, and it has no state: rows and optimizer state stay on
+    the servers. With ``save_param_groups(True)``, its state dictionary holds
     the rates.
+
+    Under a ``GradScaler`` the gradient of a stand-in is 0, or infinite where those of
+    the embeddings were not finite, until ``zero_grad``: so ``scaler.step`` finds it.
 
     Every trainer of a job runs the same schedule: the rate of a table on the servers is
     the one that was sent last, by whichever trainer.
@@ -67,8 +70,11 @@ class RemoteOptimizer(FusedOptimizer):
         self._send(self.learning_rates())
         return None if closure is None else closure()
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Do nothing: the gradients of the tables are not kept."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget whether gradients were finite; the gradients are not kept."""
+        for group in self.param_groups:
+            for stand_in in group["params"]:
+                stand_in.grad = None
 
 
 def learning_rates(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -27,6 +27,9 @@ class RemoteTables:
     """Tables on the servers, and the pipelines of the collections that use them.
 
     Owned by the thread that trains, or that runs its backward pass.
+
+    Attributes:
+        grad_scaler: scales the loss, if anything does.
     """
 
     def __init__(self) -> None:
@@ -34,6 +37,7 @@ class RemoteTables:
         self._pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self._groups: dict[str, dict[str, Any]] = {}
         self._optimizer: RemoteOptimizer | None = None
+        self.grad_scaler: torch.amp.GradScaler | None = None
 
     def add(
         self, pipeline: BatchPipeline[Any, Any], specs: Sequence[TableSpec]
@@ -48,7 +52,7 @@ class RemoteTables:
         added = [spec for spec in specs if spec.name not in self._groups]
         for spec in added:
             self._groups[spec.name] = {
-                "params": [nn.Parameter(torch.empty(0))],
+                "params": [nn.Parameter(torch.zeros(()))],
                 "lr": spec.optimizer.lr,
                 "table": spec.name,
             }
@@ -78,6 +82,10 @@ class RemoteTables:
             )
         return self._optimizer
 
+    def names(self) -> list[str]:
+        """Return the names of all tables."""
+        return list(self._specs)
+
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables, in order with the pushes.
 
@@ -102,6 +110,19 @@ class RemoteTables:
             PersiaError: a push of before failed.
         """
         self._send(learning_rates(list(self._groups.values())))
+
+    def loss_scale(self) -> float | None:
+        """Return what the loss of this backward pass was multiplied by, if anything."""
+        scaler = self.grad_scaler
+        return scaler.get_scale() if scaler and scaler.is_enabled() else None
+
+    def after_check(self, are_finite: bool) -> None:
+        """Let a ``GradScaler`` find whether gradients of this step were finite."""
+        for group in self._groups.values():
+            (stand_in,) = group["params"]
+            if stand_in.grad is None or not are_finite:
+                grad = 0.0 if are_finite else torch.inf
+                stand_in.grad = torch.full_like(stand_in, grad)
 
     def change(self, change: TableChange) -> list[Future[None]]:
         """Change the settings of tables, in order with the pushes.

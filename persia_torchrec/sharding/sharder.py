@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.client.row_block import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.bag_sharder import (
@@ -24,6 +25,7 @@ from persia_torchrec.sharding.collection import CollectionSpec, describe_bags
 from persia_torchrec.sharding.joining import Joint
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
 from persia_torchrec.sharding.rows_on_device import RowsOnDevice
+from persia_torchrec.sharding.warm_start import OptimizerState, load_tables
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker
@@ -139,6 +141,28 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         if names <= self._planned:  # and so has the planner seen all collections
             require_known_tables(self._settings, self._planned)
         return spec
+
+    def load_weights(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        *,
+        optimizer_state: OptimizerState | None = None,
+        ids: Mapping[str, IdsOfRows] | None = None,
+        step: int | None = None,
+    ) -> dict[str, int]:
+        """Fill all tables that are sharded so far from an ordinary checkpoint.
+
+        The arguments, what is returned and what is raised are those of
+        ``warm_start.load_tables``.
+        """
+        self.flush()
+        names = self._tables.names()
+        return load_tables(
+            *(self._client, state_dict, names),
+            optimizer_state=optimizer_state,
+            ids=ids,
+            step=step,
+        )
 
     def require_known_settings(self) -> None:
         """Refuse settings of unknown tables: all collections are sharded by now.

@@ -40,19 +40,14 @@ from persia_torchrec.store.lookup import (
 )
 from persia_torchrec.store.metadata import Metadata, read_metadata
 from persia_torchrec.store.rows import HAS_METADATA, Floats
+from persia_torchrec.store.scan import ScannedRows
 from persia_torchrec.store.shard_memory import ShardMemory, TableRows
 from persia_torchrec.store.steps import step_plan
 from persia_torchrec.store.sweep import Sweeper
 from persia_torchrec.store.table_state import TableState
 from persia_torchrec.store.tables import Tables
-from persia_torchrec.store.update import (
-    UpdateResult as UpdateResult,
-)
-from persia_torchrec.store.update import (
-    read_floats,
-    update_rows,
-    write_weights,
-)
+from persia_torchrec.store.update import UpdateResult as UpdateResult
+from persia_torchrec.store.update import update_rows, write_floats
 from persia_torchrec.table import TableSpec
 
 Eviction = Literal["lru", "lfu"]
@@ -226,15 +221,15 @@ class EmbeddingStore:
         if state.engine is None:
             counts = self._update_fused(state, rows, ids_N, hints_N, grads_ND)
         else:
-            now = self.now(state)
+            now = state.now(self._clock())
             counts = state.engine.update(state, rows, ids_N, hints_N, grads_ND, now)
         result = UpdateResult(*counts)
         self._num_missed += result.num_missed
         self._num_refused += result.num_refused
         return result
 
-    def write(self, table: int, ids_N: Ids, weights_ND: Floats) -> None:
-        """Set the weights of ids, making the rows that are missing, admitted or not.
+    def write(self, table: int, ids_N: Ids, rows_NK: Floats) -> None:
+        """Set the rows of ids, making those that are missing, admitted or not.
 
         In a full LFU store new rows may be the least frequent, and leave for the next
         ones of the same request.
@@ -242,7 +237,8 @@ class EmbeddingStore:
         Args:
             table: number of the table.
             ids_N: uint64 ``(N,)``, N at most the capacity.
-            weights_ND: float32 ``(N, D)``.
+            rows_NK: float32 ``(N, D)``, weights, and optimizer state stays; or
+                ``(N, D + S)``, weights and state.
 
         Raises:
             StoreError: more ids than the store can hold.
@@ -252,17 +248,14 @@ class EmbeddingStore:
                 f"At most {self.capacity_rows} rows fit. Received: {len(ids_N)} ids."
             )
         state = self._tables.states[table]
+        weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
         admission, state.admission = state.admission, None
         try:
-            self.lookup(
-                table, ids_N, np.empty_like(weights_ND, np.float32), training=True
-            )
+            self.lookup(table, ids_N, weights_ND, training=True)
         finally:
             state.admission = admission
-        slots_N = self.find(table, ids_N)
-        write_weights(
-            slots_N, read_only(weights_ND), self._memory.rows(state)[0], state.layout
-        )
+        slots_N, floats = self.find(table, ids_N), self._memory.rows(state)[0]
+        write_floats(slots_N, read_only(rows_NK), floats, state.layout)
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes and counts nothing.
@@ -270,12 +263,26 @@ class EmbeddingStore:
         Returns:
             float32 ``(N, D + S)``; zeros for an id that has no row.
         """
-        state = self._tables.states[table]
-        width = state.spec.dim + state.spec.num_state_floats
-        out = np.empty((len(ids_N), width), dtype=np.float32)
         slots_N = self.find(table, ids_N)
-        read_floats(slots_N, out, self._memory.rows(state)[0], state.layout)
-        return out
+        return self._memory.floats_at(self._tables.states[table], slots_N)
+
+    def scan(self, table: int, start: int, max_rows: int) -> ScannedRows:
+        """Return some rows of a table; what a walk promises stands in ``scan.py``.
+
+        Args:
+            table: number of the table.
+            start: 0, then ``next_slot`` of the rows before.
+            max_rows: rows at most, ``>= 1``.
+        """
+        return self._memory.scan(self._tables.states[table], start, max_rows)
+
+    def step(self, table: int) -> int:
+        """Return how many update requests a table had: Adam's ``t``."""
+        return self._tables.states[table].num_updates
+
+    def set_step(self, table: int, step: int) -> None:
+        """Go on counting a table's update requests from ``step``."""
+        self._tables.states[table].num_updates = step
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
         """Return how often ids were looked up, and when they were last updated.
@@ -350,13 +357,9 @@ class EmbeddingStore:
         bound = np.float32(state.spec.weight_bound or np.inf)
         return update_rows(
             *(ids_N, read_only(hints_N), grads_ND, *rows, state.layout),
-            *(plan.kind, plan.numbers, bound, *self.now(state)),
+            *(plan.kind, plan.numbers, bound, *state.now(self._clock())),
             state.scratch,
         )
-
-    def now(self, state: TableState) -> tuple[np.uint64, np.uint64]:
-        """Return the table's step and the present second, for metadata."""
-        return np.uint64(state.num_updates), np.uint64(max(self._clock(), 0))
 
     def _admitted(
         self,
@@ -392,6 +395,6 @@ class EmbeddingStore:
             *(ids_N, counts_N, places, out_ND, slots_N, *memory.rows(state)),
             *(memory.logs.directory, memory.tally, state.layout, self.capacity_rows),
             *(filling.kind, filling.numbers, seed, state.initial_state),
-            *self.now(state),
+            *state.now(self._clock()),
             state.scratch,
         )

@@ -69,6 +69,17 @@ def unowned(typingctx: Any, array: Any) -> Any:
 
 
 @intrinsic
+def floats_at(typingctx: Any, address: Any) -> Any:
+    """Return the uint64 address as a pointer to float32, for ``numba.carray``."""
+    pointer_type = types.CPointer(types.float32)
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer_type))
+
+    return pointer_type(types.uint64), build
+
+
+@intrinsic
 def load_word(typingctx: Any, address: Any) -> Any:
     """Read the uint64 at a uint64 address."""
 

@@ -49,7 +49,7 @@ from persia_torchrec.store.rows import (
 from persia_torchrec.store.shard_memory import ShardMemory
 from persia_torchrec.store.use_order import Numbers, UseOrder
 
-_CHUNK_BYTES = 2**22
+_CHUNK_BYTES = 2**20
 _SLICE_BYTES = 2**18
 _SLICE_RECORDS = 4096
 _LARGEST_PLACE = np.uint32(2**PLACE_BITS - 1)
@@ -125,7 +125,7 @@ class RowExport:
         """Do a slice of the work, some tens of microseconds.
 
         Returns:
-            About 4 MiB of slots when they are copied; None before that.
+            About 1 MiB of slots when they are copied; None before that.
         """
         if self._orders:
             self._orders = self._order.advance(_SLICE_RECORDS)

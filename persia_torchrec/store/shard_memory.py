@@ -15,11 +15,14 @@ from persia_torchrec.store.lookup import (
     MISSES,
     REJECTED,
     ROWS,
+    Slots,
 )
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
 from persia_torchrec.store.rows import ARENA, OWNER_SHIFT, USED, Floats, Words
+from persia_torchrec.store.scan import ScannedRows, ids_at, scan_slots
 from persia_torchrec.store.table_state import TableState
 from persia_torchrec.store.tables import Tables
+from persia_torchrec.store.update import read_floats
 
 TableRows = tuple[Floats, Words, Words, Words]
 
@@ -64,6 +67,20 @@ class ShardMemory:
         """Return what the loops take: the table's arena, the index, all arenas."""
         floats = self.tables.arenas[state.layout[ARENA]].floats
         return floats, self.index.lines, self.index.cursor, self.tables.directory
+
+    def floats_at(self, state: TableState, slots_N: Slots) -> Floats:
+        """Return weights and optimizer state of rows; ``MISSING`` reads zeros."""
+        width = state.spec.dim + state.spec.num_state_floats
+        out = np.empty((len(slots_N), width), dtype=np.float32)
+        read_floats(slots_N, out, self.rows(state)[0], state.layout)
+        return out
+
+    def scan(self, state: TableState, start: int, max_rows: int) -> ScannedRows:
+        """Return the next rows of a table, from slot ``start`` on."""
+        found = scan_slots(start, max_rows, self.tables.directory, state.layout)
+        words = self.tables.arenas[state.layout[ARENA]].words
+        rows = self.floats_at(state, found.slots)
+        return ScannedRows(ids_at(found.slots, words), rows, found.next_slot)
 
     def clear(self) -> None:
         """Drop all rows; what has been counted stays counted."""

@@ -146,27 +146,29 @@ def update_rows(
 
 
 @compiled
-def write_weights(
-    slots_N: Slots, weights_ND: Floats, floats: Floats, layout: Layout
+def write_floats(
+    slots_N: Slots, rows_NK: Floats, floats: Floats, layout: Layout
 ) -> None:
-    """Overwrite the weights of rows; their optimizer state stays.
+    """Overwrite the weights of rows, and their optimizer state if it is given.
 
     Args:
         slots_N: uint32 ``(N,)``, where each row is; ``MISSING`` is skipped.
-        weights_ND: float32 ``(N, D)``.
+        rows_NK: float32 ``(N, D)``, weights; or ``(N, D + S)``, weights and state.
         floats: the arena of these rows; changed.
         layout: of the table's rows.
     """
-    dim, begin = layout[DIM], layout[WEIGHTS]
+    dim, begin, state = layout[DIM], layout[WEIGHTS], layout[STATE]
+    num_state = rows_NK.shape[1] - dim
     for i in range(len(slots_N)):
         slot = slots_N[i]
         if slot == MISSING:
             continue
         if layout[DTYPE] == FP32:
-            floats[slot, begin : begin + dim] = weights_ND[i]
+            floats[slot, begin : begin + dim] = rows_NK[i, :dim]
         else:
             halves = halves_of(floats, np.uint64(slot), layout)
-            round_to_nearest(weights_ND[i], halves, layout[DTYPE])
+            round_to_nearest(rows_NK[i, :dim], halves, layout[DTYPE])
+        floats[slot, state : state + num_state] = rows_NK[i, dim:]
 
 
 @compiled

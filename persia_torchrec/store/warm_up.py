@@ -42,6 +42,7 @@ def warm_up() -> None:
         store.update(table, ids, rows, slots)
         store.write(table, ids[:4], rows[:4])
         store.read(table, ids)
+        store.scan(table, 0, 1)
     store.sweep(1)
     _move_rows(store)
 

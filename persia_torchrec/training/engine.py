@@ -2,7 +2,7 @@
 
     HybridModel
       embeddings   EmbeddingBagCollection, from embedding_config.yml -> SlotsSharder
-      dense        the user's model, replicated by DistributedDataParallel
+      dense        the user's model, replicated as data_parallel.py says
 
 ``DistributedModelParallel`` shards the one and replicates the other: the same path that
 a TorchRec user's model takes. The engine belongs to one trainer process and is called
@@ -12,15 +12,10 @@ by its main thread; only :meth:`Engine.start_pull` may be called by another.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.model_parallel import (
-    DefaultDataParallelWrapper,
-    DistributedModelParallel,
-)
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
@@ -28,6 +23,7 @@ from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.kjt import to_keyed_jagged_tensor
 from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
@@ -35,6 +31,7 @@ from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.sharding.joining import join
 from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.table import TableSettings, TableSpec
+from persia_torchrec.training.data_parallel import init_process_group, replication_of
 from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
@@ -44,7 +41,6 @@ REQUEST_TIMEOUT_S = 120.0
 """Seconds that one request to a worker or a server may take."""
 
 _DISCOVERY_TIMEOUT_S = 300.0
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 Pull = StartedPull[RemoteBatch]
 
@@ -95,6 +91,9 @@ class EngineConfig:
     device: torch.device
     """Of the dense model."""
 
+    distributed: DistributedBaseOption
+    """How the trainers keep their dense models alike."""
+
     backward_buffer_size: int
     """Updates that may wait when there is no staleness bound."""
 
@@ -116,7 +115,7 @@ class Engine:
         self._config = config
         self._settings: LookupSettings | None = None
         workers, servers = _find_job()
-        _init_process_group(config.device)
+        init_process_group(config.distributed, config.device)
         self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
         self._workers = RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
         self.sharder = SlotsSharder(
@@ -130,14 +129,12 @@ class Engine:
         hybrid = HybridModel(
             make_collection(config.schema), model, list(config.schema.slots)
         )
+        self._replication = replication_of(config.distributed, model)
         self.dmp = DistributedModelParallel(
             hybrid,
             device=config.device,
             sharders=[self.sharder],
-            # As PERSIA's: a step need not use every parameter, nor the same as before.
-            data_parallel_wrapper=DefaultDataParallelWrapper(
-                static_graph=False, find_unused_parameters=True
-            ),
+            data_parallel_wrapper=self._replication,
         )
         self._hybrid = hybrid
         sharded = hybrid.embeddings
@@ -153,12 +150,16 @@ class Engine:
     def in_step(self) -> Iterator[None]:
         """Keep trainers in step whose data do not end at the same batch.
 
-        A trainer that comes to the end of the block answers the all-reduces of those
-        that go on, until all are there; the dense model of the last one is then that
-        of all. An exception ends the block at once.
+        A trainer that comes to the end of the block answers the collectives of those
+        that go on, until all are there; then all have the same dense model. An
+        exception ends the block at once.
         """
-        with join(self.dmp):
+        with self._replication.in_step(), join(self.dmp):
             yield
+
+    def after_step(self) -> None:
+        """Do what has to follow a step of the dense optimizer, on all trainers."""
+        self._replication.after_step()
 
     def start_pull(
         self,
@@ -286,14 +287,3 @@ def _find_job() -> tuple[list[str], list[str]]:
     finally:
         book.close()
     return workers, servers
-
-
-def _init_process_group(device: torch.device) -> None:
-    if dist.is_initialized():
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if env.get_world_size() == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, not in __all__
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)

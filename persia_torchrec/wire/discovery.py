@@ -175,6 +175,10 @@ class AddressBook:
         """Leave a note for the other processes; replaces an earlier one."""
         self.put(f"note/{name}", value)
 
+    def claim_note(self, name: str, value: str) -> str:
+        """Leave a note unless there is one of that name; return what is there then."""
+        return self.claim(f"note/{name}", value)
+
     def ask(self, names: Sequence[str], *, timeout_s: float) -> list[str]:
         """Return the notes of these names, once all of them are there.
 

@@ -12,14 +12,16 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
     32      8     batch: number within its stream
     40      4     precision of rows and gradients, see Precision
     44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
-                  bit 2, the update is a share of a joint step
+                  bit 2, the update is a share of a joint step; bit 3, the rows written
+                  carry optimizer state
 
 The frames after it, by kind:
 
     LOOKUP, UPDATE   1: segments, int64 (T, 2): number of a table, how many of its ids
     WRITE, READ,     2: ids, uint64, those of the first segment first
     METADATA
-                     3: (UPDATE, WRITE) rows, in the precision of the header
+                     3: (UPDATE, WRITE) rows, in the precision of the header; with
+                        bit 3 each row is weights, then optimizer state
                      3: (LOOKUP with bit 1) uint32, how often each id occurs in its
                         batch; without this frame, each counts once
                      4: (UPDATE with bit 2) the share: of which joint step, see Share
@@ -28,6 +30,9 @@ The frames after it, by kind:
     reply to READ    1, one a segment: float32 weights and optimizer state
     reply to         1, one a segment: uint32 (N, 4): frequency, first step, last step,
       METADATA       second of the last step; see store/metadata.py
+    reply to EXPORT  1: JSON {"next": where to go on, or null at the end}
+                     2: ids, uint64
+                     3: float32 weights and optimizer state
     the others       1: a JSON value, in UTF-8; so is every reply not named here
     ERROR            1: JSON {"kind": class of the error, "message": its text}
 
@@ -46,6 +51,11 @@ The JSON values of an embedding server; what is not named here is null:
     PROGRESS             {"task"}
     reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,
       and PROGRESS       "result"}; see server/checkpoints.py
+    EXPORT               {"table": number, "start": 0, or "next" of the reply before,
+                         "max_rows": rows at most}
+    STEP                 {"table": number, "step": how many updates the table shall
+                         have had, or null to only ask}
+    reply to STEP        how many updates the table has had
 
 A share is 32 bytes, little-endian:
 
@@ -80,6 +90,7 @@ VERSION = 3
 TRAINING = 1
 COUNTS = 2
 SHARE = 4
+STATE = 8
 METADATA_COLUMNS = 4
 
 Frame = bytes | memoryview
@@ -117,8 +128,10 @@ class Kind(IntEnum):
     END_OF_DATA = 16
     METADATA = 17
     LEAVE = 18
-    CHECKPOINT = 19
-    PROGRESS = 20
+    EXPORT = 19
+    STEP = 20
+    CHECKPOINT = 21
+    PROGRESS = 22
 
 
 class Precision(IntEnum):

@@ -1,6 +1,11 @@
 """TCP ports of this machine."""
 
+import errno
 import socket
+
+from persia_torchrec.errors import ConfigError
+
+MAX_PORT = 65_535
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -20,3 +25,32 @@ def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
+
+
+def free_port_from(first: int, step: int = 1) -> int:
+    """Return the first of ``first``, ``first + step``, ... that is free just now.
+
+    Another process may take it before the caller does, as with :func:`free_port`.
+
+    Args:
+        first: in ``[1, 65535]``.
+        step: at least 1.
+
+    Raises:
+        ConfigError: an argument is out of its range, or no such port is free.
+    """
+    if not 1 <= first <= MAX_PORT or step < 1:
+        raise ConfigError(
+            f"A port must be in [1, {MAX_PORT}] and a step >= 1. "
+            f"Received: {first} and {step}."
+        )
+    for port in range(first, MAX_PORT + 1, step):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError as exc:
+                if exc.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+            else:
+                return port
+    raise ConfigError(f"A port from {first} in steps of {step} must be free. None is.")

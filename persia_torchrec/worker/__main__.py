@@ -14,12 +14,7 @@ from pathlib import Path
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import (
-    EmbeddingSchema,
-    GlobalSettings,
-    load_embedding_config,
-    load_global_config,
-)
+from persia_torchrec.config import GlobalSettings, load_global_config
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
@@ -29,6 +24,7 @@ from persia_torchrec.worker.buffers import IdBuffer
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup
+from persia_torchrec.worker.slots_of_job import tell_slots
 from persia_torchrec.worker.warm_up import warm_up
 
 logger = logging.getLogger("persia_torchrec.worker")
@@ -81,7 +77,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     size = arguments.num_workers or env.get_replica_size()
     # Joined before anything can go wrong, so that the others learn of it.
     with JobMember.join("worker", index, store=store) as member:
-        schema, settings = _schema(arguments), _settings(arguments)
+        schema = tell_slots(member.book, _embedding_config(arguments))
+        settings = _settings(arguments)
         warm_up()
         servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
         client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
@@ -104,11 +101,11 @@ def _serve(arguments: argparse.Namespace) -> None:
         client.close()
 
 
-def _schema(arguments: argparse.Namespace) -> EmbeddingSchema:
+def _embedding_config(arguments: argparse.Namespace) -> Path:
     path = arguments.embedding_config or env.embedding_config_path()
     if path is None:
         raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
-    return load_embedding_config(path)
+    return Path(path)
 
 
 def _settings(arguments: argparse.Namespace) -> GlobalSettings:

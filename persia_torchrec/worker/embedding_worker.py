@@ -23,7 +23,7 @@ Dimension key:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,13 +31,14 @@ import numpy as np
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.dedup import Counts, Positions, unique_ids
+from persia_torchrec.routing.dedup import Counts, Positions, count_repeats
 from persia_torchrec.routing.hashing import Ids, add_prefix, hash_stack
 from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.routing.tables import route_ids
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
-from persia_torchrec.worker.pooling import Floats, Lengths
+from persia_torchrec.worker.pooling import FeatureBags, Floats, Lengths
 from persia_torchrec.worker.pulled import Outputs
 
 
@@ -101,6 +102,10 @@ class EmbeddingWorker(ABC):
         self._precision = precision
         self._tables = list(dict.fromkeys(feature.table for feature in self.features))
         self.table_of = [self._tables.index(feature.table) for feature in self.features]
+        # The features in the order of their tables, as ids are routed.
+        self._by_table = sorted(
+            range(len(self.features)), key=self.table_of.__getitem__
+        )
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make the tables known to the servers; see ``EmbeddingClient.add_tables``.
@@ -198,7 +203,30 @@ class EmbeddingWorker(ABC):
             batch.tables, row_grads, batch.number, precision=self._precision
         )
 
-    def row_shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+    def feature_bags(
+        self,
+        rows: Sequence[Floats],
+        batch: RoutedBatch,
+        features: Iterable[int] | None = None,
+    ) -> list[FeatureBags]:
+        """Return the bags of features over rows, or over what stands for them.
+
+        Args:
+            rows: float32 ``(U, D)`` a table of the batch.
+            batch: which row each id is.
+            features: numbers of the features; all by default.
+        """
+        return [
+            FeatureBags(
+                rows[self.table_of[f]],
+                batch.inverses[f],
+                batch.lengths[f],
+                self.features[f].pooling,
+            )
+            for f in (range(len(self.features)) if features is None else features)
+        ]
+
+    def row_shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
         """Return the shape ``(U, D)`` of each table's unique rows."""
         return [
             (len(split.ids), self._client.table(table).dim)
@@ -206,8 +234,15 @@ class EmbeddingWorker(ABC):
         ]
 
     def no_gradients(self, batch: RoutedBatch) -> list[Floats]:
-        """Return zeros for each table's unique rows, to be added to."""
-        return [np.zeros(shape, dtype=np.float32) for shape in self.row_shapes(batch)]
+        """Return zeros for each table's unique rows, to be added to.
+
+        They are pieces of one array, in the order in which they are sent.
+        """
+        shapes = self.row_shapes(batch)
+        sizes = [num * dim for num, dim in shapes]
+        flat = np.zeros(sum(sizes), dtype=np.float32)
+        pieces = np.split(flat, np.cumsum(sizes)[:-1])
+        return [piece.reshape(s) for piece, s in zip(pieces, shapes, strict=True)]
 
     def abandon(self, batch: RoutedBatch) -> list[Reply]:
         """Tell the servers that a training batch will get no gradients."""
@@ -264,28 +299,31 @@ class EmbeddingWorker(ABC):
             number: as in :meth:`pull`.
         """
         bags_of = {f.name: _stacked(bags_of[f.name], f) for f in self.features}
-        tables = []
-        counts: list[Counts | None] = []
-        inverses: dict[str, Positions] = {}
-        for table in self._tables:
-            members = [f for f in self.features if f.table == table]
-            ids = [_prefixed(bags_of[f.name], f) for f in members]
-            unique = unique_ids(np.concatenate(ids))
-            split = self._client.split(unique.ids)
-            tables.append((table, split))
-            counts.append(None)
-            if number is not None and self._client.wants_counts(table):
-                counts[-1] = split.grouped(unique.counts)
-            stops = np.cumsum([len(piece) for piece in ids])[:-1]
-            pieces = np.split(split.place[unique.inverse], stops)
-            inverses.update(zip((f.name for f in members), pieces, strict=True))
+        pieces = [
+            _prefixed(bags_of[self.features[f].name], self.features[f])
+            for f in self._by_table
+        ]
+        num_ids = [0] * len(self._tables)
+        for f, piece in zip(self._by_table, pieces, strict=True):
+            num_ids[self.table_of[f]] += len(piece)
+        routed = route_ids(np.concatenate(pieces), num_ids, self._client.num_servers)
+        of_tables = np.split(routed.inverse, np.cumsum(num_ids)[:-1])
+        of_features = np.split(routed.inverse, np.cumsum([*map(len, pieces)])[:-1])
+        inverse_of = dict(zip(self._by_table, of_features, strict=True))
         return RoutedBatch(
             number,
-            tables,
-            [inverses[feature.name] for feature in self.features],
+            list(zip(self._tables, routed.tables, strict=True)),
+            [inverse_of[f] for f in range(len(self.features))],
             [bags_of[feature.name].lengths for feature in self.features],
             num_samples,
-            counts,
+            [
+                count_repeats(inverse_L, len(split.ids))
+                if number is not None and self._client.wants_counts(table)
+                else None
+                for table, split, inverse_L in zip(
+                    self._tables, routed.tables, of_tables, strict=True
+                )
+            ],
         )
 
 

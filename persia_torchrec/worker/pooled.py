@@ -12,8 +12,6 @@ Dimension key:
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
 from persia_torchrec.worker.pooling import Floats, add_gradients, pool
 from persia_torchrec.worker.pulled import Outputs
@@ -28,27 +26,11 @@ class PooledLookup(EmbeddingWorker):
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Pool the rows of a batch."""
-        (shape,) = self.shapes(batch)
-        pooled_BT = np.empty(shape, dtype=np.float32)
-        for f, columns in enumerate(self._columns()):
-            feature = self.features[f]
-            bags = batch.inverses[f], batch.lengths[f], feature.pooling
-            pool(rows[self.table_of[f]], *bags, pooled_BT, columns)
-        return (pooled_BT,)
+        return (pool(self.feature_bags(rows, batch), batch.num_samples),)
 
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> list[Floats]:
         """Sum the gradients of the bags for each row in them."""
         (grads_BT,) = grads
         sums = self.no_gradients(batch)
-        for f, columns in enumerate(self._columns()):
-            feature = self.features[f]
-            bags = batch.inverses[f], batch.lengths[f], feature.pooling
-            add_gradients(grads_BT, columns, *bags, sums[self.table_of[f]])
+        add_gradients(grads_BT, self.feature_bags(sums, batch))
         return sums
-
-    def _columns(self) -> list[slice]:
-        stops = np.cumsum(self.dims()).tolist()
-        return [
-            slice(stop - dim, stop)
-            for stop, dim in zip(stops, self.dims(), strict=True)
-        ]

@@ -19,7 +19,7 @@ class RowsLookup(EmbeddingWorker):
 
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
         """Return the shape of each table's output."""
-        return self.row_shapes(batch)
+        return [*self.row_shapes(batch)]
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Return the rows."""

@@ -17,8 +17,6 @@ Dimension key:
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
@@ -51,6 +49,8 @@ class SlotsLookup(EmbeddingWorker):
         numbered = list(enumerate(self.features))
         self._pooled = [f for f, feature in numbered if not feature.num_places]
         self._raw = [f for f, feature in numbered if feature.num_places]
+        # The features of each output.
+        self._parts = [self._pooled, *([f] for f in self._raw)]
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
@@ -80,28 +80,14 @@ class SlotsLookup(EmbeddingWorker):
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Sum the rows of each bag, or of each id's buckets."""
-        outputs = tuple(
-            np.empty(shape, dtype=np.float32) for shape in self.shapes(batch)
+        return tuple(
+            pool(self.feature_bags(rows, batch, part), num)
+            for part, (num, _) in zip(self._parts, self.shapes(batch), strict=True)
         )
-        for f, output, columns in self._parts(outputs):
-            bags = batch.inverses[f], batch.lengths[f], self.features[f].pooling
-            pool(rows[self.table_of[f]], *bags, output, columns)
-        return outputs
 
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> list[Floats]:
         """Sum the gradients of each row."""
         sums = self.no_gradients(batch)
-        for f, grad, columns in self._parts(grads):
-            bags = batch.inverses[f], batch.lengths[f], self.features[f].pooling
-            add_gradients(grad, columns, *bags, sums[self.table_of[f]])
+        for part, grad in zip(self._parts, grads, strict=True):
+            add_gradients(grad, self.feature_bags(sums, batch, part))
         return sums
-
-    def _parts(self, outputs: Outputs) -> list[tuple[int, Floats, slice]]:
-        """Return each feature with its output, and its columns there."""
-        dims = self.dims()
-        parts, stop = [], 0
-        for f in self._pooled:
-            start, stop = stop, stop + dims[f]
-            parts.append((f, outputs[0], slice(start, stop)))
-        raw = zip(self._raw, outputs[1:], strict=True)
-        return parts + [(f, output, slice(0, dims[f])) for f, output in raw]

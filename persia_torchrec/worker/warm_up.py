@@ -2,20 +2,20 @@
 
 import numpy as np
 
-from persia_torchrec.routing.dedup import unique_ids
-from persia_torchrec.routing.shard import split_by_shard
+from persia_torchrec.routing.dedup import count_repeats
+from persia_torchrec.routing.tables import route_ids
 from persia_torchrec.wire import precision
-from persia_torchrec.worker.pooling import add_gradients, pool
+from persia_torchrec.worker.pooling import FeatureBags, add_gradients, pool
 
 
 def warm_up() -> None:
     """Run every loop once; the first time on a machine this takes some seconds."""
     precision.warm_up()
-    unique = unique_ids(np.array([1, 2, 1], dtype=np.uint64))
-    assert unique.counts.tolist() == [2, 1]
-    place = split_by_shard(unique.ids, 2).place[unique.inverse]
-    rows = np.zeros((2, 2), dtype=np.float32)
+    ids = np.array([1, 2, 1], dtype=np.uint64)
+    routed = route_ids(ids, [3], num_shards=2)
+    counts = count_repeats(routed.inverse, len(routed.tables[0].ids))
+    assert sorted(counts.tolist()) == [1, 2]
+    rows = np.zeros((2, 4), dtype=np.float32)
     lengths = np.array([3], dtype=np.int32)
-    pooled = np.zeros((1, 4), dtype=np.float32)
-    pool(rows, place, lengths, "sum", pooled, slice(0, 2))
-    add_gradients(pooled, slice(0, 2), place, lengths, "sum", rows)
+    bags = [FeatureBags(rows, routed.inverse, lengths, "sum")]
+    add_gradients(pool(bags, 1), bags)

@@ -15,6 +15,10 @@ OF_PERSIA = {
         "IterableDatasetBase",
         "StreamingDataset",
     ],
+    "distributed": [
+        *("BaguaDistributedOption", "DDPOption", "DistributedBaseOption"),
+        "get_default_distributed_option",
+    ],
     "embedding": ["EmbeddingConfig"],
     "embedding.data": [
         *("IDTypeFeature", "IDTypeFeatureWithSingleID", "Label", "MAX_BATCH_SIZE"),
@@ -26,7 +30,7 @@ OF_PERSIA = {
         *("get_world_size", "set_env"),
     ],
     "logger": ["get_default_logger", "get_logger"],
-    "utils": ["dump_yaml", "load_yaml", "setup_seed"],
+    "utils": ["dump_yaml", "find_free_port", "load_yaml", "setup_seed"],
 }
 
 

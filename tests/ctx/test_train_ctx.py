@@ -1,5 +1,7 @@
+import os
 import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from persia_torchrec.embedding.data import (
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.table import TableSettings
+from persia_torchrec.worker.slots_of_job import tell_slots
 from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.servers import DEADLINE_S, ids_of
 
@@ -315,11 +318,20 @@ class TestSettings:
         with pytest.raises(ConfigError, match="Pass mixed_precision=False, or a devi"):
             TrainCtx(SGD(0.1), optimizer, model=model)
 
-    @pytest.mark.parametrize("name", ["PERSIA_STORE_PORT", "PERSIA_EMBEDDING_CONFIG"])
-    def test_outside_a_job_it_says_what_is_missing(self, job, monkeypatch, name):
-        monkeypatch.delenv(name)
-        with pytest.raises(ConfigError, match=rf"{name} is not set\. Start the script"):
+    @pytest.mark.parametrize("has_file", [True, False])
+    def test_outside_a_job_it_says_what_is_missing(self, job, monkeypatch, has_file):
+        monkeypatch.delenv("PERSIA_STORE_PORT")
+        if not has_file:
+            monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG")
+        with pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set\. Start"):
             job.train_ctx()
+
+    def test_without_a_file_the_slots_are_those_of_the_workers(self, job, monkeypatch):
+        tell_slots(job.book, Path(os.environ["PERSIA_EMBEDDING_CONFIG"]))
+        monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG")
+        with job.train_ctx() as ctx:
+            train(ctx, [batch_of([1], [2])])
+        assert job.num_rows() == 2
 
     def test_the_staleness_bound_may_change_between_two_loops(self, job):
         with job.train_ctx() as ctx:

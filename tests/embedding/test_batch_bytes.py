@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from persia_torchrec.embedding.batch_bytes import decode_batch, encode_batch
 from persia_torchrec.embedding.data import (
-    DTYPES,
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
     Label,
@@ -18,44 +16,9 @@ from persia_torchrec.embedding.data import (
     PersiaBatch,
 )
 from persia_torchrec.errors import FrameError
+from tests.strategies import batches
 
 VERSION_1 = Path(__file__).parent / "batch_v1.bin"
-
-names = st.text(min_size=1, max_size=8)
-uint64s = st.integers(0, 2**64 - 1)
-
-
-@st.composite
-def id_features(draw, name, num_samples):
-    if draw(st.booleans()):
-        ids = draw(hnp.arrays(np.uint64, num_samples, elements=uint64s))
-        return IDTypeFeatureWithSingleID(name, ids)
-    samples = hnp.arrays(np.uint64, st.integers(0, 4), elements=uint64s)
-    return IDTypeFeature(
-        name, draw(st.lists(samples, min_size=num_samples, max_size=num_samples))
-    )
-
-
-@st.composite
-def dense_arrays(draw, num_samples):
-    shape = (num_samples, *draw(st.lists(st.integers(0, 3), max_size=2)))
-    return draw(hnp.arrays(draw(st.sampled_from(DTYPES)), shape))
-
-
-@st.composite
-def batches(draw):
-    num_samples = draw(st.integers(1, 5))
-    dense = st.lists(dense_arrays(num_samples), max_size=3)
-    unique_names = st.lists(names, min_size=1, max_size=3, unique=True)
-    batch = PersiaBatch(
-        [draw(id_features(name, num_samples)) for name in draw(unique_names)],
-        [NonIDTypeFeature(data, f"d{i}") for i, data in enumerate(draw(dense))],
-        [Label(np.zeros(num_samples)), *(Label(data) for data in draw(dense))],
-        requires_grad=draw(st.booleans()),
-        meta=draw(st.none() | st.binary(max_size=20)),
-    )
-    batch.batch_id = draw(st.none() | st.integers(0, 2**63 - 1))
-    return batch
 
 
 def content(batch):

@@ -274,3 +274,28 @@ def test_training_without_labels_is_refused():
 def test_meta_that_is_not_bytes_is_refused():
     with pytest.raises(BatchError, match=r"meta must be bytes\. .*encode"):
         PersiaBatch([single()], requires_grad=False, meta="day 3")
+
+
+@given(st.lists(ids, max_size=20))
+def test_the_ids_of_each_sample_can_be_had_as_they_were_given(samples):
+    feature = IDTypeFeature("item", samples)
+    assert [ids.tolist() for ids in feature.data] == [ids.tolist() for ids in samples]
+    assert all(ids.base is not None for ids in feature.data)  # views
+
+
+def test_the_ids_of_a_feature_with_one_a_sample_are_its_data():
+    feature = single()
+    assert feature.data is feature.ids
+
+
+@pytest.mark.parametrize("cls", [IDTypeFeature, IDTypeFeatureWithSingleID])
+def test_name_and_data_the_wrong_way_round_are_recognised(cls):
+    data = np.arange(2, dtype=np.uint64)
+    with pytest.raises(BatchError, match="name comes first, then the data"):
+        cls(data, "item")
+
+
+def test_persias_way_to_the_bytes_of_a_batch_works():
+    batch = PersiaBatch([single()], labels=[label()])
+    assert batch.data.to_bytes() == batch.to_bytes()
+    assert PersiaBatch.from_bytes(batch.to_bytes()).to_bytes() == batch.to_bytes()

@@ -70,13 +70,13 @@ class TestBatches:
             lengths=torch.tensor([1, 1]),
         )
         with pytest.raises(BatchError, match=r"ids must be int64.*Use values\.long"):
-            model(batch)
+            model(batch).values()
         assert trains(model)
 
     def test_a_missing_feature_is_named(self, model):
         message = r"must have the feature 'query'\. Received: \['ad', 'user'\]"
         with pytest.raises(BatchError, match=message):
-            model(kjt_of({"ad": [[1]], "user": [[2]]}))
+            model(kjt_of({"ad": [[1]], "user": [[2]]})).values()
         assert trains(model)
 
     def test_lengths_that_do_not_fit_the_ids_are_refused(self, model):
@@ -84,7 +84,7 @@ class TestBatches:
             ["ad", "query"], torch.arange(5), lengths=torch.tensor([1, 1])
         )
         with pytest.raises(BatchError, match="sum up to the number of ids, 5"):
-            model(batch)
+            model(batch).values()
         assert trains(model)
 
     def test_negative_lengths_are_refused(self, model):
@@ -92,7 +92,7 @@ class TestBatches:
             ["ad", "query"], torch.arange(2), lengths=torch.tensor([3, -1, 0, 0])
         )
         with pytest.raises(BatchError, match="'ad': lengths must not be negative"):
-            model(batch)
+            model(batch).values()
         assert trains(model)
 
     def test_features_of_different_numbers_of_samples_are_refused(self, model):
@@ -103,7 +103,7 @@ class TestBatches:
             stride_per_key_per_rank=[[1], [2]],
         )
         with pytest.raises(BatchError, match="must have the same number of samples"):
-            model(batch)
+            model(batch).values()
         assert trains(model)
 
 
@@ -214,7 +214,7 @@ class TestServers:
             try:
                 message = "server 0 at tcp.*started anew since the client connected"
                 with pytest.raises(RemoteError, match=message):
-                    until_reached(lambda: model(kjt_of(BATCH)))
+                    until_reached(lambda: model(kjt_of(BATCH)).values())
             finally:
                 second.stop()
 
@@ -224,7 +224,7 @@ class TestServers:
             job.servers.stop()
             message = r"embedding server \d at tcp.*lookup of table 'term'"
             with pytest.raises(ServerError, match=message):
-                model(kjt_of(BATCH))
+                model(kjt_of(BATCH)).values()
 
     def test_a_backward_pass_names_the_server_that_is_gone(self):
         with RemoteJob(timeout_s=0.5) as job:
@@ -235,7 +235,7 @@ class TestServers:
             with pytest.raises(ServerError, match=message):
                 loss.backward()
             with pytest.raises(ServerError, match="update of table 'term'"):
-                model(kjt_of(BATCH))
+                model(kjt_of(BATCH)).values()
 
     def test_a_push_that_nobody_waited_for_is_told_by_the_next_call(self):
         with RemoteJob(timeout_s=0.5) as job:
@@ -246,7 +246,7 @@ class TestServers:
             with pytest.raises(ServerError, match="update of table 'term'"):
                 push_and_flush(module, loss)
             with pytest.raises(ServerError, match="update of table 'term'"):
-                model(kjt_of(BATCH))
+                model(kjt_of(BATCH)).values()
 
     def test_a_client_that_was_closed_says_so(self, job, model):
         loss = model(kjt_of(BATCH)).values().sum()
@@ -254,4 +254,4 @@ class TestServers:
         with pytest.raises(ServerError, match="the connections are closed"):
             loss.backward()
         with pytest.raises(ServerError, match="the connections are closed"):
-            model(kjt_of(BATCH))
+            model(kjt_of(BATCH)).values()

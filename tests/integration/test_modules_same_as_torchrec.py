@@ -28,6 +28,7 @@ from torchrec.distributed.fp_embeddingbag import (
 )
 from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.feature_processor_ import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
@@ -36,6 +37,7 @@ from torchrec.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.streamable import Pipelineable
 
 from persia_torchrec import (
     Adagrad,
@@ -51,6 +53,7 @@ NUM_IDS = 40
 NUM_SAMPLES = 16
 NUM_STEPS_OF_VARIANTS = 40
 MAX_IDS = 4
+SEQUENCE_NAMES = ["ad@term", "query", "user", "ad@user"]
 KEYS = ["ad", "query", "user", "place"]
 LR = 0.05
 FUSED = {
@@ -151,17 +154,33 @@ class Sequential(nn.Module):
         self.over = nn.Linear(4 * 8 + 3, 1)
 
     def forward(self, dense, ids):
-        parts = [dense]
-        for name, feature in sorted(self.embeddings(ids).items()):
-            values = torch.tanh(feature.values())
-            if feature.weights_or_none() is not None:
-                assert name.split("@")[0] in KEYS
-                values = values * (feature.weights() % 5).unsqueeze(1)
-            samples = torch.arange(len(dense), device=dense.device)
-            sample = samples.repeat_interleave(feature.lengths())
-            zeros = torch.zeros(len(dense), 8, device=dense.device)
-            parts.append(zeros.index_add(0, sample, values))
-        return self.over(torch.cat(parts, dim=1)).squeeze(1)
+        output = self.embeddings(ids)
+        sums = [sum_by_sample(dense, output[name]) for name in SEQUENCE_NAMES]
+        return self.over(torch.cat([dense, *sums], dim=1)).squeeze(1)
+
+
+@torch.fx.wrap
+def sum_by_sample(dense, feature):
+    values = torch.tanh(feature.values())
+    if feature.weights_or_none() is not None:
+        values = values * (feature.weights() % 5).unsqueeze(1)
+    samples = torch.arange(len(dense), device=dense.device)
+    sample = samples.repeat_interleave(feature.lengths())
+    zeros = torch.zeros(len(dense), 8, device=dense.device)
+    return zeros.index_add(0, sample, values)
+
+
+class WithLoss(nn.Module):
+    """A model as TorchRec's pipelines want it: a batch in, loss and result out."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        logits = self.model(batch.dense, batch.ids)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, loss.detach()
 
 
 @dataclass(frozen=True)
@@ -243,14 +262,18 @@ CASES = {
 BATCH = ("dense", "ids", "labels")
 
 
-@dataclass(frozen=True)
-class Batch:
+@dataclass
+class Batch(Pipelineable):
     dense: torch.Tensor
     ids: KeyedJaggedTensor
     labels: torch.Tensor
 
-    def to(self, device):
-        return replace(self, **{name: getattr(self, name).to(device) for name in BATCH})
+    def to(self, device, non_blocking=False):
+        parts = {name: getattr(self, name).to(device) for name in BATCH}
+        return replace(self, **parts)
+
+    def record_stream(self, stream):
+        """Nothing here needs to outlive its stream."""
 
     def repeated(self):
         """Return the batch with every sample where it was kept once.
@@ -324,14 +347,15 @@ class Twins:
         dense = {key: value for key, value in dense.items() if not value.is_meta}
         self.configs = configs_of(model.embeddings)
         model = model.to(device) if device != CPU else model
-        self.remote = job.shard(model, case.remote(job.client), device=device)
+        sharders = case.remote(job.client)
+        self.remote = job.shard(WithLoss(model), sharders, device=device)
         twin = case.model()
         twin.load_state_dict(dense, strict=False)
         fused = ParameterConstraints(
             sharding_types=["table_wise"], compute_kernels=["fused"]
         )
         constraints = {config.name: fused for config in self.configs}
-        self.local = shard(twin, case.local(), constraints=constraints)
+        self.local = shard(WithLoss(twin), case.local(), constraints=constraints)
         for config in self.configs:
             ids = np.arange(NUM_IDS, dtype=np.uint64)
             split = job.client.split(ids)
@@ -349,18 +373,20 @@ class Twins:
 
     def train(self, model, batches):
         """Return the loss of each step; the dense half is trained by plain SGD."""
-        tables = tuple(f".{config.name}.weight" for config in self.configs)
-        dense = [p for name, p in model.named_parameters() if not name.endswith(tables)]
-        optimizer = torch.optim.SGD(dense, lr=0.1)
+        optimizer = self.dense_optimizer(model)
         losses = []
         for batch in batches:
-            logits = model(batch.dense, batch.ids)
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+            loss, detached = model(batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(detached.item())
         return np.array(losses)
+
+    def dense_optimizer(self, model):
+        tables = tuple(f".{config.name}.weight" for config in self.configs)
+        dense = [p for name, p in model.named_parameters() if not name.endswith(tables)]
+        return torch.optim.SGD(dense, lr=0.1)
 
 
 def configs_of(module):
@@ -407,6 +433,27 @@ def test_every_step_has_the_loss_of_plain_torchrec(job, monkeypatch, case):
         np.testing.assert_allclose(rows, local.numpy(), rtol=1e-4, atol=1e-5)
         assert (local - starts[config.name]).abs().max() > 0.05
     assert job.total("gradients_missed") == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "weighted bags",
+        "fused bags",
+        "processed bags",
+        "bags processed one by one",
+        "sequences with indices",
+    ],
+)
+def test_a_pipeline_of_torchrec_trains_every_module_as_a_plain_loop_does(job, case):
+    case = replace(CASES[case], **VARIANT)
+    twins = Twins(job, case)
+    optimizer = twins.dense_optimizer(twins.remote)
+    pipeline = TrainPipelineSparseDist(twins.remote, optimizer, CPU)
+    batches = iter(make_batches(case))
+    losses = [pipeline.progress(batches).item() for _ in range(case.num_steps)]
+    expected = twins.train(twins.local, make_batches(case))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.gpu

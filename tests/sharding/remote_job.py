@@ -112,8 +112,12 @@ class RemoteJob:
     ) -> DistributedModelParallel:
         """Shard a model, and close its pipelines at the end."""
         sharded = shard(model, *sharders, device=device)
-        self._models.append(sharded)
+        self.adopt(sharded)
         return sharded
+
+    def adopt(self, model: DistributedModelParallel) -> None:
+        """Close what a model started, at the end of the job."""
+        self._models.append(model)
 
     def read(self, table: str, ids: list[int] | range) -> np.ndarray:
         """Return weights and state of ids that may be written as int64."""

@@ -42,7 +42,7 @@ def model(job):
 
 def make_rows(job, model, ids):
     """Look ids up in training, so that they have rows; push nothing."""
-    model(kjt_of({"ad": [list(ids)], "query": [[]]}))
+    model(kjt_of({"ad": [list(ids)], "query": [[]]})).values()
     for module in remote_modules(model):
         module.pipeline.flush()
     return job.read("term", ids)
@@ -105,7 +105,7 @@ def test_a_batch_without_ids_moves_nothing(job, model):
 def test_a_batch_that_gets_no_backward_pass_moves_nothing(job, model):
     before = make_rows(job, model, range(3))
     for _ in range(3):  # each waits for the permit of the one before
-        model(kjt_of({"ad": [[1]], "query": [[2]]}))
+        model(kjt_of({"ad": [[1]], "query": [[2]]})).values()
     push(model, {"ad": [[1]], "query": [[2]]})
     assert_moves(moves(job, before), [0, 1, 1])
     assert job.total("open_batches") == 0

@@ -58,7 +58,7 @@ def batch(weights=(1.0, 2.0, -1.0, 0.5, 3.0)):
 def test_weights_get_the_gradients_that_an_unsharded_collection_gives_them(job):
     model = job.put_on_servers(Weighted(), SGD(0.5))
     plain = Weighted(CPU)
-    model(batch())  # makes the rows
+    model(batch()).values()  # makes the rows
     remote_modules(model)[0].pipeline.flush()
     weight = plain.bags.embedding_bags["term"].weight
     weight.data[1:4] = torch.from_numpy(job.read("term", [1, 2, 3]))
@@ -104,7 +104,7 @@ def test_a_batch_without_weights_says_what_to_do(job):
     model = Weighted()
     sharded = job.put_on_servers(model.bags)
     with pytest.raises(BatchError, match=r"with weights.*Pass weights=\.\.\."):
-        sharded(batch(weights=None))
+        sharded(batch(weights=None)).values()
     # It has made room for the next.
     assert sharded(batch()).values().shape == (3, 2 * DIM)
 
@@ -112,7 +112,7 @@ def test_a_batch_without_weights_says_what_to_do(job):
 def test_a_batch_that_gets_no_backward_pass_makes_room_for_the_next(job):
     model = job.put_on_servers(Weighted())
     for _ in range(2):  # without staleness, each waits for the one before
-        model(batch())
+        model(batch()).values()
     output = model(batch())["ad"]
     before = job.read("term", [2])
     output.sum().backward()

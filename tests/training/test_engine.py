@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.distributed import DDPOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest
 from persia_torchrec.embedding.optim import SGD
@@ -28,6 +29,7 @@ def engine_of(job, model=None, **more):
         optimizer=SGD(1.0),
         embedding_config=EmbeddingConfig(emb_initialization=(5, 5), weight_bound=0),
         device=torch.device("cpu"),
+        distributed=DDPOption(backend="gloo"),
         **{"backward_buffer_size": 2, **more},
     )
     engine = Engine(model or SumOfEmbeddings(), config)

@@ -7,8 +7,8 @@ import pytest
 
 from tests.processes import Processes
 from tests.sharding.remote_job import RemoteJob, Servers
-from tests.training import two_trainers
-from tests.training.two_trainers import Resuming
+from tests.training import resuming_trainers
+from tests.training.resuming_trainers import Resuming
 
 TRAINING_S = 500.0
 """What two processes may take to import TorchRec and train, on a busy machine."""
@@ -23,7 +23,7 @@ def resume_by_two(folder):
         processes = stack.enter_context(Processes(folder))
         trainers = [
             processes.start(
-                *(f"trainer {rank}", two_trainers.run_trainer),
+                *(f"trainer {rank}", resuming_trainers.run_trainer),
                 *(rank, addresses, folder),
             )
             for rank in range(2)

@@ -1,64 +1,96 @@
-"""What each of two trainers does that resume a run of one, in its own process."""
+"""What each of two trainers does, with one distributed option after the other."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from persia_torchrec.errors import CheckpointError
-from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
-from tests.sharding.two_trainers import ADAM, Model, Trainer, batches, loss_of
+from persia_torchrec import env
+from persia_torchrec.ctx import TrainCtx
+from persia_torchrec.data import DataLoader
+from persia_torchrec.distributed import DistributedBaseOption
+from persia_torchrec.embedding.data import Label, NonIDTypeFeature, PersiaBatch
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.wire.ports import free_port
+from tests.local_job import Batches, batch_of
 
-NUM_STEPS = 6
-
-
-class Resuming(Trainer):
-    """A trainer with a dense optimizer whose state matters."""
-
-    def __init__(self, addresses):
-        super().__init__(addresses, Model, ADAM)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-
-    def train(self, seed, ranks):
-        """Train on the batches of some ranks together; the loss is the mean."""
-        data = [list(batches(rank, NUM_STEPS, seed)) for rank in ranks]
-        for step in range(NUM_STEPS):
-            loss = loss_of(self.model, [of_rank[step] for of_rank in data])
-            self.optimizer.zero_grad()
-            (loss / len(data)).backward()
-            self.optimizer.step()
-
-    def save(self, path, *flushing):
-        sharders = [self.sharder, *flushing]
-        return save_checkpoint(path, self.state, self.client, sharders)
-
-    def load(self, path):
-        return load_checkpoint(path, self.state, self.client)
+NUM_FEATURES = 20
+NUM_SAMPLES = 8
+LR = 0.3
 
 
-class Broken:
-    """What cannot send its updates."""
+@dataclass(frozen=True)
+class Run:
+    """One training with an option, ``num_batches[rank]`` batches a trainer."""
 
-    def flush(self):
-        raise OSError("the wire is cut")
+    name: str
+    option: DistributedBaseOption | None
+    num_batches: tuple[int, int] = (12, 12)
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    master_port: int = field(default_factory=free_port)
 
 
-def run_trainer(rank, addresses, folder: Path) -> None:
-    """Be one of two trainers; leave what was learnt in the folder."""
+class Model(nn.Module):
+    """Of dense features alone, so that what it learns can be computed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Linear(NUM_FEATURES, 1)
+
+    def forward(self, non_id_tensors, embeddings):
+        return self.over(non_id_tensors[0]) + 0 * embeddings[0].sum(1, keepdim=True)
+
+
+def make_model(rank: int) -> Model:
+    torch.manual_seed(rank)  # trainers must not depend on equal seeds
+    return Model()
+
+
+def loss_of(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(output, label)
+
+
+def batch(rank: int, number: int) -> PersiaBatch:
+    rng = np.random.default_rng([rank, number])
+    dense = rng.normal(size=(NUM_SAMPLES, NUM_FEATURES)).astype(np.float32)
+    label = (dense.sum(axis=1, keepdims=True) > 0).astype(np.float32)
+    ids = batch_of(*[[7]] * NUM_SAMPLES).id_type_features
+    return PersiaBatch(ids, [NonIDTypeFeature(dense)], [Label(label)])
+
+
+def run_trainer(runs: list[Run], folder: Path) -> None:
+    """Be one of the trainers; leave what was learnt in the folder."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "process group"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    with Resuming(addresses) as trainer:
-        trainer.load(folder / "of one")
-        trainer.train(1, [rank])
-        error = "none"
-        try:
-            trainer.save(folder / "of two", *([Broken()] if rank else []))
-        except CheckpointError as exc:
-            error = str(exc)
-        saved = trainer.save(folder / "of two")
-        learnt = trainer.learnt()
-    np.savez(folder / f"{rank}.npz", error=error, path=saved.path, **learnt)
-    dist.destroy_process_group()
+    rank = env.get_rank()
+    env.set_env("MASTER_ADDR", "127.0.0.1")
+    for run in runs:
+        env.set_env("MASTER_PORT", run.master_port)
+        weights = train(run, rank)
+        np.save(folder / f"{run.name} {rank}.npy", weights)
+        dist.destroy_process_group()
+
+
+def train(run: Run, rank: int) -> np.ndarray:
+    """Return the weights after each step, and at the end; a row each."""
+    model = make_model(rank)
+    with TrainCtx(
+        model=model,
+        embedding_optimizer=SGD(0.1),
+        dense_optimizer=run.optimizer(model.parameters(), lr=LR),
+        mixed_precision=False,
+        distributed_option=run.option,
+    ) as ctx:
+        weights = []
+        batches = [batch(rank, number) for number in range(run.num_batches[rank])]
+        for data in DataLoader(Batches(batches)):
+            output, labels = ctx.forward(data)
+            ctx.backward(loss_of(output, labels[0]))
+            weights.append(weights_of(model))
+    return np.stack([*weights, weights_of(model)])
+
+
+def weights_of(model: nn.Module) -> np.ndarray:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().numpy().copy()

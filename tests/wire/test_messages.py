@@ -46,7 +46,7 @@ def test_a_header_comes_back_as_it_was(header):
 
 def test_a_header_is_laid_out_as_the_protocol_says():
     header = Header(Kind.UPDATE, 6, 7, 8, 9, Precision.BF16, 1)
-    assert header.encode() == b"PTRC" + struct.pack("<HHQQQQII", 2, 5, 6, 7, 8, 9, 2, 1)
+    assert header.encode() == b"PTRC" + struct.pack("<HHQQQQII", 3, 5, 6, 7, 8, 9, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,8 @@ def test_kinds_and_precisions_keep_their_numbers():
     assert [kind.name for kind in Kind] == [
         *("REPLY", "ERROR", "HELLO", "ADD_TABLES", "LOOKUP", "UPDATE", "WRITE", "READ"),
         *("COUNTERS", "CLEAR", "SHUTDOWN", "BUFFER_IDS", "FORWARD", "BACKWARD"),
-        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA", "LEAVE"),
+        *("ABANDON", "BATCH", "END_OF_DATA", "METADATA", "LEAVE", "EXPORT", "STEP"),
+        *("CHECKPOINT", "PROGRESS"),
     ]
     assert list(Kind) == list(range(len(Kind)))
     assert [(p.name, p.value) for p in Precision] == [

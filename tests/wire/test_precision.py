@@ -1,3 +1,6 @@
+import math
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from persia_torchrec.errors import FrameError
 from persia_torchrec.wire.messages import Precision
-from persia_torchrec.wire.precision import decode_floats, encode_floats, size_of
+from persia_torchrec.wire.precision import decode_floats, encode_floats, frame_size
 
 floats = hnp.arrays(
     np.float32,
@@ -29,7 +32,7 @@ EDGES_OF_LOW_HALVES = [
 
 def there_and_back(values, precision):
     frame = encode_floats(values, precision)
-    assert len(frame) == len(values) * size_of(precision)
+    assert len(frame) == frame_size(len(values), precision)
     back = decode_floats(frame, len(values), precision)
     assert back.dtype == np.float32
     return back
@@ -46,18 +49,56 @@ def test_bfloat16_is_rounded_as_torch_rounds_it(values):
     np.testing.assert_array_equal(there_and_back(values, Precision.BF16), expected)
 
 
+def exponent_of(values):
+    """Return what brings the largest finite magnitude into [2**15, 2**16)."""
+    sizes = np.abs(values[np.isfinite(values)])
+    largest = max(sizes.tolist(), default=0)
+    return min(16 - math.frexp(largest)[1], 126) if largest else 126
+
+
+def scaled(values):
+    """Return values as halves that are scaled, and the scale."""
+    exponent = exponent_of(values)
+    products = np.ldexp(values.astype(np.float64), exponent)
+    is_finite = np.isfinite(products)
+    products[is_finite] = products[is_finite].clip(-65504, 65504)
+    return products.astype(np.float16), exponent
+
+
 @given(floats)
-def test_float16_is_rounded_as_torch_rounds_it_up_to_its_largest_number(values):
-    halves = torch.from_numpy(values).clamp(-65504, 65504).to(torch.float16)
-    np.testing.assert_array_equal(
-        there_and_back(values, Precision.FP16), halves.to(torch.float32).numpy()
-    )
+def test_float16_is_rounded_as_numpy_rounds_it_at_the_best_scale(values):
+    halves, exponent = scaled(values)
+    expected = np.ldexp(halves.astype(np.float64), -exponent).astype(np.float32)
+    np.testing.assert_array_equal(there_and_back(values, Precision.FP16), expected)
 
 
-def as_numpy_does(values, precision):
+@given(
+    st.integers(-80, 110),
+    hnp.arrays(np.float32, st.integers(1, 20), elements=st.floats(-1, 1, width=16)),
+)
+def test_float16_is_as_exact_for_small_numbers_as_for_large_ones(exponent, values):
+    """Down to 2**-29 of the largest number, 11 bits of each are kept."""
+    values = np.ldexp(values, exponent).astype(np.float32)
+    back = there_and_back(values, Precision.FP16)
+    bound = np.maximum(np.abs(values) * 2.0**-11, np.abs(values).max() * 2.0**-40)
+    assert (np.abs(back - values) <= bound).all()
+
+
+def test_a_gradient_that_no_half_could_hold_travels_in_float16():
+    values = np.array([3e-12, -1.25e-9, 0, 7e-17], dtype=np.float32)
+    back = there_and_back(values, Precision.FP16)
+    assert not values.astype(np.float16).any()
+    np.testing.assert_allclose(back, values, rtol=2**-11)
+
+
+def test_rows_that_are_stored_as_halves_travel_in_float16_exactly():
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    values = halves[np.isfinite(halves)].astype(np.float32)
+    assert np.array_equal(there_and_back(values, Precision.FP16), values)
+
+
+def in_brain_floats(values):
     """Return the 16 bits of each float32, in NumPy's words."""
-    if precision is Precision.FP16:
-        return np.clip(values, -65504, 65504).astype(np.float16).view(np.uint16)
     bits = values.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded >> np.uint32(16)).astype(np.uint16)
@@ -71,17 +112,34 @@ def test_halves_are_numpys_bit_for_bit(precision):
     low = rng.choice(EDGES_OF_LOW_HALVES, len(high)).astype(np.uint32)
     values = (high | low).view(np.float32)
     values = values[~np.isnan(values)]
+    if precision is Precision.FP16:
+        values = values[np.abs(values) < 2**16]
+        halves, exponent = scaled(values)
+        assert exponent == 0
+        expected = np.concatenate([[exponent], halves.view(np.uint16)])
+    else:
+        expected = in_brain_floats(values)
     bits = np.frombuffer(encode_floats(values, precision), dtype=np.uint16)
-    np.testing.assert_array_equal(bits, as_numpy_does(values, precision))
+    np.testing.assert_array_equal(bits, expected)
 
 
-def test_every_half_is_read_as_numpy_reads_it():
+@pytest.mark.parametrize("exponent", [0, 1, -9, 126, -126])
+def test_every_half_is_read_as_numpy_reads_it(exponent):
     halves = np.arange(2**16, dtype=np.uint16)
-    expected = halves.view(np.float16).astype(np.float32)
-    read = decode_floats(halves.data.cast("B"), len(halves), Precision.FP16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = np.ldexp(halves.view(np.float16).astype(np.float32), -exponent)
+    frame = struct.pack("<h", exponent) + halves.tobytes()
+    read = decode_floats(frame, len(halves), Precision.FP16)
     assert np.array_equal(np.isnan(read), np.isnan(expected))
     is_number = ~np.isnan(expected)
     assert read[is_number].tobytes() == expected[is_number].tobytes()
+
+
+@pytest.mark.parametrize("exponent", [-127, 127, 2**15 - 1, -(2**15)])
+def test_an_exponent_that_no_sender_chooses_is_refused(exponent):
+    frame = struct.pack("<hH", exponent, 0)
+    with pytest.raises(FrameError, match=rf"in \[-126, 126\]\. Received: {exponent}"):
+        decode_floats(frame, 1, Precision.FP16)
 
 
 def test_every_upper_half_is_read_as_a_float_of_its_own():
@@ -99,11 +157,19 @@ def test_frames_may_begin_anywhere_in_memory(precision):
     assert decode_floats(shifted, 3, precision).tolist() == [1.5, -2, 0]
 
 
-def test_float16_makes_infinities_its_largest_number():
-    values = np.array([np.inf, -np.inf, 65505, 1e38, -70000], dtype=np.float32)
-    assert there_and_back(values, Precision.FP16).tolist() == [
-        *(65504, -65504, 65504, 65504, -65504)
-    ]
+@pytest.mark.parametrize("precision", Precision)
+def test_infinities_stay_so_and_do_not_touch_the_others(precision):
+    values = np.array([np.inf, 1e-9, -np.inf, 0.5e-9], dtype=np.float32)
+    back = there_and_back(values, precision)
+    assert back[[0, 2]].tolist() == [np.inf, -np.inf]
+    np.testing.assert_allclose(back[[1, 3]], values[[1, 3]], rtol=2**-8)
+
+
+@pytest.mark.parametrize("value", [3.4e38, 65520, -1e-38, 1e-40])
+def test_float16_holds_whatever_float32_does(value):
+    values = np.array([value], dtype=np.float32)
+    back = there_and_back(values, Precision.FP16)
+    np.testing.assert_allclose(back, values, rtol=2**-10)
 
 
 def test_bfloat16_ties_go_to_the_even_neighbour_and_overflow_to_infinity():
@@ -134,7 +200,7 @@ def test_rows_that_are_not_contiguous_travel_in_their_order(precision):
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_frame_of_another_length_is_refused(precision, change):
-    size = 3 * size_of(precision) + change
+    size = frame_size(3, precision) + change
     message = rf"3 numbers as {precision.name} take .* Received: {size} bytes"
     with pytest.raises(FrameError, match=message):
         decode_floats(bytes(size), 3, precision)

@@ -1,0 +1,116 @@
+"""What the page for PERSIA's users says of names, it says truly."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from persia_torchrec import env
+from persia_torchrec.config.differences import MISTAKEN
+from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
+from persia_torchrec.launch import persia_launcher
+
+FOLDER = Path(__file__).parents[2] / "persia_torchrec"
+PAGE = (FOLDER / "MIGRATION.md").read_text()
+
+
+def rows_of_names():
+    """Yield modules, PERSIA's spelling of a name, and what it is here."""
+    for title, text in re.findall(r"^### (.*?)\n(.*?)(?=^##)", PAGE, re.M | re.S):
+        modules = re.findall(r"persia\.([\w.]+)", title)
+        for name, here in re.findall(r"^\| `([^|]*)` \| ([^|]*) \|", text, re.M):
+            if modules:
+                yield modules, name, here.strip()
+
+
+SAME = [
+    (modules, name) for modules, name, here in rows_of_names() if here == "the same"
+]
+
+
+def find(modules, path):
+    """Return what a dotted name leads to in the first module that has it."""
+    first, *rest = path.split(".")
+    for module in modules:
+        found = getattr(
+            importlib.import_module(f"persia_torchrec.{module}"), first, None
+        )
+        if found is not None:
+            break
+    else:
+        pytest.fail(f"{path} is in none of {modules}")
+    for name in rest:
+        found = getattr(found, name)
+    return found
+
+
+def parameters_of(signature):
+    """Return names and defaults of ``f(a, b=1)``, as text; None is no default."""
+    if "(" not in signature:
+        return []
+    function = ast.parse(f"def {re.sub(r'^.*?[(]', 'f(', signature)}: ...").body[0]
+    arguments = [argument.arg for argument in function.args.args]
+    defaults = [ast.literal_eval(default) for default in function.args.defaults]
+    num_required = len(arguments) - len(defaults)
+    required = [inspect.Parameter.empty] * num_required
+    return list(zip(arguments, [*required, *defaults], strict=True))
+
+
+def test_there_are_names_to_compare():
+    assert len(SAME) > 35
+
+
+@pytest.mark.parametrize(("modules", "name"), SAME, ids=[name for _, name in SAME])
+def test_what_is_called_the_same_has_the_same_arguments_and_defaults(modules, name):
+    found = find(modules, name.partition("(")[0])
+    expected = parameters_of(name)
+    if not expected:
+        return
+    parameters = inspect.signature(found).parameters.values()
+    ours = [p for p in parameters if p.name != "self"][: len(expected)]
+    assert [p.name for p in ours] == [argument for argument, _ in expected]
+    for parameter, (_, default) in zip(ours, expected, strict=True):
+        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if default is not inspect.Parameter.empty:
+            assert parameter.default == default
+
+
+def test_every_mistaken_key_and_no_other_is_explained():
+    keys = re.search(r"\| key \| what was meant \|.*?\n\n", PAGE, re.S)
+    explained = re.findall(r"^\| `(\w+)`", keys[0], re.M)
+    assert explained == [row.key_path.rpartition(".")[2] for row in MISTAKEN]
+
+
+def test_every_variable_that_is_refused_and_no_other_is_called_so():
+    table = PAGE.partition("| variable of PERSIA |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`[A-Z_`, ]+`) \| (.*) \|", table, re.M)
+    refused = [
+        name
+        for names, here in rows
+        if here.startswith("refused")
+        for name in re.findall(r"`(\w+)`", names)
+    ]
+    assert refused == list(env.REFUSED)
+    read = (FOLDER / "env.py").read_text()
+    for names, here in rows:
+        if here.startswith("the same"):
+            assert all(f'"{name}"' in read for name in re.findall(r"`(\w+)`", names))
+
+
+def test_every_algorithm_of_bagua_is_spoken_of():
+    for algorithm in (*ALGORITHMS, *REFUSED_ALGORITHMS):
+        assert f"`{algorithm}`" in PAGE
+
+
+def test_the_commands_are_those_of_the_launcher():
+    shown = re.findall(r"^persia-launcher ([\w-]+)", PAGE, re.M)
+    listed = re.findall(r"^\| `([\w-]+)(?: \[FILE\])?` \| the same \|", PAGE, re.M)
+    usage = persia_launcher.parser().format_help()
+    commands = re.findall(r"^    ([\w-]+)", usage, re.M)
+    assert sorted(shown) == sorted(commands)
+    assert sorted(name for name in listed if name in commands) == sorted(
+        set(commands) - {"coordinator"}
+    )

@@ -1,0 +1,118 @@
+"""The adult-income example, started by hand as PERSIA's users start their jobs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from persia_torchrec.wire.ports import free_port
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/adult_income"
+DEADLINE_S = 200.0
+
+# One line a process, as in PERSIA's Procfile: loader and trainer are given no files.
+CONFIG = (
+    "--embedding-config {example}/embedding_config.yml "
+    "--global-config {example}/global_config.yml"
+)
+PROCESSES = f"""
+coordinator: coordinator --embedding-parameter-servers 2
+server0: embedding-parameter-server {CONFIG} --replica-size 2 --port {{ports[0]}}
+server1: embedding-parameter-server {CONFIG} --replica-index 1 --replica-size 2 \
+--port {{ports[1]}}
+worker: embedding-worker {CONFIG} --port {{ports[2]}}
+loader: data-loader {{example}}/data_loader.py --replica-index 0 --replica-size 1
+trainer: nn-worker {{example}}/train.py --nproc-per-node 1 --nnodes 1 --node-rank 0
+"""
+
+
+class Job:
+    """The processes of a job; leaves none behind."""
+
+    def __init__(self, folder: Path, lines: str, **variables: str) -> None:
+        self._folder = folder
+        nowhere = "http://127.0.0.1:9"  # so that the rows of the example are made up
+        self._environment = {
+            "PATH": os.defpath,
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(folder),
+            "HTTP_PROXY": nowhere,
+            "HTTPS_PROXY": nowhere,
+            "OMP_NUM_THREADS": "1",
+            "PERSIA_STORE_PORT": str(free_port()),
+            **variables,
+        }
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        for line in lines.strip().splitlines():
+            name, _, command = line.partition(": ")
+            self._started[name] = self._start(name, command.split())
+
+    def _start(self, name: str, arguments: list[str]) -> "subprocess.Popen[bytes]":
+        launcher = [sys.executable, "-m", "persia_torchrec.launch.persia_launcher"]
+        with (self._folder / name).open("wb") as log:
+            return subprocess.Popen(
+                [*launcher, *arguments],
+                cwd=self._folder,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started.values():
+            process.kill()
+            process.wait()
+
+    def ends(self, name: str) -> int:
+        return self._started[name].wait(DEADLINE_S)
+
+    def log(self, name: str) -> str:
+        return (self._folder / name).read_text()
+
+
+def test_six_processes_started_by_hand_train_the_example(tmp_path):
+    ports = [free_port() for _ in range(3)]
+    lines = PROCESSES.format(ports=ports, example=EXAMPLE)
+    with Job(tmp_path, lines) as job:
+        names = [line.partition(":")[0] for line in lines.strip().splitlines()]
+        status = {name: job.ends(name) for name in reversed(names)}
+        assert status == dict.fromkeys(names, 0), job.log("coordinator")
+    found = re.search(r"test AUC (0\.\d+)", job.log("trainer"))
+    assert found is not None, job.log("trainer")
+    assert float(found[1]) > 0.85
+    for name, port in zip(("server0", "server1", "worker"), ports, strict=True):
+        assert f"ready tcp://127.0.0.1:{port}" in job.log(name)
+
+
+def test_a_role_that_cannot_start_ends_the_others_and_they_say_why(tmp_path):
+    lines = """
+coordinator: coordinator --data-loaders 0 --embedding-workers 0
+server0: embedding-parameter-server --port {port}
+trainer: nn-worker {folder}/nowhere.py
+"""
+    lines = lines.format(port=free_port(), folder=tmp_path)
+    files = {
+        "PERSIA_EMBEDDING_CONFIG": str(EXAMPLE / "embedding_config.yml"),
+        "PERSIA_GLOBAL_CONFIG": str(EXAMPLE / "global_config.yml"),
+    }
+    with Job(tmp_path, lines, **files) as job:
+        assert [job.ends(name) for name in ("trainer", "server0", "coordinator")] == [
+            1,
+            1,
+            1,
+        ]
+    for name in ("trainer", "server0", "coordinator"):
+        assert "The script must exist. Received: " in job.log(name), job.log(name)

@@ -1,0 +1,248 @@
+"""What each command turns into; whole jobs are in tests/integration."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from persia_torchrec import env
+from persia_torchrec.launch import persia_launcher
+from tests.launch.jobs import Job
+from tests.processes import Processes
+
+ROOT = Path(__file__).parents[2]
+SLOTS = "slots_config: {item: {dim: 4}}"
+CONFIGS = ["--embedding-config", "e.yml", "--global-config", "g.yml"]
+
+
+class Became(Exception):  # noqa: N818  # it is no error
+    """Raised where a command would turn into a process."""
+
+    def __init__(self, command: list[str]) -> None:
+        super().__init__(command)
+        self.command = command
+
+
+@pytest.fixture(autouse=True)
+def _an_environment_of_its_own(monkeypatch, tmp_path):
+    def become(file, command):
+        assert file == command[0] == sys.executable
+        raise Became(command[1:])
+
+    monkeypatch.setattr(os, "environ", {"PERSIA_STORE_PORT": "29400"})
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.yml").write_text(SLOTS)
+
+
+def becomes(*arguments):
+    """Return the command that one of the launcher's turns into, as one line."""
+    with pytest.raises(Became) as became:
+        persia_launcher.main(arguments)
+    return " ".join(became.value.command)
+
+
+def refusal_of(arguments):
+    """Return the message with which a command ends."""
+    with pytest.raises(SystemExit) as refused:
+        persia_launcher.main(arguments)
+    return refused.value.code
+
+
+def test_a_parameter_server_has_persias_port_and_number():
+    command = "embedding-parameter-server"
+    assert becomes(command, *CONFIGS) == (
+        "-m persia_torchrec.server --port 8888 --global-config g.yml"
+    )
+    assert (env.get_replica_index(), env.get_replica_size()) == (0, 1)
+    others = ["--port", "10001", "--replica-index", "1", "--replica-size", "3"]
+    assert "--port 10001" in becomes(command, *CONFIGS, *others)
+    assert (env.get_replica_index(), env.get_replica_size()) == (1, 3)
+
+
+def test_an_embedding_worker_has_persias_port_and_number():
+    assert becomes("embedding-worker", *CONFIGS, "--replica-size", "2") == (
+        "-m persia_torchrec.worker --port 8887 "
+        "--embedding-config e.yml --global-config g.yml"
+    )
+    assert (env.get_replica_index(), env.get_replica_size()) == (0, 2)
+
+
+def test_a_data_loader_runs_the_script_named_before_its_options_or_after():
+    runs = "-m persia_torchrec.launch.script loader load.py"
+    assert becomes("data-loader", "load.py") == runs
+    options = ["--replica-index", "1", "--replica-size", "2"]
+    assert becomes("data-loader", "load.py", *options) == runs
+    assert becomes("data-loader", *options, "load.py") == runs
+    assert (env.get_replica_index(), env.get_replica_size()) == (1, 2)
+
+
+def test_nn_workers_are_started_by_torchrun():
+    command = becomes("nn-worker", "train.py", "--nproc-per-node", "2")
+    assert command.startswith(
+        "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --node-rank 0 "
+        "--master-addr 127.0.0.1 --master-port "
+    )
+    assert command.endswith(" --module persia_torchrec.launch.script trainer train.py")
+
+
+def test_what_stands_in_the_environment_need_not_be_said(monkeypatch):
+    for name, value in {
+        "PERSIA_EMBEDDING_CONFIG": "e.yml",
+        "PERSIA_GLOBAL_CONFIG": "g.yml",
+        "PERSIA_NN_WORKER_ENTRY": "train.py",
+        "PERSIA_DATALOADER_ENTRY": "load.py",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert becomes("nn-worker").endswith(" trainer train.py")
+    assert becomes("nn-worker", "other.py").endswith(" trainer other.py")
+    assert becomes("data-loader").endswith(" loader load.py")
+    assert becomes("embedding-worker").endswith("e.yml --global-config g.yml")
+    assert becomes("embedding-parameter-server").endswith("--global-config g.yml")
+
+
+def test_the_coordinator_is_told_how_many_there_are():
+    assert becomes("coordinator") == (
+        "-m persia_torchrec.launch.coordinator --port 29400 --num-servers 1 "
+        "--num-workers 1 --num-loaders 1 --num-trainers 1"
+    )
+    counts = ["--embedding-parameter-servers", "4", "--embedding-workers", "3"]
+    counts += ["--data-loaders", "0", "--nn-workers", "2", "--port", "1234"]
+    assert becomes("coordinator", *counts) == (
+        "-m persia_torchrec.launch.coordinator --port 1234 --num-servers 4 "
+        "--num-workers 3 --num-loaders 0 --num-trainers 2"
+    )
+
+
+def test_a_job_is_on_this_machine_unless_a_host_is_named(monkeypatch, capsys):
+    becomes("coordinator")
+    assert env.is_local_job()
+    assert "listens for this machine only" in capsys.readouterr().err
+    monkeypatch.setenv("PERSIA_STORE_HOST", "node7")
+    becomes("coordinator")
+    assert capsys.readouterr().err == ""
+    assert env.job_store() == ("node7", 29400)
+    assert not env.is_local_job()
+
+
+def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
+    monkeypatch.setenv("PERSIA_LAUNCHER_VERBOSE", "1")
+    becomes("data-loader", "load.py")
+    assert "persia_torchrec.launch.script loader load.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nn-worker"], "FILE, or PERSIA_NN_WORKER_ENTRY, must name the script"),
+        (["data-loader"], "FILE, or PERSIA_DATALOADER_ENTRY, must name the script"),
+        (["embedding-worker"], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, must"),
+        (
+            ["embedding-parameter-server", "--embedding-config", "e.yml"],
+            "--global-config, or PERSIA_GLOBAL_CONFIG, must name the file",
+        ),
+        (
+            ["embedding-worker", *CONFIGS, "--replica-index", "1"],
+            "--replica-index must be in [0, 1), below --replica-size. Received: 1",
+        ),
+        (
+            ["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"],
+            "--node-rank must be in [0, 2), below --nnodes. Received: 2",
+        ),
+        (
+            ["embedding-parameter-server", *CONFIGS, "--embedding-config", "no.yml"],
+            "no.yml must be a text file that can be read",
+        ),
+    ],
+)
+def test_a_command_that_cannot_work_says_why(arguments, message):
+    assert message in refusal_of(arguments)
+
+
+def test_the_installed_command_is_this_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["persia-launcher"].partition(":")
+    assert getattr(importlib.import_module(module), function) is persia_launcher.main
+
+
+def test_without_a_coordinator_nothing_starts(monkeypatch):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    for arguments in (["nn-worker", "a.py"], ["data-loader", "a.py"], ["coordinator"]):
+        assert "PERSIA_STORE_PORT must be set" in refusal_of(arguments)
+
+
+@pytest.mark.parametrize("name", env.REFUSED)
+def test_a_variable_without_a_meaning_here_is_refused_with_the_reason(
+    monkeypatch, name
+):
+    refused = env.REFUSED[name]
+    monkeypatch.setenv(name, refused.harmless)
+    becomes("data-loader", "load.py")
+    monkeypatch.setenv(name, "nats://0.0.0.0:4222")
+    error = refusal_of(["data-loader", "load.py"])
+    assert f"{name} must not be set. Received: 'nats://0.0.0.0:4222'" in error
+    assert refused.reason in error
+
+
+def test_an_unknown_command_is_refused_with_those_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        persia_launcher.main(["trainer", "train.py"])
+    assert "'embedding-parameter-server'" in capsys.readouterr().err
+
+
+TELL = """
+import json, os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, {name: int(os.environ[name]) for name in names})
+if dist.get_rank() == 0:
+    print(json.dumps(ranks))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_nn_workers_of_two_machines_find_each_other(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    (tmp_path / "train.py").write_text(TELL)
+    with Processes(tmp_path) as processes:
+        job = Job(processes, trainer=3)
+        nodes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "persia_torchrec.launch.persia_launcher"),
+                    *("nn-worker", "train.py", "--nnodes", "2"),
+                    *("--node-rank", str(node), "--nproc-per-node", str(2 - node)),
+                ],
+                cwd=tmp_path,
+                env={
+                    "PATH": os.defpath,
+                    "PYTHONPATH": str(ROOT),
+                    "PERSIA_STORE_PORT": str(job.port),
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for node in (1, 0)
+        ]
+        try:
+            output = "".join(node.communicate(timeout=40)[0] for node in nodes)
+        finally:
+            for node in nodes:
+                node.kill()
+        assert [node.returncode for node in nodes] == [0, 0]
+        assert job.coordinator.status() == 0
+    (line,) = [line for line in output.splitlines() if line.startswith("[")]
+    keys = ["RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"]
+    found = [[rank[key] for key in keys] for rank in json.loads(line)]
+    assert found == [[0, 0, 0, 2, 3], [1, 0, 1, 2, 3], [2, 1, 0, 1, 3]]

@@ -1,0 +1,94 @@
+"""TorchRec's train pipelines drive a mixed collection as they drive their own."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.train_pipeline import (
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.streamable import Pipelineable
+
+from persia_torchrec import MixedSharder, Placement, RemoteEmbeddingBagCollectionSharder
+from tests.sharding.mixed_model import (
+    ADAGRAD,
+    FUSED,
+    LOCAL,
+    CpuSharder,
+    Model,
+    batches,
+    constraints,
+    dense_optimizer,
+)
+from tests.sharding.remote_job import CPU, RemoteJob, shard
+
+NUM_STEPS = 12
+
+TOLD = (
+    constraints("data_parallel", ["home"])
+    | constraints("row_wise", ["term"])
+    | constraints("table_wise", ["place"])
+)
+
+
+@dataclass
+class Batch(Pipelineable):
+    ids: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device, non_blocking=False):
+        return Batch(self.ids.to(device), self.labels.to(device))
+
+    def record_stream(self, stream):
+        pass
+
+    def pin_memory(self):
+        return self
+
+
+class WithLoss(nn.Module):
+    """What a train pipeline drives: a batch in, loss and output out."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, batch: Batch):
+        logits = self.model(batch.ids)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, logits
+
+
+def losses_of(pipeline_type, staleness=0):
+    """Train by a pipeline; return the losses, and the modules that it pipelined."""
+    with RemoteJob() as job:
+        remote = RemoteEmbeddingBagCollectionSharder(
+            job.client, ADAGRAD, staleness=staleness
+        )
+        sharder = MixedSharder(remote, Placement(local=LOCAL), CpuSharder(FUSED))
+        torch.manual_seed(0)
+        model = shard(WithLoss(), sharder, constraints=TOLD)
+        job.adopt(model)
+        pipeline = pipeline_type(model, dense_optimizer(model), CPU)
+        data = iter([Batch(*batch) for batch in batches(NUM_STEPS)])
+        outputs = [pipeline.progress(data) for _ in range(NUM_STEPS)]
+        with pytest.raises(StopIteration):
+            pipeline.progress(data)
+        remote.flush()
+        assert job.total("open_batches") == 0
+        pipelined = [
+            type(m).__name__ for m in getattr(pipeline, "_pipelined_modules", [])
+        ]
+        return [logits.detach().numpy() for logits in outputs], pipelined
+
+
+def test_the_sparse_pipeline_trains_as_the_plain_loop_does():
+    expected, _ = losses_of(TrainPipelineBase)
+    logits, pipelined = losses_of(TrainPipelineSparseDist)
+    assert pipelined == ["ShardedMixedEmbeddingBagCollection"]
+    np.testing.assert_array_equal(np.array(logits), np.array(expected))
+    assert not np.array_equal(expected[0], expected[-1])

@@ -1,0 +1,166 @@
+"""Under a loss scale, the servers get the gradients of the loss that it scales."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagConfig
+
+from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
+from tests.sharding.remote_job import Bags, kjt_of, remote_modules, shard
+
+DIM = 4
+TABLES = [EmbeddingBagConfig(10, DIM, name="term", feature_names=["ad"])]
+IDS = kjt_of({"ad": [[0, 1], [2], []]})
+
+
+class Model(nn.Module):
+    """Embeddings, and a dense layer that autocast runs in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = Bags(TABLES)
+        self.over = nn.Linear(DIM, 1)
+
+    def forward(self, ids):
+        return self.over(self.embeddings(ids).values())
+
+
+class Trainer:
+    """A model on the servers, its sharder, and a dense optimizer."""
+
+    def __init__(self, job, **settings):
+        torch.manual_seed(0)
+        self.job = job
+        self.sharder = RemoteEmbeddingBagCollectionSharder(
+            job.client, SGD(1.0), **settings
+        )
+        self.model = shard(Model(), self.sharder)
+        (self.module,) = remote_modules(self.model)
+        dense = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(dense, lr=0.1)
+
+    def close(self):
+        self.sharder.close()
+
+    def use(self, **settings):
+        self.scaler = torch.amp.GradScaler("cpu", **settings)
+        self.sharder.use_grad_scaler(self.scaler)
+
+    def step(self, dtype=torch.bfloat16, factor=1.0):
+        """Train one step; the loss is the sum of the outputs times ``factor``."""
+        with torch.autocast("cpu", dtype):
+            outputs = self.model(IDS)
+        self.optimizer.zero_grad()
+        self.sharder.optimizer.zero_grad()
+        self.scaler.scale(outputs.float().sum() * factor).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.step(self.sharder.optimizer)
+        self.scaler.update()
+
+    def rows(self):
+        return self.job.read("term", range(3))
+
+    def moves_of(self, **settings):
+        """Return how far the rows go in a step."""
+        before = self.rows()
+        self.step(**settings)
+        return before - self.rows()
+
+
+@pytest.fixture
+def trainer(job):
+    trainer = Trainer(job)
+    trainer.model(IDS)  # so that there are rows
+    trainer.use(enabled=False)
+    yield trainer
+    trainer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_those_of_the_loss_without_the_scale(trainer, dtype):
+    plain = trainer.moves_of(dtype=dtype, factor=0.0)
+    assert not plain.any()
+    weight = trainer.model.module.over.weight.detach().to(dtype).float().numpy()
+    trainer.use(init_scale=2.0**14)
+    moves = trainer.moves_of(dtype=dtype)
+    np.testing.assert_allclose(moves, np.repeat(weight, 3, axis=0), rtol=2e-2)
+    assert trainer.module.num_skipped == 0
+
+
+def test_the_scale_of_the_moment_counts(trainer):
+    trainer.use(init_scale=4.0, growth_interval=1, growth_factor=8.0)
+    moves = [trainer.moves_of() for _ in range(3)]
+    assert trainer.scaler.get_scale() == 4.0 * 8**3
+    for move in moves[1:]:  # the dense weights have moved a little
+        np.testing.assert_allclose(move, moves[0], atol=0.5)
+
+
+def test_gradients_that_float16_cannot_hold_arrive_by_the_scale(job):
+    """Where autocast computes in float16, small gradients flush to zero."""
+    trainer = Trainer(job, wire_dtype=torch.float16)
+    rate = 2.0**20  # so that such gradients move rows
+    trainer.sharder.set_learning_rate(rate)
+    trainer.model(IDS)
+    factor = 2.0**-26
+    trainer.use(enabled=False)
+    assert not trainer.moves_of(dtype=torch.float16, factor=factor).any()
+    trainer.use(init_scale=2.0**16)
+    weight = trainer.model.module.over.weight.detach().numpy()
+    moves = trainer.moves_of(dtype=torch.float16, factor=factor)
+    expected = np.repeat(weight, 3, axis=0) * rate * factor
+    np.testing.assert_allclose(moves, expected, rtol=1e-2)
+    trainer.close()
+
+
+class TestOverflow:
+    def test_nothing_moves_and_the_scale_falls(self, trainer):
+        trainer.use(init_scale=2.0**20)
+        dense = [p.detach().clone() for p in trainer.model.parameters()]
+        assert not trainer.moves_of(dtype=torch.float16, factor=1e4).any()
+        for weight, before in zip(trainer.model.parameters(), dense, strict=True):
+            assert torch.equal(weight, before)
+        assert trainer.scaler.get_scale() == 2.0**19
+        assert trainer.module.num_skipped == 1
+        assert trainer.job.total("open_batches") == 0
+
+    def test_training_goes_on_when_the_scale_fits(self, trainer):
+        trainer.use(init_scale=2.0**20)
+        for _ in range(12):
+            trainer.step(dtype=torch.float16, factor=1.0)
+        skipped = trainer.module.num_skipped
+        assert 0 < skipped < 12
+        # The dense half overflows more often: each optimizer skips its own steps.
+        assert trainer.scaler.get_scale() <= 2.0 ** (20 - skipped)
+        assert trainer.moves_of(dtype=torch.float16).any()
+
+    def test_the_scaler_hears_of_embeddings_whose_dense_half_is_finite(self, trainer):
+        trainer.use(init_scale=2.0)
+        pooled = trainer.model.module.embeddings(IDS).values()
+        loss = trainer.scaler.scale(pooled.sum())
+        pooled.register_hook(lambda grad: grad * torch.inf)
+        loss.backward()
+        trainer.scaler.step(trainer.sharder.optimizer)
+        trainer.scaler.update()
+        assert trainer.scaler.get_scale() == 1.0
+        assert trainer.module.num_skipped == 1
+
+    def test_one_bad_batch_of_several_is_enough_until_zero_grad(self, trainer):
+        optimizer = trainer.sharder.optimizer
+        (stand_in,) = optimizer.param_groups[0]["params"]
+        trainer.use(init_scale=2.0)
+        for factor, grad in [(1.0, 0), (torch.inf, torch.inf), (1.0, torch.inf)]:
+            loss = trainer.model.module.embeddings(IDS).values().sum()
+            (trainer.scaler.scale(loss) * factor).backward()
+            assert stand_in.grad == grad
+        assert trainer.module.num_skipped == 1
+        optimizer.zero_grad()
+        assert stand_in.grad is None
+
+
+def test_without_a_scaler_a_bad_gradient_is_the_servers_to_refuse(trainer):
+    pooled = trainer.model.module.embeddings(IDS).values()
+    (pooled[0].sum() * torch.inf).backward()
+    trainer.sharder.flush()
+    assert trainer.module.num_skipped == 0
+    assert trainer.module.pipeline.num_refused == 2  # ids 0 and 1

@@ -1,0 +1,35 @@
+import socket
+from contextlib import closing
+
+import pytest
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.utils import find_free_port
+from persia_torchrec.wire.ports import free_port, free_port_from
+
+
+def test_a_free_port_can_be_listened_on():
+    with closing(socket.create_server(("127.0.0.1", free_port()))) as server:
+        assert server.getsockname()[1] > 0
+
+
+def test_a_port_in_use_is_passed_over():
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        taken = server.getsockname()[1]
+        found = find_free_port(taken, 7)
+        assert found > taken
+        assert (found - taken) % 7 == 0
+
+
+def test_where_no_port_is_free_there_is_an_error():
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as server,
+        pytest.raises(ConfigError, match=r"must be free\. None is"),
+    ):
+        free_port_from(server.getsockname()[1], 65_535)
+
+
+@pytest.mark.parametrize(("first", "step"), [(0, 1), (65_536, 1), (10_000, 0)])
+def test_a_port_that_cannot_be_is_refused(first, step):
+    with pytest.raises(ConfigError, match=f"Received: {first} and {step}"):
+        free_port_from(first, step)
