@@ -86,6 +86,10 @@ if TYPE_CHECKING:
     from persia_torchrec.table import (
         TableSettings,
     )
+    from persia_torchrec.training.checkpoint import (
+        load_checkpoint,
+        save_checkpoint,
+    )
 
 _HOME = {
     "EmbeddingClient": "client.client",
@@ -130,6 +134,8 @@ _HOME = {
     "read_table": "sharding.table_tensors",
     "load_tables": "sharding.warm_start",
     "TableSettings": "table",
+    "load_checkpoint": "training.checkpoint",
+    "save_checkpoint": "training.checkpoint",
 }
 
 __all__ = [
@@ -170,9 +176,11 @@ __all__ = [
     "blocks_of",
     "describe_placement",
     "join",
+    "load_checkpoint",
     "load_tables",
     "plain_state_dict",
     "read_table",
+    "save_checkpoint",
 ]
 
 

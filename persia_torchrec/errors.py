@@ -4,6 +4,7 @@
   + ConfigError             a setting that cannot work          (also a ValueError)
   + BatchError              a batch with a bad shape or dtype   (also a ValueError)
   + StoreError              the store cannot do what was asked
+  + CheckpointError         files of a checkpoint are missing, damaged or do not fit
   + WireError
     - FrameError            bytes that are not a message of ours
   + ServerError             a server, or an embedding worker, did not do what was asked
@@ -33,6 +34,10 @@ class BatchError(PersiaError, ValueError):
 
 class StoreError(PersiaError):
     """The embedding store cannot do what was asked of it."""
+
+
+class CheckpointError(PersiaError):
+    """A checkpoint cannot be written, or its files are missing, damaged or unfit."""
 
 
 class WireError(PersiaError):

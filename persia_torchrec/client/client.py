@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from persia_torchrec.client.answers import body_of
 from persia_torchrec.client.batch_number import BatchNumber as BatchNumber
+from persia_torchrec.client.checkpoints import Checkpoints
 from persia_torchrec.client.known_tables import KnownTables
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.client.row_block import BLOCK_ROWS, RowBlock
@@ -57,10 +58,14 @@ class EmbeddingClient:
 
     Args:
         servers: where the rows are.
+
+    Attributes:
+        checkpoints: dumps and loads of what all servers hold.
     """
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
+        self.checkpoints = Checkpoints(servers)
         self._tables = KnownTables(len(servers))
         self._requests = TableRequests(servers, self._tables)
 

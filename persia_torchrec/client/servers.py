@@ -28,6 +28,7 @@ class Servers:
 
     Attributes:
         max_request_ids: ids that each server accepts in a request.
+        names: of the servers, for errors.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Servers:
         self._incarnations = [hello.incarnation for hello in hellos]
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
         self.timeout_s = timeout_s
+        self.names = connections.names
 
     @classmethod
     def connect(cls, addresses: Sequence[str], timeout_s: float) -> Self:

@@ -4,6 +4,7 @@ import enum
 from types import TracebackType
 from typing import Any, Self
 
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -127,6 +128,21 @@ class EmbeddingCtx:
             batch_id=persia_batch.batch_id,
         )
 
+    def get_embedding_from_bytes(
+        self, data: bytes, device_id: int | None = None
+    ) -> PersiaTrainingBatch:
+        """Begin to look up a batch that was made bytes, for evaluation.
+
+        Args:
+            data: what ``PersiaBatch.to_bytes`` returned.
+            device_id: the context's own device; another is refused.
+
+        Raises:
+            FrameError: these bytes are no batch.
+            ConfigError: another device than the context's.
+        """
+        return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
+
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
         return self._engine.client.num_rows()
@@ -177,8 +193,8 @@ class EmbeddingCtx:
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         device = self._engine.device
-        non_id = [torch.from_numpy(f.data) for f in batch.non_id_type_features]
-        labels = [torch.from_numpy(label.data) for label in batch.labels]
+        non_id = [_tensor_of(feature.data) for feature in batch.non_id_type_features]
+        labels = [_tensor_of(label.data) for label in batch.labels]
         return (
             [tensor.to(device, non_blocking=True) for tensor in non_id],
             [tensor.to(device, non_blocking=True) for tensor in labels] or None,
@@ -197,6 +213,11 @@ class EmbeddingCtx:
         outer = entered_context()
         assert isinstance(outer, EmbeddingCtx)
         return outer.model
+
+
+def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return an array as a tensor; a batch made of bytes cannot be written to."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def eval_ctx(model: nn.Module | None = None) -> EmbeddingCtx:

@@ -70,6 +70,15 @@ def split_by_shard(ids_U: Ids, num_shards: int) -> ShardedIds:
 
 
 @compiled
+def is_of_shard(ids_N: Ids, shard: int, num_shards: int) -> npt.NDArray[np.bool_]:
+    """Return for each id whether a shard holds it; bool ``(N,)``."""
+    is_own_N = np.empty(len(ids_N), dtype=np.bool_)
+    for n in range(len(ids_N)):
+        is_own_N[n] = farmhash64_of(ids_N[n]) % np.uint64(num_shards) == shard
+    return is_own_N
+
+
+@compiled
 def group_by_shard(
     ids_U: Ids,
     num_shards: int,

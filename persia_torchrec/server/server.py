@@ -37,6 +37,7 @@ from persia_torchrec.errors import (
     StoreError,
 )
 from persia_torchrec.metrics import Metrics
+from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.joint_steps import JointSteps
 from persia_torchrec.server.requests import RequestReader, require_reply_fits
@@ -103,6 +104,7 @@ class EmbeddingServer:
         self.address = self._listener.address
         self._incarnation = secrets.randbits(63) | 1
         self._metrics = Metrics()
+        self._checkpoints = Checkpoints(config, self._store)
         self._open_batches = OpenBatches(self._metrics)
         self._updates: deque[list[Update]] = deque()  # each list is applied as one
         self._joint_steps = JointSteps(
@@ -128,6 +130,7 @@ class EmbeddingServer:
             self._apply_all_updates()
             self._joint_steps.refuse_all("The server was shut down.")
         finally:
+            self._checkpoints.close()
             self._listener.close()
 
     def stop(self) -> None:
@@ -135,11 +138,13 @@ class EmbeddingServer:
         self._stopping.set()
 
     def _serve_once(self) -> None:
+        self._checkpoints.work()
+        self._stages.lap("dump")
         if self._joint_steps:
             self._joint_steps.refuse_overdue()
         if self._update_is_due():
             self._apply_oldest_update()
-        elif self._listener.wait(0 if self._has_work() else _IDLE_POLL_MS):
+        elif self._listener.wait(self._wait_ms()):
             self._stages.lap("idle")
             self._num_overtaking += bool(self._updates)
             self._num_since_sweep += 1
@@ -154,12 +159,15 @@ class EmbeddingServer:
             self._stages.lap("idle")
             self._sweep()
 
-    def _has_work(self) -> bool:
-        return bool(self._updates) or self._must_sweep_on
+    def _wait_ms(self) -> int:
+        if self._updates or self._must_sweep_on:
+            return 0
+        return self._checkpoints.wait_ms(_IDLE_POLL_MS)
 
     def _sweep(self) -> None:
         self._num_since_sweep = 0
-        self._must_sweep_on = self._store.sweep(_SWEEP_ROWS)
+        may_sweep = not self._checkpoints.is_loading
+        self._must_sweep_on = may_sweep and self._store.sweep(_SWEEP_ROWS)
         self._stages.lap("sweep")
 
     def _update_is_due(self) -> bool:
@@ -204,6 +212,7 @@ class EmbeddingServer:
 
     def _handle(self, peer: bytes, header: Header, frames: Frames) -> Frames | None:
         self._metrics.count(f"requests_{header.kind.name.lower()}")
+        self._checkpoints.admit(header.kind)
         match header.kind:
             case Kind.LOOKUP:
                 return [self._lookup(header, frames)]
@@ -236,10 +245,14 @@ class EmbeddingServer:
                 return self._add_tables(decode_json(frames))
             case Kind.COUNTERS:
                 return self._counters()
+            case Kind.CHECKPOINT | Kind.PROGRESS:
+                self._apply_all_updates()  # what was pushed before is in a dump
+                return self._checkpoints.answer(header.kind, decode_json(frames))
             case Kind.STEP:
                 return self._step(frames)
             case Kind.CLEAR:
                 self._apply_all_updates()  # whoever sent them waits for the ack
+                self._checkpoints.cancel("the rows were dropped")
                 self._store.clear()
                 self._open_batches.hints.clear()
                 return None

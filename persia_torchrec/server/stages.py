@@ -4,7 +4,16 @@ import time
 from typing import Literal, get_args
 
 Stage = Literal[
-    "idle", "receive", "decode", "lookup", "update", "encode", "send", "sweep", "other"
+    "idle",
+    "receive",
+    "decode",
+    "lookup",
+    "update",
+    "encode",
+    "send",
+    "sweep",
+    "dump",
+    "other",
 ]
 
 _STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -14,11 +14,10 @@ What the remote half has to remember of a batch travels in TorchRec's own contex
 that batch, so that its pipelines see nothing but an awaitable of their own.
 """
 
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torchrec.distributed.embedding import (
@@ -45,8 +44,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.part import Collection, columns_of
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
-
-Output = TypeVar("Output")
+from persia_torchrec.sharding.when_used import WhenUsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +102,6 @@ def join_sequences(
     return {
         column.name: halves[column.is_remote][column.name_in_half] for column in columns
     }
-
-
-class _Joined(LazyAwaitable[Output]):
-    """The output of both halves; waited for when the model first uses it."""
-
-    def __init__(
-        self,
-        local: Awaitable[Output],
-        remote: Awaitable[Output],
-        join: Callable[[Output, Output], Output],
-    ) -> None:
-        super().__init__()
-        self._local = local
-        self._remote = remote
-        self._join = join
-
-    def _wait_impl(self) -> Output:
-        return self._join(self._local.wait(), self._remote.wait())
 
 
 @dataclass
@@ -205,7 +185,8 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
     def _joined(self, local: Awaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
         started = ctx.remote_input.wait().wait()
         remote = self.remote.compute_and_output_dist(ctx.remote_context, started)
-        return _Joined(local, remote, functools.partial(self.join, self._columns))
+        columns = self._columns
+        return WhenUsed(lambda: self.join(columns, local.wait(), remote.wait()))
 
     @staticmethod
     @abstractmethod

@@ -103,6 +103,11 @@ class EmbeddingStore:
         """The tables, in the order in which they were added."""
         return [state.spec for state in self._tables.states]
 
+    @property
+    def memory(self) -> ShardMemory:
+        """Everything it keeps, for what copies rows out and in."""
+        return self._memory
+
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
         """Make tables known, or change those that are; when one cannot be, do nothing.
 
@@ -216,7 +221,7 @@ class EmbeddingStore:
         if state.engine is None:
             counts = self._update_fused(state, rows, ids_N, hints_N, grads_ND)
         else:
-            now = self._now(state)
+            now = state.now(self._clock())
             counts = state.engine.update(state, rows, ids_N, hints_N, grads_ND, now)
         result = UpdateResult(*counts)
         self._num_missed += result.num_missed
@@ -352,13 +357,9 @@ class EmbeddingStore:
         bound = np.float32(state.spec.weight_bound or np.inf)
         return update_rows(
             *(ids_N, read_only(hints_N), grads_ND, *rows, state.layout),
-            *(plan.kind, plan.numbers, bound, *self._now(state)),
+            *(plan.kind, plan.numbers, bound, *state.now(self._clock())),
             state.scratch,
         )
-
-    def _now(self, state: TableState) -> tuple[np.uint64, np.uint64]:
-        """Return the table's step and the present second, for metadata."""
-        return np.uint64(state.num_updates), np.uint64(max(self._clock(), 0))
 
     def _admitted(
         self,
@@ -394,6 +395,6 @@ class EmbeddingStore:
             *(ids_N, counts_N, places, out_ND, slots_N, *memory.rows(state)),
             *(memory.logs.directory, memory.tally, state.layout, self.capacity_rows),
             *(filling.kind, filling.numbers, seed, state.initial_state),
-            *self._now(state),
+            *state.now(self._clock()),
             state.scratch,
         )

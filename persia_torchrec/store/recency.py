@@ -72,6 +72,9 @@ way, where the log ended when it began; words there are."""
 NONE = np.uint64(2**64 - 1)
 """What :func:`pop_oldest` returns when there is no row."""
 
+MARK = np.uint64(2**32 - 1)
+"""The word with which a mark begins."""
+
 MARK_WORDS = 4
 _ROOM_A_ROW = 14
 """Words a row: each its own part, cleaned when twice as long, a third appended
@@ -81,7 +84,6 @@ _MARGIN_WORDS = 64
 """Words behind the end that may be read, to look ahead, but never hold a record."""
 _CLEANED_A_TOUCH = 4
 _LOOK_AHEAD = np.uint64(16)
-_MARK = np.uint64(2**32 - 1)
 _HALF = np.uint64(4)
 _BYTE = np.uint64(255)
 _S32 = np.uint64(32)
@@ -101,6 +103,7 @@ class RecencyLogs:
 
     Attributes:
         directory: uint64 ``(num_classes, 15)``, see ``LOG`` and the others.
+        words: uint64, the memory of each log.
 
     Raises:
         StoreError: the operating system refuses the address space.
@@ -114,9 +117,9 @@ class RecencyLogs:
     def clear(self) -> None:
         """Forget all rows."""
         num_words = _ROOM_A_ROW * self._capacity_rows + 64 * _SPARE_WORDS
-        self._memory = [reserve(num_words // 2) for _ in range(self._num_classes)]
+        self.words = [reserve(num_words // 2) for _ in range(self._num_classes)]
         self.directory = np.zeros((self._num_classes, SIZE + 1), dtype=np.uint64)
-        self.directory[:, LOG] = [words.ctypes.data for words in self._memory]
+        self.directory[:, LOG] = [words.ctypes.data for words in self.words]
         self.directory[:, TRIGGER] = _SPARE_WORDS
         self.directory[:, SIZE] = num_words - _MARGIN_WORDS
 
@@ -144,8 +147,8 @@ class RecencyLogs:
             return
         larger = reserve(num_words)
         num_used = int(line[TAIL]) // 2 + 1
-        larger[:num_used] = self._memory[number][:num_used]
-        self._memory[number] = larger
+        larger[:num_used] = self.words[number][:num_used]
+        self.words[number] = larger
         line[LOG], line[SIZE] = larger.ctypes.data, num_words
 
     @property
@@ -234,7 +237,7 @@ def slot_to_leave(logs: Words, class_: int, num_ahead: int) -> np.uint64:
     """
     place = logs[class_, HEAD] + np.uint64(num_ahead)
     if place >= _end_of_front(logs, class_):
-        return _MARK
+        return MARK
     return load_half_word(logs[class_, LOG] + _HALF * place)
 
 
@@ -290,7 +293,7 @@ def clean(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
             logs[c, TRIGGER] += np.uint64(_SPARE_WORDS)
         if logs[c, READ] >= stop:
             break
-        if load_half_word(logs[c, LOG] + _HALF * logs[c, READ]) == _MARK:
+        if load_half_word(logs[c, LOG] + _HALF * logs[c, READ]) == MARK:
             _read_mark(logs, c, READ)
         else:
             _clean_part(logs, c, line, arenas, stop)
@@ -318,7 +321,7 @@ def _clean_part(
     first = write = logs[c, WRITE]
     while read < stop:
         slot = load_half_word(log + _HALF * read)
-        if slot == _MARK:
+        if slot == MARK:
             break
         ahead = load_half_word(log + _HALF * (read + _LOOK_AHEAD))
         prefetch(tags + ahead)  # perhaps no slot: any address may be asked
@@ -345,7 +348,7 @@ def _pop_oldest_of(logs: Words, c: np.uint64, arenas: Words) -> np.uint64:
             logs[c, CLEANING] = _ZERO
             continue
         word = load_half_word(logs[c, LOG] + _HALF * logs[c, HEAD])
-        if word == _MARK:
+        if word == MARK:
             _read_mark(logs, c, HEAD)
             continue
         logs[c, HEAD] += _ONE
@@ -365,7 +368,7 @@ def _append(line: np.uint64, end: int, word: np.uint64) -> None:
 
 @inlined
 def _append_mark(line: np.uint64, end: int, tick: np.uint64, arena: np.uint64) -> None:
-    _append(line, end, _MARK)
+    _append(line, end, MARK)
     _append(line, end, arena)
     _append(line, end, tick & _LOW)
     _append(line, end, tick >> _S32)

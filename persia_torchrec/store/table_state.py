@@ -50,6 +50,10 @@ class TableState:
             *(np.empty(spec.dim, dtype=np.float32), engine),
         )
 
+    def now(self, now_s: float) -> tuple[np.uint64, np.uint64]:
+        """Return the table's step and the present second, for metadata."""
+        return np.uint64(self.num_updates), np.uint64(max(now_s, 0))
+
     def changed(self, spec: TableSpec, engine: "FbgemmEngine | None") -> "TableState":
         """Return the state under new settings.
 

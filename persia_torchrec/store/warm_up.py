@@ -10,6 +10,8 @@ from persia_torchrec.embedding.admission import (
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.row_export import RowExport, split_by_table
+from persia_torchrec.store.row_import import RowImport
 from persia_torchrec.table import TableSpec
 
 _TABLES = [
@@ -42,3 +44,19 @@ def warm_up() -> None:
         store.read(table, ids)
         store.scan(table, 0, 1)
     store.sweep(1)
+    _move_rows(store)
+
+
+def _move_rows(store: EmbeddingStore) -> None:
+    """Take the rows out, and put them in again."""
+    export = RowExport(store.memory)
+    while not export.is_done:
+        chunk = export.advance()
+        for table, rows in split_by_table(chunk, export.tables) if chunk else ():
+            one = np.arange(len(rows)) == 0
+            moving = RowImport(
+                *(store.memory, 4, np.array([1], np.uint64)),
+                *(np.array([table], np.uint16), np.array([1], np.uint32)),
+            )
+            moving.add(table, 0, rows, one)
+            moving.finish(1)

@@ -45,6 +45,12 @@ The JSON values of an embedding server; what is not named here is null:
     reply to UPDATE      {"missed": ids without a row any more, "refused": rows whose
                          gradient was not finite}
     reply to COUNTERS    {name: number}
+    CHECKPOINT           {"do": "dump", "task": chosen by the client, "folder": path or
+                         URL}, {"do": "check", "task", "folder", "replace": bool}, or
+                         {"do": "load" | "cancel", "task"}
+    PROGRESS             {"task"}
+    reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,
+      and PROGRESS       "result"}; see server/checkpoints.py
     EXPORT               {"table": number, "start": 0, or "next" of the reply before,
                          "max_rows": rows at most}
     STEP                 {"table": number, "step": how many updates the table shall
@@ -124,6 +130,8 @@ class Kind(IntEnum):
     LEAVE = 18
     EXPORT = 19
     STEP = 20
+    CHECKPOINT = 21
+    PROGRESS = 22
 
 
 class Precision(IntEnum):

@@ -5,7 +5,7 @@ import torch
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, FrameError
 from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 
 EVALUATION = [batch_of([number], [1, 2], requires_grad=False) for number in range(15)]
@@ -75,6 +75,19 @@ def test_an_unknown_id_reads_zeros_and_gets_no_row(job, ctx):
     assert not embedding.requires_grad
     assert labels[0].tolist() == [[0.0]]
     assert job.num_rows() == 0
+
+
+def test_a_batch_may_come_as_bytes(job, ctx):
+    for batch in DataLoader(Batches([batch_of([7])]), embedding_staleness=1):
+        ctx.backward(ctx.forward(batch)[0].sum())
+    with eval_ctx() as inner:
+        data = batch_of([7], requires_grad=False).to_bytes()
+        looked_up = inner.get_embedding_from_bytes(data)
+        _, (embedding,), _ = inner.prepare_features(looked_up)
+        with pytest.raises(FrameError):
+            inner.get_embedding_from_bytes(data[:-1])
+    np.testing.assert_array_equal(embedding.numpy(), job.read("item", 7))
+    assert embedding.any()
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

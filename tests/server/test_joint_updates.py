@@ -163,6 +163,7 @@ def test_whoever_waits_is_told_when_a_server_ends(trainers, running):
     first, _ = trainers
     first.look_up(1, [1])
     replies = first.push(1.0)
+    assert total(first.client, "joint_steps") == 2  # answered behind the push
     for server in running:
         server.stop()
     with pytest.raises(RemoteError, match="The server was shut down"):

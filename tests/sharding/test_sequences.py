@@ -100,12 +100,8 @@ def test_a_batch_that_gets_no_backward_pass_makes_room_for_the_next(job, put):
 
 
 def test_a_feature_without_a_gradient_moves_nothing(job, put):
-<<<<<<< HEAD
     output = put()(kjt_of(IDS))
     loss = output["ad"].values().sum()
-=======
-    output = put()(kjt_of(IDS)).wait()
->>>>>>> pipelines
     before = job.read("user", [2])
     loss.backward()
     assert (job.read("user", [2]) == before).all()
@@ -143,11 +139,7 @@ def test_a_batch_that_began_without_its_ids_has_no_indices(put):
     started = module.start(source, is_training=False)
     started._source = None
     with pytest.raises(BatchError, match="must be given a KeyedJaggedTensor"):
-<<<<<<< HEAD
         model(started)["ad"]
-=======
-        model(started).wait()
->>>>>>> pipelines
 
 
 def test_settings_of_a_table_that_no_collection_has_are_refused(job):

@@ -58,11 +58,7 @@ def batch(weights=(1.0, 2.0, -1.0, 0.5, 3.0)):
 def test_weights_get_the_gradients_that_an_unsharded_collection_gives_them(job):
     model = job.put_on_servers(Weighted(), SGD(0.5))
     plain = Weighted(CPU)
-<<<<<<< HEAD
     model(batch()).values()  # makes the rows
-=======
-    model(batch()).wait()  # makes the rows
->>>>>>> pipelines
     remote_modules(model)[0].pipeline.flush()
     weight = plain.bags.embedding_bags["term"].weight
     weight.data[1:4] = torch.from_numpy(job.read("term", [1, 2, 3]))

@@ -1,0 +1,1 @@
+"""Bytes on disk: shard files, manifests, and the folders that they are in."""

@@ -1,0 +1,268 @@
+"""Read a checkpoint into one server of any number.
+
+A server needs the files of those servers whose ids may be its own now. An id is at
+shard ``hash % P``; with P servers then and Q now, file p holds ids of shard q only if
+p and q agree modulo the greatest common divisor of both:
+
+    4 -> 4   its own file      4 -> 2   two of them      2 -> 3   all
+
+Twice over: first everything is read and checked, and nothing is changed; only then,
+when all servers have come so far, are the rows put into the store.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.manifest import Manifest, SavedShard, SavedTable
+from persia_torchrec.checkpoint.shard_file import (
+    ShardReader,
+    Written,
+    open_shard,
+)
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.lookup import TICK
+from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
+from persia_torchrec.store.row_import import RowImport
+from persia_torchrec.store.rows import HAS_METADATA
+from persia_torchrec.table import TableSpec
+
+logger = logging.getLogger(__name__)
+
+Bools = npt.NDArray[np.bool_]
+
+Phase = Literal["checking", "checked", "loading", "loaded", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a server has loaded.
+
+    Attributes:
+        num_rows: rows put into the store.
+        num_left_out: rows that would have left first, for which there was no room.
+    """
+
+    num_rows: int
+    num_left_out: int
+
+
+class ShardLoad:
+    """Loads one server's share of a checkpoint, in a thread for each of the two parts.
+
+    Args:
+        folder: of the checkpoint.
+        shard: which the server is now.
+        num_shards: of how many.
+        store: of the server. :meth:`load` takes it over until the phase is another
+            than ``loading``.
+        replaces: drop what the store holds; otherwise rows are put over it.
+
+    Attributes:
+        phase: how far it has come.
+        error: what made it fail; None so far.
+        loaded: what it has loaded, in the end.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        shard: int,
+        num_shards: int,
+        store: EmbeddingStore,
+        *,
+        replaces: bool,
+    ) -> None:
+        self._folder = folder
+        self._shard = shard
+        self._num_shards = num_shards
+        self._store = store
+        self._replaces = replaces
+        self._num_read = self._num_to_read = 0
+        self._cancelled = threading.Event()
+        self.phase: Phase = "checking"
+        self.error: Exception | None = None
+        self.loaded: Loaded | None = None
+        self._thread = self._start(self._check, "checked")
+
+    @property
+    def progress(self) -> float:
+        """Return which part of the work is done, in [0, 1]."""
+        if self.phase == "loaded":
+            return 1.0
+        return min(self._num_read / max(self._num_to_read, 1), 1.0)
+
+    def load(self) -> None:
+        """Begin the second part; the phase must be ``checked``."""
+        assert self.phase == "checked"
+        self.phase = "loading"
+        self._thread = self._start(self._load, "loaded")
+
+    def cancel(self) -> None:
+        """Give up, and wait for the thread. May be called twice."""
+        self._cancelled.set()
+        self._thread.join(timeout=10)
+
+    def _start(self, work: object, phase: Phase) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()  # type: ignore[operator]  # one of two methods below
+            except Exception as exc:  # handed to whoever asks for the state
+                if not isinstance(exc, CheckpointError):
+                    logger.exception("loading %s failed", self._folder.url)
+                self.error, self.phase = exc, "failed"
+            else:
+                self.phase = phase
+
+        thread = threading.Thread(target=run, name="load", daemon=True)
+        thread.start()
+        return thread
+
+    def _check(self) -> None:
+        """Read everything, and remember the uses of the rows that are this server's."""
+        manifest = self._manifest = Manifest.read(self._folder)
+        for table in manifest.tables:
+            self._require_fitting(table)
+        if self._replaces:
+            self._require_all_tables(manifest)
+        uses, tables, frequencies = [], [], []
+        self._num_to_read = 2 * sum(s.size_bytes for s in self._files())
+        number_of = {t.spec.name: i for i, t in enumerate(manifest.tables)}
+        for name, rows, is_own_N in self._rows():
+            uses.append(rows.uses[is_own_N])
+            tables.append(np.full(len(uses[-1]), np.uint16(number_of[name])))
+            has_metadata = rows.metadata.shape[1] > 0
+            ones = np.ones(len(rows), dtype=np.uint32)
+            frequency = rows.metadata[:, 0] if has_metadata else ones
+            frequencies.append(frequency[is_own_N])
+        self._uses = np.concatenate([np.empty(0, np.uint64), *uses])
+        self._table_of = np.concatenate([np.empty(0, np.uint16), *tables])
+        self._frequencies = np.concatenate([np.empty(0, np.uint32), *frequencies])
+
+    def _load(self) -> None:
+        """Put the rows into the store; if that fails, leave it empty."""
+        try:
+            self._fill()
+        except BaseException:
+            self._store.clear()
+            raise
+
+    def _fill(self) -> None:
+        store, memory = self._store, self._store.memory
+        known = {spec.name for spec in store.tables}
+        saved = self._manifest.tables
+        store.add_tables([t.spec for t in saved if t.spec.name not in known])
+        if self._replaces:
+            store.clear()
+            memory.tally[TICK] = 0
+        number_of = {spec.name: number for number, spec in enumerate(store.tables)}
+        numbers = np.array([number_of[t.spec.name] for t in saved], dtype=np.uint16)
+        for table in saved:
+            state = memory.tables.states[number_of[table.spec.name]]
+            state.num_updates = max(state.num_updates, table.num_updates)
+        rows_in = RowImport(
+            memory,
+            store.capacity_rows,
+            self._uses,
+            numbers[self._table_of],
+            self._frequencies,
+        )
+        first = 0
+        for name, rows, is_own_N in self._rows():
+            number = number_of[name]
+            fitting = self._with_metadata(rows, number)
+            first = rows_in.add(number, first, fitting, is_own_N)
+        rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
+        self.loaded = Loaded(rows_in.num_kept, len(self._uses) - rows_in.num_kept)
+
+    def _files(self) -> list[SavedShard]:
+        """Return the files that may hold rows of this server."""
+        shards = self._manifest.shards
+        common = math.gcd(len(shards), self._num_shards)
+        return [
+            saved
+            for number, saved in enumerate(shards)
+            if number % common == self._shard % common
+        ]
+
+    def _rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
+        """Yield table, rows and which rows are this server's, of all blocks.
+
+        Raises:
+            CheckpointError: a file is not as the manifest says.
+        """
+        for saved in self._files():
+            with open_shard(self._folder, saved.file) as reader:
+                self._require_known(reader, saved)
+                before = self._num_read
+                for number, rows in reader.blocks():
+                    if self._cancelled.is_set():
+                        raise CheckpointError(f"Loading {self._folder.url}: given up.")
+                    self._num_read = before + reader.num_bytes
+                    is_own_N = is_of_shard(rows.ids, self._shard, self._num_shards)
+                    yield reader.tables[number].spec.name, rows, is_own_N
+                expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
+                if reader.written != expected:
+                    raise CheckpointError(
+                        f"{self._folder.path_of(saved.file)} must be the file of its "
+                        f"manifest, {expected}. Received: {reader.written}."
+                    )
+
+    def _require_known(self, reader: ShardReader, saved: SavedShard) -> None:
+        known = {(t.spec.name, _form(t.spec)) for t in self._manifest.tables}
+        for table in reader.tables:
+            if (table.spec.name, _form(table.spec)) not in known:
+                raise CheckpointError(
+                    f"{self._folder.path_of(saved.file)} must have tables of its "
+                    f"manifest. Received: {table.spec.name!r}, {_form(table.spec)}."
+                )
+
+    def _require_fitting(self, saved: SavedTable) -> None:
+        for spec in self._store.tables:
+            if spec.name == saved.spec.name and _form(spec) != _form(saved.spec):
+                raise CheckpointError(
+                    f"{self._folder.url}: table {spec.name!r} must have {_form(spec)}, "
+                    f"as on this server. Received: {_form(saved.spec)}."
+                )
+
+    def _require_all_tables(self, manifest: Manifest) -> None:
+        saved = {table.spec.name for table in manifest.tables}
+        missing = {spec.name for spec in self._store.tables} - saved
+        if missing:
+            raise CheckpointError(
+                f"{self._folder.url} must have all tables of this server. It lacks "
+                f"{sorted(missing)}; it has {sorted(saved)}. To load it all the same, "
+                "and leave the others as they are, use replace=False."
+            )
+
+    def _with_metadata(self, rows: RowColumns, number: int) -> RowColumns:
+        """Return rows with metadata if the table keeps them, and without otherwise."""
+        state = self._store.memory.tables.states[number]
+        if not state.layout[HAS_METADATA]:
+            return RowColumns(
+                rows.ids, rows.uses, rows.metadata[:, :0], rows.state, rows.weights
+            )
+        if rows.metadata.shape[1]:
+            return rows
+        step, now_s = state.now(time.time())  # noqa: TID251  # kept in rows
+        metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
+        metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
+        return RowColumns(rows.ids, rows.uses, metadata, rows.state, rows.weights)
+
+
+def _form(spec: TableSpec) -> str:
+    """Say what the rows of a table look like."""
+    return (
+        f"dim {spec.dim}, weights {spec.weight_dtype} and optimizer "
+        f"{spec.optimizer.kind} ({spec.num_state_floats} state floats a row)"
+    )

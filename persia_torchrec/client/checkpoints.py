@@ -1,0 +1,374 @@
+"""Checkpoints of all servers: begun, watched and completed by one client.
+
+    dump    every server writes its file; when all have, the manifest is written
+    load    every server reads and checks its share, changing nothing; when all have
+            done so, every server fills its store
+
+Only one client of a job dumps or loads; the others need not know.
+"""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Generic, TypeVar
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.manifest import (
+    Manifest,
+    SavedShard,
+    saved_table_from_json,
+    tables_of_all,
+)
+from persia_torchrec.checkpoint.series import begin_checkpoint, find_checkpoint
+from persia_torchrec.client.servers import Servers
+from persia_torchrec.errors import (
+    CheckpointError,
+    PersiaError,
+    RemoteError,
+    RequestTimeoutError,
+    WireError,
+)
+from persia_torchrec.wire.messages import Kind
+
+T = TypeVar("T")
+
+State = Mapping[str, object]
+
+_FIELDS = {"phase", "progress", "error", "result"}
+_UNDER_WAY = {"dumping", "checking", "loading"}
+_FIRST_LOOK_S = 0.005
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that is complete.
+
+    Attributes:
+        path: of its folder, or its URL.
+        step: what was said when it was dumped.
+        num_rows: rows of all servers.
+        size_bytes: bytes of the servers' files.
+        num_left_out: rows that the servers had no room for, when it was loaded.
+    """
+
+    path: str
+    step: int | None
+    num_rows: int
+    size_bytes: int
+    num_left_out: int = 0
+
+    @classmethod
+    def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
+        """Describe the checkpoint in a folder."""
+        numbers = (manifest.step, manifest.num_rows, manifest.size_bytes)
+        return cls(folder.url, *numbers)
+
+
+class Task(Generic[T]):
+    """A dump or a load that goes on in the background. Any thread may call any method.
+
+    Args:
+        name: of the thread.
+        work: what it does, given the task.
+    """
+
+    def __init__(self, name: str, work: "Callable[[Task[T]], T]") -> None:
+        self._progress = 0.0
+        self._cancelled = threading.Event()
+        self._outcome: Future[T] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def progress(self) -> float:
+        """Which part of the work is done, in [0, 1]; that of the slowest server."""
+        return 1.0 if self.is_done else self._progress
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return self._outcome.done()
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Wait for the end; return what has become of it.
+
+        Args:
+            timeout_s: seconds to wait at most; the work itself goes on. By default as
+                long as it may take.
+
+        Raises:
+            CheckpointError: it failed, or was cancelled.
+            ServerError: a server failed, refused, or did not answer; the message names
+                it.
+            TimeoutError: it goes on.
+        """
+        return self._outcome.result(timeout_s)
+
+    def cancel(self) -> None:
+        """Make it end early: :meth:`wait` raises then. It may end well before that."""
+        self._cancelled.set()
+
+    def report(self, progress: float) -> None:
+        """Say which part of the work is done; its own thread calls this.
+
+        Raises:
+            CheckpointError: it was cancelled.
+        """
+        self._progress = progress
+        if self._cancelled.is_set():
+            raise CheckpointError("It was cancelled.")
+
+    def pause(self, seconds: float) -> None:
+        """Wait, but no longer than until it is cancelled; its own thread calls this."""
+        self._cancelled.wait(seconds)
+
+    def _run(self, work: "Callable[[Task[T]], T]") -> None:
+        try:
+            self._outcome.set_result(work(self))
+        except BaseException as exc:  # noqa: BLE001  # raised by whoever waits
+            self._outcome.set_exception(exc)
+
+
+class Checkpoints:
+    """Dumps and loads what the servers hold. Any thread may call any method.
+
+    Every path is one that this process and all servers see, a shared file system or a
+    URL that fsspec knows.
+
+    Args:
+        servers: all of the job.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+
+    def dump(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        timeout_s: float = 3600.0,
+    ) -> SavedCheckpoint:
+        """Write a checkpoint of all servers, and wait for it: :meth:`start_dump`."""
+        return self.start_dump(path, step=step, timeout_s=timeout_s).wait()
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = True,
+        timeout_s: float = 3600.0,
+    ) -> SavedCheckpoint:
+        """Load a checkpoint, and wait for it: :meth:`start_load`."""
+        return self.start_load(path, replace=replace, timeout_s=timeout_s).wait()
+
+    def start_dump(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        timeout_s: float = 3600.0,
+    ) -> Task[SavedCheckpoint]:
+        """Begin to write a checkpoint of all servers, while they go on serving.
+
+        It takes a new folder in ``path`` and is complete when its manifest is there;
+        those of before stay. Weights, optimizer state, the optimizers' steps, metadata
+        and the order in which rows would leave are in it; what admissions have counted
+        of ids without a row is not.
+
+        Every row that lives from the beginning to the end is in it once, as it was at
+        one moment in between. Updates acknowledged before the call are in it.
+
+        Args:
+            path: of a folder, made if it is missing.
+            step: of the training, kept in the manifest.
+            timeout_s: seconds that it may take.
+
+        Returns:
+            The task; the checkpoint is complete only if it ends without an error.
+
+        Raises:
+            CheckpointError: the folder cannot be made.
+            ConfigError: the path is a URL that fsspec does not know.
+        """
+        folder = begin_checkpoint(path)
+
+        def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
+            manifest = self._write_files(task, folder, step, timeout_s)
+            manifest.write(folder)
+            return SavedCheckpoint.of(folder, manifest)
+
+        return Task("dump", work)
+
+    def start_files(
+        self, folder: Folder, *, step: int | None = None, timeout_s: float = 3600.0
+    ) -> Task[Manifest]:
+        """Begin to write the servers' files only: a part of a larger checkpoint.
+
+        Args:
+            folder: new, and there already.
+            step: of the training.
+            timeout_s: seconds that it may take.
+
+        Returns:
+            The task, which ends with the manifest; to write it completes the
+            checkpoint.
+        """
+        return Task("dump", lambda t: self._write_files(t, folder, step, timeout_s))
+
+    def start_load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replace: bool = True,
+        timeout_s: float = 3600.0,
+    ) -> Task[SavedCheckpoint]:
+        """Begin to load a checkpoint, of any number of servers.
+
+        First all servers read their share of it, and check that it is whole and that
+        its tables have the dims, weight types and optimizers that they know. If one of
+        them finds a fault, none changes anything. Then they fill their stores, and
+        refuse requests for rows meanwhile. Tables keep the settings that the servers
+        know; tables that they do not know get those of the checkpoint.
+
+        If there are more rows than room, those are left out that would leave first.
+
+        Args:
+            path: of a checkpoint's folder, or of a folder with several, for its latest
+                complete one.
+            replace: drop what the servers hold; all of their tables must be in the
+                checkpoint. Otherwise its rows are put over those that are there, as
+                used later.
+            timeout_s: seconds that it may take.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint.
+            ConfigError: the path is a URL that fsspec does not know.
+        """
+        folder = find_checkpoint(path)
+        manifest = Manifest.read(folder)
+        deadline = time.monotonic() + timeout_s
+
+        def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
+            check = {"do": "check", "folder": folder.url, "replace": replace}
+            steps = [check, {"do": "load"}]
+            states = self._steps(task, steps, f"load of {folder.url}", deadline)
+            results = [state["result"] for state in states]
+            left_out = sum(_number(result, "num_left_out") for result in results)
+            saved = SavedCheckpoint.of(folder, manifest)
+            return dataclasses.replace(saved, num_left_out=left_out)
+
+        return Task("load", work)
+
+    def _write_files(
+        self, task: Task[T], folder: Folder, step: int | None, timeout_s: float
+    ) -> Manifest:
+        deadline = time.monotonic() + timeout_s
+        created = datetime.now(UTC).isoformat()
+        asked = {"do": "dump", "folder": folder.url}
+        states = self._steps(task, [asked], f"dump to {folder.url}", deadline)
+        manifest = _manifest([state["result"] for state in states])
+        return dataclasses.replace(manifest, created=created, step=step)
+
+    def _steps(
+        self,
+        task: Task[T],
+        steps: Sequence[Mapping[str, object]],
+        what: str,
+        deadline: float,
+    ) -> list[State]:
+        """Make all servers do one step after the other, each when all have done it.
+
+        Returns:
+            Their states after the last step.
+
+        Raises:
+            RemoteError: one of them failed; the others give up.
+            RequestTimeoutError: one of them is not done in time.
+        """
+        number = secrets.randbits(53)
+        states: list[State] = []
+        try:
+            for step in steps:
+                request = {**step, "task": number}
+                states = self._ask(Kind.CHECKPOINT, request, what)
+                look_s = _FIRST_LOOK_S
+                while any(state["phase"] in _UNDER_WAY for state in states):
+                    self._require_time(states, what, deadline)
+                    task.report(min(_fraction(state) for state in states))
+                    task.pause(look_s)
+                    look_s = min(2 * look_s, _LOOK_S)
+                    states = self._ask(Kind.PROGRESS, {"task": number}, what)
+        except BaseException:
+            request = {"do": "cancel", "task": number}
+            with contextlib.suppress(PersiaError):  # the first error is the one to tell
+                self._servers.ask(Kind.CHECKPOINT, request, f"cancelling {what}")
+            raise
+        return states
+
+    def _ask(self, kind: Kind, request: object, what: str) -> list[State]:
+        states: list[State] = []
+        for name, answer in zip(
+            self._servers.names, self._servers.ask(kind, request, what), strict=True
+        ):
+            if not isinstance(answer, dict) or not answer.keys() >= _FIELDS:
+                raise WireError(f"{name}: {what}: not a state: {answer!r:.100}.")
+            error = answer["error"]
+            if isinstance(error, dict):
+                raise RemoteError(
+                    f"{what}: {error.get('message')}",
+                    server=name,
+                    kind=str(error.get("kind")),
+                )
+            states.append(answer)
+        return states
+
+    def _require_time(
+        self, states: Sequence[State], what: str, deadline: float
+    ) -> None:
+        if time.monotonic() < deadline:
+            return
+        slow = [state["phase"] in _UNDER_WAY for state in states].index(True)
+        raise RequestTimeoutError(
+            f"{what}: not done in time. Give it a longer timeout_s.",
+            server=self._servers.names[slow],
+        )
+
+
+def _manifest(results: Sequence[object]) -> Manifest:
+    """Put together what all servers say of their files.
+
+    Raises:
+        WireError: one of them says something else.
+    """
+    try:
+        shards, tables = [], []
+        for result in results:
+            assert isinstance(result, dict)
+            fields = dict(result)
+            of_server = fields.pop("tables")
+            tables.append([saved_table_from_json(table) for table in of_server])
+            shards.append(SavedShard(**fields))
+    except (KeyError, TypeError, ValueError, AssertionError) as exc:
+        raise WireError(f"A server's dump must end with a result ({exc!r}).") from exc
+    return Manifest(tables_of_all(tables), tuple(shards), "")
+
+
+def _fraction(state: State) -> float:
+    progress = state["progress"]
+    return float(progress) if isinstance(progress, int | float) else 0.0
+
+
+def _number(result: object, name: str) -> int:
+    value = result.get(name) if isinstance(result, dict) else None
+    return value if isinstance(value, int) else 0

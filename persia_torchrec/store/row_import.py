@@ -1,0 +1,301 @@
+"""Put rows of a checkpoint into a store, so that it evicts them in the same order.
+
+First it is said which rows will come, by their uses alone: those that would leave first
+are left out if the store is too small. Then the rows come, in any order, and get their
+slots. At the end they are touched, in the order of their uses, as requests would have
+done it:
+
+    uses  --RowImport()--> which to keep, their order, a tick for each
+    rows  --add()--------> slots
+            finish() ----> records in the logs
+
+A row that comes twice keeps its later use. Rows that were in the store before count as
+used before all that come; they leave first, if the store is full.
+
+Dimension key:
+    R: rows that may come, numbered in the order in which they do
+    N: those of one call
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.store.index import (
+    ENTRIES,
+    NOT_FOUND,
+    IndexAt,
+    add_entry,
+    find_slot,
+    grow_a_little,
+    hash_of,
+    home_of,
+    index_at,
+)
+from persia_torchrec.store.insert import evict_oldest
+from persia_torchrec.store.lookup import ROWS, TICK, Tally
+from persia_torchrec.store.memory import (
+    copy_bytes,
+    load_half_word,
+    load_word,
+    prefetch,
+    store_word,
+    unowned,
+)
+from persia_torchrec.store.recency import MARK_WORDS, class_of, touch
+from persia_torchrec.store.row_columns import PLACE_BITS, RowColumns
+from persia_torchrec.store.rows import (
+    DIM,
+    DTYPE,
+    FP32,
+    FREQUENCY,
+    HAS_METADATA,
+    NUM_STATE,
+    OWNER_SHIFT,
+    STATE,
+    TICK_MASK,
+    WEIGHTS,
+    WORD,
+    Layout,
+    RowsAt,
+    Words,
+    rows_at,
+    take_slot,
+)
+from persia_torchrec.store.shard_memory import ShardMemory
+
+Numbers = npt.NDArray[np.uint32]
+Places = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+NEVER = np.uint64(0)
+"""The tick of a row that is left out."""
+
+_CHUNK = 32
+_TOUCHES = 2**16
+_PLACE_BITS = np.uint64(PLACE_BITS)
+
+
+class RowImport:
+    """Rows on their way into a store. Whoever owns the store calls it.
+
+    Args:
+        memory: of the store.
+        capacity_rows: of the store.
+        uses_R: uint64, see :class:`RowColumns`.
+        tables_R: uint16, number in the store of each row's table.
+        frequencies_R: uint32, as the metadata say; only an LFU store reads it.
+    """
+
+    def __init__(
+        self,
+        memory: ShardMemory,
+        capacity_rows: int,
+        uses_R: Words,
+        tables_R: npt.NDArray[np.uint16],
+        frequencies_R: Numbers,
+    ) -> None:
+        self._memory = memory
+        self._capacity_rows = capacity_rows
+        self._tables = tables_R
+        self._order = np.argsort(uses_R, kind="stable")
+        if len(uses_R) > capacity_rows:
+            leaving = self._order
+            if len(memory.logs.directory) > 1:
+                classes_R = _classes(read_only(frequencies_R))
+                leaving = np.lexsort((uses_R, classes_R))
+            is_kept = np.ones(len(uses_R), dtype=np.bool_)
+            is_kept[leaving[:-capacity_rows]] = False
+            self._order = self._order[is_kept[self._order]]
+        self.num_kept = len(self._order)
+        base = np.uint64(memory.tally[TICK])
+        self._ticks = np.zeros(len(uses_R), dtype=np.uint64)
+        _draw_ticks(self._order, uses_R, tables_R, base, self._ticks)
+        self._slots = np.zeros(len(uses_R), dtype=np.uint32)
+
+    def add(self, table: int, first: int, rows: RowColumns, is_own_N: Bools) -> int:
+        """Put some rows into the store.
+
+        Args:
+            table: number of the table.
+            first: which of the rows that may come is the first of these.
+            rows: of this table; their metadata have the store's form.
+            is_own_N: which of them are rows that may come; the others are skipped.
+
+        Returns:
+            How many rows may have come by now.
+        """
+        ticks_N = np.zeros(len(rows), dtype=np.uint64)
+        stop = first + int(is_own_N.sum())
+        ticks_N[is_own_N] = self._ticks[first:stop]
+        slots_N = np.zeros(len(rows), dtype=np.uint32)
+        memory = self._memory
+        state = memory.tables.states[table]
+        _, lines, cursor, directory = memory.rows(state)
+        _add_rows(
+            *(read_only(rows.ids), ticks_N, read_only(rows.metadata)),
+            *(read_only(rows.state), read_only(rows.weights).view(np.uint8), slots_N),
+            *(lines, cursor, directory, memory.logs.directory),
+            *(memory.tally, state.layout, self._capacity_rows),
+        )
+        self._slots[first:stop] = slots_N[is_own_N]
+        self._ticks[first:stop] = ticks_N[is_own_N]
+        return stop
+
+    def finish(self, tick: int) -> None:
+        """Make the uses known to the store, when all rows have come.
+
+        Args:
+            tick: of the last request before the checkpoint, as its server counted.
+        """
+        memory = self._memory
+        base = int(memory.tally[TICK])
+        layouts_T = np.stack([state.layout for state in memory.tables.states])
+        for start in range(0, len(self._order), _TOUCHES):
+            part = self._order[start : start + _TOUCHES]
+            directory = memory.tables.directory
+            memory.logs.make_room(directory, (1 + MARK_WORDS) * len(part))
+            _touch_rows(
+                *(part, self._ticks, self._slots, self._tables, layouts_T),
+                *(directory, memory.logs.directory),
+            )
+        last = int(self._ticks.max(initial=0))
+        memory.tally[TICK] = max(last, base + tick)
+
+
+@compiled
+def _classes(frequencies_R: Numbers) -> npt.NDArray[np.uint8]:
+    classes = np.empty(len(frequencies_R), dtype=np.uint8)
+    for r in range(len(frequencies_R)):
+        classes[r] = np.uint8(class_of(np.uint64(frequencies_R[r])))
+    return classes
+
+
+@compiled
+def _draw_ticks(
+    order: Places,
+    uses_R: Words,
+    tables_R: npt.NDArray[np.uint16],
+    base: np.uint64,
+    ticks_R: Words,
+) -> None:
+    """Give rows of one request one tick, later requests later ones.
+
+    A tick is that of the checkpoint, unless several tables share it, as they may when
+    rows come from several servers: in a log, a tick belongs to one arena.
+    """
+    tick, old, table = base, np.uint64(0), np.uint16(0)
+    for r in order:
+        of_row = uses_R[r] >> _PLACE_BITS
+        if tick == base or of_row != old or tables_R[r] != table:
+            tick = max(tick + np.uint64(1), base + of_row)
+            old, table = of_row, tables_R[r]
+        ticks_R[r] = tick
+
+
+@compiled
+def _add_rows(
+    ids_N: Words,
+    ticks_N: Words,
+    metadata_N: Numbers,
+    state_NS: npt.NDArray[np.float32],
+    weights_N: npt.NDArray[np.uint8],
+    slots_N: Numbers,
+    lines: Words,
+    cursor: Words,
+    arenas: Words,
+    logs: Words,
+    tally: Tally,
+    layout: Layout,
+    capacity: int,
+) -> None:
+    """Write rows into slots; those whose tick is ``NEVER`` are skipped.
+
+    A row that has come with the same or a later use gets the tick ``NEVER``.
+    """
+    arenas, logs = unowned(arenas), unowned(logs)
+    cursor, tally = unowned(cursor), unowned(tally)
+    rows = rows_at(arenas, layout)
+    size = 4 if layout[DTYPE] == FP32 else 2
+    weight_bytes = np.uint64(layout[DIM] * size)
+    state_bytes = np.uint64(4 * layout[NUM_STATE])
+    metadata_bytes = np.uint64(16 if layout[HAS_METADATA] else 0)
+    to_state = np.uint64(4 * layout[STATE])
+    to_weights = np.uint64(4 * layout[WEIGHTS])
+    from_weights = np.uint64(weights_N.ctypes.data)
+    from_state = np.uint64(state_NS.ctypes.data)
+    from_metadata = np.uint64(metadata_N.ctypes.data)
+    for start in range(0, len(ids_N), _CHUNK):
+        stop = min(start + _CHUNK, len(ids_N))
+        grow_a_little(lines, cursor, stop - start)
+        index = index_at(lines, cursor)
+        for n in range(start, stop):
+            prefetch(home_of(index, hash_of(ids_N[n], rows.owner)))
+        for n in range(start, stop):
+            if ticks_N[n] == NEVER:
+                continue
+            hash_ = hash_of(ids_N[n], rows.owner)
+            slot = find_slot(index, rows, ids_N[n], hash_)
+            is_newer = True
+            if slot == NOT_FOUND:
+                if tally[ROWS] >= capacity:
+                    evict_oldest(index, cursor, arenas, logs, tally)
+                slot = _make_row(ids_N[n], hash_, index, rows, cursor, arenas, tally)
+            else:
+                word = load_word(rows.base + slot * rows.stride + WORD)
+                is_newer = word & TICK_MASK < ticks_N[n]
+            slots_N[n] = np.uint32(slot)
+            if not is_newer:
+                ticks_N[n] = NEVER
+            else:
+                address, row = rows.base + slot * rows.stride, np.uint64(n)
+                store_word(address + WORD, (rows.owner << OWNER_SHIFT) | ticks_N[n])
+                metadata = from_metadata + row * metadata_bytes
+                copy_bytes(address + FREQUENCY, metadata, metadata_bytes)
+                state = from_state + row * state_bytes
+                copy_bytes(address + to_state, state, state_bytes)
+                weights = from_weights + row * weight_bytes
+                copy_bytes(address + to_weights, weights, weight_bytes)
+
+
+@inlined
+def _make_row(
+    id_: np.uint64,
+    hash_: np.uint64,
+    index: IndexAt,
+    rows: RowsAt,
+    cursor: Words,
+    arenas: Words,
+    tally: Tally,
+) -> np.uint64:
+    """Give an id a slot, for which there is room."""
+    slot = take_slot(arenas, rows.arena)
+    store_word(rows.base + slot * rows.stride, id_)
+    add_entry(index, hash_, slot)
+    cursor[ENTRIES] += np.uint64(1)
+    tally[ROWS] += 1
+    return slot
+
+
+@compiled
+def _touch_rows(
+    order: Places,
+    ticks_R: Words,
+    slots_R: Numbers,
+    tables_R: npt.NDArray[np.uint16],
+    layouts_T: Layout,
+    arenas: Words,
+    logs: Words,
+) -> None:
+    log, num_classes = np.uint64(logs.ctypes.data), len(logs)
+    for r in order:
+        if ticks_R[r] == NEVER:
+            continue
+        layout = layouts_T[tables_R[r]]
+        rows = rows_at(arenas, layout)
+        slot = np.uint64(slots_R[r])
+        address = rows.base + slot * rows.stride
+        class_ = np.uint64(0)
+        if num_classes > 1:
+            class_ = class_of(load_half_word(address + FREQUENCY))
+        touch(log, class_, rows, address, slot, ticks_R[r])

@@ -1,0 +1,250 @@
+"""One checkpoint of both halves, by one call, and back.
+
+    every trainer   flush: its updates are acknowledged by the servers
+    all             wait for each other
+    rank 0          makes a new folder; the servers begin to write their rows into it
+    every trainer   torch.distributed.checkpoint writes the dense half, into ``dense``
+    rank 0          waits for the servers, and writes the manifest last
+
+Nobody trains meanwhile, so that both halves are of the same step. When one trainer or
+server fails, all trainers raise, and there is no manifest: the checkpoint of before is
+still the latest.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.manifest import Manifest
+from persia_torchrec.checkpoint.series import (
+    DENSE,
+    begin_checkpoint,
+    find_checkpoint,
+)
+from persia_torchrec.client.checkpoints import SavedCheckpoint
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Flushing(Protocol):
+    """What sends updates to the servers, as a sharder does."""
+
+    def flush(self) -> None:
+        """Wait until every update so far is applied."""
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    client: EmbeddingClient,
+    sharders: Iterable[Flushing],
+    *,
+    step: int | None = None,
+    timeout_s: float = 3600.0,
+) -> SavedCheckpoint:
+    """Write the dense half and the servers' half as one checkpoint.
+
+    Every trainer of the process group calls it, between two steps: a batch whose rows
+    are pulled, and whose gradient is not pushed yet, is in neither half.
+
+    Args:
+        path: of a folder, made if it is missing, which trainers and servers share, or a
+            URL that fsspec knows. Each checkpoint gets a new folder in it.
+        state: the dense half, as ``torch.distributed.checkpoint.save`` takes it: what
+            has a ``state_dict`` (the ``DistributedModelParallel``, its dense optimizer,
+            schedulers, ``sharder.optimizer``), tensors, numbers.
+        client: of the servers.
+        sharders: those that put tables on the servers.
+        step: of the training, kept in the manifest.
+        timeout_s: seconds that the servers may take.
+
+    Returns:
+        The checkpoint; every trainer gets the same.
+
+    Raises:
+        CheckpointError: a trainer or a server failed; there is no new checkpoint.
+
+    Example:
+        ``save_checkpoint("runs/7", {"model": model, "optimizer": optimizer}, client,
+        [sharder], step=1000)``
+    """
+    _everywhere(lambda: _flush_all(sharders))
+    folder = Folder(_at_first(lambda: begin_checkpoint(path).url))
+    servers = None
+    if _rank() == 0:
+        servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
+    try:
+        _everywhere(lambda: _save_dense(state, folder.child(DENSE)))
+    except BaseException:
+        if servers is not None:
+            servers.cancel()
+        raise
+
+    def complete() -> SavedCheckpoint:
+        assert servers is not None  # rank 0 does this
+        manifest = dataclasses.replace(servers.wait(), begun=_begun(state))
+        manifest.write(folder)
+        return SavedCheckpoint.of(folder, manifest)
+
+    return _at_first(complete)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    client: EmbeddingClient,
+    *,
+    timeout_s: float = 3600.0,
+) -> SavedCheckpoint:
+    """Load both halves, with any number of trainers and servers.
+
+    Every trainer calls it, before its first batch, when its model is sharded. What the
+    servers hold is replaced.
+
+    Args:
+        path: of a checkpoint's folder, or of the folder given to
+            :func:`save_checkpoint`, for the latest complete one.
+        state: as it was saved, by name; what has a ``load_state_dict`` is loaded, other
+            values are replaced in the dictionary. Names may be left out. Optimizers
+            may be fresh: their state is made first.
+        client: of the servers.
+        timeout_s: seconds that the servers may take.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, it is damaged, or it does not
+            fit model or tables. Unless the dense half is at fault, nothing has changed.
+    """
+
+    def load_servers() -> tuple[SavedCheckpoint, tuple[str, ...]]:
+        folder = find_checkpoint(path)
+        begun = Manifest.read(folder).begun
+        if begun is None:
+            raise CheckpointError(
+                f"{folder.url} must have both halves, and has that of the servers "
+                "only. Load it with client.checkpoints.load."
+            )
+        return client.checkpoints.load(folder.url, timeout_s=timeout_s), begun
+
+    saved, begun = _at_first(load_servers)
+    folder = Folder(saved.path).child(DENSE)
+    _everywhere(lambda: _load_dense(state, folder, begun))
+    return saved
+
+
+def _flush_all(sharders: Iterable[Flushing]) -> None:
+    for sharder in sharders:
+        sharder.flush()
+
+
+def _begun(state: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names of the optimizers that have state."""
+    return tuple(
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.optim.Optimizer) and value.state
+    )
+
+
+def _save_dense(state: dict[str, Any], folder: Folder) -> None:
+    folder.make()
+    try:
+        save_state(state, checkpoint_id=folder.url, no_dist=not dist.is_initialized())
+    except CheckpointException as exc:  # no Exception, and of all trainers
+        raise CheckpointError(f"Saving the dense half to {folder.url}: {exc}") from exc
+
+
+def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> None:
+    for name in begun:
+        if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
+            _make_state(optimizer)
+    no_dist = not dist.is_initialized()
+    try:
+        load_state(state, checkpoint_id=folder.url, no_dist=no_dist)
+    except CheckpointException as exc:  # no Exception, and of all trainers
+        raise CheckpointError(f"Loading the dense half of {folder.url}: {exc}") from exc
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, which is loaded into: by a step of nothing.
+
+    A fused one, as that of the tables on the servers, has its state already.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            _make_state(part)
+        return
+    if optimizer.state or isinstance(optimizer, FusedOptimizer):
+        return
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in groups:
+        group["lr"] = 0.0 * group["lr"]  # a tensor stays one
+    optimizer.step()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _at_first(work: Callable[[], T]) -> T:
+    """Let rank 0 do something; return to every trainer what it returns.
+
+    Raises:
+        CheckpointError: it failed, at every trainer.
+    """
+    outcome: list[Any] = [None, None]
+    if _rank() == 0:
+        outcome = _outcome_of(work)
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    _raise_any([outcome[1]])
+    result: T = outcome[0]
+    return result
+
+
+def _everywhere(work: Callable[[], None]) -> None:
+    """Do something at every trainer, and wait until all have done it.
+
+    Raises:
+        CheckpointError: it failed at one of them; the message names all that failed.
+    """
+    outcome = _outcome_of(work)
+    errors: list[Any] = [outcome[1]]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, outcome[1])
+    _raise_any(errors)
+
+
+def _outcome_of(work: Callable[[], object]) -> list[Any]:
+    """Return what work returns and None, or None and its error as text."""
+    try:
+        return [work(), None]
+    except Exception as exc:  # noqa: BLE001  # raised by every trainer
+        return [None, f"{type(exc).__name__}: {exc}"]
+
+
+def _raise_any(errors: list[str | None]) -> None:
+    failed = [f"trainer {rank}: {error}" for rank, error in enumerate(errors) if error]
+    if failed:
+        raise CheckpointError(" ".join(failed))

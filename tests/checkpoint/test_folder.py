@@ -1,0 +1,162 @@
+"""Folders on the disk and behind URLs, and the checkpoints that they hold."""
+
+import json
+import uuid
+
+import pytest
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.manifest import (
+    Manifest,
+    SavedShard,
+    SavedTable,
+    tables_of_all,
+)
+from persia_torchrec.checkpoint.series import begin_checkpoint, find_checkpoint
+from persia_torchrec.embedding.optim import SGD, Adam
+from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.table import TableSpec
+
+A = TableSpec(name="a", dim=2, optimizer=SGD(0.5))
+B = TableSpec(name="b", dim=2, optimizer=Adam(0.5))
+
+
+@pytest.fixture(params=["local", "memory"])
+def path(request, tmp_path):
+    """A path that nothing is at yet."""
+    if request.param == "local":
+        return str(tmp_path / "run")
+    return f"memory://{uuid.uuid4()}/run"
+
+
+def manifest_of(folder, name="rows", size_bytes=4):
+    folder.write(name, b"1234")
+    shard = SavedShard(name, 1, size_bytes, 77, 5, {"capacity_rows": 9})
+    return Manifest((SavedTable(B, 3),), (shard,), "now", 12, ("optimizer",))
+
+
+def test_a_file_that_is_written_can_be_read(path):
+    folder = Folder(path)
+    assert folder.make()
+    assert not folder.make()
+    assert folder.size_of("x") is None
+    folder.write("x", b"one")
+    folder.write("x", b"three")
+    assert folder.read("x") == b"three"
+    assert folder.size_of("x") == 5
+    assert folder.names() == ["x"]
+    assert Folder(folder.url).read("x") == b"three"
+
+
+def test_a_file_whose_writing_fails_is_not_there(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("x", b"before")
+
+    def fail():
+        with folder.created("x") as file:
+            file.write(b"half")
+            assert folder.read("x") == b"before"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert folder.names() == ["x"]
+    assert folder.read("x") == b"before"
+
+
+def test_a_folder_that_is_missing_is_empty(path):
+    assert Folder(path).names() == []
+    with pytest.raises(CheckpointError, match=r"Could not read .*run/x: "):
+        Folder(path).read("x")
+
+
+def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
+    (tmp_path / "run").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"run"):
+        begin_checkpoint(tmp_path / "run")
+
+
+def test_a_url_that_nobody_knows_is_refused():
+    with pytest.raises(ConfigError, match=r"fsspec knows. Received: 'what://x/y'"):
+        Folder("what://x/y")
+
+
+def test_each_checkpoint_gets_a_new_folder_and_the_latest_complete_one_is_found(path):
+    with pytest.raises(CheckpointError, match=r"Received: a folder with nothing"):
+        find_checkpoint(path)
+    folders = [begin_checkpoint(path) for _ in range(3)]
+    assert [folder.url[-19:] for folder in folders] == [
+        f"checkpoint-0000000{number}" for number in (1, 2, 3)
+    ]
+    with pytest.raises(CheckpointError, match="one that is complete"):
+        find_checkpoint(path)
+    for folder in folders[:2]:
+        manifest_of(folder).write(folder)
+        assert find_checkpoint(path).url == folder.url
+    assert find_checkpoint(folders[0].url).url == folders[0].url
+    assert begin_checkpoint(path).url.endswith("checkpoint-00000004")
+
+
+def test_other_files_of_the_folder_do_not_disturb(path):
+    run = Folder(path)
+    run.make()
+    run.write("checkpoint-last", b"")
+    run.write("notes.txt", b"")
+    folder = begin_checkpoint(path)
+    assert folder.url.endswith("checkpoint-00000001")
+    assert run.read("notes.txt") == b""
+
+
+def test_a_manifest_is_read_as_it_was_written(path):
+    folder = begin_checkpoint(path)
+    manifest = manifest_of(folder)
+    manifest.write(folder)
+    assert Manifest.read(folder) == manifest
+    assert (manifest.num_rows, manifest.size_bytes) == (1, 4)
+
+
+@pytest.mark.parametrize("size_bytes", [3, 5])
+def test_no_manifest_is_written_beside_a_file_of_another_length(path, size_bytes):
+    folder = begin_checkpoint(path)
+    manifest = manifest_of(folder, size_bytes=size_bytes)
+    with pytest.raises(CheckpointError, match=rf"must have the {size_bytes} bytes"):
+        manifest.write(folder)
+    with pytest.raises(CheckpointError, match="is missing: its checkpoint is not"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 1. Received: .* version 2"),
+        ({"format": "x"}, "must be of the format"),
+        ({"tables": [{"spec": {}}]}, "is no manifest"),
+        ({"tables": 1}, "is no manifest"),
+        ({"shards": [{"file": "x"}]}, "is no manifest"),
+        ({"dense": 3}, "is no manifest"),
+    ],
+)
+def test_a_manifest_of_something_else_is_refused(tmp_path, change, message):
+    folder = Folder(tmp_path)
+    manifest_of(folder).write(folder)
+    value = json.loads(folder.read("manifest.json"))
+    folder.write("manifest.json", json.dumps({**value, **change}).encode())
+    with pytest.raises(CheckpointError, match=rf"manifest\.json.*{message}"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"null"])
+def test_a_manifest_that_is_no_json_is_refused(tmp_path, data):
+    folder = Folder(tmp_path)
+    folder.write("manifest.json", data)
+    with pytest.raises(CheckpointError, match="is no manifest"):
+        Manifest.read(folder)
+
+
+def test_a_table_has_the_step_of_the_server_that_has_counted_most():
+    servers = [
+        [SavedTable(A, 3), SavedTable(B, 7)],
+        [SavedTable(A, 4)],
+        [SavedTable(B, 6), SavedTable(A, 2)],
+    ]
+    assert tables_of_all(servers) == (SavedTable(A, 4), SavedTable(B, 7))

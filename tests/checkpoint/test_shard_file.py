@@ -1,0 +1,144 @@
+"""Shard files: what is written is read, and anything else is refused."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.shard_file import (
+    FileTable,
+    ShardReader,
+    ShardWriter,
+    open_shard,
+)
+from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.store.row_columns import RowShape
+from persia_torchrec.table import TableSpec
+
+TABLES = [
+    FileTable(TableSpec(name="a", dim=1, optimizer=SGD(0.5)), has_metadata=False),
+    FileTable(TableSpec(name="b", dim=3, optimizer=Adam(0.1)), has_metadata=True),
+    FileTable(
+        TableSpec(name="c", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16"),
+        has_metadata=False,
+    ),
+]
+blocks = st.lists(
+    st.tuples(st.integers(0, len(TABLES) - 1), st.integers(1, 9)), max_size=8
+)
+
+
+def rows_of(table, num_rows, seed=0):
+    """Return columns of random bytes."""
+    rng = np.random.default_rng(seed + 100 * table)
+    shape = TABLES[table].shape
+    return shape.view(rng.bytes(num_rows * shape.row_bytes))
+
+
+def written(blocks, tables=TABLES):
+    """Return the bytes of a file, and what its writer says of it."""
+    file = io.BytesIO()
+    writer = ShardWriter(file, 1, 3, list(tables))
+    for seed, (table, num_rows) in enumerate(blocks):
+        writer.write(table, rows_of(table, num_rows, seed))
+    said = writer.end()
+    return file.getvalue(), said
+
+
+def read(data):
+    return list(ShardReader(io.BytesIO(data), "some/file").blocks())
+
+
+@given(blocks=blocks)
+def test_what_is_written_is_read(blocks):
+    data, said = written(blocks)
+    reader = ShardReader(io.BytesIO(data), "some/file")
+    assert (reader.shard, reader.num_shards, reader.tables) == (1, 3, TABLES)
+    found = list(reader.blocks())
+    assert [(table, len(rows)) for table, rows in found] == blocks
+    for seed, (table, rows) in enumerate(found):
+        expected = rows_of(table, len(rows), seed).columns()
+        for column, other in zip(rows.columns(), expected, strict=True):
+            assert column.dtype == other.dtype
+            assert column.shape == other.shape
+            assert column.tobytes() == other.tobytes()
+    assert reader.written == said
+    assert said.size_bytes == len(data)
+    assert said.num_rows == sum(num_rows for _, num_rows in blocks)
+
+
+@given(data=st.data(), blocks=blocks)
+def test_a_file_that_is_cut_off_is_refused(data, blocks):
+    whole, _ = written(blocks)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(CheckpointError, match=r"some/file is cut off: \d+ bytes must"):
+        read(whole[:place])
+
+
+@given(data=st.data(), blocks=blocks)
+def test_a_file_of_which_a_bit_has_changed_is_refused(data, blocks):
+    whole, _ = written(blocks)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    changed = bytearray(whole)
+    changed[place] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(CheckpointError, match=r"some/file"):
+        read(bytes(changed))
+
+
+@given(data=st.data(), blocks=blocks.filter(lambda blocks: len(blocks) > 1))
+def test_a_file_that_lacks_a_block_is_refused(data, blocks):
+    heads = [len(written(blocks[:n])[0]) - 16 for n in range(len(blocks) + 1)]
+    whole, _ = written(blocks)
+    n = data.draw(st.integers(0, len(blocks) - 1))
+    with pytest.raises(CheckpointError, match=r"some/file is damaged. .* an end that"):
+        read(whole[: heads[n]] + whole[heads[n + 1] :])
+
+
+@given(data=st.binary(max_size=200))
+def test_random_bytes_are_no_shard_file(data):
+    with pytest.raises(CheckpointError, match="some/file"):
+        read(data)
+    with pytest.raises(CheckpointError, match="some/file"):
+        read(b"PTRCROWS\1\0\0\0" + data)
+
+
+def test_more_bytes_behind_the_end_are_refused():
+    data, _ = written([(0, 1)])
+    with pytest.raises(CheckpointError, match="more bytes behind the end"):
+        read(data + b"\0")
+
+
+def test_a_later_version_is_refused_with_what_to_do():
+    data = bytearray(written([])[0])
+    data[8:12] = struct.pack("<I", 2)
+    with pytest.raises(CheckpointError, match=r"must be 1. Received: 2. Load it with"):
+        read(bytes(data))
+
+
+@pytest.mark.parametrize("table", range(len(TABLES)))
+def test_a_file_is_as_long_as_its_rows(table):
+    spec = TABLES[table].spec
+    weight_bytes = spec.dim * (2 if spec.weight_dtype == "bf16" else 4)
+    metadata_bytes = 16 if TABLES[table].has_metadata else 0
+    row_bytes = 16 + metadata_bytes + 4 * spec.num_state_floats + weight_bytes
+    empty, thousand = (len(written(b)[0]) for b in ([], [(table, 1000)]))
+    assert thousand - empty == 1000 * row_bytes + 16
+    assert empty < 2000
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+    with (
+        pytest.raises(CheckpointError, match=r"Could not read .*nothing\.rows"),
+        open_shard(Folder(tmp_path), "nothing.rows"),
+    ):
+        pass
+
+
+def test_empty_columns_have_the_shapes_of_their_table():
+    rows = RowShape.of(TABLES[1].spec, has_metadata=True).empty(2)
+    assert [c.shape for c in rows.columns()] == [(2,), (2,), (2, 4), (2, 6), (2, 3)]

@@ -1,0 +1,259 @@
+"""Rows go out of a store and into another one: what is copied, and in which order."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.embedding import Expiry
+from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.lookup import TICK
+from persia_torchrec.store.row_export import RowExport, split_by_table
+from persia_torchrec.store.row_import import RowImport
+from persia_torchrec.table import TableSpec
+from tests.servers import ids_of
+
+# "a" and "c" share an arena.
+TABLES = [
+    TableSpec(name="a", dim=4, optimizer=SGD(0.5)),
+    TableSpec(name="b", dim=3, optimizer=Adam(0.1), keeps_metadata=True),
+    TableSpec(name="c", dim=2, optimizer=Adagrad(0.1)),
+    TableSpec(name="d", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16"),
+    TableSpec(name="e", dim=1, optimizer=SGD(0.5), expiry=Expiry(seconds_to_live=50)),
+    TableSpec(name="f", dim=3, optimizer=SGD(0.5, 0.9), weight_dtype="fp16"),
+]
+tables = st.integers(0, len(TABLES) - 1)
+ids = st.lists(st.integers(0, 12), max_size=6, unique=True)
+requests = st.lists(st.tuples(tables, ids, st.booleans()), max_size=30)
+evictions = st.sampled_from(["lru", "lfu"])
+
+
+def store_of(capacity_rows=40, eviction="lru", specs=TABLES, **settings):
+    store = EmbeddingStore(
+        capacity_rows, eviction=eviction, clock=lambda: 7.0, **settings
+    )
+    store.add_tables(specs)
+    return store
+
+
+def use(store, table, ids):
+    out = np.empty((len(ids), store.tables[table].dim), dtype=np.float32)
+    store.lookup(table, ids_of(*ids), out, training=True)
+    return out
+
+
+def update(store, table, ids):
+    shape = (len(ids), store.tables[table].dim)
+    grads = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) - 3
+    store.update(table, ids_of(*ids), grads)
+
+
+def run(store, requests):
+    for table, of_table, is_updated in requests:
+        use(store, table, of_table)
+        if is_updated:
+            update(store, table, of_table)
+
+
+def exported(store, between=lambda: None):
+    """Return table and columns of all blocks of an export."""
+    export = RowExport(store.memory)
+    blocks = []
+    for _ in range(10_000):
+        chunk = export.advance()
+        if chunk is not None:
+            blocks += split_by_table(chunk, export.tables)
+        elif export.is_done:
+            return blocks
+        between()
+    raise AssertionError("the export does not end")
+
+
+def import_into(store, blocks, tick):
+    """Put blocks into a store; return how many rows it kept."""
+    uses = [rows.uses for _, rows in blocks]
+    numbers = [np.full(len(rows), t, dtype=np.uint16) for t, rows in blocks]
+    frequencies = [
+        rows.metadata[:, 0] if rows.metadata.size else np.ones(len(rows), np.uint32)
+        for _, rows in blocks
+    ]
+    moving = RowImport(
+        store.memory,
+        store.capacity_rows,
+        np.concatenate([np.empty(0, np.uint64), *uses]),
+        np.concatenate([np.empty(0, np.uint16), *numbers]),
+        np.concatenate([np.empty(0, np.uint32), *frequencies]),
+    )
+    first = 0
+    for table, rows in blocks:
+        is_own = np.ones(len(rows), dtype=np.bool_)
+        first = moving.add(table, first, rows, is_own)
+    moving.finish(tick)
+    store.check()
+    return moving.num_kept
+
+
+def copy_of(store, **settings):
+    copy = store_of(store.capacity_rows, **settings)
+    import_into(copy, exported(store), int(store.memory.tally[TICK]))
+    for mine, other in zip(
+        copy.memory.tables.states, store.memory.tables.states, strict=True
+    ):
+        mine.num_updates = other.num_updates
+    return copy
+
+
+def assert_same(one, other):
+    rows = one.ids_oldest_first()
+    assert rows == other.ids_oldest_first()
+    for number, spec in enumerate(one.tables):
+        ids = ids_of(*(id_ for table, id_ in rows if table == number))
+        assert one.read(number, ids).tobytes() == other.read(number, ids).tobytes()
+        if spec.keeps_metadata:
+            left, right = one.metadata(number, ids), other.metadata(number, ids)
+            for name in ("frequency", "first_step", "last_step", "last_s"):
+                assert np.array_equal(getattr(left, name), getattr(right, name))
+
+
+@given(before=requests, after=requests, eviction=evictions)
+def test_a_copied_store_goes_on_exactly_as_the_original(before, after, eviction):
+    store = store_of(25, eviction)
+    run(store, before)
+    copy = copy_of(store, eviction=eviction)
+    assert_same(copy, store)
+    for one in (store, copy):
+        run(one, after)
+        one.check()
+    assert_same(copy, store)
+
+
+@given(before=requests, during=requests)
+def test_every_row_that_lives_during_an_export_is_copied_once_and_whole(before, during):
+    store = store_of(25)
+    run(store, before)
+    alive = slots_of(store)
+    values = {row: [value_of(store, row)] for row in alive}
+    steps = iter(during)
+
+    def between():
+        run(store, [step] if (step := next(steps, None)) else [])
+        still = slots_of(store)
+        for row in list(alive):
+            if still.get(row) == alive[row]:
+                values[row].append(value_of(store, row))
+            else:
+                del alive[row]
+
+    found = {}
+    for table, rows in exported(store, between):
+        for i, id_ in enumerate(rows.ids.tolist()):
+            value = (rows.weights[i].tobytes(), rows.state[i].tobytes())
+            found.setdefault((table, id_), []).append(value)
+    for row in alive:
+        (value,) = found[row]
+        assert value in values[row]
+
+
+def slots_of(store):
+    """Return where each row is, by table and id."""
+    return {
+        (table, id_): int(store.find(table, ids_of(id_))[0])
+        for table, id_ in store.ids_oldest_first()
+    }
+
+
+def value_of(store, row):
+    """Return the bytes of a row's weights and state, as columns have them."""
+    table, id_ = row
+    state = store.memory.tables.states[table]
+    floats = store.memory.rows(state)[0][store.find(table, ids_of(id_))[0]]
+    _, _, dim, weights, begin, num_state, *_ = state.layout.tolist()
+    size = 4 if state.spec.weight_dtype == "fp32" else 2
+    weight_bytes = floats[weights:].tobytes()[: dim * size]
+    return weight_bytes, floats[begin : begin + num_state].tobytes()
+
+
+def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
+    monkeypatch.setattr("persia_torchrec.store.row_export._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 512)
+    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_RECORDS", 100)
+    store = store_of(5000)
+    for table in range(len(TABLES)):
+        use(store, table, range(700 + table))
+        update(store, table, range(0, 700, 2))
+        use(store, table, range(650, 600, -3))
+    num_slices = 0
+
+    def count():
+        nonlocal num_slices
+        num_slices += 1
+
+    blocks = exported(store, count)
+    assert num_slices > 100
+    copy = store_of(5000)
+    assert import_into(copy, blocks, int(store.memory.tally[TICK])) == store.num_rows
+    assert_same(copy, store)
+
+
+def test_of_a_row_that_comes_twice_the_later_use_is_kept():
+    store = store_of(specs=TABLES[:1])
+    use(store, 0, [1, 2])
+    early = exported(store)
+    update(store, 0, [1])
+    use(store, 0, [1])
+    late = exported(store)
+    for blocks in ([*early, *late], [*late, *early]):
+        copy = store_of(specs=TABLES[:1])
+        import_into(copy, blocks, 9)
+        assert_same(copy, store)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_a_smaller_store_leaves_out_what_would_leave_first(eviction):
+    store = store_of(40, eviction)
+    for table in (1, 0, 3):
+        use(store, table, range(10))
+    use(store, 0, [4, 2])
+    use(store, 1, [8])
+    small = store_of(7, eviction)
+    assert import_into(small, exported(store), 99) == 7
+    assert small.ids_oldest_first() == store.ids_oldest_first()[-7:]
+    assert small.counters()["evictions"] == 0
+    assert small.memory.tally[TICK] == 99
+
+
+def test_rows_put_over_others_count_as_used_later_and_take_their_room():
+    store, other = store_of(6, specs=TABLES[:1]), store_of(specs=TABLES[:1])
+    use(store, 0, [1, 2, 3, 4])
+    update(store, 0, [3])
+    use(other, 0, [2, 5, 7, 1])
+    assert import_into(store, exported(other), 5) == 4
+    assert store.ids_oldest_first() == [(0, id_) for id_ in (3, 4, 2, 5, 7, 1)]
+    use(store, 0, [9])
+    assert [id_ for _, id_ in store.ids_oldest_first()] == [4, 2, 5, 7, 1, 9]
+    store = store_of(6, specs=TABLES[:1])
+    use(store, 0, [11, 12, 13, 14, 15, 16])
+    import_into(store, exported(other), 5)
+    store.check()
+    assert [id_ for _, id_ in store.ids_oldest_first()] == [15, 16, 2, 5, 7, 1]
+
+
+def test_a_request_after_the_import_is_newer_than_all_rows():
+    store = store_of(specs=TABLES[:2])
+    for _ in range(20):
+        use(store, 0, [1, 2])
+        use(store, 1, [3])
+    copy = copy_of(store, specs=TABLES[:2])
+    for one in (store, copy):
+        use(one, 0, [2])
+    assert_same(copy, store)
+    assert copy.memory.tally[TICK] == store.memory.tally[TICK]
+
+
+def test_an_empty_store_has_nothing_to_copy():
+    assert exported(store_of(specs=[])) == []
+    assert exported(store_of()) == []
+    store = store_of(3)
+    assert import_into(store, [], 4) == 0
+    assert store.num_rows == 0

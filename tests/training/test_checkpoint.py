@@ -1,0 +1,197 @@
+"""One checkpoint of both halves: training goes on as if nothing had been."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagConfig
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from persia_torchrec import EmbeddingClient, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.embedding.optim import Adam
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.sharding.remote_job import Bags, Servers, kjt_of, shard
+
+TABLES = [
+    EmbeddingBagConfig(
+        name=f"table {i}", embedding_dim=4, num_embeddings=50, feature_names=[f"f{i}"]
+    )
+    for i in range(2)
+]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = Bags(TABLES)
+        self.top = nn.Linear(8, 1)
+
+    def forward(self, ids):
+        return self.top(self.bags(ids).values()).squeeze(1)
+
+
+class Run:
+    """One trainer's model on servers of its own."""
+
+    def __init__(self, num_servers, *, seed, staleness=0, is_combined=False):
+        self.servers = Servers(num_servers)
+        self.servers.__enter__()
+        self.client = EmbeddingClient.connect(self.servers.addresses, timeout_s=20)
+        torch.manual_seed(seed)
+        self.sharder = RemoteEmbeddingBagCollectionSharder(
+            self.client, Adam(0.1), staleness
+        )
+        self.model = shard(Model(), self.sharder)
+        dense = dict(self.model.module.top.named_parameters())
+        if is_combined:  # with that of the tables, as TorchRec's examples do
+            adam = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.05))
+            self.optimizer = CombinedOptimizer([self.model.fused_optimizer, adam])
+            self.optimizer.save_param_groups(True)
+            schedulable = adam
+        else:
+            self.optimizer = torch.optim.Adam(dense.values(), lr=0.05)
+            schedulable = self.optimizer
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(schedulable, 0.9)
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "tables": self.sharder.optimizer,
+            "num_batches": 0,
+        }
+
+    def train(self, num_batches):
+        losses = []
+        for _ in range(num_batches):
+            seed = self.state["num_batches"]
+            loss = self.model(batch_of(seed)).sub(torch.arange(6) % 2).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.state["num_batches"] += 1
+            losses.append(loss.item())
+        self.sharder.flush()
+        return losses
+
+    def save(self, path, **settings):
+        return save_checkpoint(
+            path, self.state, self.client, [self.sharder], **settings
+        )
+
+    def load(self, path):
+        return load_checkpoint(path, self.state, self.client)
+
+    def close(self):
+        self.sharder.close()
+        self.client.close()
+        self.servers.stop()
+
+
+def batch_of(seed):
+    rng = np.random.default_rng(seed)
+    return kjt_of(
+        {f"f{i}": rng.integers(0, 30, (6, 2)).tolist() for i in range(len(TABLES))}
+    )
+
+
+@pytest.fixture
+def start(request):
+    runs = []
+
+    def start(*args, **settings):
+        runs.append(Run(*args, **settings))
+        return runs[-1]
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield start
+    for run in runs:
+        run.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "is_combined"), [(1, False), (3, False), (2, True)]
+)
+def test_a_run_that_is_resumed_has_the_losses_of_one_that_went_on(
+    start, tmp_path, num_servers, is_combined
+):
+    run = start(1, seed=0, is_combined=is_combined)
+    run.train(5)
+    saved = run.save(tmp_path, step=5)
+    expected = run.train(5)
+    resumed = start(num_servers, seed=1, is_combined=is_combined)
+    assert resumed.load(tmp_path) == saved
+    assert (saved.step, resumed.state["num_batches"]) == (5, 5)
+    assert resumed.train(5) == expected
+    rates = {group["lr"] for group in resumed.optimizer.param_groups}
+    assert list(rates - {0.1}) == [pytest.approx(0.05 * 0.9**10)]
+
+
+def test_without_the_dense_optimizers_state_the_losses_would_differ(start, tmp_path):
+    run = start(1, seed=0)
+    run.train(5)
+    run.save(tmp_path)
+    expected = run.train(5)
+    resumed = start(1, seed=1)
+    del resumed.state["optimizer"]
+    resumed.load(tmp_path)
+    assert resumed.train(5) != pytest.approx(expected, rel=1e-3)
+
+
+def test_updates_on_their_way_are_waited_for(start, tmp_path):
+    run = start(2, seed=0, staleness=3)
+    for seed in range(4):
+        run.model(batch_of(seed)).sum().backward()
+    run.save(tmp_path)
+    read = [run.client.read(t.name, np.arange(30, dtype=np.uint64)) for t in TABLES]
+    resumed = start(1, seed=1)
+    resumed.load(tmp_path)
+    for table, rows in zip(TABLES, read, strict=True):
+        mine = resumed.client.read(table.name, np.arange(30, dtype=np.uint64))
+        assert np.array_equal(mine, rows)
+
+
+def test_a_half_that_fails_leaves_the_checkpoint_of_before(
+    start, tmp_path, monkeypatch
+):
+    run = start(2, seed=0)
+    run.train(2)
+    first = run.save(tmp_path)
+    run.train(2)
+
+    def fail(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("persia_torchrec.training.checkpoint.save_state", fail)
+    with pytest.raises(CheckpointError, match="trainer 0: OSError: no space left"):
+        run.save(tmp_path)
+    monkeypatch.undo()
+    run.servers.servers[1].stop()
+    with pytest.raises(CheckpointError, match=r"trainer 0: .*embedding server 1"):
+        run.save(tmp_path)
+    assert len(list(Path(tmp_path).iterdir())) == 3
+    resumed = start(1, seed=1)
+    assert resumed.load(tmp_path).path == first.path
+    assert resumed.state["num_batches"] == 2
+
+
+def test_a_checkpoint_of_the_servers_alone_has_no_dense_half(start, tmp_path):
+    run = start(1, seed=0)
+    run.train(1)
+    run.client.checkpoints.dump(tmp_path)
+    with pytest.raises(CheckpointError, match="must have both halves"):
+        run.load(tmp_path)
+
+
+def test_what_the_dense_half_lacks_is_named(start, tmp_path):
+    run = start(1, seed=0)
+    run.train(1)
+    run.save(tmp_path)
+    run.state["other"] = torch.zeros(3)
+    with pytest.raises(CheckpointError, match="other"):
+        run.load(tmp_path)
