@@ -315,11 +315,11 @@ def test_gradients_that_are_not_finite_are_refused_and_the_rest_trains(client, c
     with Model(client, settings) as model:
         grads = torch.ones(3, DIM)
         grads[0, 1], grads[1, 2] = torch.nan, torch.inf
-        with caplog.at_level(logging.WARNING, "persia_torchrec.worker.pipeline"):
+        with caplog.at_level(logging.WARNING, "persia_torchrec.worker.pusher"):
             model.train({"wild": [[1], [2], [3]]}, {"wild": grads})
             assert model.rows("wild", [1, 2, 3])[:, 0].tolist() == [0.0, 0.0, -1.0]
-        of_pipeline = "persia_torchrec.worker.pipeline"
-        told = [record for record in caplog.records if record.name == of_pipeline]
+        of_pusher = "persia_torchrec.worker.pusher"
+        told = [record for record in caplog.records if record.name == of_pusher]
         assert [record.levelname for record in told] == ["WARNING"]
         assert model.pipeline.num_refused == 2
         assert total(client, "gradients_refused") == refused + 2

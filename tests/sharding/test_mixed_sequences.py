@@ -78,9 +78,10 @@ def test_each_feature_has_the_rows_of_its_table_in_the_order_of_the_whole(job, p
 def test_gradients_reach_the_rows_of_both_halves(job, put):
     model = put()
     output = model(kjt_of(IDS))
+    loss = sum(sequences.values().sum() for sequences in output.values())
     term = job.read("term", [2, -1]).copy()
     user = local_rows(model, "user").clone()
-    sum(sequences.values().sum() for sequences in output.values()).backward()
+    loss.backward()
     moved = job.read("term", [2, -1]) - term
     assert moved[:, 0].tolist() == pytest.approx([-4.0, -1.0], abs=1e-5)
     moved = local_rows(model, "user") - user  # fbgemm's learning rate is 0.01
