@@ -8,7 +8,10 @@ import persia_torchrec
 
 # What a PERSIA script imports after "persia" has become "persia_torchrec".
 OF_PERSIA = {
-    "ctx": ["DataCtx", "EmbeddingCtx", "PreprocessMode", "TrainCtx", "eval_ctx"],
+    "ctx": [
+        *("DataCtx", "EmbeddingCtx", "InferCtx", "PreprocessMode", "TrainCtx"),
+        "eval_ctx",
+    ],
     "data": [
         "DataLoader",
         "IterableDataset",
