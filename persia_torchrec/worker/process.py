@@ -1,7 +1,7 @@
 """An embedding worker as a process of its own: messages in, pooled embeddings out.
 
     from a data loader   BUFFER_IDS  three frames of bags            -> {"reference"}
-    from anybody         HELLO       nothing                         -> hello.py
+    from anybody         HELLO       nothing                         -> worker/hello.py
     from a trainer       ADD_TABLES  JSON list of tables             -> null
                          FORWARD     JSON {"loader", "reference"}    -> embeddings
                                      or JSON null and three frames of bags

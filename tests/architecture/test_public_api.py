@@ -66,6 +66,7 @@ def test_persias_names_are_where_they_were(module):
         ("persia_torchrec.store.embedding_store", "torch torchrec torchx fbgemm_gpu"),
         ("persia_torchrec.client.client", "torch torchrec torchx fbgemm_gpu"),
         ("persia_torchrec.worker.__main__", "torchrec torchx fbgemm_gpu"),
+        ("persia_torchrec.serving.__main__", "torchrec torchx fbgemm_gpu"),
         ("persia_torchrec.ctx", "torchx"),
     ],
 )
