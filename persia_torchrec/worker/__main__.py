@@ -6,8 +6,8 @@ r"""Run one embedding worker.
 It is a member of a job: the environment says where the job's address book is, from
 which the worker learns the servers' addresses, and in which it registers its own.
 
-With ``--servers``, or ``job_type: Infer`` and its ``servers`` in the global config, it
-belongs to no job: it prints ``ready ADDRESS``, and ends by SIGTERM.
+With ``--servers`` it belongs to no job: it prints ``ready ADDRESS``, and ends by
+SIGTERM.
 """
 
 import argparse
@@ -50,11 +50,10 @@ def main() -> int:
     )
     keep_freed_memory()
     try:
-        store = env.job_store()
-        if arguments.servers or store is None:
+        if arguments.servers is not None:
             _serve_beside_a_job(arguments)
         else:
-            _serve(arguments, store)
+            _serve(arguments)
     except PersiaError as exc:
         logger.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -87,25 +86,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve_beside_a_job(arguments: argparse.Namespace) -> None:
-    settings = _settings(arguments)
-    infer = settings.common.infer
-    servers = arguments.servers or (infer.servers if infer is not None else ())
-    if not servers:
-        raise ConfigError(
-            "An embedding worker must know its job: PERSIA_STORE_PORT is not set. "
-            "Start it through torchx (see components/). To serve lookups beside a job, "
-            "pass --servers, or a global config with infer_config."
-        )
     serve_standalone(
-        servers,
+        arguments.servers,
         load_embedding_config(_embedding_config(arguments)),
-        _buffer(settings),
+        _buffer(_settings(arguments)),
         host=arguments.host or "127.0.0.1",
         port=arguments.port,
     )
 
 
-def _serve(arguments: argparse.Namespace, store: tuple[str, int]) -> None:
+def _serve(arguments: argparse.Namespace) -> None:
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "An embedding worker must know its job: PERSIA_STORE_PORT is not set. "
+            "Start it through torchx (see components/), or pass --servers to serve "
+            "lookups beside a job."
+        )
     index = env.get_replica_index() if arguments.index is None else arguments.index
     size = arguments.num_workers or env.get_replica_size()
     # Joined before anything can go wrong, so that the others learn of it.

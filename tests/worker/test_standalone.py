@@ -17,6 +17,7 @@ from persia_torchrec.worker.__main__ import main
 from persia_torchrec.worker.hello import Slot
 from persia_torchrec.worker.remote import RemoteWorkers
 from persia_torchrec.worker.standalone import require_dims
+from persia_torchrec.worker.warm_up import warm_up
 from tests.processes import Processes
 from tests.servers import DEADLINE_S, ids_of
 from tests.worker.one_feature import bags_of
@@ -33,6 +34,7 @@ def run_worker(*arguments):
 
 @pytest.mark.multiprocess
 def test_a_worker_serves_lookups_of_servers_that_it_is_told(servers, tmp_path):
+    warm_up()  # a process of its own would compile for longer than the test waits
     running = servers.start(2)
     client = servers.client(running)
     addresses = [server.address.removeprefix("tcp://") for server in running]
