@@ -49,6 +49,8 @@ def trained(tmp_path, monkeypatch):
             ]
             for looked_up in DataLoader(Batches(training)):
                 ctx.backward(ctx.forward(looked_up)[0].sum())
+            with eval_ctx():  # waits for the update
+                pass
             monkeypatch.delenv("PERSIA_STORE_PORT")
             monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG")
             yield job, ctx, [worker.address for worker in job.workers]
