@@ -1,7 +1,7 @@
 """Answers of servers, read and checked."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -125,3 +125,20 @@ def added_tables(answer: object, num: int) -> list[dict[str, int]]:
             f"Received: {answer!r:.100}."
         )
     return answer
+
+
+def told_tables(answer: object) -> dict[str, dict[str, Any]]:
+    """Return the tables that a server tells of in its answer to HELLO, by name.
+
+    Raises:
+        WireError: it tells of none.
+    """
+    tables = answer.get("tables") if isinstance(answer, dict) else None
+    if not isinstance(tables, list) or not all(
+        isinstance(table, dict) and isinstance(table.get("spec"), dict)
+        for table in tables
+    ):
+        raise WireError(
+            f"The reply to HELLO must tell of tables. Received: {answer!r:.100}."
+        )
+    return {str(table["spec"].get("name")): table for table in tables}

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from persia_torchrec.client.answers import added_tables
+from persia_torchrec.client.answers import added_tables, told_tables
+from persia_torchrec.client.servers import Servers
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Kind
 
 
 class KnownTables:
@@ -40,6 +42,32 @@ class KnownTables:
                 wants_counts[spec.name] |= bool(table["wants_counts"])
         self._wants_counts.update(wants_counts)
         self._specs.update((spec.name, spec) for spec in specs)
+
+    def learn(self, servers: Servers) -> None:
+        """Ask the servers for their tables, and note those that all of them have.
+
+        Raises:
+            ConfigError: servers differ in what a table is.
+            ServerError: a server failed, or did not answer in time.
+            WireError: an answer tells of no tables.
+        """
+        answers = servers.ask(Kind.HELLO, None, "asking for tables")
+        told = [told_tables(answer) for answer in answers]
+        specs = [
+            TableSpec.from_json(table["spec"])
+            for name, table in told[0].items()
+            if all(name in tables for tables in told)
+        ]
+        for spec in specs:
+            for server, tables in zip(servers.names, told, strict=True):
+                other = TableSpec.from_json(tables[spec.name]["spec"])
+                if other.dim != spec.dim:
+                    raise ConfigError(
+                        f"Table {spec.name!r} must have one dim on all servers. "
+                        f"Received: {other.dim} of {server}, and {spec.dim} of "
+                        f"{servers.names[0]}. Load the same checkpoint into all."
+                    )
+        self.add(specs, [[tables[spec.name] for spec in specs] for tables in told])
 
     def names(self) -> list[str]:
         """Return the names of all tables."""

@@ -10,7 +10,8 @@ from torch import nn
 
 from persia_torchrec import env
 from persia_torchrec.config import EmbeddingSchema, load_embedding_config
-from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx, PreprocessMode
+from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
+from persia_torchrec.ctx.lookup_ctx import PreprocessMode, cuda_device
 from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.distributed import (
     DistributedBaseOption,
@@ -223,10 +224,6 @@ def _device(device_id: int | None, *, mixed_precision: bool) -> torch.device:
                 "Pass mixed_precision=False, or a device_id."
             )
         return torch.device("cpu")
-    if not torch.cuda.is_available() or not 0 <= device_id < torch.cuda.device_count():
-        raise ConfigError(
-            f"device_id must be a CUDA device of this machine, in "
-            f"[0, {torch.cuda.device_count()}). Received: {device_id}."
-        )
+    device = cuda_device(device_id)
     torch.cuda.set_device(device_id)
-    return torch.device("cuda", device_id)
+    return device

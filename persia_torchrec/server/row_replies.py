@@ -1,4 +1,6 @@
-"""Replies that tell what rows hold; asking changes nothing."""
+"""Replies that tell of tables, and what rows hold; asking changes nothing."""
+
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -59,3 +61,23 @@ def _export(store: EmbeddingStore, reader: RequestReader, frames: Frames) -> Fra
     found = store.scan(asked.table, asked.start, asked.max_rows)
     place = encode_json({"next": found.next_slot})
     return [place, bytes_of(found.ids), bytes_of(found.rows)]
+
+
+def tell_tables(
+    store: EmbeddingStore, numbers: Iterable[int] | None = None
+) -> list[dict[str, object]]:
+    """Describe tables to a client.
+
+    Args:
+        store: only its tables are read.
+        numbers: of the tables; all by default.
+    """
+    tables = list(store.tables)  # a load may add some meanwhile
+    return [
+        {
+            "number": number,
+            "wants_counts": store.wants_counts(number),
+            "spec": tables[number].to_json(),
+        }
+        for number in (range(len(tables)) if numbers is None else numbers)
+    ]

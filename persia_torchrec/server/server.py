@@ -41,7 +41,7 @@ from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.joint_steps import JointSteps
 from persia_torchrec.server.requests import RequestReader, require_reply_fits
-from persia_torchrec.server.row_replies import rows_reply
+from persia_torchrec.server.row_replies import rows_reply, tell_tables
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
@@ -240,6 +240,7 @@ class EmbeddingServer:
                     "num_shards": self.config.num_shards,
                     "incarnation": self._incarnation,
                     "max_request_ids": self.config.max_request_ids,
+                    "tables": tell_tables(self._store),
                 }
             case Kind.ADD_TABLES:
                 return self._add_tables(decode_json(frames))
@@ -290,10 +291,7 @@ class EmbeddingServer:
         for spec in self._store.tables[num_before:]:
             logger.info("table %s", spec)
         logger.debug("tables %s", specs)
-        return [
-            {"number": number, "wants_counts": self._store.wants_counts(number)}
-            for number in numbers
-        ]
+        return tell_tables(self._store, numbers)
 
     def _lookup(self, header: Header, frames: Frames) -> Frame:
         has_counts = bool(header.flags & COUNTS)

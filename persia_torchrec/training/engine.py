@@ -27,7 +27,7 @@ from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.joining import join
 from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.table import TableSettings, TableSpec
@@ -35,6 +35,7 @@ from persia_torchrec.training.data_parallel import init_process_group, replicati
 from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.worker.hello import require_slots
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
 
 REQUEST_TIMEOUT_S = 120.0
@@ -67,7 +68,7 @@ class HybridModel(nn.Module):
         return self.dense(non_id_tensors, self.embed(pull))
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings, a tensor a slot; see ``sharded_slots.py``."""
+        """Wait for a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
         embeddings = self.embeddings(pull)
         return [embeddings[slot] for slot in self._slots]
 
@@ -183,7 +184,8 @@ class Engine:
         if is_training and settings is not None:
             self._apply(settings)
         if isinstance(batch, PersiaBatch):
-            self._check_features(batch)
+            names = [feature.name for feature in batch.id_type_features]
+            require_slots(names, list(self._config.schema.slots))
             kjt = to_keyed_jagged_tensor(batch.id_type_features)
             return self._sharded.start(kjt, is_training=is_training)
         reference = BatchReference(*batch.origin)
@@ -194,7 +196,7 @@ class Engine:
         return self.dmp(non_id_tensors, pull)
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings, a tensor a slot; see ``sharded_slots.py``."""
+        """Wait for a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
         return self._hybrid.embed(pull)
 
     def set_loss_scale(self, scale: float) -> None:
@@ -250,16 +252,6 @@ class Engine:
         self._sharded.pipeline.close()
         self._workers.close()
         self.client.close()
-
-    def _check_features(self, batch: PersiaBatch) -> None:
-        slots = self._config.schema.slots.keys()
-        names = {feature.name for feature in batch.id_type_features}
-        if names != slots:
-            raise BatchError(
-                "A batch must have the ID features of the embedding config, "
-                f"{sorted(slots)}. Received: missing {sorted(slots - names)}, unknown "
-                f"{sorted(names - slots)}."
-            )
 
     def _apply(self, settings: LookupSettings) -> None:
         if settings == self._settings:

@@ -38,10 +38,11 @@ The frames after it, by kind:
 
 The JSON values of an embedding server; what is not named here is null:
 
-    reply to HELLO       {"shard", "num_shards", "incarnation", "max_request_ids"}
+    reply to HELLO       {"shard", "num_shards", "incarnation", "max_request_ids",
+                         "tables": all of them, as in the reply to ADD_TABLES}
     ADD_TABLES           list of tables, each as TableSpec.to_json describes it
     reply to ADD_TABLES  list, one a table: {"number", "wants_counts": whether lookups
-                         of this table should carry counts}
+                         of this table should carry counts, "spec": as it was added}
     reply to UPDATE      {"missed": ids without a row any more, "refused": rows whose
                          gradient was not finite}
     reply to COUNTERS    {name: number}

@@ -54,3 +54,13 @@ def free_port_from(first: int, step: int = 1) -> int:
             else:
                 return port
     raise ConfigError(f"A port from {first} in steps of {step} must be free. None is.")
+
+
+def tcp_address(address: str) -> str:
+    """Return an address as ZeroMQ takes it; PERSIA writes ``host:port``.
+
+    Example:
+        >>> tcp_address("10.0.0.1:7000"), tcp_address("tcp://10.0.0.1:7000")
+        ('tcp://10.0.0.1:7000', 'tcp://10.0.0.1:7000')
+    """
+    return address if "://" in address else f"tcp://{address}"

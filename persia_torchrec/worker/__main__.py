@@ -5,6 +5,9 @@ r"""Run one embedding worker.
 
 It is a member of a job: the environment says where the job's address book is, from
 which the worker learns the servers' addresses, and in which it registers its own.
+
+With ``--servers`` it belongs to no job: it prints ``ready ADDRESS``, and ends by
+SIGTERM.
 """
 
 import argparse
@@ -14,7 +17,11 @@ from pathlib import Path
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import GlobalSettings, load_global_config
+from persia_torchrec.config import (
+    GlobalSettings,
+    load_embedding_config,
+    load_global_config,
+)
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
@@ -25,6 +32,7 @@ from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup
 from persia_torchrec.worker.slots_of_job import tell_slots
+from persia_torchrec.worker.standalone import serve_standalone
 from persia_torchrec.worker.warm_up import warm_up
 
 logger = logging.getLogger("persia_torchrec.worker")
@@ -42,7 +50,10 @@ def main() -> int:
     )
     keep_freed_memory()
     try:
-        _serve(arguments)
+        if arguments.servers is not None:
+            _serve_beside_a_job(arguments)
+        else:
+            _serve(arguments)
     except PersiaError as exc:
         logger.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -52,13 +63,21 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m persia_torchrec.worker",
-        description="Run one embedding worker of a job.",
+        description="Run one embedding worker, of a job or beside none.",
     )
     add = parser.add_argument
     add("--index", type=int, default=None, help="which worker [REPLICA_INDEX]")
     add("--num-workers", type=int, default=None, help="of how many [REPLICA_SIZE]")
     add(
-        "--host", default=None, help="address to listen on [the way to the job's store]"
+        "--servers",
+        nargs="+",
+        default=None,
+        help="serve lookups beside no job: addresses of all embedding servers",
+    )
+    add(
+        "--host",
+        default=None,
+        help="address to listen on [the way to the job's store; 127.0.0.1 beside one]",
     )
     add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
     add("--embedding-config", type=Path, default=None, help="embedding_config.yml")
@@ -66,12 +85,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _serve_beside_a_job(arguments: argparse.Namespace) -> None:
+    serve_standalone(
+        arguments.servers,
+        load_embedding_config(_embedding_config(arguments)),
+        _buffer(_settings(arguments)),
+        host=arguments.host or "127.0.0.1",
+        port=arguments.port,
+    )
+
+
 def _serve(arguments: argparse.Namespace) -> None:
     store = env.job_store()
     if store is None:
         raise ConfigError(
             "An embedding worker must know its job: PERSIA_STORE_PORT is not set. "
-            "Start it through torchx (see components/)."
+            "Start it through torchx (see components/), or pass --servers to serve "
+            "lookups beside a job."
         )
     index = env.get_replica_index() if arguments.index is None else arguments.index
     size = arguments.num_workers or env.get_replica_size()
@@ -82,10 +112,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         warm_up()
         servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
         client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
-        buffer = IdBuffer(
-            settings.embedding_worker.forward_buffer_size,
-            settings.embedding_worker.buffered_data_expired_sec,
-        )
+        buffer = _buffer(settings)
         service = Service(
             "embedding worker",
             WorkerProcess(SlotsLookup(client, features_of(schema)), buffer).answer,
@@ -99,6 +126,13 @@ def _serve(arguments: argparse.Namespace) -> None:
         member.wait_for_end()
         service.close()
         client.close()
+
+
+def _buffer(settings: GlobalSettings) -> IdBuffer:
+    return IdBuffer(
+        settings.embedding_worker.forward_buffer_size,
+        settings.embedding_worker.buffered_data_expired_sec,
+    )
 
 
 def _embedding_config(arguments: argparse.Namespace) -> Path:

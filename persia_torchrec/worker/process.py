@@ -1,6 +1,7 @@
 """An embedding worker as a process of its own: messages in, pooled embeddings out.
 
     from a data loader   BUFFER_IDS  three frames of bags            -> {"reference"}
+    from anybody         HELLO       nothing                         -> worker/hello.py
     from a trainer       ADD_TABLES  JSON list of tables             -> null
                          FORWARD     JSON {"loader", "reference"}    -> embeddings
                                      or JSON null and three frames of bags
@@ -63,6 +64,8 @@ class WorkerProcess:
             PersiaError: what the sender is told.
         """
         match header.kind:
+            case Kind.HELLO:
+                return [encode_json(self._worker.hello().to_json())]
             case Kind.FORWARD:
                 return self._forward(header, frames)
             case Kind.BACKWARD:

@@ -13,7 +13,7 @@ import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.outcome import PushOutcome
-from persia_torchrec.errors import FrameError
+from persia_torchrec.errors import ConfigError, FrameError
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import (
@@ -29,6 +29,7 @@ from persia_torchrec.wire.messages import (
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.wire.transport import Connections
 from persia_torchrec.worker.bags import Bags, encode_bags
+from persia_torchrec.worker.hello import Hello
 from persia_torchrec.worker.pulled import Outputs
 
 _ADD_TABLES_TIMEOUT_S = 120.0
@@ -85,6 +86,39 @@ class RemoteWorkers:
     def num_workers(self) -> int:
         """How many workers there are."""
         return len(self._connections)
+
+    def hello(self, timeout_s: float | None = None) -> Hello:
+        """Ask all workers whether they and their servers are ready.
+
+        Args:
+            timeout_s: seconds that it may take, if not as many as any other request.
+
+        Raises:
+            ConfigError: the workers differ in their slots.
+            ServerError: a worker or a server is not ready, or does not answer.
+        """
+        timeout_s = timeout_s or self._timeout_s
+        replies = [
+            self._connections.submit(
+                worker,
+                Header(Kind.HELLO),
+                [encode_json(None)],
+                timeout_s=timeout_s,
+                what="asking whether it is ready",
+            )
+            for worker in range(self.num_workers)
+        ]
+        answers = [decode_json(reply.result(timeout_s + 5)[1]) for reply in replies]
+        first, *others = map(Hello.from_json, answers)
+        for worker, other in enumerate(others, start=1):
+            if other.slots != first.slots:
+                raise ConfigError(
+                    "All embedding workers must have the same slots. Received: "
+                    f"{self._connections.names[worker]} differs from "
+                    f"{self._connections.names[0]}. Give all of them the same "
+                    "embedding_config.yml, and servers of one checkpoint."
+                )
+        return first
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make every worker, and through it every server, know the tables.

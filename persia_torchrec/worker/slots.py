@@ -21,6 +21,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
+from persia_torchrec.worker.hello import Hello, Slot
 from persia_torchrec.worker.pooling import Floats, add_gradients, pool
 from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.raw_ids import raw_ids
@@ -71,6 +72,20 @@ class SlotsLookup(EmbeddingWorker):
         batch = self.route(bags_of, num_samples, number)
         batch = replace(batch, places=places)
         return self.outputs_of(self.rows_of(batch), batch), batch
+
+    def hello(self) -> Hello:
+        """Tell the slots, and how many rows the servers hold.
+
+        Raises:
+            ConfigError: the tables are not known yet.
+            ServerError: a server failed, refused (it loads a checkpoint), or did not
+                answer in time.
+        """
+        slots = tuple(
+            Slot(name=feature.name, dim=dim, num_places=feature.num_places)
+            for feature, dim in zip(self.features, self.dims(), strict=True)
+        )
+        return Hello(slots, tuple(self._client.num_rows()))
 
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
         """Return the shape of each output."""

@@ -8,7 +8,10 @@ import persia_torchrec
 
 # What a PERSIA script imports after "persia" has become "persia_torchrec".
 OF_PERSIA = {
-    "ctx": ["DataCtx", "EmbeddingCtx", "PreprocessMode", "TrainCtx", "eval_ctx"],
+    "ctx": [
+        *("DataCtx", "EmbeddingCtx", "InferCtx", "PreprocessMode", "TrainCtx"),
+        "eval_ctx",
+    ],
     "data": [
         "DataLoader",
         "IterableDataset",
@@ -63,6 +66,7 @@ def test_persias_names_are_where_they_were(module):
         ("persia_torchrec.store.embedding_store", "torch torchrec torchx fbgemm_gpu"),
         ("persia_torchrec.client.client", "torch torchrec torchx fbgemm_gpu"),
         ("persia_torchrec.worker.__main__", "torchrec torchx fbgemm_gpu"),
+        ("persia_torchrec.serving.__main__", "torchrec torchx fbgemm_gpu"),
         ("persia_torchrec.ctx", "torchx"),
     ],
 )

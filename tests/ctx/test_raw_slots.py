@@ -7,7 +7,7 @@ from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
-from persia_torchrec.training.sharded_slots import laid_out
+from persia_torchrec.sharding.slot_tensors import laid_out
 from tests.local_job import Batches, LocalJob
 from tests.servers import ids_of
 

@@ -1,0 +1,140 @@
+r"""Run an inference server.
+
+    python -m persia_torchrec.serving --checkpoint runs/7 \
+        --embedding-config embedding_config.yml --port 8080
+
+It takes a dense TorchScript model, ``jit_dense.pt``, from the checkpoint's folder, and
+the embeddings from the checkpoint, which it loads into servers of its own; with
+``--workers`` it asks embedding workers for them instead. It prints ``ready ADDRESS``
+when it can predict, and ends by SIGTERM, when the requests under way are answered. See
+``http_server.py`` for what it answers.
+"""
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from persia_torchrec import env
+from persia_torchrec.config import load_embedding_config
+from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+from persia_torchrec.serving.local import embeddings_of_checkpoint
+from persia_torchrec.serving.predictor import Predictor, load_model
+from persia_torchrec.serving.reader import SlotsReader
+from persia_torchrec.wire.ports import tcp_address
+from persia_torchrec.worker.remote import RemoteWorkers
+
+logger = logging.getLogger("persia_torchrec.serving")
+
+_WORKERS_TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    """Run the server; return the process's exit status."""
+    arguments = _parser().parse_args()
+    logging.basicConfig(
+        level=env.log_level(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    try:
+        _serve(arguments, ending)
+    except PersiaError as exc:
+        logger.error("%s: %s", type(exc).__name__, exc)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = HttpConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m persia_torchrec.serving",
+        description="Predict over HTTP, from a checkpoint.",
+    )
+    add = parser.add_argument
+    add("--checkpoint", required=True, help="folder of a checkpoint, or its URL")
+    add(
+        "--model",
+        default="jit_dense.pt",
+        help="file in that folder: the dense model as TorchScript [jit_dense.pt]",
+    )
+    add("--embedding-config", type=Path, default=None, help="embedding_config.yml")
+    add(
+        "--workers",
+        nargs="+",
+        default=None,
+        help="addresses of embedding workers that look rows up [servers of its own]",
+    )
+    add("--num-servers", type=int, default=1, help="how many servers of its own [1]")
+    add("--host", default=defaults.host, help="address to listen on [127.0.0.1]")
+    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    add(
+        "--max-requests",
+        type=int,
+        default=defaults.max_requests,
+        help=f"requests under way at once [{defaults.max_requests}]",
+    )
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=defaults.max_body_bytes,
+        help=f"bytes that a batch may have [{defaults.max_body_bytes}]",
+    )
+    return parser
+
+
+def _serve(arguments: argparse.Namespace, ending: threading.Event) -> None:
+    config = HttpConfig(
+        host=arguments.host,
+        port=arguments.port,
+        max_requests=arguments.max_requests,
+        max_body_bytes=arguments.max_body_bytes,
+    )
+    device = torch.device("cpu")
+    model, path = load_model(arguments.checkpoint, arguments.model, device)
+    with _reader(arguments, device) as reader:
+        server = PredictionServer(Predictor(reader, model, path), config)
+        logger.info("serving model=%s address=%s", path, server.address)
+        sys.stdout.write(f"ready {server.address}\n")
+        sys.stdout.flush()
+        ending.wait()
+        server.close()
+
+
+@contextlib.contextmanager
+def _reader(
+    arguments: argparse.Namespace, device: torch.device
+) -> Iterator[SlotsReader]:
+    if arguments.workers is None:
+        path = arguments.embedding_config or env.embedding_config_path()
+        if path is None:
+            raise ConfigError(
+                "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed."
+            )
+        schema = load_embedding_config(path)
+        num_servers = arguments.num_servers
+        with embeddings_of_checkpoint(
+            arguments.checkpoint, schema, device, num_servers=num_servers
+        ) as reader:
+            yield reader
+        return
+    workers = RemoteWorkers([tcp_address(address) for address in arguments.workers])
+    try:
+        reader = SlotsReader(workers, device)
+        reader.wait_until_ready(_WORKERS_TIMEOUT_S)
+        yield reader
+    finally:
+        workers.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""From a batch to predictions: embeddings looked up, the dense model run on them."""
+
+import io
+import os
+import time
+
+import torch
+from torch import nn
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.series import find_checkpoint
+from persia_torchrec.data.dense import dense_tensor
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.errors import BatchError, CheckpointError, PersiaError
+from persia_torchrec.serving.reader import SlotsReader
+
+Predictions = list[float] | list[list[float]]
+
+
+class Predictor:
+    """Predicts. Any thread may call any method.
+
+    Args:
+        reader: where embeddings are looked up.
+        model: takes a list of dense tensors and a list of embedding tensors, returns
+            a float tensor ``(B, ...)``; on the reader's device. It is put into
+            evaluation mode.
+        name: of the model, for people.
+    """
+
+    def __init__(self, reader: SlotsReader, model: nn.Module, name: str) -> None:
+        self._reader = reader
+        self._model = model.eval()
+        self._name = name
+        self._started_s = time.monotonic()
+
+    def predict(self, batch: PersiaBatch) -> Predictions:
+        """Predict; labels are not looked at.
+
+        Returns:
+            For each sample a number, or where the model gives several, a list.
+
+        Raises:
+            BatchError: the batch does not fit slots or model.
+            ServerError: an embedding worker or server failed, or did not answer.
+            PersiaError: the model gives no predictions that can be sent.
+        """
+        looked_up = self._reader.start_pull(batch)
+        device = self._reader.device
+        dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
+        with torch.inference_mode():
+            try:
+                output = self._model(dense, self._reader.embed(looked_up))
+            except (RuntimeError, IndexError) as exc:
+                reason = str(exc).strip().splitlines()[-1:]
+                raise BatchError(
+                    "The model must be able to take the batch. Received: "
+                    f"{[tuple(tensor.shape) for tensor in dense]} as dense features; "
+                    f"{type(exc).__name__}: {''.join(reason)}"
+                ) from exc
+        return _predictions(output, batch.batch_size)
+
+    def health(self) -> dict[str, object]:
+        """Say how it is: ready or not, rows on the servers, model, time since start."""
+        health: dict[str, object] = {"ready": True}
+        try:
+            health["rows"] = sum(self._reader.hello().num_rows)
+        except PersiaError as exc:
+            health = {"ready": False, "error": str(exc)}
+        uptime_s = round(time.monotonic() - self._started_s, 3)
+        return {**health, "model": self._name, "uptime_s": uptime_s}
+
+
+def load_model(
+    path: str | os.PathLike[str], name: str, device: torch.device
+) -> tuple[nn.Module, str]:
+    """Load a TorchScript model from the folder of a checkpoint.
+
+    Args:
+        path: of a checkpoint, or of a folder of several. The model lies in it, or in
+            its latest complete checkpoint.
+        name: of the file.
+        device: where the model is wanted.
+
+    Returns:
+        The model, and its path.
+
+    Raises:
+        CheckpointError: it is not there, or no TorchScript model.
+    """
+    folder = Folder(path)
+    if name not in folder.names():
+        folder = find_checkpoint(path)
+    file = folder.path_of(name)
+    if name not in folder.names():
+        raise CheckpointError(
+            f"{file} must be a TorchScript model. Received: no such file. Save the "
+            "dense model there: torch.jit.script(model).save(path)."
+        )
+    try:
+        data = io.BytesIO(folder.read(name))
+        model = torch.jit.load(data, map_location=device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except RuntimeError as exc:
+        raise CheckpointError(
+            f"{file} must be a TorchScript model, as torch.jit.script(model).save() "
+            f"writes it ({str(exc).splitlines()[0]})."
+        ) from exc
+    return model, file
+
+
+def _predictions(output: object, batch_size: int) -> Predictions:
+    if not isinstance(output, torch.Tensor) or output.shape[:1] != (batch_size,):
+        what = output.shape if isinstance(output, torch.Tensor) else type(output)
+        raise PersiaError(
+            f"The model must return a tensor whose first dimension is that of the "
+            f"batch, {batch_size}. Received: {what}."
+        )
+    flat = output.to("cpu", torch.float32).reshape(batch_size, -1)
+    if not bool(torch.isfinite(flat).all()):
+        raise PersiaError(
+            "The model must return finite numbers. Received: an infinity or no number."
+        )
+    values: Predictions = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
+    return values

@@ -1,0 +1,145 @@
+"""Embeddings for inference: looked up where they are, and nothing changes there.
+
+    batch -> lookup, here or by embedding workers -> slot_tensors.py -> tensors
+
+The ids go the same way as in training and evaluation, so that the embeddings of equal
+rows are equal to the last bit.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.routing.dedup import Positions
+from persia_torchrec.sharding.slot_tensors import slot_tensors
+from persia_torchrec.worker.bags import Bags
+from persia_torchrec.worker.hello import Hello, Slot, require_slots
+from persia_torchrec.worker.pulled import Outputs
+from persia_torchrec.worker.schema import bags_of
+
+_RETRY_S = 0.1
+
+
+class Handle(Protocol):
+    """What a lookup knows of a batch beside its outputs."""
+
+    @property
+    def places(self) -> Sequence[Positions]:
+        """For each raw slot, where its ids stand."""
+
+
+class Lookup(Protocol):
+    """A ``SlotsLookup`` in this process, or ``RemoteWorkers``."""
+
+    def hello(self) -> Hello:
+        """Tell the slots and the rows, if it is ready."""
+
+    def pull(self, bags: Mapping[str, Bags], number: None) -> tuple[Outputs, Handle]:
+        """Look a batch up, and change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """The embeddings of one batch, on the CPU."""
+
+    slots: tuple[Slot, ...]
+    outputs: Outputs
+    places: Sequence[Positions]
+
+
+class SlotsReader:
+    """Looks batches up for inference. Any thread may call any method.
+
+    Args:
+        lookup: where to look; the reader does not close it.
+        device: where tensors are wanted.
+    """
+
+    def __init__(self, lookup: Lookup, device: torch.device) -> None:
+        self._lookup = lookup
+        self._device = device
+        self._slots: tuple[Slot, ...] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are wanted."""
+        return self._device
+
+    def hello(self) -> Hello:
+        """Ask whether all that a lookup needs is ready.
+
+        Raises:
+            PersiaError: it is not; the message says what.
+        """
+        hello = self._lookup.hello()
+        self._slots = hello.slots
+        return hello
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until :meth:`hello` succeeds.
+
+        Raises:
+            RequestTimeoutError: it did not in time; the last reason follows.
+        """
+        deadline = time.monotonic() + timeout_s
+        never = threading.Event()
+        while True:
+            try:
+                self.hello()
+            except PersiaError as exc:
+                if time.monotonic() >= deadline:
+                    raise RequestTimeoutError(
+                        f"not ready within {timeout_s:g} s. {exc}",
+                        server="embeddings",
+                    ) from exc
+                never.wait(_RETRY_S)
+            else:
+                return
+
+    def start_pull(
+        self,
+        batch: PersiaBatch | ReferencedBatch,
+        *,
+        is_training: bool = False,
+        settings: LookupSettings | None = None,
+    ) -> LookedUp:
+        """Look a batch up; returns when its embeddings are here.
+
+        Args:
+            batch: with its ids.
+            is_training: False.
+            settings: of a ``DataLoader``; they hold for training batches.
+
+        Raises:
+            BatchError: the batch's ID features are not the slots, or its ids wait
+                elsewhere.
+            ServerError: a worker or a server failed, or did not answer in time.
+        """
+        assert not is_training, "a reader changes nothing"
+        if isinstance(batch, ReferencedBatch):
+            raise BatchError(
+                "A batch for inference must have its ids. Received: a batch of a "
+                "StreamingDataset, whose ids wait with a training job."
+            )
+        slots = self._slots or self.hello().slots
+        features = {feature.name: feature for feature in batch.id_type_features}
+        require_slots(list(features), [slot.name for slot in slots])
+        outputs, handle = self._lookup.pull(bags_of(features), None)
+        return LookedUp(slots, outputs, handle.places)
+
+    def embed(self, pull: LookedUp) -> list[torch.Tensor]:
+        """Return a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
+        outputs = [
+            torch.from_numpy(output).to(self._device, non_blocking=True)
+            for output in pull.outputs
+        ]
+        tensors = slot_tensors(pull.slots, outputs, pull.places)
+        return [tensors[slot.name] for slot in pull.slots]

@@ -1,0 +1,64 @@
+"""PERSIA's slots as tensors: what a lookup gives, laid out as a model takes it.
+
+    pooled slot   (B, D)          its columns of the pooled array
+    raw slot      (B, F, D + 1)   a vector for each place; the last channel is 1.0 where
+                                  an id stands, and 0.0, as all others, where none does
+
+Dimension key:
+    B: samples
+    T: sum of the dims of the pooled slots
+    N: different ids of a raw slot
+    F: places a sample
+    D: embedding dim
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from persia_torchrec.routing.dedup import Positions
+from persia_torchrec.worker.hello import Slot
+
+Slots = dict[str, torch.Tensor]
+
+
+def slot_tensors(
+    slots: Sequence[Slot], outputs: Sequence[torch.Tensor], places: Sequence[Positions]
+) -> Slots:
+    """Give each slot its tensor.
+
+    Args:
+        slots: in the order of their columns, and of the raw outputs.
+        outputs: float32 ``(B, T)``, and ``(N, D)`` for each raw slot: what a
+            ``SlotsLookup`` gave.
+        places: int32 ``(B, F)`` for each raw slot, see ``worker/raw_ids.py``.
+
+    Returns:
+        float32, on the device of the outputs, in their autograd graph.
+    """
+    pooled_BT, *raw = outputs
+    pooled = [slot for slot in slots if not slot.num_places]
+    columns = pooled_BT.split([slot.dim for slot in pooled], dim=1)
+    tensors = {slot.name: part for slot, part in zip(pooled, columns, strict=True)}
+    names = [slot.name for slot in slots if slot.num_places]
+    for name, rows_ND, of_slot in zip(names, raw, places, strict=True):
+        places_BF = torch.from_numpy(of_slot).to(rows_ND.device, non_blocking=True)
+        tensors[name] = laid_out(rows_ND, places_BF)
+    return tensors
+
+
+def laid_out(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:
+    """Give each place of a raw slot its vector, and the mask channel.
+
+    Args:
+        rows_ND: float32 ``(N, D)``.
+        places_BF: int32 ``(B, F)``: which row, from 1; 0 is an empty place.
+
+    Returns:
+        float32 ``(B, F, D + 1)``.
+    """
+    padded = functional.pad(rows_ND, (0, 0, 1, 0))
+    vectors_BFD = functional.embedding(places_BF, padded)
+    mask_BF1 = (places_BF > 0).to(rows_ND.dtype).unsqueeze(-1)
+    return torch.cat([vectors_BFD, mask_BF1], dim=-1)

@@ -1,0 +1,109 @@
+"""Adult, trained and served: the AUC over HTTP is that of the training job."""
+
+import json
+import os
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.adult_income import adult
+from examples.adult_income.model import DNN
+from persia_torchrec.ctx import eval_ctx
+from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding.data import (
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.utils import setup_seed
+from tests.local_job import Batches, LocalJob
+from tests.processes import Processes
+from tests.serving.running import Serving
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        "PERSIA_DATA_DIR" not in os.environ,
+        reason="PERSIA_DATA_DIR names no folder with adult.data and adult.test",
+    ),
+]
+
+LEAST_AUC = 0.892
+CONFIG = Path(adult.__file__).parent / "embedding_config.yml"
+
+
+def batches(rows, size, **settings):
+    """Return the rows as batches, in file order."""
+    return [
+        PersiaBatch(
+            [
+                IDTypeFeatureWithSingleID(name, rows.ids[start : start + size, column])
+                for column, name in enumerate(adult.ID_COLUMNS)
+            ],
+            non_id_type_features=[NonIDTypeFeature(rows.dense[start : start + size])],
+            labels=[Label(rows.labels[start : start + size])],
+            **settings,
+        )
+        for start in range(0, len(rows), size)
+    ]
+
+
+def train(ctx, rows):
+    loader = DataLoader(
+        Batches(batches(rows, 128)), reproducible=True, embedding_staleness=1
+    )
+    for batch in loader:
+        output, labels = ctx.forward(batch)
+        ctx.backward(torch.nn.functional.binary_cross_entropy(output, labels[0]))
+
+
+def predict(address, batch):
+    request = urllib.request.Request(
+        f"{address}/predict",
+        data=batch.to_bytes(),
+        headers={"Content-Type": "application/octet-stream"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["predictions"]
+
+
+@pytest.fixture
+def deterministic():
+    """Let other tests of this process go on as before."""
+    state = torch.get_rng_state()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_rng_state(state)
+
+
+def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, deterministic):
+    data = adult.obtain_adult(os.environ["PERSIA_DATA_DIR"])
+    test = batches(data.test, 1024, requires_grad=False)
+    setup_seed(3)
+    model = DNN()
+    job = LocalJob(tmp_path, monkeypatch, CONFIG.read_text(), capacity_rows=10_000)
+    with job, job.train_ctx(model, Adagrad(lr=1e-2)) as ctx:
+        train(ctx, data.train)
+        model.eval()
+        with eval_ctx() as evaluation, torch.no_grad():
+            looked_up = DataLoader(Batches(test))
+            expected = [evaluation.forward(batch)[0].numpy() for batch in looked_up]
+        job.client.checkpoints.dump(tmp_path / "run")
+        torch.jit.script(model).save(tmp_path / "run" / "jit_dense.pt")
+    arguments = ["--checkpoint", str(tmp_path / "run")]
+    arguments += ["--embedding-config", str(CONFIG)]
+    with Processes(tmp_path) as processes:
+        serving = Serving(processes, *arguments)
+        answers = [predict(serving.address, batch) for batch in test]
+    of_job, served = np.concatenate(expected).reshape(-1), np.concatenate(answers)
+    np.testing.assert_allclose(served, of_job, atol=1e-6)
+    auc = adult.roc_auc(data.test.labels, served)
+    assert auc == pytest.approx(adult.roc_auc(data.test.labels, of_job), abs=1e-6)
+    assert auc >= LEAST_AUC

@@ -1,0 +1,204 @@
+"""Limits of the HTTP server."""
+
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from torch import nn
+
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+from persia_torchrec.serving.predictor import Predictor
+from persia_torchrec.serving.reader import SlotsReader
+from persia_torchrec.table import TableSpec
+from persia_torchrec.worker.slots import SlotsLookup
+from tests.local_job import batch_of
+from tests.servers import DEADLINE_S
+from tests.worker.test_process import FEATURE
+
+BODY = batch_of([1], [2, 3], requires_grad=False).to_bytes()
+
+
+class Model(nn.Module):
+    """Gives what it is told to, when it is told to."""
+
+    def __init__(self, output=None) -> None:
+        super().__init__()
+        self.output = torch.zeros(2, 1) if output is None else output
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+        self.may_end.set()
+
+    def forward(self, non_id_tensors, embeddings):
+        self.begun.release()
+        assert self.may_end.wait(DEADLINE_S)
+        return self.output
+
+
+@pytest.fixture
+def serve(servers):
+    """Return what starts an HTTP server for a model."""
+    started = []
+
+    def start(model, **settings):
+        running = servers.start(1)
+        client = servers.client(running)
+        client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
+        reader = SlotsReader(SlotsLookup(client, [FEATURE]), torch.device("cpu"))
+        predictor = Predictor(reader, model, "model")
+        started.append((PredictionServer(predictor, HttpConfig(**settings)), running))
+        return started[-1]
+
+    yield start
+    for server, _ in started:
+        server.close()
+
+
+def predict(server, body=BODY):
+    """Return status and JSON of an answer to a batch."""
+    request = urllib.request.Request(
+        f"{server.address}/predict",
+        data=body,
+        headers={"Content-Type": "application/octet-stream"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def connect(server):
+    host, _, port = server.address.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
+def received(connection):
+    """Return all that comes until the other side closes."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize(
+    ("output", "predictions"),
+    [
+        (torch.tensor([[1.5], [2.5]]), [1.5, 2.5]),
+        (torch.tensor([1.5, 2.5]), [1.5, 2.5]),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+    ],
+)
+def test_there_is_a_prediction_for_each_sample(serve, output, predictions):
+    server, _ = serve(Model(output))
+    assert predict(server) == (200, {"predictions": predictions})
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (torch.zeros(3, 1), "first dimension is that of the batch, 2"),
+        ((torch.zeros(2), torch.zeros(2)), "must return a tensor"),
+        (torch.tensor([[1.0], [torch.nan]]), "must return finite numbers"),
+    ],
+)
+def test_what_is_no_prediction_is_an_error(serve, output, message):
+    server, _ = serve(Model(output))
+    status, answer = predict(server)
+    assert status == 500
+    assert message in answer["error"]
+
+
+def test_more_requests_than_allowed_are_refused(serve):
+    model = Model()
+    model.may_end.clear()
+    server, _ = serve(model, max_requests=2)
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(predict(server)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert model.begun.acquire(timeout=DEADLINE_S)
+    with connect(server) as connection:
+        answer = received(connection)
+    assert b"503 Service Unavailable" in answer
+    assert b"2 requests are under way" in answer
+    model.may_end.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [status for status, _ in answers] == [200, 200]
+    assert predict(server)[0] == 200
+
+
+def test_a_request_under_way_is_answered_before_the_end(serve):
+    model = Model()
+    model.may_end.clear()
+    server, _ = serve(model)
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(predict(server)))
+    asking.start()
+    assert model.begun.acquire(timeout=DEADLINE_S)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    model.may_end.set()
+    asking.join(DEADLINE_S)
+    closing.join(DEADLINE_S)
+    assert answers[0][0] == 200
+    assert not closing.is_alive()
+    with pytest.raises(OSError, match="refused"):
+        connect(server)
+
+
+def test_a_body_must_come_in_time(serve):
+    server, _ = serve(Model(), receive_timeout_s=0.2)
+    head = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
+    with connect(server) as connection:
+        connection.sendall(head + b"Content-Length: 10\r\n\r\n{")
+        assert b"408 Request Timeout" in received(connection)
+    with connect(server) as connection:  # not even a whole request
+        connection.sendall(head)
+        assert received(connection) == b""
+    assert predict(server)[0] == 200
+
+
+@pytest.mark.parametrize("length", [b"", b"Content-Length: -1\r\n"])
+def test_a_body_must_have_a_length(serve, length):
+    server, _ = serve(Model())
+    with connect(server) as connection:
+        head = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + length + b"\r\n")
+        answer = received(connection)
+    assert b"400 Bad Request" in answer
+    assert b"must tell its Content-Length" in answer
+
+
+def test_it_is_not_ready_without_its_embedding_servers(serve):
+    server, running = serve(Model())
+    running[0].stop()
+    status, answer = predict(server)
+    assert status == 503
+    assert "embedding server 0" in answer["error"]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{server.address}/health", timeout=DEADLINE_S)
+    with caught.value as error:
+        assert error.code == 503
+        health = json.load(error)
+    assert health["ready"] is False
+    assert "embedding server 0" in health["error"]
+
+
+def test_settings_that_cannot_work_are_refused(serve):
+    for name in ("max_requests", "max_body_bytes", "receive_timeout_s"):
+        with pytest.raises(ConfigError, match=f"{name} must be > 0"):
+            HttpConfig(**{name: 0})
+    with pytest.raises(ConfigError, match="port must be in"):
+        HttpConfig(port=65536)
+    server, _ = serve(Model())
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=r"able to listen on 127\.0\.0\.1"):
+        serve(Model(), port=port)

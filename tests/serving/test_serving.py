@@ -1,0 +1,153 @@
+"""The inference server as a process, asked over HTTP."""
+
+import json
+import re
+import signal
+import sys
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.serving.__main__ import main
+from tests.processes import Processes
+from tests.servers import DEADLINE_S
+from tests.serving.conftest import EVALUATION
+from tests.serving.running import Serving
+
+pytestmark = pytest.mark.multiprocess
+
+BYTES, JSON = "application/octet-stream", "application/json"
+
+
+def ask(address, path, body=None, kind=BYTES):
+    """Return the status and the JSON of an answer."""
+    request = urllib.request.Request(
+        address + path, data=body, headers={"Content-Type": kind}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def to_json(batch):
+    """Return a batch as JSON."""
+    ids = {
+        feature.name: [sample.tolist() for sample in feature.data]
+        for feature in batch.id_type_features
+    }
+    dense = [feature.data.tolist() for feature in batch.non_id_type_features]
+    value = {"id_type_features": ids, "non_id_type_features": dense}
+    return json.dumps(value).encode()
+
+
+@pytest.fixture(scope="module", params=["own servers", "workers"])
+def serving(request, trained, tmp_path_factory):
+    arguments = ["--checkpoint", str(trained.checkpoint), "--max-body-bytes", "20000"]
+    if request.param == "workers":
+        arguments += ["--workers", *trained.workers]
+    else:
+        arguments += ["--embedding-config", str(trained.embedding_config)]
+    with Processes(tmp_path_factory.mktemp("serving")) as processes:
+        yield Serving(processes, *arguments)
+
+
+def test_predictions_are_those_of_an_evaluation_in_the_job(serving, trained):
+    for batch, expected in zip(EVALUATION, trained.expected, strict=True):
+        for body, kind in ((batch.to_bytes(), BYTES), (to_json(batch), JSON)):
+            status, answer = ask(serving.address, "/predict", body, kind)
+            assert status == 200
+            np.testing.assert_allclose(answer["predictions"], expected, atol=1e-6)
+    assert np.ptp(trained.expected) > 0.01
+
+
+def test_the_health_page_tells_rows_and_model(serving, trained):
+    status, health = ask(serving.address, "/health")
+    assert status == 200
+    assert health["ready"] is True
+    assert health["rows"] == trained.num_rows > 0
+    assert health["model"].endswith("/run/jit_dense.pt")
+    assert health["uptime_s"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "message"),
+    [
+        (b"nonsense", BYTES, 400, "FrameError"),
+        (EVALUATION[0].to_bytes()[:-1], BYTES, 400, "FrameError"),
+        (b"{", JSON, 400, "must be JSON"),
+        (b"{}", "text/plain", 400, "Content-Type must be one of"),
+        (b"x" * 20_001, BYTES, 413, "may have 20000 bytes"),
+        (
+            b'{"id_type_features": {"item": [[1]]}}',
+            JSON,
+            400,
+            r"missing \['last'\], unknown \[\]",
+        ),
+        (
+            b'{"id_type_features": {"item": [[1]], "last": [[1]]}}',
+            JSON,
+            400,
+            "model must be able to take the batch",
+        ),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(serving, body, kind, status, message):
+    received, answer = ask(serving.address, "/predict", body, kind)
+    assert received == status
+    assert answer.keys() == {"error"}
+    assert re.search(message, answer["error"])
+    assert ask(serving.address, "/health")[0] == 200
+
+
+def test_an_unknown_page_is_refused(serving):
+    assert ask(serving.address, "/")[0] == 404
+    status, answer = ask(serving.address, "/predictions", b"")
+    assert status == 404
+    assert "/predict (POST)" in answer["error"]
+
+
+def test_it_ends_by_sigterm_and_takes_its_servers_with_it(trained, tmp_path):
+    with Processes(tmp_path) as processes:
+        serving = Serving(
+            processes,
+            *("--checkpoint", str(trained.checkpoint)),
+            *("--embedding-config", str(trained.embedding_config)),
+            *("--num-servers", "2"),
+        )
+        body = PersiaBatch.to_bytes(EVALUATION[0])
+        _, answer = ask(serving.address, "/predict", body)
+        np.testing.assert_allclose(
+            answer["predictions"], trained.expected[0], atol=1e-6
+        )
+        serving.process.send(signal.SIGTERM)
+        assert serving.process.status() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "absent.pt"], "must be a TorchScript model. .* no such file"),
+        (["--model", "manifest.json"], "must be a TorchScript model, as"),
+        (["--max-requests", "0"], "max_requests must be > 0"),
+        ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    trained, monkeypatch, caplog, arguments, message
+):
+    monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG", raising=False)
+    command = ["serving", "--checkpoint", str(trained.checkpoint), *arguments]
+    monkeypatch.setattr(sys, "argv", command)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        assert main() == 1
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert re.search(message, caplog.text)

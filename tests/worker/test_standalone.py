@@ -1,0 +1,124 @@
+"""An embedding worker beside no job, as a process."""
+
+import signal
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.known_tables import KnownTables
+from persia_torchrec.config import parse_embedding_config
+from persia_torchrec.embedding.optim import Adam
+from persia_torchrec.errors import ConfigError, WireError
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Kind
+from persia_torchrec.worker.__main__ import main
+from persia_torchrec.worker.hello import Slot
+from persia_torchrec.worker.remote import RemoteWorkers
+from persia_torchrec.worker.standalone import require_dims
+from persia_torchrec.worker.warm_up import warm_up
+from tests.processes import Processes
+from tests.servers import DEADLINE_S, ids_of
+from tests.worker.one_feature import bags_of
+
+ITEM = TableSpec(name="item", dim=4, optimizer=Adam(0.5))
+CONFIG = "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 4}}}"
+SCHEMA = parse_embedding_config(CONFIG, "config")
+
+
+def run_worker(*arguments):
+    sys.argv = ["worker", *arguments]
+    return main()
+
+
+@pytest.mark.multiprocess
+def test_a_worker_serves_lookups_of_servers_that_it_is_told(servers, tmp_path):
+    warm_up()  # a process of its own would compile for longer than the test waits
+    running = servers.start(2)
+    client = servers.client(running)
+    addresses = [server.address.removeprefix("tcp://") for server in running]
+    (tmp_path / "embedding_config.yml").write_text(CONFIG)
+    with Processes(tmp_path) as processes:
+        worker = processes.start(
+            "worker",
+            run_worker,
+            *("--servers", *addresses, "--embedding-config", "embedding_config.yml"),
+        )
+        client.add_tables([ITEM])  # it waits for them
+        weights = np.arange(8, dtype=np.float32).reshape(2, 4)
+        prefix = np.uint64(SCHEMA.slots["item"].index_prefix)
+        client.write("item", ids_of(7, 8) + prefix, weights)
+        worker.has_printed("ready tcp://127.0.0.1:")
+        address = worker.output().partition("ready ")[2].split()[0]
+        remote = RemoteWorkers([address], timeout_s=DEADLINE_S)
+        assert sum(remote.hello().num_rows) == 2
+        (pooled,), _ = remote.pull(bags_of([8], [7, 8], [9]), None)
+        remote.close()
+        worker.send(signal.SIGTERM)
+        assert worker.status() == 0
+    np.testing.assert_array_equal(pooled, [weights[1], weights.sum(axis=0), [0] * 4])
+    assert sum(client.num_rows()) == 2
+
+
+def test_a_client_learns_the_tables_of_the_servers(servers):
+    running = servers.start(2)
+    teacher, client = servers.client(running), servers.client(running)
+    other = TableSpec(name="user", dim=2, optimizer=Adam(0.5))
+    teacher.add_tables([other, ITEM])
+    teacher.write("item", ids_of(3), np.ones((1, 4), dtype=np.float32))
+    client.learn_tables()
+    assert client.table("item") == ITEM
+    assert client.table("user") == other
+    assert client.read("item", ids_of(3))[0, :4].tolist() == [1.0] * 4
+
+
+def test_slots_must_have_the_dims_of_the_servers_tables():
+    slot = Slot(name="item", dim=5, num_places=0)
+    with pytest.raises(ConfigError, match=r"'item' must have the dim .* 5\. .*: 4 in"):
+        require_dims([slot], SCHEMA)
+    require_dims([replace(slot, dim=4)], SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        ([[4], [5]], ConfigError, r"'item' must have one dim .* 5 of server 1"),
+        ([[4], None], WireError, "must tell of tables"),
+    ],
+)
+def test_servers_must_agree_on_their_tables(answers, error, message):
+    known = KnownTables(2)
+    with pytest.raises(error, match=message):
+        known.learn(Answering(answers))
+    assert known.names() == []
+
+
+def test_tables_that_a_server_lacks_are_not_learnt():
+    known = KnownTables(2)
+    known.learn(Answering([[4], []]))
+    assert known.names() == []
+
+
+class Answering:
+    """Servers that tell of tables of these dims."""
+
+    def __init__(self, dims):
+        self.names = ["server 0", "server 1"]
+        self._dims = dims
+
+    def ask(self, kind, value, what):
+        assert kind is Kind.HELLO
+        return [dims if dims is None else self._tell(dims) for dims in self._dims]
+
+    def _tell(self, dims):
+        specs = [replace(ITEM, dim=dim).to_json() for dim in dims]
+        tables = [{"number": 0, "wants_counts": False, "spec": spec} for spec in specs]
+        return {"tables": tables}
+
+
+def test_a_worker_beside_a_job_must_be_told_the_servers(monkeypatch, caplog):
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
+    monkeypatch.setattr(sys, "argv", ["worker"])
+    assert main() == 1
+    assert "pass --servers" in caplog.text
