@@ -214,14 +214,11 @@ def _add_rows(
     A row that has come with the same or a later use gets the tick ``NEVER``.
     """
     arenas, logs = unowned(arenas), unowned(logs)
-    cursor, tally = unowned(cursor), unowned(tally)
     rows = rows_at(arenas, layout)
-    size = 4 if layout[DTYPE] == FP32 else 2
-    weight_bytes = np.uint64(layout[DIM] * size)
+    weight_bytes = np.uint64(layout[DIM] * (4 if layout[DTYPE] == FP32 else 2))
     state_bytes = np.uint64(4 * layout[NUM_STATE])
     metadata_bytes = np.uint64(16 if layout[HAS_METADATA] else 0)
-    to_state = np.uint64(4 * layout[STATE])
-    to_weights = np.uint64(4 * layout[WEIGHTS])
+    to_state, to_weights = np.uint64(4 * layout[STATE]), np.uint64(4 * layout[WEIGHTS])
     from_weights = np.uint64(weights_N.ctypes.data)
     from_state = np.uint64(state_NS.ctypes.data)
     from_metadata = np.uint64(metadata_N.ctypes.data)
