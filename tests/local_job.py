@@ -45,6 +45,7 @@ class LocalJob:
         monkeypatch: pytest.MonkeyPatch,
         embedding_config: str = ONE_SLOT,
         *,
+        num_servers: int = 2,
         num_workers: int = 1,
         forward_buffer_size: int = 1000,
         capacity_rows: int = 1000,
@@ -57,9 +58,9 @@ class LocalJob:
         self.book = AddressBook.host(0, loopback=True)
         self._stack.callback(self.book.close)
         cluster = self._stack.enter_context(Servers())
-        self.servers = cluster.start(2, capacity_rows=capacity_rows)
+        self.servers = cluster.start(num_servers, capacity_rows=capacity_rows)
         for shard, server in enumerate(self.servers):
-            self.book.register("server", shard, 2, server.address)
+            self.book.register("server", shard, num_servers, server.address)
         self.workers: list[Service] = []
         self.buffers: list[IdBuffer] = []
         for index in range(num_workers):

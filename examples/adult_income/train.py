@@ -6,6 +6,7 @@ and prints ``test AUC 0.xxxxxx``.
 Environment:
     REPRODUCIBLE: 1 to train on the batches in the order in which they were numbered.
     EMBEDDING_STALENESS: batches looked up whose update is not yet applied, at most.
+    PERSIA_CKPT_DIR: folder that gets a checkpoint at the end.
     ADULT_LOSS_FILE: where rank 0 writes the loss of every step, one a line.
 """
 
@@ -31,6 +32,7 @@ from persia_torchrec.utils import setup_seed
 
 REPRODUCIBLE = bool(int(os.environ.get("REPRODUCIBLE", "0")))
 EMBEDDING_STALENESS = int(os.environ.get("EMBEDDING_STALENESS", "10"))
+CHECKPOINT_DIR = os.environ.get("PERSIA_CKPT_DIR")
 LOSS_FILE = os.environ.get("ADULT_LOSS_FILE")
 
 logger = get_default_logger("nn_worker")
@@ -104,6 +106,8 @@ def main() -> None:
         losses = train(ctx, loader)
         # Every rank evaluates: the model's collectives need all of them.
         auc = evaluate(model, data.test)
+        if CHECKPOINT_DIR:
+            ctx.dump_checkpoint(CHECKPOINT_DIR, with_jit_model=True)
 
     if get_rank() == 0:
         logger.info("trained %d steps", len(losses))

@@ -178,6 +178,7 @@ class Checkpoints:
         *,
         step: int | None = None,
         timeout_s: float = 3600.0,
+        add_files: Callable[[Folder], None] | None = None,
     ) -> Task[SavedCheckpoint]:
         """Begin to write a checkpoint of all servers, while they go on serving.
 
@@ -193,6 +194,8 @@ class Checkpoints:
             path: of a folder, made if it is missing.
             step: of the training, kept in the manifest.
             timeout_s: seconds that it may take.
+            add_files: writes what else belongs to the checkpoint into its new folder,
+                before the servers begin; what it raises, this raises.
 
         Returns:
             The task; the checkpoint is complete only if it ends without an error.
@@ -202,6 +205,8 @@ class Checkpoints:
             ConfigError: the path is a URL that fsspec does not know.
         """
         folder = begin_checkpoint(path)
+        if add_files is not None:
+            add_files(folder)
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             manifest = self._write_files(task, folder, step, timeout_s)

@@ -21,12 +21,14 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
+from persia_torchrec.training.context_checkpoints import read_state, state_bytes
 from persia_torchrec.training.engine import Engine, EngineConfig
 from persia_torchrec.worker.slots_of_job import ask_for_slots
 
 logger = logging.getLogger(__name__)
 
 _DISCOVERY_TIMEOUT_S = 300.0
+_TRAINING = "training.pt"
 
 
 class TrainCtx(EmbeddingCtx):
@@ -146,6 +148,85 @@ class TrainCtx(EmbeddingCtx):
         self.dense_optimizer.zero_grad()
         return loss
 
+    def dump_checkpoint(  # type: ignore[override]  # PERSIA names them otherwise here
+        self,
+        dst_dir: str,
+        dense_model_filename: str = "dense.pt",
+        jit_dense_model_filename: str = "jit_dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+    ) -> None:
+        """Write a checkpoint with all that training needs to go on.
+
+        As ``EmbeddingCtx.dump_checkpoint``, and two files more: ``opt.pt`` is the dense
+        optimizer's state_dict, ``training.pt`` the loss scale and the learning rates of
+        the embeddings. Call it between :meth:`backward` and the next :meth:`forward`.
+
+        Args:
+            dst_dir: a folder that trainers and servers share, or a URL.
+            dense_model_filename: of the model's state.
+            jit_dense_model_filename: of the model as TorchScript.
+            opt_filename: of the dense optimizer's state.
+            blocking: False lets the servers write while training goes on.
+            with_jit_model: write the model as TorchScript too.
+
+        Raises:
+            PersiaError: as ``EmbeddingCtx.dump_checkpoint``.
+        """
+        files = self._dense_files(
+            dense_model_filename, jit_dense_model_filename if with_jit_model else None
+        )
+        if files:
+            rates = self.embedding_optimizer.learning_rates()
+            scaler = None if self._scaler is None else self._scaler.state_dict()
+            training = {"learning_rates": rates, "grad_scaler": scaler}
+            files[opt_filename] = state_bytes(self.dense_optimizer.state_dict())
+            files[_TRAINING] = state_bytes(training)
+            if len(files) != 3 + with_jit_model:
+                raise ConfigError(
+                    f"The files must have names of their own, and none {_TRAINING}. "
+                    f"Received: {sorted(files)} for {3 + with_jit_model} files."
+                )
+        self._engine.checkpoints.dump(dst_dir, files, blocking=blocking)
+
+    def load_checkpoint(  # type: ignore[override]  # as above
+        self,
+        src_dir: str,
+        map_location: str | None = None,
+        dense_model_filename: str = "dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+    ) -> None:
+        """Load all that training needs to go on; all ranks call it together.
+
+        As ``EmbeddingCtx.load_checkpoint``, and the dense optimizer, the loss scale and
+        the learning rates of the embeddings too. Call it before the ``DataLoader``
+        begins.
+
+        Args:
+            src_dir: what :meth:`dump_checkpoint` was given, or the path of one.
+            map_location: as ``torch.load`` takes it; the CPU by default.
+            dense_model_filename: of the model's state.
+            opt_filename: of the dense optimizer's state.
+            blocking: False returns before the servers are done.
+
+        Raises:
+            CheckpointError: as ``EmbeddingCtx.load_checkpoint``.
+        """
+        targets: dict[str, nn.Module | torch.optim.Optimizer] = {
+            dense_model_filename: self.model,
+            opt_filename: self.dense_optimizer,
+        }
+        folder = self._load(src_dir, targets, map_location, blocking)
+        training = read_state(folder, _TRAINING)
+        for group in self.embedding_optimizer.param_groups:
+            rates = training["learning_rates"]
+            group["lr"] = rates.get(group["table"], group["lr"])
+        self.embedding_optimizer.step()
+        if self._scaler is not None and training["grad_scaler"]:
+            self._scaler.load_state_dict(training["grad_scaler"])
+
     def _backward_scaled(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler
     ) -> torch.Tensor:
@@ -178,6 +259,7 @@ class TrainCtx(EmbeddingCtx):
             self._in_step.__exit__(exc_type, exc, traceback)
             if exc is None:
                 self._engine.flush()
+                self._engine.checkpoints.wait_for_dump()
                 missed = self._engine.num_missed
                 if missed:
                     logger.warning(

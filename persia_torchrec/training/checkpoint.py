@@ -80,13 +80,13 @@ def save_checkpoint(
         ``save_checkpoint("runs/7", {"model": model, "optimizer": optimizer}, client,
         [sharder], step=1000)``
     """
-    _everywhere(lambda: _flush_all(sharders))
-    folder = Folder(_at_first(lambda: begin_checkpoint(path).url))
+    everywhere(lambda: _flush_all(sharders))
+    folder = Folder(at_first(lambda: begin_checkpoint(path).url))
     servers = None
     if _rank() == 0:
         servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
     try:
-        _everywhere(lambda: _save_dense(state, folder.child(DENSE)))
+        everywhere(lambda: _save_dense(state, folder.child(DENSE)))
     except BaseException:
         if servers is not None:
             servers.cancel()
@@ -98,7 +98,7 @@ def save_checkpoint(
         manifest.write(folder)
         return SavedCheckpoint.of(folder, manifest)
 
-    return _at_first(complete)
+    return at_first(complete)
 
 
 def load_checkpoint(
@@ -137,9 +137,9 @@ def load_checkpoint(
             )
         return client.checkpoints.load(folder.url, timeout_s=timeout_s), begun
 
-    saved, begun = _at_first(load_servers)
+    saved, begun = at_first(load_servers)
     folder = Folder(saved.path).child(DENSE)
-    _everywhere(lambda: _load_dense(state, folder, begun))
+    everywhere(lambda: _load_dense(state, folder, begun))
     return saved
 
 
@@ -206,7 +206,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _at_first(work: Callable[[], T]) -> T:
+def at_first(work: Callable[[], T]) -> T:
     """Let rank 0 do something; return to every trainer what it returns.
 
     Raises:
@@ -222,7 +222,7 @@ def _at_first(work: Callable[[], T]) -> T:
     return result
 
 
-def _everywhere(work: Callable[[], None]) -> None:
+def everywhere(work: Callable[[], None]) -> None:
     """Do something at every trainer, and wait until all have done it.
 
     Raises:

@@ -31,6 +31,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.joining import join
 from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.table import TableSettings, TableSpec
+from persia_torchrec.training.context_checkpoints import ContextCheckpoints
 from persia_torchrec.training.data_parallel import init_process_group, replication_of
 from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
@@ -141,6 +142,7 @@ class Engine:
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
+        self.checkpoints = ContextCheckpoints(self.client, self.flush)
 
     @property
     def device(self) -> torch.device:
@@ -249,6 +251,7 @@ class Engine:
 
     def close(self) -> None:
         """Close all connections. May be called twice."""
+        self.checkpoints.close()
         self._sharded.pipeline.close()
         self._workers.close()
         self.client.close()

@@ -1,9 +1,12 @@
+import io
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 
 from examples.adult_income import adult, model
+from persia_torchrec.training.context_checkpoints import script_bytes
 
 FOLDER = Path(model.__file__).parent
 
@@ -25,3 +28,12 @@ def test_every_id_column_has_a_slot_as_wide_as_the_model_expects():
     assert len(slots) == model.NUM_SLOTS
     assert {slot["dim"] for slot in slots.values()} == {model.EMBEDDING_DIM}
     assert len(adult.DENSE_COLUMNS) == model.NUM_DENSE
+
+
+def test_the_checkpoint_at_the_end_may_hold_the_model_as_a_script():
+    dnn = model.DNN().eval()
+    dense, embeddings = [torch.rand(3, 5)], [torch.rand(3, 8) for _ in range(8)]
+    data = script_bytes(dnn)
+    with pytest.warns(DeprecationWarning, match=r"torch.jit"):
+        script = torch.jit.load(io.BytesIO(data))
+    assert torch.equal(script(dense, embeddings), dnn(dense, embeddings))

@@ -1,0 +1,45 @@
+"""Two trainers: one may dump alone, both load."""
+
+import numpy as np
+import pytest
+
+from persia_torchrec.wire.ports import free_port
+from tests.ctx import checkpoint_trainers
+from tests.local_job import LocalJob
+from tests.processes import Processes
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
+
+IMPORT_S = 120.0
+"""What a process may take to import TorchRec, on a machine with much else to do."""
+
+
+def test_one_may_dump_alone_and_both_load_and_hear_of_errors(tmp_path, monkeypatch):
+    with LocalJob(tmp_path, monkeypatch) as job, Processes(tmp_path) as processes:
+        port = free_port()
+        trainers = [
+            processes.start(
+                f"trainer {rank}",
+                checkpoint_trainers.run_trainer,
+                tmp_path,
+                port,
+                env={
+                    "PERSIA_STORE_PORT": str(job.book.port),
+                    "PERSIA_EMBEDDING_CONFIG": str(tmp_path / "embedding_config.yml"),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                },
+            )
+            for rank in range(2)
+        ]
+        for trainer in trainers:
+            trainer.process.join(IMPORT_S)
+            assert trainer.status() == 0, trainer.output()
+    first, second = [np.load(tmp_path / f"weights {rank}.npy") for rank in range(2)]
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first[2], first[0])
+    assert (first[1] != first[0]).any()
+    for rank in range(2):
+        assert "run must be a checkpoint" in (tmp_path / f"error {rank}").read_text()
+    dumps = sorted(folder.name for folder in (tmp_path / "run").iterdir())
+    assert dumps == ["checkpoint-00000001", "checkpoint-00000002"]
