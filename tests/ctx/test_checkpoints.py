@@ -92,7 +92,7 @@ def test_a_run_that_is_resumed_has_the_losses_of_one_that_went_on(
     with ctx_of(start(num_servers=num_servers), seed=1) as ctx:
         train(ctx, range(3))
         ctx.load_checkpoint(folder)
-        assert train(ctx, range(5, 10)) == expected
+        assert train(ctx, range(5, 10)) == pytest.approx(expected, rel=1e-5)
         assert ctx.dense_optimizer.param_groups[0]["lr"] == 0.01
         assert ctx.embedding_optimizer.learning_rates() == {"item": 0.02}
 
@@ -197,8 +197,8 @@ def test_embeddings_alone_come_and_go_without_the_model(start, tmp_path):
     job = start()
     with ctx_of(job) as ctx:
         train(ctx, range(3))
+        ctx.dump_embedding(str(tmp_path))  # waits for the updates so far
         rows = job.read("item", *range(30))
-        ctx.dump_embedding(str(tmp_path))
         train(ctx, range(3, 6))
         with pytest.raises(CheckpointError, match=r"dense.pt must be there"):
             ctx.load_checkpoint(str(tmp_path))
