@@ -19,6 +19,9 @@ RUN_BY = {
     "torchx run components/job.py:train": "tests/integration/test_main_job.py",
     "python -m persia_torchrec.bench store": "make test",
     "python -m persia_torchrec.bench wire": "make test",
+    "python -m persia_torchrec.bench training": "make test",
+    "python -m persia_torchrec.bench precision": "make test",
+    "python -m persia_torchrec.serving": "tests/serving/test_serving.py",
 }
 
 
