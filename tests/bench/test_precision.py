@@ -39,7 +39,9 @@ def test_the_planted_signal_is_learnt_the_same_each_time(servers):
     )
     client = servers.client(servers.start(1))
     first, again = (train_arm(client, ARMS[0], settings, seed=1) for _ in range(2))
-    assert (first.auc, first.loss) == (again.auc, again.loss)
+    # Not bit for bit: torch's threads may add up in another order.
+    assert again.auc == pytest.approx(first.auc, abs=1e-3)
+    assert again.loss == pytest.approx(first.loss, rel=1e-3)
     assert first.auc > 0.7
     assert first.bytes_a_row == pytest.approx(16 + 2 * 4 * 8, rel=0.5)
 
