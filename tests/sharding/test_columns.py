@@ -40,7 +40,7 @@ class Twins:
         self.remote = job.put_on_servers(Bags(TABLES), SGD(0.1))
         self.local = Bags(TABLES, device=CPU)
         every_id = [list(range(NUM_IDS))]
-        self.remote(kjt_of(dict.fromkeys(KEYS, every_id)))  # makes the rows
+        self.remote(kjt_of(dict.fromkeys(KEYS, every_id))).values()  # makes the rows
         self.optimizer = torch.optim.SGD(self.local.parameters(), lr=0.1)
 
     def weights(self, table):
