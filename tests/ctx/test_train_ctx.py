@@ -334,9 +334,11 @@ class TestSettings:
         assert job.num_rows() == 2
 
     def test_the_staleness_bound_may_change_between_two_loops(self, job):
-        with job.train_ctx() as ctx:
+        config = EmbeddingConfig(emb_initialization=(5, 5))
+        with job.train_ctx(embedding_config=config) as ctx:
             train(ctx, [batch_of([1])] * 3, embedding_staleness=1)
             train(ctx, [batch_of([1])] * 3, embedding_staleness=5)
+        assert job.read("item", 1).tolist() == [[5.0 - 6] * 4]
 
 
 class TestSettingsThatChange:

@@ -132,6 +132,7 @@ def test_settings_of_a_loader_for_evaluation_do_not_touch_the_training(engine):
     other = replace(SETTINGS, embedding_staleness=7, num_workers=3)
     engine.embed(engine.start_pull(batch_of([1]), is_training=False, settings=other))
     engine.run([], pull).sum().backward()
+    assert engine._settings == SETTINGS
 
 
 def test_features_that_are_no_slots_are_refused(job, engine):

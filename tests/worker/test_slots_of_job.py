@@ -42,8 +42,9 @@ def test_trainers_learn_the_slots_that_a_worker_has(book, write):
 
 
 def test_workers_may_write_the_same_slots_in_their_own_way(book, write):
-    tell_slots(book, write(SLOTS))
-    tell_slots(book, write("# the second\n" + SLOTS, "second.yml"))
+    first = tell_slots(book, write(SLOTS))
+    assert tell_slots(book, write("# the second\n" + SLOTS, "second.yml")) == first
+    assert ask_for_slots(store_of(book), timeout_s=5) == first
 
 
 def test_a_worker_with_other_slots_is_refused(book, write):
