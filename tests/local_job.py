@@ -24,7 +24,11 @@ from persia_torchrec.worker.buffers import IdBuffer
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup
+from tests.processes import Processes
 from tests.servers import DEADLINE_S, Servers, ids_of
+
+IMPORT_S = 120.0
+"""What a process may take to import TorchRec, on a machine with much else to do."""
 
 ONE_SLOT = """
 feature_index_prefix_bit: 8
@@ -54,6 +58,7 @@ class LocalJob:
         self._stack = ExitStack()
         path = folder / "embedding_config.yml"
         path.write_text(embedding_config)
+        self.config_path = path
         self.schema = load_embedding_config(path)
         self.book = AddressBook.host(0, loopback=True)
         self._stack.callback(self.book.close)
@@ -191,6 +196,39 @@ class Sending:
             thread.join(DEADLINE_S)
             assert not thread.is_alive(), "a data loader still sends"
         assert self.errors == []
+
+
+def run_two_trainers(
+    processes: Processes,
+    job: LocalJob,
+    target: Callable[..., None],
+    *arguments: object,
+) -> None:
+    """Run a function in two trainer processes of a job, which must end well.
+
+    Args:
+        processes: ends them with the test.
+        job: which they find as those of a real job do.
+        target: of a module that can be imported.
+        arguments: of the function.
+    """
+    trainers = [
+        processes.start(
+            f"trainer {rank}",
+            target,
+            *arguments,
+            env={
+                "PERSIA_STORE_PORT": str(job.book.port),
+                "PERSIA_EMBEDDING_CONFIG": str(job.config_path),
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+            },
+        )
+        for rank in range(2)
+    ]
+    for trainer in trainers:
+        trainer.process.join(IMPORT_S)
+        assert trainer.status() == 0, trainer.output()
 
 
 def batch_of(

@@ -5,36 +5,17 @@ import pytest
 
 from persia_torchrec.wire.ports import free_port
 from tests.ctx import checkpoint_trainers
-from tests.local_job import LocalJob
+from tests.local_job import LocalJob, run_two_trainers
 from tests.processes import Processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
 
-IMPORT_S = 120.0
-"""What a process may take to import TorchRec, on a machine with much else to do."""
-
 
 def test_one_may_dump_alone_and_both_load_and_hear_of_errors(tmp_path, monkeypatch):
     with LocalJob(tmp_path, monkeypatch) as job, Processes(tmp_path) as processes:
-        port = free_port()
-        trainers = [
-            processes.start(
-                f"trainer {rank}",
-                checkpoint_trainers.run_trainer,
-                tmp_path,
-                port,
-                env={
-                    "PERSIA_STORE_PORT": str(job.book.port),
-                    "PERSIA_EMBEDDING_CONFIG": str(tmp_path / "embedding_config.yml"),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                },
-            )
-            for rank in range(2)
-        ]
-        for trainer in trainers:
-            trainer.process.join(IMPORT_S)
-            assert trainer.status() == 0, trainer.output()
+        run_two_trainers(
+            processes, job, checkpoint_trainers.run_trainer, tmp_path, free_port()
+        )
     first, second = [np.load(tmp_path / f"weights {rank}.npy") for rank in range(2)]
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first[2], first[0])

@@ -8,15 +8,12 @@ from torch import nn
 from persia_torchrec.distributed import BaguaDistributedOption, DDPOption
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.ports import free_port
-from tests.local_job import LocalJob
+from tests.local_job import LocalJob, run_two_trainers
 from tests.processes import Processes
 from tests.training import two_trainers
 from tests.training.two_trainers import LR, Run, loss_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
-
-IMPORT_S = 120.0
-"""What a process may take to import TorchRec, on a machine with much else to do."""
 
 PERIOD = 3
 NUM_STEPS = 12
@@ -63,24 +60,7 @@ def learnt(tmp_path_factory):
         LocalJob(folder, monkeypatch) as job,
         Processes(folder) as processes,
     ):
-        trainers = [
-            processes.start(
-                f"trainer {rank}",
-                two_trainers.run_trainer,
-                runs,
-                folder,
-                env={
-                    "PERSIA_STORE_PORT": str(job.book.port),
-                    "PERSIA_EMBEDDING_CONFIG": str(folder / "embedding_config.yml"),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                },
-            )
-            for rank in range(2)
-        ]
-        for trainer in trainers:
-            trainer.process.join(IMPORT_S)
-            assert trainer.status() == 0, trainer.output()
+        run_two_trainers(processes, job, two_trainers.run_trainer, runs, folder)
     return {
         (run.name, rank): np.load(folder / f"{run.name} {rank}.npy")
         for run in runs
