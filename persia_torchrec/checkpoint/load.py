@@ -13,7 +13,6 @@ when all servers have come so far, are the rows put into the store.
 import logging
 import math
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +20,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.checkpoint.fitting import form_of, frequencies_of, with_metadata
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.manifest import Manifest, SavedShard, SavedTable
 from persia_torchrec.checkpoint.shard_file import (
@@ -32,10 +32,8 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.lookup import TICK
-from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
+from persia_torchrec.store.row_columns import RowColumns
 from persia_torchrec.store.row_import import RowImport
-from persia_torchrec.store.rows import HAS_METADATA
-from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +139,7 @@ class ShardLoad:
         for name, rows, is_own_N in self._rows():
             uses.append(rows.uses[is_own_N])
             tables.append(np.full(len(uses[-1]), np.uint16(number_of[name])))
-            has_metadata = rows.metadata.shape[1] > 0
-            ones = np.ones(len(rows), dtype=np.uint32)
-            frequency = rows.metadata[:, 0] if has_metadata else ones
-            frequencies.append(frequency[is_own_N])
+            frequencies.append(frequencies_of(rows)[is_own_N])
         self._uses = np.concatenate([np.empty(0, np.uint64), *uses])
         self._table_of = np.concatenate([np.empty(0, np.uint16), *tables])
         self._frequencies = np.concatenate([np.empty(0, np.uint32), *frequencies])
@@ -180,7 +175,7 @@ class ShardLoad:
         first = 0
         for name, rows, is_own_N in self._rows():
             number = number_of[name]
-            fitting = self._with_metadata(rows, number)
+            fitting = with_metadata(rows, memory.tables.states[number])
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
         self.loaded = Loaded(rows_in.num_kept, len(self._uses) - rows_in.num_kept)
@@ -205,7 +200,7 @@ class ShardLoad:
             with open_shard(self._folder, saved.file) as reader:
                 self._require_known(reader, saved)
                 before = self._num_read
-                for number, rows in reader.blocks():
+                for number, rows in reader.rows():
                     if self._cancelled.is_set():
                         raise CheckpointError(f"Loading {self._folder.url}: given up.")
                     self._num_read = before + reader.num_bytes
@@ -219,20 +214,21 @@ class ShardLoad:
                     )
 
     def _require_known(self, reader: ShardReader, saved: SavedShard) -> None:
-        known = {(t.spec.name, _form(t.spec)) for t in self._manifest.tables}
+        known = {(t.spec.name, form_of(t.spec)) for t in self._manifest.tables}
         for table in reader.tables:
-            if (table.spec.name, _form(table.spec)) not in known:
+            if (table.spec.name, form_of(table.spec)) not in known:
                 raise CheckpointError(
                     f"{self._folder.path_of(saved.file)} must have tables of its "
-                    f"manifest. Received: {table.spec.name!r}, {_form(table.spec)}."
+                    f"manifest. Received: {table.spec.name!r}, {form_of(table.spec)}."
                 )
 
     def _require_fitting(self, saved: SavedTable) -> None:
         for spec in self._store.tables:
-            if spec.name == saved.spec.name and _form(spec) != _form(saved.spec):
+            form, received = form_of(spec), form_of(saved.spec)
+            if spec.name == saved.spec.name and form != received:
                 raise CheckpointError(
-                    f"{self._folder.url}: table {spec.name!r} must have {_form(spec)}, "
-                    f"as on this server. Received: {_form(saved.spec)}."
+                    f"{self._folder.url}: table {spec.name!r} must have {form}, "
+                    f"as on this server. Received: {received}."
                 )
 
     def _require_all_tables(self, manifest: Manifest) -> None:
@@ -244,25 +240,3 @@ class ShardLoad:
                 f"{sorted(missing)}; it has {sorted(saved)}. To load it all the same, "
                 "and leave the others as they are, use replace=False."
             )
-
-    def _with_metadata(self, rows: RowColumns, number: int) -> RowColumns:
-        """Return rows with metadata if the table keeps them, and without otherwise."""
-        state = self._store.memory.tables.states[number]
-        if not state.layout[HAS_METADATA]:
-            return RowColumns(
-                rows.ids, rows.uses, rows.metadata[:, :0], rows.state, rows.weights
-            )
-        if rows.metadata.shape[1]:
-            return rows
-        step, now_s = state.now(time.time())  # noqa: TID251  # kept in rows
-        metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
-        metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
-        return RowColumns(rows.ids, rows.uses, metadata, rows.state, rows.weights)
-
-
-def _form(spec: TableSpec) -> str:
-    """Say what the rows of a table look like."""
-    return (
-        f"dim {spec.dim}, weights {spec.weight_dtype} and optimizer "
-        f"{spec.optimizer.kind} ({spec.num_state_floats} state floats a row)"
-    )

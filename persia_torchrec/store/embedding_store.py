@@ -27,6 +27,7 @@ from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store.engine_choice import OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS
 from persia_torchrec.store.insert import insert
+from persia_torchrec.store.journal import ChangeJournal, UsedRows
 from persia_torchrec.store.lookup import (
     MISSING,
     REJECTED,
@@ -55,6 +56,7 @@ Eviction = Literal["lru", "lfu"]
 
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
+_NO_PLACES = np.empty(0, dtype=np.int64)
 
 
 class EmbeddingStore:
@@ -67,6 +69,9 @@ class EmbeddingStore:
         optimizer_engine: what applies updates: the ``fused`` loop, ``fbgemm``'s CPU
             kernels, or whichever was measured to be faster. They compute the same.
         clock: returns the present second; rows that expire by time go by it.
+
+    Attributes:
+        journal: notes which rows change, once told to.
 
     Raises:
         ConfigError: ``capacity_rows``, ``eviction`` or ``optimizer_engine`` is out of
@@ -97,6 +102,7 @@ class EmbeddingStore:
         self._sweeper = Sweeper()
         self._clock = clock
         self._num_missed = self._num_refused = 0
+        self.journal = ChangeJournal(self._memory.tally)
 
     @property
     def tables(self) -> list[TableSpec]:
@@ -186,10 +192,15 @@ class EmbeddingStore:
             *(ids_N, counts_N, out_ND, slots_N, missing_N, *rows),
             *(self._memory.logs.directory, self._memory.tally, state.layout),
         )
+        missing = admitted = _NO_PLACES
         if num_missing:
             missing = missing_N[:num_missing]
-            admitted = self._admitted(state, ids_N, counts_N, missing, out_ND)
+            admitted = state.admit(ids_N, counts_N, missing, out_ND)
+            self._memory.tally[REJECTED] += len(missing) - len(admitted)
             self._insert(state, ids_N, counts_N, admitted, out_ND, slots_N)
+        if self.journal.is_on:
+            when = table, int(self._memory.tally[TICK])
+            self.journal.used(UsedRows(*when, ids_N, missing.copy(), admitted))
         return slots_N
 
     def update(
@@ -223,6 +234,7 @@ class EmbeddingStore:
         else:
             now = state.now(self._clock())
             counts = state.engine.update(state, rows, ids_N, hints_N, grads_ND, now)
+        self.journal.updated(table, ids_N)
         result = UpdateResult(*counts)
         self._num_missed += result.num_missed
         self._num_refused += result.num_refused
@@ -291,11 +303,7 @@ class EmbeddingStore:
             ConfigError: the table keeps no metadata.
         """
         state = self._tables.states[table]
-        if not state.layout[HAS_METADATA]:
-            raise ConfigError(
-                f"Table {state.spec.name!r} keeps no metadata. Add it with "
-                "keeps_metadata=True."
-            )
+        state.require_metadata()
         return read_metadata(self.find(table, ids_N), self._memory.rows(state)[0])
 
     def find(self, table: int, ids_N: Ids) -> Slots:
@@ -314,11 +322,23 @@ class EmbeddingStore:
             Whether more is to be done now: False at the end of a pass over all slots,
             and where no table has an expiry.
         """
+        self.journal.make_room(max_rows)
         return self._sweeper.sweep(max_rows, self._memory, self._clock())
+
+    def remove(self, table: int, ids_N: Ids) -> None:
+        """Drop the rows of ids; those that have none do not matter.
+
+        Args:
+            table: number of the table.
+            ids_N: uint64 ``(N,)``.
+        """
+        self.journal.make_room(len(ids_N))
+        self._memory.remove(self._tables.states[table], ids_N)
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
         self._memory.clear()
+        self.journal.cleared()
 
     @property
     def num_rows(self) -> int:
@@ -361,25 +381,6 @@ class EmbeddingStore:
             state.scratch,
         )
 
-    def _admitted(
-        self,
-        state: TableState,
-        ids_N: Ids,
-        counts_N: Counts,
-        missing: npt.NDArray[np.int64],
-        out_ND: Floats,
-    ) -> npt.NDArray[np.int64]:
-        """Return which of the missing ids get a row; write what the others read."""
-        if state.admission is None:
-            return missing
-        ids = ids_N[missing]
-        counts = counts_N[missing] if len(counts_N) else np.ones(len(ids))
-        is_admitted = state.admission.admit(ids, counts.astype(np.int64))
-        rejected = missing[~is_admitted]
-        out_ND[rejected] = state.spec.admission.unadmitted_value
-        self._memory.tally[REJECTED] += len(rejected)
-        return missing[is_admitted]
-
     def _insert(
         self,
         state: TableState,
@@ -390,6 +391,7 @@ class EmbeddingStore:
         slots_N: Slots,
     ) -> None:
         memory, filling = self._memory, state.filling
+        self.journal.make_room(len(places))
         seed = np.uint64(state.spec.seed)
         insert(
             *(ids_N, counts_N, places, out_ND, slots_N, *memory.rows(state)),

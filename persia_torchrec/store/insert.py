@@ -32,6 +32,8 @@ from persia_torchrec.store.initializer import UNIFORM, fill_row, fill_uniform
 from persia_torchrec.store.lookup import (
     EVICTED,
     INSERTED,
+    LEFT_AT,
+    LEFT_ROOM,
     ROWS,
     TICK,
     Counts,
@@ -129,7 +131,7 @@ def insert(
         cursor: of the index.
         arenas: the directory of arenas.
         logs: the directory of logs, with room for K touches.
-        tally: int64 ``(10,)``, counted up.
+        tally: int64 ``(12,)``, counted up.
         layout: of the table's rows.
         capacity: rows that the store may hold; the oldest leave.
         kind: of the initializer.
@@ -208,21 +210,59 @@ def evict_oldest(
     row = pop_oldest(logs, arenas)
     if row == NONE:
         return
-    remove_row(arena_of(row), slot_of(row), index, cursor, arenas)
+    remove_row(arena_of(row), slot_of(row), index, cursor, arenas, tally)
     tally[EVICTED] += 1
-    tally[ROWS] -= 1
 
 
 @inlined
 def remove_row(
-    arena: np.uint64, slot: np.uint64, index: IndexAt, cursor: Words, arenas: Words
+    arena: np.uint64,
+    slot: np.uint64,
+    index: IndexAt,
+    cursor: Words,
+    arenas: Words,
+    tally: Tally,
 ) -> None:
     """Take a row out of the index and free its slot; its record stays in the log."""
     address = address_of(arenas, arena, slot)
-    owner = load_word(address + WORD) >> OWNER_SHIFT
-    remove_entry(index, hash_of(load_word(address), owner), slot)
+    id_, owner = load_word(address), load_word(address + WORD) >> OWNER_SHIFT
+    remove_entry(index, hash_of(id_, owner), slot)
     cursor[ENTRIES] -= _ONE
     free_slot(arenas, arena, slot)
+    tally[ROWS] -= 1
+    if tally[LEFT_ROOM] > 0:
+        store_word(np.uint64(tally[LEFT_AT]), id_)
+        store_word(np.uint64(tally[LEFT_AT]) + WORD, owner)
+        tally[LEFT_AT] += 16
+        tally[LEFT_ROOM] -= 1
+
+
+@compiled
+def remove_ids(
+    ids_N: Ids,
+    floats: Floats,
+    lines: Words,
+    cursor: Words,
+    arenas: Words,
+    tally: Tally,
+    layout: Layout,
+) -> None:
+    """Take the rows of ids out; an id without a row changes nothing.
+
+    Args:
+        ids_N: uint64 ``(N,)``.
+        floats: the arena of this table's rows.
+        lines: of the index.
+        cursor: of the index.
+        arenas: the directory of arenas.
+        tally: int64 ``(12,)``, counted down.
+        layout: of the table's rows.
+    """
+    rows, index = rows_at(arenas, layout), index_at(lines, cursor)
+    for i in range(len(ids_N)):
+        slot = find_slot(index, rows, ids_N[i], hash_of(ids_N[i], rows.owner))
+        if slot != NOT_FOUND:
+            remove_row(rows.arena, slot, index, cursor, arenas, tally)
 
 
 @inlined

@@ -66,9 +66,11 @@ MISSING = np.uint32(2**32 - 1)
 
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, FADED = range(6, 10)
+LEFT_AT, LEFT_ROOM = range(10, 12)
 """Places of the tally: ids found, ids not found, rows made, ids refused a row, rows in
 use, tick of the present request; rows that left because the store was full, because of
-their age in steps, in seconds, because of their norm."""
+their age in steps, in seconds, because of their norm; address at which the next row to
+leave is noted, or 0, and for how many there is room (see ``journal.py``)."""
 
 _FAR = 24
 _NEAR = 8
@@ -111,7 +113,7 @@ def look_up(
         cursor: of the index.
         arenas: the directory of arenas.
         logs: the directory of logs, with room for N touches.
-        tally: int64 ``(10,)``, see ``HITS`` and the others; counted up.
+        tally: int64 ``(12,)``, see ``HITS`` and the others; counted up.
         layout: of the table's rows.
 
     Returns:
@@ -171,7 +173,7 @@ def look_at(
         lines: of the index.
         cursor: of the index.
         arenas: the directory of arenas.
-        tally: int64 ``(10,)``; hits and misses are counted up.
+        tally: int64 ``(12,)``; hits and misses are counted up.
         layout: of the table's rows.
         value: what every weight of an id without a row reads.
     """

@@ -179,8 +179,8 @@ def split_by_table(
     for number in np.flatnonzero(np.diff(offsets)).tolist():
         slots_K = order[offsets[number] : offsets[number + 1]]
         rows = tables[number].shape.empty(len(slots_K))
-        _copy_columns(
-            *(chunk.words, chunk.places, slots_K, tables[number].layout),
+        copy_columns(
+            *(chunk.words, chunk.places[slots_K], slots_K, tables[number].layout),
             *(rows.ids, rows.uses, rows.metadata, rows.state),
             rows.weights.view(np.uint8),
         )
@@ -211,9 +211,9 @@ def _group(
 
 
 @compiled
-def _copy_columns(
+def copy_columns(
     words_NW: Words,
-    places_N: Numbers,
+    places_K: Numbers,
     slots_K: npt.NDArray[np.int64],
     layout: Layout,
     ids_K: Words,
@@ -222,6 +222,19 @@ def _copy_columns(
     state: npt.NDArray[np.float32],
     weights: npt.NDArray[np.uint8],
 ) -> None:
+    """Copy rows of one table, each part into its column.
+
+    Args:
+        words_NW: uint64 ``(N, words a row)``, slots.
+        places_K: uint32 ``(K,)``, the place of each row in its last request.
+        slots_K: int64 ``(K,)``, which slots.
+        layout: of the table's rows.
+        ids_K: uint64 ``(K,)``, overwritten, as all that follow: see ``RowColumns``.
+        uses_K: uint64 ``(K,)``.
+        metadata: uint32 ``(K, 4)`` or ``(K, 0)``.
+        state: float32 ``(K, S)``.
+        weights: the bytes of the column of weights.
+    """
     words_NW = unowned(words_NW)
     stride = np.uint64(8 * words_NW.shape[1])
     base = np.uint64(words_NW.ctypes.data)
@@ -238,7 +251,7 @@ def _copy_columns(
     for k in range(len(slots_K)):
         address = base + np.uint64(slots_K[k]) * stride
         ids_K[k] = load_word(address)
-        place = np.uint64(min(places_N[slots_K[k]], _LARGEST_PLACE))
+        place = np.uint64(min(places_K[k], _LARGEST_PLACE))
         tick = load_word(address + WORD) & TICK_MASK
         uses_K[k] = (tick << _PLACE_BITS) | place
         row = np.uint64(k)

@@ -12,6 +12,11 @@ done it:
 A row that comes twice keeps its later use. Rows that were in the store before count as
 used before all that come; they leave first, if the store is full.
 
+With ``continues`` the rows are what has changed since the last import (see
+``deltas.py``). Then their ticks go on from those of the store, as one server counted
+them; and a row whose use is 0 has changed without being used, so that it keeps its
+place in the order.
+
 Dimension key:
     R: rows that may come, numbered in the order in which they do
     N: those of one call
@@ -72,7 +77,7 @@ NEVER = np.uint64(0)
 """The tick of a row that is left out."""
 
 _CHUNK = 32
-_TOUCHES = 2**16
+_TOUCHES = 2**13
 _PLACE_BITS = np.uint64(PLACE_BITS)
 
 
@@ -85,6 +90,11 @@ class RowImport:
         uses_R: uint64, see :class:`RowColumns`.
         tables_R: uint16, number in the store of each row's table.
         frequencies_R: uint32, as the metadata say; only an LFU store reads it.
+        continues: the rows are changes of rows that are there.
+
+    Attributes:
+        num_kept: rows for which there is room.
+        is_kept: bool ``(R,)``, which those are.
     """
 
     def __init__(
@@ -94,24 +104,29 @@ class RowImport:
         uses_R: Words,
         tables_R: npt.NDArray[np.uint16],
         frequencies_R: Numbers,
+        *,
+        continues: bool = False,
     ) -> None:
         self._memory = memory
         self._capacity_rows = capacity_rows
         self._tables = tables_R
         self._order = np.argsort(uses_R, kind="stable")
+        self.is_kept = np.ones(len(uses_R), dtype=np.bool_)
         if len(uses_R) > capacity_rows:
             leaving = self._order
             if len(memory.logs.directory) > 1:
                 classes_R = _classes(read_only(frequencies_R))
                 leaving = np.lexsort((uses_R, classes_R))
-            is_kept = np.ones(len(uses_R), dtype=np.bool_)
-            is_kept[leaving[:-capacity_rows]] = False
-            self._order = self._order[is_kept[self._order]]
+            self.is_kept[leaving[:-capacity_rows]] = False
+            self._order = self._order[self.is_kept[self._order]]
         self.num_kept = len(self._order)
+        self._keeps_place = (uses_R == 0) & continues
         base = np.uint64(memory.tally[TICK])
+        self._offset = np.uint64(0) if continues else base
         self._ticks = np.zeros(len(uses_R), dtype=np.uint64)
-        _draw_ticks(self._order, uses_R, tables_R, base, self._ticks)
+        _draw_ticks(self._order, uses_R, tables_R, base, self._offset, self._ticks)
         self._slots = np.zeros(len(uses_R), dtype=np.uint32)
+        self._num_touched = 0
 
     def add(self, table: int, first: int, rows: RowColumns, is_own_N: Bools) -> int:
         """Put some rows into the store.
@@ -126,14 +141,16 @@ class RowImport:
             How many rows may have come by now.
         """
         ticks_N = np.zeros(len(rows), dtype=np.uint64)
+        keeps_place_N = np.zeros(len(rows), dtype=np.bool_)
         stop = first + int(is_own_N.sum())
         ticks_N[is_own_N] = self._ticks[first:stop]
+        keeps_place_N[is_own_N] = self._keeps_place[first:stop]
         slots_N = np.zeros(len(rows), dtype=np.uint32)
         memory = self._memory
         state = memory.tables.states[table]
         _, lines, cursor, directory = memory.rows(state)
         _add_rows(
-            *(read_only(rows.ids), ticks_N, read_only(rows.metadata)),
+            *(read_only(rows.ids), ticks_N, keeps_place_N, read_only(rows.metadata)),
             *(read_only(rows.state), read_only(rows.weights).view(np.uint8), slots_N),
             *(lines, cursor, directory, memory.logs.directory),
             *(memory.tally, state.layout, self._capacity_rows),
@@ -148,19 +165,26 @@ class RowImport:
         Args:
             tick: of the last request before the checkpoint, as its server counted.
         """
+        while self.touch_some():
+            pass
+        last = max(int(self._ticks.max(initial=0)), int(self._offset) + tick)
+        self._memory.tally[TICK] = max(last, int(self._memory.tally[TICK]))
+
+    def touch_some(self) -> bool:
+        """Do a slice of :meth:`finish`; return whether there is more."""
+        part = self._order[self._num_touched :][:_TOUCHES]
+        if len(part) == 0:
+            return False
         memory = self._memory
-        base = int(memory.tally[TICK])
         layouts_T = np.stack([state.layout for state in memory.tables.states])
-        for start in range(0, len(self._order), _TOUCHES):
-            part = self._order[start : start + _TOUCHES]
-            directory = memory.tables.directory
-            memory.logs.make_room(directory, (1 + MARK_WORDS) * len(part))
-            _touch_rows(
-                *(part, self._ticks, self._slots, self._tables, layouts_T),
-                *(directory, memory.logs.directory),
-            )
-        last = int(self._ticks.max(initial=0))
-        memory.tally[TICK] = max(last, base + tick)
+        directory = memory.tables.directory
+        memory.logs.make_room(directory, (1 + MARK_WORDS) * len(part))
+        _touch_rows(
+            *(part, self._ticks, self._slots, self._tables, layouts_T),
+            *(directory, memory.logs.directory),
+        )
+        self._num_touched += len(part)
+        return True
 
 
 @compiled
@@ -177,18 +201,19 @@ def _draw_ticks(
     uses_R: Words,
     tables_R: npt.NDArray[np.uint16],
     base: np.uint64,
+    offset: np.uint64,
     ticks_R: Words,
 ) -> None:
-    """Give rows of one request one tick, later requests later ones.
+    """Give rows of one request one tick, later requests later ones, all above base.
 
-    A tick is that of the checkpoint, unless several tables share it, as they may when
-    rows come from several servers: in a log, a tick belongs to one arena.
+    A tick is that of the checkpoint plus the offset, unless several tables share it, as
+    they may when rows come from several servers: in a log, a tick belongs to one arena.
     """
     tick, old, table = base, np.uint64(0), np.uint16(0)
     for r in order:
         of_row = uses_R[r] >> _PLACE_BITS
         if tick == base or of_row != old or tables_R[r] != table:
-            tick = max(tick + np.uint64(1), base + of_row)
+            tick = max(tick + np.uint64(1), offset + of_row)
             old, table = of_row, tables_R[r]
         ticks_R[r] = tick
 
@@ -197,6 +222,7 @@ def _draw_ticks(
 def _add_rows(
     ids_N: Words,
     ticks_N: Words,
+    keeps_place_N: Bools,
     metadata_N: Numbers,
     state_NS: npt.NDArray[np.float32],
     weights_N: npt.NDArray[np.uint8],
@@ -211,7 +237,8 @@ def _add_rows(
 ) -> None:
     """Write rows into slots; those whose tick is ``NEVER`` are skipped.
 
-    A row that has come with the same or a later use gets the tick ``NEVER``.
+    A row that has come with the same or a later use, or that was there and keeps its
+    place in the order, gets the tick ``NEVER``.
     """
     arenas, logs = unowned(arenas), unowned(logs)
     rows = rows_at(arenas, layout)
@@ -233,6 +260,7 @@ def _add_rows(
                 continue
             hash_ = hash_of(ids_N[n], rows.owner)
             slot = find_slot(index, rows, ids_N[n], hash_)
+            tick = ticks_N[n]
             is_newer = True
             if slot == NOT_FOUND:
                 if tally[ROWS] >= capacity:
@@ -240,13 +268,15 @@ def _add_rows(
                 slot = _make_row(ids_N[n], hash_, index, rows, cursor, arenas, tally)
             else:
                 word = load_word(rows.base + slot * rows.stride + WORD)
-                is_newer = word & TICK_MASK < ticks_N[n]
+                is_newer = word & TICK_MASK < tick
+                if keeps_place_N[n]:
+                    tick, ticks_N[n] = word & TICK_MASK, NEVER
             slots_N[n] = np.uint32(slot)
             if not is_newer:
                 ticks_N[n] = NEVER
             else:
                 address, row = rows.base + slot * rows.stride, np.uint64(n)
-                store_word(address + WORD, (rows.owner << OWNER_SHIFT) | ticks_N[n])
+                store_word(address + WORD, (rows.owner << OWNER_SHIFT) | tick)
                 metadata = from_metadata + row * metadata_bytes
                 copy_bytes(address + FREQUENCY, metadata, metadata_bytes)
                 state = from_state + row * state_bytes

@@ -3,8 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.compiled import read_only
 from persia_torchrec.store.consistency import check_store
 from persia_torchrec.store.index import Index
+from persia_torchrec.store.insert import remove_ids
 from persia_torchrec.store.lookup import (
     EVICTED,
     EXPIRED_SECONDS,
@@ -15,6 +17,7 @@ from persia_torchrec.store.lookup import (
     MISSES,
     REJECTED,
     ROWS,
+    Ids,
     Slots,
 )
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
@@ -36,7 +39,7 @@ _TALLY = {
     "expired_seconds": EXPIRED_SECONDS,
     "expired_norm": FADED,
 }
-_NUM_PLACES = len(_TALLY) + 2  # rows in use and the tick
+_NUM_PLACES = len(_TALLY) + 4  # rows, tick, list of what leaves
 
 
 class ShardMemory:
@@ -81,6 +84,10 @@ class ShardMemory:
         words = self.tables.arenas[state.layout[ARENA]].words
         rows = self.floats_at(state, found.slots)
         return ScannedRows(ids_at(found.slots, words), rows, found.next_slot)
+
+    def remove(self, state: TableState, ids_N: Ids) -> None:
+        """Take the rows of ids out; those that have none do not matter."""
+        remove_ids(read_only(ids_N), *self.rows(state), self.tally, state.layout)
 
     def clear(self) -> None:
         """Drop all rows; what has been counted stays counted."""

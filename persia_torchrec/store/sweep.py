@@ -26,7 +26,6 @@ from persia_torchrec.store.lookup import (
     EXPIRED_SECONDS,
     EXPIRED_STEPS,
     FADED,
-    ROWS,
     Tally,
 )
 from persia_torchrec.store.memory import load_half_word, load_word
@@ -126,7 +125,7 @@ def sweep_slots(
         lines: of the index.
         cursor: of the index.
         arenas: the directory of arenas.
-        tally: int64 ``(10,)``, counted up.
+        tally: int64 ``(12,)``, counted up.
     """
     arena_ = np.uint64(arena)
     index = index_at(lines, cursor)
@@ -151,8 +150,7 @@ def sweep_slots(
             tally[FADED] += 1
         else:
             continue
-        remove_row(arena_, np.uint64(slot), index, cursor, arenas)
-        tally[ROWS] -= 1
+        remove_row(arena_, np.uint64(slot), index, cursor, arenas, tally)
 
 
 def _rules(expiry: Expiry) -> list[float]:

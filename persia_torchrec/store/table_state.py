@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from persia_torchrec.embedding.admission import AdmitAll
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.admission import AdmissionState, admission_state
 from persia_torchrec.store.initializer import FillPlan, fill_plan
-from persia_torchrec.store.rows import Floats, Layout
+from persia_torchrec.store.lookup import Counts, Ids, Places
+from persia_torchrec.store.rows import HAS_METADATA, Floats, Layout
 from persia_torchrec.table import TableSpec
 
 if TYPE_CHECKING:
@@ -53,6 +55,33 @@ class TableState:
     def now(self, now_s: float) -> tuple[np.uint64, np.uint64]:
         """Return the table's step and the present second, for metadata."""
         return np.uint64(self.num_updates), np.uint64(max(now_s, 0))
+
+    def admit(
+        self, ids_N: Ids, counts_N: Counts, missing: Places, out_ND: Floats
+    ) -> Places:
+        """Return which of the missing ids get a row; write what the others read.
+
+        Args:
+            ids_N: uint64 ``(N,)``.
+            counts_N: uint32 ``(N,)``, how often each is in the batch; or empty.
+            missing: int64, which of them have no row.
+            out_ND: float32 ``(N, D)``, overwritten where an id is not admitted.
+        """
+        if self.admission is None:
+            return missing
+        ids = ids_N[missing]
+        counts = counts_N[missing] if len(counts_N) else np.ones(len(ids))
+        is_admitted = self.admission.admit(ids, counts.astype(np.int64))
+        out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
+        return missing[is_admitted]
+
+    def require_metadata(self) -> None:
+        """Raise ConfigError if the rows carry no metadata."""
+        if not self.layout[HAS_METADATA]:
+            raise ConfigError(
+                f"Table {self.spec.name!r} keeps no metadata. Add it with "
+                "keeps_metadata=True."
+            )
 
     def changed(self, spec: TableSpec, engine: "FbgemmEngine | None") -> "TableState":
         """Return the state under new settings.

@@ -51,7 +51,7 @@ def written(blocks, tables=TABLES):
 
 
 def read(data):
-    return list(ShardReader(io.BytesIO(data), "some/file").blocks())
+    return list(ShardReader(io.BytesIO(data), "some/file").rows())
 
 
 @given(blocks=blocks)
@@ -59,7 +59,7 @@ def test_what_is_written_is_read(blocks):
     data, said = written(blocks)
     reader = ShardReader(io.BytesIO(data), "some/file")
     assert (reader.shard, reader.num_shards, reader.tables) == (1, 3, TABLES)
-    found = list(reader.blocks())
+    found = list(reader.rows())
     assert [(table, len(rows)) for table, rows in found] == blocks
     for seed, (table, rows) in enumerate(found):
         expected = rows_of(table, len(rows), seed).columns()

@@ -1,0 +1,124 @@
+"""Which rows of a server have changed: each id once, however often it was named.
+
+A journal (``store/journal.py``) names ids as the requests did. Here they are put
+together, by any thread: which ids have to be looked at, when each was last used, and
+which have left at some moment.
+
+Dimension key:
+    U: ids of one table, each once
+    L: ids as they were named
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.compiled import read_only
+from persia_torchrec.routing.dedup import unique_ids
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.store.journal import Changes
+from persia_torchrec.store.row_columns import PLACE_BITS
+
+Uses = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+
+_LAST_PLACE = 2**PLACE_BITS - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedIds:
+    """What has changed in one table.
+
+    Attributes:
+        ids: uint64 ``(U,)``, each once; read-only.
+        uses: uint64 ``(U,)``, when each was last used, see ``RowColumns``; 0 where it
+            was not.
+        have_left: bool ``(U,)``, whether its row has left at some moment; it may be
+            there again.
+    """
+
+    ids: Ids
+    uses: Uses
+    have_left: Bools
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def parts(self, num_ids: int) -> Iterator["ChangedIds"]:
+        """Yield all of it, so many ids at a time."""
+        for start in range(0, len(self), num_ids):
+            part = slice(start, start + num_ids)
+            yield ChangedIds(self.ids[part], self.uses[part], self.have_left[part])
+
+
+_NOTHING = ChangedIds(
+    read_only(np.empty(0, np.uint64)), np.empty(0, np.uint64), np.empty(0, np.bool_)
+)
+
+
+class PendingChanges:
+    """Changes that wait to be written. Owned by one thread.
+
+    Attributes:
+        tables: by number of the table.
+        was_cleared: all rows were dropped before.
+        num_ids: ids in it.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[int, ChangedIds] = {}
+        self.was_cleared = False
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of all tables."""
+        return sum(map(len, self.tables.values()))
+
+    def add(self, changes: Changes) -> None:
+        """Add what happened next."""
+        if changes.was_cleared:
+            self.tables, self.was_cleared = {}, True
+        pieces: dict[int, _Pieces] = {}
+        for used in changes.used:
+            ids_L = used.in_order()
+            places = np.minimum(np.arange(len(ids_L)), _LAST_PLACE).astype(np.uint64)
+            uses = np.uint64(used.tick << PLACE_BITS) + places
+            pieces.setdefault(used.table, _Pieces()).add(ids_L, uses)
+        for table, ids_L in changes.updated:
+            pieces.setdefault(table, _Pieces()).add(ids_L)
+        for left in changes.left:
+            for owner in np.unique(left[:, 1]).tolist():
+                ids_L = left[left[:, 1] == owner, 0]
+                pieces.setdefault(owner - 1, _Pieces()).add(ids_L, have_left=True)
+        for table, of_table in pieces.items():
+            before = self.tables.get(table, _NOTHING)
+            self.tables[table] = of_table.together(before)
+
+
+class _Pieces:
+    """Ids of one table, as they were named."""
+
+    def __init__(self) -> None:
+        self._ids: list[Ids] = []
+        self._uses: list[Uses] = []
+        self._have_left: list[Bools] = []
+
+    def add(
+        self, ids_L: Ids, uses: Uses | None = None, *, have_left: bool = False
+    ) -> None:
+        self._ids.append(ids_L)
+        self._uses.append(np.zeros(len(ids_L), np.uint64) if uses is None else uses)
+        self._have_left.append(np.full(len(ids_L), have_left))
+
+    def together(self, before: ChangedIds) -> ChangedIds:
+        """Return all ids, each once with its latest use."""
+        unique = unique_ids(np.concatenate([before.ids, *self._ids]))
+        uses_U = np.zeros(len(unique.ids), dtype=np.uint64)
+        uses_L = np.concatenate([before.uses, *self._uses])
+        np.maximum.at(uses_U, unique.inverse, uses_L)
+        have_left_U = np.zeros(len(unique.ids), dtype=np.bool_)
+        have_left_L = np.concatenate([before.have_left, *self._have_left])
+        have_left_U[unique.inverse[have_left_L]] = True
+        return ChangedIds(read_only(unique.ids), uses_U, have_left_U)

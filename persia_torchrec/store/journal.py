@@ -1,0 +1,161 @@
+"""Note which rows change, so that the changes can be written elsewhere.
+
+A copy of a store stays equal to it if it gets, again and again, the rows that have
+changed since the last time, whole, and the ids of those that have left. The journal
+says which these are. Nothing is copied on the way: it keeps the arrays of ids that the
+requests came with, and the loops that take rows out write their ids into a list:
+
+    lookup, write   ids, tick of the request          they were used, perhaps made
+    update          ids                               their floats have changed
+    eviction, sweep (id, owner), one after the other  they have left
+
+:meth:`ChangeJournal.cut` hands over what was noted and begins anew.
+
+Dimension key:
+    N: ids of one request
+    K: rows that have left
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.store.lookup import LEFT_AT, LEFT_ROOM, Ids, Places, Tally
+
+Words = npt.NDArray[np.uint64]
+
+_LEFT_WORDS = 2
+_FIRST_ROOM = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UsedRows:
+    """A training lookup: first it used the rows that were there, then it made others.
+
+    Attributes:
+        table: number of the table.
+        tick: of the request.
+        ids: uint64 ``(N,)``, as they were asked for; each once.
+        missing: int64, which of them had no row.
+        made: int64, which of those got one.
+    """
+
+    table: int
+    tick: int
+    ids: Ids
+    missing: Places
+    made: Places
+
+    def in_order(self) -> Ids:
+        """Return the ids of rows in the order in which they were used."""
+        if len(self.missing) == 0:
+            return self.ids
+        were_there = np.ones(len(self.ids), dtype=np.bool_)
+        were_there[self.missing] = False
+        return np.concatenate([self.ids[were_there], self.ids[self.made]])
+
+
+@dataclass(slots=True)
+class Changes:
+    """What has changed in some stretch of time.
+
+    Attributes:
+        used: training lookups and writes, in their order.
+        updated: table and ids of updates; uint64 ``(N,)`` each.
+        left: uint64 ``(K, 2)`` each: id, and number of the table plus one.
+        was_cleared: before all that, every row was dropped.
+        num_ids: that are named above, repeats included.
+        num_requests: that had an update, with ids or without.
+    """
+
+    used: list[UsedRows] = field(default_factory=list)
+    updated: list[tuple[int, Ids]] = field(default_factory=list)
+    left: list[Words] = field(default_factory=list)
+    was_cleared: bool = False
+    num_ids: int = 0
+    num_requests: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has happened."""
+        return not (self.num_ids or self.num_requests or self.was_cleared)
+
+
+class ChangeJournal:
+    """What has changed since the last cut. Owned by the store's thread.
+
+    Args:
+        tally: of the store, where its loops find the list of rows that leave.
+
+    Attributes:
+        is_on: whether anything is noted.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._changes = Changes()
+        self.is_on = False
+
+    def begin(self) -> None:
+        """Note from now on what changes."""
+        self.end()
+        self._begin_left(_FIRST_ROOM)
+        self.is_on = True
+
+    def end(self) -> None:
+        """Forget what was noted, and note nothing any more."""
+        self.is_on = False
+        self._changes = Changes()
+        self._tally[LEFT_AT] = self._tally[LEFT_ROOM] = 0
+
+    @property
+    def num_ids(self) -> int:
+        """Ids noted since the last cut, repeats included."""
+        return self._changes.num_ids
+
+    def make_room(self, num_rows: int) -> None:
+        """See to it that so many rows can leave before the next call."""
+        if self.is_on and self._tally[LEFT_ROOM] < num_rows:
+            self._end_left()
+            self._begin_left(max(num_rows, 2 * len(self._left)))
+
+    def used(self, rows: UsedRows) -> None:
+        """Note a training lookup, or a write."""
+        self._changes.used.append(rows)
+        self._changes.num_ids += len(rows.ids)
+
+    def updated(self, table: int, ids_N: Ids) -> None:
+        """Note an update."""
+        if not self.is_on:
+            return
+        self._changes.num_requests += 1
+        if len(ids_N):
+            self._changes.updated.append((table, ids_N))
+            self._changes.num_ids += len(ids_N)
+
+    def cleared(self) -> None:
+        """Note that all rows were dropped."""
+        if self.is_on:
+            self.cut()
+            self._changes.was_cleared = True
+
+    def cut(self) -> Changes:
+        """Return what was noted since the last cut; nothing if it is not on."""
+        if not self.is_on:
+            return Changes()
+        self._end_left()
+        self._begin_left(_FIRST_ROOM)
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    def _begin_left(self, room: int) -> None:
+        self._left = np.empty((room, _LEFT_WORDS), dtype=np.uint64)
+        self._tally[LEFT_AT] = self._left.ctypes.data
+        self._tally[LEFT_ROOM] = room
+
+    def _end_left(self) -> None:
+        num = len(self._left) - int(self._tally[LEFT_ROOM])
+        if num:
+            self._changes.left.append(self._left[:num].copy())
+            self._changes.num_ids += num

@@ -1,0 +1,284 @@
+"""Increments: a copy that gets them becomes equal to the store that made them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia_torchrec.checkpoint.changes import PendingChanges
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_file import (
+    Increment,
+    IncrementHead,
+    increment_name,
+    read_increment,
+    write_increment,
+)
+from persia_torchrec.checkpoint.increment_import import IncrementImport
+from persia_torchrec.checkpoint.shard_file import FileTable
+from persia_torchrec.embedding import AdmitFrequency, Expiry
+from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.store.lookup import TICK
+from persia_torchrec.store.row_gather import gather_rows
+from persia_torchrec.store.rows import HAS_METADATA
+from persia_torchrec.table import TableSpec
+from tests.servers import ids_of
+from tests.store.test_row_moves import (
+    TABLES,
+    assert_same,
+    copy_of,
+    evictions,
+    ids,
+    run,
+    store_of,
+    update,
+    use,
+)
+
+EXPIRING = TableSpec(
+    name="g", dim=2, optimizer=SGD(0.5), expiry=Expiry(steps_to_live=2)
+)
+COUNTED = TableSpec(name="h", dim=2, optimizer=SGD(0.5), admission=AdmitFrequency(2))
+SPECS = [*TABLES, EXPIRING, COUNTED]
+
+number_of_table = st.integers(0, len(SPECS) - 1)
+requests = st.lists(
+    st.tuples(
+        st.sampled_from(["use", "train", "write", "update", "sweep", "clear", "cut"]),
+        number_of_table,
+        ids,
+    ),
+    max_size=30,
+)
+
+
+class Journaled:
+    """A store that notes what changes, and makes increments of it."""
+
+    def __init__(self, eviction="lru", capacity_rows=20):
+        self.store = store_of(capacity_rows, eviction, SPECS)
+        self.increments = []
+
+    def begin(self):
+        self.store.journal.begin()
+
+    def do(self, request, between=lambda: None):
+        what, table, of_table = request
+        store = self.store
+        match what:
+            case "use":
+                use(store, table, of_table)
+            case "train":
+                use(store, table, of_table)
+                update(store, table, of_table)
+            case "update":
+                update(store, table, of_table)
+            case "write":
+                width = store.tables[table].dim + store.tables[table].num_state_floats
+                rows = np.full((len(of_table), width), len(of_table), np.float32)
+                store.write(table, ids_of(*of_table), rows)
+            case "sweep":
+                store.sweep(40)
+            case "clear":
+                store.clear()
+            case "cut":
+                self.cut(between)
+
+    def cut(self, between=lambda: None):
+        """Make an increment; ``between`` runs while its rows are gathered."""
+        pending = PendingChanges()
+        store = self.store
+        states = store.memory.tables.states
+        head = {
+            "log": "log",
+            "number": len(self.increments) + 1,
+            "shard": 0,
+            "num_shards": 1,
+            "created_s": 7.0,
+            "tick": int(store.memory.tally[TICK]),
+            "tables": [FileTable(s.spec, bool(s.layout[HAS_METADATA])) for s in states],
+            "num_updates": [state.num_updates for state in states],
+        }
+        pending.add(store.journal.cut())
+        increment = Increment(IncrementHead(was_cleared=pending.was_cleared, **head))
+        for table, changed in pending.tables.items():
+            for part in changed.parts(3):
+                rows, found = gather_rows(store.memory, table, part.ids)
+                rows.uses[:] = part.uses[found]
+                increment.rows.append((table, rows))
+                increment.gone.append((table, part.ids[~found & part.have_left]))
+                between()
+        self.increments.append(increment)
+        return increment
+
+
+def put_in(store, increment, shard=0, num_shards=1, between=lambda: None):
+    moving = IncrementImport(store, increment, shard, num_shards)
+    while moving.advance():
+        between()
+    store.check()
+
+
+@given(before=requests, after=requests, eviction=evictions)
+def test_a_copy_with_all_increments_equals_the_store(before, after, eviction):
+    source = Journaled(eviction)
+    source.begin()
+    for request in before:
+        source.do(request)
+    copy = copy_of(source.store, eviction=eviction, specs=SPECS)
+    source.store.journal.cut()
+    source.increments.clear()
+    for request in after:
+        source.do(request)
+    source.cut()
+    for increment in source.increments:
+        put_in(copy, increment)
+    assert_same(copy, source.store)
+    steps = [source.store.step(t) for t in range(len(SPECS))]
+    assert [copy.step(t) for t in range(len(SPECS))] == steps
+
+
+@given(done=requests, eviction=evictions)
+def test_increments_that_come_twice_change_nothing(done, eviction):
+    source = Journaled(eviction)
+    source.begin()
+    copy = store_of(20, eviction, SPECS)
+    for request in done:
+        source.do(request)
+    source.cut()
+    for increment in source.increments:
+        put_in(copy, increment)
+    for increment in source.increments:  # all of them once more, from the first on
+        put_in(copy, increment)
+    assert sorted(copy.ids_oldest_first()) == sorted(source.store.ids_oldest_first())
+    for number in range(len(SPECS)):
+        of_table = [i for t, i in copy.ids_oldest_first() if t == number]
+        mine, others = (s.read(number, ids_of(*of_table)) for s in (copy, source.store))
+        assert mine.tobytes() == others.tobytes()
+
+
+@given(done=requests, meanwhile=requests, eviction=evictions)
+def test_what_happens_while_rows_are_gathered_comes_with_the_next(
+    done, meanwhile, eviction
+):
+    source = Journaled(eviction)
+    source.begin()
+    copy = store_of(20, eviction, SPECS)
+    left = [request for request in meanwhile if request[0] != "cut"]
+
+    def between():
+        if left:
+            source.do(left.pop())
+
+    for request in done:
+        source.do(request, between)
+    source.cut(between)
+    source.cut()
+    for increment in source.increments:
+        put_in(copy, increment)
+    assert_same(copy, source.store)
+
+
+@given(done=requests, num_shards=st.integers(2, 4))
+def test_several_servers_take_their_parts_of_an_increment(done, num_shards):
+    source = Journaled()
+    source.begin()
+    for request in done:
+        source.do(request)
+    source.cut()
+    copies = [store_of(20, specs=SPECS) for _ in range(num_shards)]
+    for shard, copy in enumerate(copies):
+        for increment in source.increments:
+            put_in(copy, increment, shard, num_shards)
+    rows = source.store.ids_oldest_first()
+    assert sorted(r for c in copies for r in c.ids_oldest_first()) == sorted(rows)
+    for shard, copy in enumerate(copies):
+        for table, id_ in copy.ids_oldest_first():
+            assert is_of_shard(ids_of(id_), shard, num_shards).all()
+            mine, others = (s.read(table, ids_of(id_)) for s in (copy, source.store))
+            assert mine.tobytes() == others.tobytes()
+
+
+def test_a_smaller_server_keeps_what_was_used_last():
+    source = Journaled(capacity_rows=20)
+    source.begin()
+    use(source.store, 0, list(range(12)))
+    small = store_of(5, specs=SPECS)
+    put_in(small, source.cut())
+    assert small.ids_oldest_first() == [(0, id_) for id_ in range(7, 12)]
+    update(source.store, 0, [1, 8])  # 1 has no row there, and gets one
+    put_in(small, source.cut())
+    assert small.num_rows == 5
+    assert (
+        small.read(0, ids_of(8)).tobytes() == source.store.read(0, ids_of(8)).tobytes()
+    )
+
+
+def test_an_id_that_never_had_a_row_is_in_no_increment():
+    source = Journaled()
+    source.begin()
+    counted = SPECS.index(COUNTED)
+    use(source.store, counted, [1])
+    update(source.store, counted, [1])
+    increment = source.cut()
+    assert sum(len(rows) for _, rows in increment.rows) == 0
+    assert sum(len(ids) for _, ids in increment.gone) == 0
+
+
+def test_a_file_gives_back_what_was_written(tmp_path):
+    source = Journaled(capacity_rows=5)
+    source.begin()
+    for table in range(len(SPECS)):
+        use(source.store, table, [1, 2, 3])
+    increment = source.cut()
+    folder = Folder(tmp_path)
+    written = write_increment(folder, increment)
+    found = read_increment(folder, 1)
+    assert found.head == increment.head
+    assert written.size_bytes == found.size_bytes
+    source_rows = [(t, rows) for t, rows in increment.rows if len(rows)]
+    assert [t for t, _ in found.rows] == [t for t, _ in source_rows]
+    for (_, mine), (_, others) in zip(found.rows, source_rows, strict=True):
+        for column, other in zip(mine.columns(), others.columns(), strict=True):
+            assert column.tobytes() == other.tobytes()
+    gone = {(t, i) for t, ids in increment.gone for i in ids.tolist()}
+    assert {(t, i) for t, ids in found.gone for i in ids.tolist()} == gone
+    assert len(gone) > 0
+
+
+@given(data=st.data())
+def test_a_damaged_file_is_refused(data, tmp_path_factory):
+    folder = Folder(tmp_path_factory.mktemp("log"))
+    source = Journaled()
+    source.begin()
+    use(source.store, 1, [1, 2, 3])
+    write_increment(folder, source.cut())
+    whole = folder.read(increment_name(1))
+    place = data.draw(st.integers(0, len(whole) - 1))
+    bit = data.draw(st.integers(0, 7))
+    damaged = bytearray(whole)
+    damaged[place] ^= 1 << bit
+    folder.write(increment_name(1), bytes(damaged))
+    with pytest.raises(CheckpointError, match=increment_name(1)):
+        read_increment(folder, 1)
+
+
+def test_an_increment_of_other_tables_is_refused_before_anything_changes():
+    source = Journaled()
+    source.begin()
+    use(source.store, 0, [1])
+    increment = source.cut()
+    other = store_of(20, specs=[TableSpec(name="a", dim=9, optimizer=Adagrad(0.1))])
+    with pytest.raises(CheckpointError, match=r"'a' must have dim 9.*Received: dim 4"):
+        put_in(other, increment)
+    assert other.num_rows == 0
+    assert len(other.tables) == 1
+
+
+def test_nothing_is_noted_unless_it_is_asked_for():
+    source = Journaled(capacity_rows=5)
+    run(source.store, [(0, list(range(9)), True)])
+    source.store.clear()
+    assert source.store.journal.cut().is_empty
