@@ -183,7 +183,7 @@ def test_what_happens_while_rows_are_gathered_comes_with_the_next(
 
 @given(done=requests, num_shards=st.integers(2, 4))
 def test_several_servers_take_their_parts_of_an_increment(done, num_shards):
-    source = Journaled()
+    source = Journaled(capacity_rows=8)
     source.begin()
     for request in done:
         source.do(request)
@@ -214,6 +214,21 @@ def test_a_smaller_server_keeps_what_was_used_last():
     assert (
         small.read(0, ids_of(8)).tobytes() == source.store.read(0, ids_of(8)).tobytes()
     )
+
+
+def test_rows_that_have_expired_leave_the_copy_too():
+    source = Journaled()
+    source.begin()
+    copy = store_of(20, specs=SPECS)
+    table = SPECS.index(EXPIRING)
+    use(source.store, table, [1, 2])
+    put_in(copy, source.cut())
+    for _ in range(4):
+        update(source.store, table, [2])
+    source.store.sweep(100)
+    assert source.store.ids_oldest_first() == [(table, 2)]
+    put_in(copy, source.cut())
+    assert_same(copy, source.store)
 
 
 def test_an_id_that_never_had_a_row_is_in_no_increment():
