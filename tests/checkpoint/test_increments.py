@@ -187,7 +187,7 @@ def test_several_servers_take_their_parts_of_an_increment(done, num_shards):
     source.begin()
     for request in done:
         source.do(request)
-    source.cut()
+        source.cut()
     copies = [store_of(20, specs=SPECS) for _ in range(num_shards)]
     for shard, copy in enumerate(copies):
         for increment in source.increments:
