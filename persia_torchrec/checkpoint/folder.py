@@ -99,6 +99,14 @@ class Folder:
         with self.created(name) as file:
             file.write(data)
 
+    def remove(self, name: str) -> None:
+        """Delete a file; one that is not there does not matter."""
+        with (
+            _errors("delete", self.path_of(name)),
+            contextlib.suppress(FileNotFoundError),
+        ):
+            self._fs.rm_file(self._within(name))
+
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to read it from the front."""

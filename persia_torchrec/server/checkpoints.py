@@ -28,6 +28,7 @@ from persia_torchrec.checkpoint.series import shard_name
 from persia_torchrec.checkpoint.shard_file import FileTable
 from persia_torchrec.errors import CheckpointError, FrameError, StoreError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.spare_time import WAIT_MS, SpareTime
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.lookup import TICK
 from persia_torchrec.store.row_export import RowExport
@@ -39,21 +40,13 @@ logger = logging.getLogger(__name__)
 _SHARE_IN_USE = 0.05
 """Part of a processor that a dump takes while rows are asked for."""
 
-_MAX_CREDIT_S = 0.005
-"""How much of that may come together."""
-
-_IN_USE_S = 0.2
-"""How long after the last request for rows the server counts as in use."""
-
-_NEED_ROWS = frozenset(
+NEED_ROWS = frozenset(
     (
         *(Kind.LOOKUP, Kind.UPDATE, Kind.WRITE, Kind.READ, Kind.METADATA),
         *(Kind.ADD_TABLES, Kind.CLEAR, Kind.COUNTERS, Kind.EXPORT, Kind.STEP),
     )
 )
-
-_WAIT_MS = 2
-"""How soon to look again whether a dump can go on."""
+"""Requests for rows."""
 
 
 class Checkpoints:
@@ -70,8 +63,7 @@ class Checkpoints:
         self._dump: _Dump | None = None
         self._load: ShardLoad | None = None
         self._task = -1
-        self._used_s = float("-inf")
-        self._seen_s = self._credit_s = 0.0
+        self._spare_time = SpareTime(_SHARE_IN_USE)
 
     def answer(self, kind: Kind, request: object) -> dict[str, object]:
         """Answer a CHECKPOINT request, or a PROGRESS request."""
@@ -137,9 +129,9 @@ class Checkpoints:
         Raises:
             StoreError: it needs the store, which is being filled.
         """
-        if kind not in _NEED_ROWS:
+        if kind not in NEED_ROWS:
             return
-        self._used_s = time.monotonic()
+        self._spare_time.rows_are_asked_for()
         if self.is_loading:
             raise StoreError(
                 "The server loads a checkpoint, and has no rows until it is loaded. "
@@ -164,11 +156,9 @@ class Checkpoints:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
         if self._dump is None or self._dump.is_over:
             return idle_ms
-        if self._may_dump():
-            return 0
-        # Who wakes up for a dump again and again waits longer for the processor when a
-        # request comes: so the next slice waits for that request.
-        return idle_ms if self._is_in_use() else _WAIT_MS
+        if not self._dump.has_room:
+            return idle_ms if self._spare_time.is_in_use() else WAIT_MS
+        return self._spare_time.wait_ms(idle_ms)
 
     def work(self) -> None:
         """Do a slice of a dump, if there is one and it is its turn."""
@@ -176,21 +166,13 @@ class Checkpoints:
             return
         begin_s = time.thread_time()
         writing_s = self._dump.advance()
-        self._credit_s -= time.thread_time() - begin_s + writing_s
+        self._spare_time.spend(time.thread_time() - begin_s + writing_s)
 
     def _may_dump(self) -> bool:
-        """Whether there is room, and time: credit that grows by the share."""
+        """Whether there is room, and time."""
         assert self._dump is not None
-        now_s = time.monotonic()
-        earned_s = (now_s - self._seen_s) * _SHARE_IN_USE
-        self._credit_s = min(self._credit_s + earned_s, _MAX_CREDIT_S)
-        self._seen_s = now_s
-        if not self._is_in_use():
-            self._credit_s = _MAX_CREDIT_S
-        return self._dump.has_room and self._credit_s > 0
-
-    def _is_in_use(self) -> bool:
-        return time.monotonic() - self._used_s < _IN_USE_S
+        has_time = self._spare_time.may_work()
+        return self._dump.has_room and has_time
 
     def _require_idle(self) -> None:
         is_dumping = self._dump is not None and self._dump.phase == "dumping"

@@ -39,6 +39,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("persia_torchrec.server.checkpoints.time", clock)
+    monkeypatch.setattr("persia_torchrec.server.spare_time.time", clock)
     monkeypatch.setattr(  # whose thread lives in real time
         "persia_torchrec.checkpoint.dump.time", SimpleNamespace(thread_time=lambda: 0)
     )
