@@ -84,16 +84,6 @@ ONE_VALUE = (
         "Leave it out: it follows from feature_groups.",
     ),
     OneValue(
-        "common_config.job_type",
-        "Train",
-        "A job trains; evaluate in it, with eval_ctx().",
-    ),
-    OneValue(
-        "common_config.infer_config",
-        None,
-        "Leave it out: look rows up in the job that trains them, with eval_ctx().",
-    ),
-    OneValue(
         "embedding_parameter_server_config.enable_incremental_update",
         False,
         "Lookups outside training, with eval_ctx(), see every update at once.",

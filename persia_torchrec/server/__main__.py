@@ -5,6 +5,9 @@
 In a job (the environment says where its address book is) the server registers there,
 and ends when the job ends. With ``--standalone`` it belongs to the process that
 started it, prints ``ready ADDRESS``, and ends with that process or by SIGTERM.
+
+Where ``global_config.yml`` says ``job_type: Infer`` it belongs to no job: it serves the
+checkpoint that the file names, see ``server/inference.py``.
 """
 
 import argparse
@@ -16,9 +19,14 @@ import threading
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.config import load_global_config
+from persia_torchrec.config import (
+    GlobalSettings,
+    inference_settings,
+    load_global_config,
+)
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.inference import inference_config, serve_inference
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
@@ -40,6 +48,8 @@ def main() -> int:
     try:
         if arguments.standalone:
             _serve_standalone(arguments)
+        elif (settings := _inference_settings(arguments)) is not None:
+            _serve_inference(arguments, settings)
         else:
             # Only a job needs torch (for its address book), which takes two seconds.
             from persia_torchrec.server.job import serve_in_job
@@ -62,7 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--host", default=None, help="address to listen on [the way to the job's store]"
     )
-    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    add(
+        "--port",
+        type=int,
+        default=None,
+        help="port to listen on; 0 takes a free one [0; for inference that of servers]",
+    )
     add("--capacity", type=int, default=None, help="rows of all tables together")
     add(
         "--eviction",
@@ -89,35 +104,58 @@ def _shard(arguments: argparse.Namespace) -> int:
     return env.get_replica_index() if arguments.shard is None else arguments.shard
 
 
+def _num_shards(arguments: argparse.Namespace) -> int:
+    num_shards = arguments.num_shards
+    return env.get_replica_size() if num_shards is None else int(num_shards)
+
+
 def _make_server(arguments: argparse.Namespace, host: str) -> EmbeddingServer:
-    config = _config(arguments, host)
+    return _started(_config(arguments, host))
+
+
+def _started(config: ServerConfig) -> EmbeddingServer:
+    logger.info("settings %s", config)
     precision.warm_up()
     warm_up()
     return EmbeddingServer(config)
 
 
 def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
-    num_shards = arguments.num_shards
-    config = ServerConfig(
+    return ServerConfig(
         shard=_shard(arguments),
-        num_shards=env.get_replica_size() if num_shards is None else num_shards,
+        num_shards=_num_shards(arguments),
         host=arguments.host or host,
-        port=arguments.port,
+        port=arguments.port or 0,
         capacity_rows=_capacity(arguments),
         eviction=arguments.eviction,
         optimizer_engine=arguments.optimizer_engine,
     )
-    logger.info("settings %s", config)
-    return config
 
 
 def _capacity(arguments: argparse.Namespace) -> int:
     if arguments.capacity is not None:
         return int(arguments.capacity)
-    path = arguments.global_config or env.global_config_path()
+    path = _global_config(arguments)
     if path is None:
         return ServerConfig().capacity_rows
     return load_global_config(path).embedding_parameter_server.capacity
+
+
+def _global_config(arguments: argparse.Namespace) -> str | Path | None:
+    return arguments.global_config or env.global_config_path()
+
+
+def _inference_settings(arguments: argparse.Namespace) -> GlobalSettings | None:
+    in_job = env.job_store() is not None
+    return inference_settings(_global_config(arguments), in_job=in_job)
+
+
+def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) -> None:
+    infer = settings.common.infer
+    assert infer is not None
+    config = _config(arguments, infer.listen_host)
+    config = inference_config(config, infer, has_port=arguments.port is not None)
+    serve_inference(lambda: _started(config))
 
 
 def _serve_standalone(arguments: argparse.Namespace) -> None:

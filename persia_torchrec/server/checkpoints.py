@@ -16,6 +16,7 @@ rows that were loaded and left out.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -32,7 +33,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.lookup import TICK
 from persia_torchrec.store.row_export import RowExport
 from persia_torchrec.store.rows import HAS_METADATA
-from persia_torchrec.wire.messages import Kind
+from persia_torchrec.wire.messages import Header, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,13 @@ class Checkpoints:
     Args:
         config: of the server.
         store: of the server.
+
+    Attributes:
+        incarnation: what this start of the server is called: its rows are new.
     """
 
     def __init__(self, config: ServerConfig, store: EmbeddingStore) -> None:
+        self.incarnation = secrets.randbits(63) | 1
         self._config = config
         self._store = store
         self._dump: _Dump | None = None
@@ -131,13 +136,18 @@ class Checkpoints:
         """Whether the store belongs to a load now."""
         return self._load is not None and self._load.phase == "loading"
 
-    def admit(self, kind: Kind) -> None:
+    @property
+    def may_sweep(self) -> bool:
+        """Whether rows that have expired may leave now."""
+        return not self.is_loading
+
+    def admit(self, header: Header) -> None:
         """A request has come.
 
         Raises:
             StoreError: it needs the store, which is being filled.
         """
-        if kind not in _NEED_ROWS:
+        if header.kind not in _NEED_ROWS:
             return
         self._used_s = time.monotonic()
         if self.is_loading:

@@ -40,6 +40,10 @@ class ServerConfig:
     max_request_ids: int = 16_777_216
     """Ids that one request may name, of all its tables. More are refused."""
 
+    checkpoint: str | None = None
+    """What the server loads at its start and then serves, for inference: a checkpoint,
+    or a folder with several, for its latest. None: it trains."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
             raise ConfigError(
