@@ -8,8 +8,10 @@ from persia_torchrec.config import (
     GlobalSettings,
     SlotConfig,
     differences,
+    inference_settings,
     load_embedding_config,
     load_global_config,
+    refuse_inference,
 )
 from persia_torchrec.config.differences import MISTAKEN, NO_EFFECT, ONE_VALUE
 from persia_torchrec.errors import ConfigError
@@ -48,6 +50,11 @@ embedding_parameter_server_config:
   incremental_dir: /tmp/increments
   incremental_channel_capacity: 7
 """
+
+
+def infer(settings):
+    """Return the text of a file for inference."""
+    return f"common_config: {{job_type: Infer, infer_config: {{{settings}}}}}"
 
 
 @pytest.fixture
@@ -311,11 +318,95 @@ def test_a_whole_global_config_is_read(global_config):
             "common_config: {infer_config: {servers: a, embedding_checkpoint: b}}",
             "infer_config.servers must be a list of strings",
         ),
+        (
+            "common_config: {job_type: Infer}",
+            "job_type: Infer must come with an infer_config",
+        ),
+        (
+            infer("servers: ['a:1'], embedding_checkpoint: b").replace(
+                "Infer", "Train"
+            ),
+            "infer_config must come with job_type: Infer. Received: job_type: Train",
+        ),
+        (
+            infer("servers: [], embedding_checkpoint: b"),
+            "infer_config: servers must list the address of every embedding server",
+        ),
+        (
+            infer("servers: ['a:1', 'a'], embedding_checkpoint: b"),
+            "servers must list addresses as host:port, .*Received: 'a'",
+        ),
+        (
+            infer("servers: ['a:65536'], embedding_checkpoint: b"),
+            r"a port in \[1, 65535\]. Received: 'a:65536'",
+        ),
+        (
+            infer("servers: ['a:1', 'a:1'], embedding_checkpoint: b"),
+            "servers must list each embedding server once",
+        ),
+        (
+            infer("servers: ['a:1'], embedding_checkpoint: ''"),
+            "embedding_checkpoint must name a folder",
+        ),
     ],
 )
 def test_global_settings_that_cannot_work_are_refused(global_config, text, message):
     with pytest.raises(ConfigError, match=message):
         global_config(text)
+
+
+def test_an_inference_job_knows_its_servers_and_its_checkpoint(global_config):
+    servers = "servers: ['10.0.0.1:8888', 'tcp://ps-1.svc:81'], embedding_checkpoint: r"
+    settings = global_config(infer(servers)).common.infer
+    assert settings.embedding_checkpoint == "r"
+    assert [settings.port_of(shard) for shard in range(2)] == [8888, 81]
+    assert settings.listen_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "tcp://127.0.1.1"])
+def test_an_inference_job_of_this_machine_listens_for_it_only(global_config, host):
+    text = infer(f"servers: ['{host}:1', 'localhost:2'], embedding_checkpoint: r")
+    assert global_config(text).common.infer.listen_host == "127.0.0.1"
+
+
+def test_an_evaluation_job_is_accepted(global_config):
+    settings = global_config("common_config: {job_type: Eval}")
+    assert settings.common.job_type == "Eval"
+    assert settings.common.infer is None
+
+
+INFER = infer("servers: ['a:1'], embedding_checkpoint: b")
+
+
+@pytest.mark.parametrize("in_job", [False, True])
+def test_only_a_file_for_inference_has_its_settings(tmp_path, in_job):
+    path = tmp_path / "global_config.yml"
+    assert inference_settings(None, in_job=in_job) is None
+    for text in ("", "common_config: {job_type: Eval}"):
+        path.write_text(text)
+        assert inference_settings(path, in_job=in_job) is None
+    path.write_text(INFER)
+    settings = inference_settings(path, in_job=in_job)
+    assert settings.common.infer.servers == ("a:1",)
+
+
+def test_a_member_of_a_job_reads_a_bad_file_when_it_has_joined(tmp_path):
+    path = tmp_path / "global_config.yml"
+    path.write_text("zzz: 1")
+    assert inference_settings(path, in_job=True) is None
+    with pytest.raises(ConfigError, match="zzz is unknown"):
+        inference_settings(path, in_job=False)
+
+
+def test_a_role_that_only_trains_is_refused_for_inference(tmp_path):
+    path = tmp_path / "global_config.yml"
+    refuse_inference("data loader", None)
+    refuse_inference("data loader", path)  # it reads nothing else from the file
+    path.write_text("")
+    refuse_inference("data loader", path)
+    path.write_text(INFER)
+    with pytest.raises(ConfigError, match=r"data loader must .* job_type: Infer"):
+        refuse_inference("data loader", path)
 
 
 @pytest.mark.parametrize("load", [load_embedding_config, load_global_config])
@@ -346,12 +437,6 @@ def test_slot_settings_without_a_meaning_here_are_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("common_config: {job_type: Infer}", "job_type must be 'Train'. .*eval_ctx"),
-        ("common_config: {job_type: Eval}", "job_type must be 'Train'. .*eval_ctx"),
-        (
-            "common_config: {infer_config: {servers: [], embedding_checkpoint: b}}",
-            "common_config.infer_config must be None. .*Leave it out",
-        ),
         (
             "embedding_parameter_server_config: {enable_incremental_update: true}",
             "enable_incremental_update must be False. Received: True",

@@ -30,7 +30,7 @@ from persia_torchrec.checkpoint.increment_file import (
     IncrementWriter,
     increment_name,
 )
-from persia_torchrec.checkpoint.log_folder import LogInfo, increments_in
+from persia_torchrec.checkpoint.log_folder import LOG_FILE, LogInfo, increments_in
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.store.journal import Changes
 from persia_torchrec.store.row_columns import RowColumns
@@ -81,8 +81,8 @@ class IncrementLog:
     """A thread that writes one log. The server's thread calls all methods.
 
     Args:
-        folder: of all logs.
-        info: of this one.
+        folder: of the log, with its description.
+        info: of the log.
         max_cuts: cuts that may wait.
 
     Attributes:
@@ -98,7 +98,7 @@ class IncrementLog:
         self.number = 1
         self.num_rows = self.num_bytes = 0
         self.error: Exception | None = None
-        self._all = folder
+        self._folder = folder
         self._inbox: queue.Queue[Cut] = queue.Queue(max_cuts)
         self._dumps: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._asked: queue.Queue[Asked] = queue.Queue(_MAX_ASKED)
@@ -122,6 +122,11 @@ class IncrementLog:
     def is_writing(self) -> bool:
         """Whether rows are asked for, or will be soon."""
         return self._is_writing or not self._inbox.empty()
+
+    @property
+    def asks(self) -> bool:
+        """Whether rows are asked for now."""
+        return not self._asked.empty()
 
     def add(self, cut: Cut) -> None:
         """Hand over what has changed since; there must be room."""
@@ -150,9 +155,15 @@ class IncrementLog:
         self._ending.set()
 
     def cancel(self) -> None:
-        """Give up what is not written, and wait for the thread. May be called twice."""
+        """Give up what is not written, and wait for the thread. May be called twice.
+
+        A log that has no increment goes.
+        """
         self._cancelled.set()
         self._thread.join(_CLOSE_S)
+        if self.number == 1 and self.error is None and self.is_over:
+            with contextlib.suppress(CheckpointError):  # it does no harm
+                self._folder.remove(LOG_FILE)
 
     @property
     def is_over(self) -> bool:
@@ -170,8 +181,7 @@ class IncrementLog:
             self.error = exc
 
     def _write_all(self) -> None:
-        folder = self._all.child(self.info.name)
-        pruning = _Pruning(folder)
+        pruning = _Pruning(self._folder)
         while True:
             is_last = self._ending.is_set()
             self._take_cuts(_CHECK_S)
@@ -179,26 +189,21 @@ class IncrementLog:
                 if is_last:
                     return
                 continue
-            if self.number == 1:
-                folder.make()
-                self.info.write(folder)
             pending = self._next
             head = dataclasses.replace(
                 self._head, number=self.number, was_cleared=pending.was_cleared
             )
             self._next, self._head = PendingChanges(), None
             self._is_writing = True
-            written = self._write(folder, pending, head)
+            written = self._write(pending, head)
             self.num_rows += written.num_rows
             self.num_bytes += written.size_bytes
             self.number += 1
             self._is_writing = False
             pruning.prune(self._take_dumps())
 
-    def _write(
-        self, folder: Folder, pending: PendingChanges, head: IncrementHead
-    ) -> Written:
-        with folder.created(increment_name(head.number)) as file:
+    def _write(self, pending: PendingChanges, head: IncrementHead) -> Written:
+        with self._folder.created(increment_name(head.number)) as file:
             writer = IncrementWriter(file, head)
             for done in self._all_gathered(_parts(pending, head)):
                 rows, found_N, changed = done.rows, done.found, done.asked.changed

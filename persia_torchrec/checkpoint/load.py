@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from persia_torchrec.checkpoint.fitting import form_of, frequencies_of, with_metadata
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.log_folder import Base
 from persia_torchrec.checkpoint.manifest import Manifest, SavedShard, SavedTable
 from persia_torchrec.checkpoint.shard_file import (
     ShardReader,
@@ -92,6 +93,15 @@ class ShardLoad:
         self.error: Exception | None = None
         self.loaded: Loaded | None = None
         self._thread = self._start(self._check, "checked")
+
+    @property
+    def base(self) -> Base:
+        """What the store holds when all is over, for a log of increments."""
+        if self.phase != "loaded":
+            return Base("empty")
+        if not self._replaces:
+            return Base("unknown")
+        return Base("checkpoint", self._folder.url, self._manifest.created)
 
     @property
     def progress(self) -> float:

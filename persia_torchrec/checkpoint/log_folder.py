@@ -16,6 +16,7 @@ it starts, when it has loaded a checkpoint, when it could not write.
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -103,17 +104,23 @@ class LogInfo:
             ) from exc
 
 
-def find_logs(folder: Folder) -> list[LogInfo]:
+def find_logs(folder: Folder, known: Mapping[str, LogInfo]) -> list[LogInfo]:
     """Return the logs in a folder, those that began first first; none if it is missing.
 
     A log without a description is one that begins just now, and left out.
+
+    Args:
+        folder: of all logs.
+        known: logs by name, whose descriptions need not be read.
 
     Raises:
         CheckpointError: a description cannot be read.
     """
     logs = []
     for name in folder.names():
-        if _NAME.fullmatch(name):
+        if name in known:
+            logs.append(known[name])
+        elif _NAME.fullmatch(name):
             child = folder.child(name)
             if LOG_FILE in child.names():
                 logs.append(LogInfo.read(child))

@@ -9,7 +9,8 @@ never will, and is not loaded. Its JSON value, ``version`` 1:
               ``dense`` holds the dense half,
      "tables": [{"spec": as TableSpec.to_json, "num_updates": Adam's t}, ...],
      "shards": [{"file", "num_rows", "size_bytes", "checksum", "tick": of the server's
-                 last request, "server": its settings}, ...]}
+                 last request, "server": its settings, "log": null, or {"log", "number"}
+                 of the first increment that can be put on these rows}, ...]}
 """
 
 import json
@@ -54,6 +55,8 @@ class SavedShard:
         checksum: see ``shard_file.Written``.
         tick: of the server's last request.
         server: the server's settings, for people.
+        log: where in the server's log of increments the dump began, ``{"log",
+            "number"}`` (see ``log_folder.py``); None if it wrote none.
     """
 
     file: str
@@ -62,6 +65,7 @@ class SavedShard:
     checksum: int
     tick: int
     server: Mapping[str, object]
+    log: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ they are; what remains of it may be deleted.
 
 import os
 import re
+from collections.abc import Iterator
 
 from persia_torchrec.checkpoint import manifest
 from persia_torchrec.checkpoint.folder import Folder
@@ -60,17 +61,29 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Folder:
         ConfigError: the path is a URL that fsspec does not know.
     """
     run = Folder(path)
-    names = run.names()
-    if manifest.NAME in names:
-        return run
+    folder = next(complete_checkpoints(run), None)
+    if folder is None:
+        raise CheckpointError(
+            f"{run.url} must be a checkpoint, or hold one that is complete (that has a "
+            f"{manifest.NAME}). Received: a folder with "
+            f"{sorted(run.names())[:8] or 'nothing'}."
+        )
+    return folder
+
+
+def complete_checkpoints(run: Folder) -> Iterator[Folder]:
+    """Yield the complete checkpoints of a run, the latest first.
+
+    Args:
+        run: their folder; or a checkpoint, which is the only one then.
+    """
+    if manifest.NAME in run.names():
+        yield run
+        return
     for number in sorted(_numbers(run), reverse=True):
         folder = run.child(f"checkpoint-{number:08d}")
         if manifest.NAME in folder.names():
-            return folder
-    raise CheckpointError(
-        f"{run.url} must be a checkpoint, or hold one that is complete (that has a "
-        f"{manifest.NAME}). Received: a folder with {sorted(names)[:8] or 'nothing'}."
-    )
+            yield folder
 
 
 def shard_name(shard: int, num_shards: int) -> str:

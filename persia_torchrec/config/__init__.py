@@ -24,6 +24,7 @@ from persia_torchrec.config.global_config import (
     MetricsSettings,
     load_global_config,
 )
+from persia_torchrec.config.job_type import inference_settings, refuse_inference
 from persia_torchrec.config.yaml_file import read_text, read_yaml
 
 __all__ = [
@@ -37,9 +38,11 @@ __all__ = [
     "InferSettings",
     "MetricsSettings",
     "SlotConfig",
+    "inference_settings",
     "load_embedding_config",
     "load_global_config",
     "parse_embedding_config",
     "read_text",
     "read_yaml",
+    "refuse_inference",
 ]

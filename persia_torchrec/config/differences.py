@@ -83,21 +83,6 @@ ONE_VALUE = (
         0,
         "Leave it out: it follows from feature_groups.",
     ),
-    OneValue(
-        "common_config.job_type",
-        "Train",
-        "A job trains; evaluate in it, with eval_ctx().",
-    ),
-    OneValue(
-        "common_config.infer_config",
-        None,
-        "Leave it out: look rows up in the job that trains them, with eval_ctx().",
-    ),
-    OneValue(
-        "embedding_parameter_server_config.enable_incremental_update",
-        False,
-        "Lookups outside training, with eval_ctx(), see every update at once.",
-    ),
 )
 
 NO_EFFECT = (
@@ -106,9 +91,6 @@ NO_EFFECT = (
     "common_config.metrics_config.push_interval_seconds",
     "common_config.checkpointing_config.num_workers",
     "embedding_parameter_server_config.num_hashmap_internal_shards",
-    "embedding_parameter_server_config.incremental_buffer_size",
-    "embedding_parameter_server_config.incremental_dir",
-    "embedding_parameter_server_config.incremental_channel_capacity",
 )
 """Key paths that are accepted with any value of the right type."""
 

@@ -8,8 +8,17 @@
       forward_buffer_size: 1000
     embedding_parameter_server_config:
       capacity: 1000000
+
+With ``job_type: Infer`` the roles serve a checkpoint, and meet at no coordinator::
+
+    common_config:
+      job_type: Infer
+      infer_config:
+        servers: [10.0.0.1:8888, 10.0.0.2:8888]
+        embedding_checkpoint: runs/7
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +27,10 @@ from persia_torchrec.config.yaml_file import Place, read_section, read_yaml
 from persia_torchrec.errors import ConfigError
 
 JOB_TYPES = ("Train", "Eval", "Infer")
+
+_ADDRESS = re.compile(r"(?:tcp://)?([^\s:/\[\]]+):([0-9]{1,5})")
+_MAX_PORT = 65_535
+_LOOPBACK = re.compile(r"localhost|127\.[0-9.]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +66,49 @@ class InferSettings:
     """``common_config.infer_config``."""
 
     servers: tuple[str, ...]
-    """Addresses of the servers, in the order of their shards."""
+    """Addresses of the servers, as ``host:port``, in the order of their shards."""
 
     embedding_checkpoint: str
-    """The folder that the servers start from."""
+    """The folder that the servers start from: a checkpoint, or a folder with several,
+    for its latest complete one."""
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError(
+                "servers must list the address of every embedding server. Received: an "
+                "empty list."
+            )
+        for address in self.servers:
+            match = _ADDRESS.fullmatch(address)
+            if match is None or not 1 <= int(match[2]) <= _MAX_PORT:
+                raise ConfigError(
+                    "servers must list addresses as host:port, with a port in "
+                    f"[1, {_MAX_PORT}]. Received: {address!r}."
+                )
+        if len(set(self.servers)) < len(self.servers):
+            raise ConfigError(
+                "servers must list each embedding server once. "
+                f"Received: {list(self.servers)}."
+            )
+        if not self.embedding_checkpoint:
+            raise ConfigError(
+                "embedding_checkpoint must name a folder. Received: nothing."
+            )
+
+    def port_of(self, shard: int) -> int:
+        """Return the port of a server's address."""
+        return int(self.servers[shard].rpartition(":")[2])
+
+    @property
+    def listen_host(self) -> str:
+        """Where roles listen that are told nothing else.
+
+        This machine only, if all servers have addresses of this machine only; else,
+        like PERSIA's, on all interfaces.
+        """
+        hosts = [_ADDRESS.fullmatch(address) for address in self.servers]
+        is_local = all(host and _LOOPBACK.fullmatch(host[1]) for host in hosts)
+        return "127.0.0.1" if is_local else "0.0.0.0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +119,11 @@ class CommonSettings:
     """See :class:`MetricsSettings`."""
 
     job_type: str = "Train"
-    """``Train``, ``Eval`` or ``Infer``."""
+    """``Train``; ``Eval``, which is the same, but that nothing is written
+    incrementally; or ``Infer``: servers and workers serve a checkpoint."""
 
     infer: InferSettings | None = None
-    """See :class:`InferSettings`."""
+    """See :class:`InferSettings`; there if, and only if, the job is for inference."""
 
     checkpointing: CheckpointingSettings = field(default_factory=CheckpointingSettings)
     """See :class:`CheckpointingSettings`."""
@@ -80,6 +133,17 @@ class CommonSettings:
             raise ConfigError(
                 f"job_type must be one of {', '.join(JOB_TYPES)}. "
                 f"Received: {self.job_type!r}."
+            )
+        if self.job_type == "Infer" and self.infer is None:
+            raise ConfigError(
+                "job_type: Infer must come with an infer_config, with servers and "
+                "embedding_checkpoint. Received: none."
+            )
+        if self.job_type != "Infer" and self.infer is not None:
+            raise ConfigError(
+                "infer_config must come with job_type: Infer. "
+                f"Received: job_type: {self.job_type}. Leave one of them out, or set "
+                "job_type."
             )
 
 
@@ -110,16 +174,21 @@ class EmbeddingParameterServerSettings:
     """Locks of PERSIA's index."""
 
     enable_incremental_update: bool = False
-    """Whether changed rows are written out while training."""
+    """Whether servers write what changes in training; with ``job_type: Infer``,
+    whether they follow that."""
 
     incremental_buffer_size: int = 1_000_000
-    """Changed rows in a packet."""
+    """Changed rows, each as often as it changes, after which an increment is begun
+    before its time."""
 
     incremental_dir: str = "/workspace/incremental_dir/"
-    """Where the packets go."""
+    """Where the increments are: a folder that all servers see, or a URL."""
 
     incremental_channel_capacity: int = 1000
-    """Packets that may wait."""
+    """How many times that may wait while increments cannot be written."""
+
+    incremental_interval_seconds: int = 2
+    """How often an increment is begun."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -127,6 +196,7 @@ class EmbeddingParameterServerSettings:
             "num_hashmap_internal_shards",
             "incremental_buffer_size",
             "incremental_channel_capacity",
+            "incremental_interval_seconds",
         ):
             _require_positive(name, getattr(self, name))
 

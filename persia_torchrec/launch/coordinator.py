@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from persia_torchrec import env
+from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.discovery import AddressBook, JobState
@@ -210,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the coordinator of one job; return 0 if the job was finished."""
     get_default_logger()
     try:
+        refuse_inference("coordinator", env.global_config_path())
         config = _config_from(argv)
         book = AddressBook.host(config.port, loopback=config.loopback)
     except PersiaError as exc:

@@ -16,6 +16,9 @@ On several machines ``PERSIA_STORE_HOST`` names the coordinator's, for all of th
 coordinator must be told how many processes each role has: it ends the job when all NN
 workers are done, or when one process of any role fails.
 
+With ``job_type: Infer`` in ``global_config.yml`` the embedding servers and workers
+belong to no job, and need no coordinator.
+
 A command turns into the process that it starts, so that signals, exit status and
 output are that process's own. Torchx starts the same processes, see ``components/``.
 """
@@ -28,7 +31,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from persia_torchrec import env
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config import (
+    inference_settings,
+    load_embedding_config,
+    refuse_inference,
+)
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.wire.discovery import LOOPBACK, AddressBook, local_address
 from persia_torchrec.wire.ports import free_port
@@ -137,6 +144,7 @@ _ROLES = {
 
 
 def _nn_worker(arguments: argparse.Namespace) -> Command:
+    refuse_inference("NN worker", env.global_config_path())
     script = _script(arguments.file, env.nn_worker_entry(), "PERSIA_NN_WORKER_ENTRY")
     if not 0 <= arguments.node_rank < arguments.nnodes:
         raise ConfigError(
@@ -170,6 +178,7 @@ def _meet(node: int, num_nodes: int) -> tuple[str, str]:
 
 
 def _data_loader(arguments: argparse.Namespace) -> Command:
+    refuse_inference("data loader", env.global_config_path())
     script = _script(arguments.file, env.data_loader_entry(), "PERSIA_DATALOADER_ENTRY")
     _job_store()
     _export_replica(arguments)
@@ -178,7 +187,7 @@ def _data_loader(arguments: argparse.Namespace) -> Command:
 
 def _embedding_worker(arguments: argparse.Namespace) -> Command:
     embedding_config, global_config = _configs(arguments)
-    _job_store()
+    _require_job_or_inference(global_config)
     _export_replica(arguments)
     return [
         *("-m", "persia_torchrec.worker", "--port", str(arguments.port)),
@@ -188,7 +197,7 @@ def _embedding_worker(arguments: argparse.Namespace) -> Command:
 
 def _embedding_parameter_server(arguments: argparse.Namespace) -> Command:
     embedding_config, global_config = _configs(arguments)
-    _job_store()
+    _require_job_or_inference(global_config)
     _export_replica(arguments)
     # A server learns its tables from the trainers. What is wrong with the file is
     # said here all the same, as by PERSIA's server.
@@ -200,6 +209,7 @@ def _embedding_parameter_server(arguments: argparse.Namespace) -> Command:
 
 
 def _coordinator(arguments: argparse.Namespace) -> Command:
+    refuse_inference("coordinator", env.global_config_path())
     port = _job_store()[1] if arguments.port is None else arguments.port
     if env.is_local_job():
         sys.stderr.write(
@@ -247,6 +257,12 @@ def _export_replica(arguments: argparse.Namespace) -> None:
         )
     env.set_env("REPLICA_INDEX", index)
     env.set_env("REPLICA_SIZE", size)
+
+
+def _require_job_or_inference(global_config: str) -> None:
+    in_job = env.job_store() is not None
+    if inference_settings(global_config, in_job=in_job) is None:
+        _job_store()
 
 
 def _job_store() -> tuple[str, int]:

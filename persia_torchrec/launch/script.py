@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from persia_torchrec import env
+from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.launch.rendezvous import set_up_rendezvous
 from persia_torchrec.logger import get_default_logger
@@ -26,6 +27,8 @@ from persia_torchrec.wire.membership import JobMember
 logger = logging.getLogger("persia_torchrec.launch.script")  # also as __main__
 
 ROLES = ("trainer", "loader")
+
+_ROLE_NAMES = {"trainer": "NN worker", "loader": "data loader"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     index = env.get_rank() if by_torchrun else env.get_replica_index()
     size = env.get_world_size() if by_torchrun else env.get_replica_size()
     try:
+        refuse_inference(_ROLE_NAMES[role], env.global_config_path())
         is_expendable = role == "loader"
         member = JobMember.join(
             role, index, store=_job_store(), expendable=is_expendable

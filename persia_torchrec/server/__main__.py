@@ -5,9 +5,13 @@
 In a job (the environment says where its address book is) the server registers there,
 and ends when the job ends. With ``--standalone`` it belongs to the process that
 started it, prints ``ready ADDRESS``, and ends with that process or by SIGTERM.
+
+Where ``global_config.yml`` says ``job_type: Infer`` it belongs to no job: it serves the
+checkpoint that the file names, see ``server/inference.py``.
 """
 
 import argparse
+import dataclasses
 import logging
 import os
 import signal
@@ -16,9 +20,18 @@ import threading
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.config import load_global_config
+from persia_torchrec.config import (
+    GlobalSettings,
+    inference_settings,
+    load_global_config,
+)
 from persia_torchrec.errors import PersiaError
-from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.config import ServerConfig, config_of_job
+from persia_torchrec.server.inference import (
+    inference_config,
+    serve_inference,
+    tell_ready,
+)
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
@@ -31,7 +44,13 @@ _PARENT_CHECK_S = 1.0
 
 def main() -> int:
     """Run the server; return the process's exit status."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if arguments.checkpoint is not None and not arguments.standalone:
+        parser.error(
+            "--checkpoint goes with --standalone. For inference beside no job, give a "
+            "--global-config with job_type: Infer."
+        )
     logging.basicConfig(
         level=env.log_level("WARNING" if arguments.standalone else "INFO"),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -40,6 +59,8 @@ def main() -> int:
     try:
         if arguments.standalone:
             _serve_standalone(arguments)
+        elif (settings := _inference_settings(arguments)) is not None:
+            _serve_inference(arguments, settings)
         else:
             # Only a job needs torch (for its address book), which takes two seconds.
             from persia_torchrec.server.job import serve_in_job
@@ -52,6 +73,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    defaults = ServerConfig()
     parser = argparse.ArgumentParser(
         prog="python -m persia_torchrec.server",
         description="Run one embedding parameter server: one shard of all tables.",
@@ -62,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--host", default=None, help="address to listen on [the way to the job's store]"
     )
-    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    add(
+        "--port",
+        type=int,
+        default=None,
+        help="port to listen on; 0 takes a free one [0; for inference that of servers]",
+    )
     add("--capacity", type=int, default=None, help="rows of all tables together")
     add(
         "--eviction",
@@ -78,6 +105,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--global-config", type=Path, default=None, help="PERSIA's global_config.yml")
     add(
+        "--checkpoint",
+        default=None,
+        help="with --standalone: serve this checkpoint for inference",
+    )
+    add(
+        "--incremental-dir",
+        default=None,
+        help="write what changes there; with a checkpoint, follow what others write",
+    )
+    add(
+        "--incremental-interval-s",
+        type=float,
+        default=None,
+        help=f"how often [{defaults.incremental_interval_s:g}]",
+    )
+    add(
         "--standalone",
         action="store_true",
         help="serve without a job, until the process that started this one is gone",
@@ -89,35 +132,61 @@ def _shard(arguments: argparse.Namespace) -> int:
     return env.get_replica_index() if arguments.shard is None else arguments.shard
 
 
+def _num_shards(arguments: argparse.Namespace) -> int:
+    num_shards = arguments.num_shards
+    return env.get_replica_size() if num_shards is None else int(num_shards)
+
+
 def _make_server(arguments: argparse.Namespace, host: str) -> EmbeddingServer:
-    config = _config(arguments, host)
+    return _started(_config(arguments, host))
+
+
+def _started(config: ServerConfig) -> EmbeddingServer:
+    logger.info("settings %s", config)
     precision.warm_up()
     warm_up()
     return EmbeddingServer(config)
 
 
 def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
-    num_shards = arguments.num_shards
     config = ServerConfig(
         shard=_shard(arguments),
-        num_shards=env.get_replica_size() if num_shards is None else num_shards,
+        num_shards=_num_shards(arguments),
         host=arguments.host or host,
-        port=arguments.port,
-        capacity_rows=_capacity(arguments),
+        port=arguments.port or 0,
         eviction=arguments.eviction,
         optimizer_engine=arguments.optimizer_engine,
+        checkpoint=arguments.checkpoint,
     )
-    logger.info("settings %s", config)
-    return config
+    # A server of a cluster in a process has its settings from that process alone.
+    by_environment = None if arguments.standalone else env.global_config_path()
+    path = arguments.global_config or by_environment
+    if path is not None:
+        config = config_of_job(config, load_global_config(path))
+    given = {
+        "capacity_rows": arguments.capacity,
+        "incremental_dir": arguments.incremental_dir,
+        "incremental_interval_s": arguments.incremental_interval_s,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(config, **changes)
 
 
-def _capacity(arguments: argparse.Namespace) -> int:
-    if arguments.capacity is not None:
-        return int(arguments.capacity)
-    path = arguments.global_config or env.global_config_path()
-    if path is None:
-        return ServerConfig().capacity_rows
-    return load_global_config(path).embedding_parameter_server.capacity
+def _global_config(arguments: argparse.Namespace) -> str | Path | None:
+    return arguments.global_config or env.global_config_path()
+
+
+def _inference_settings(arguments: argparse.Namespace) -> GlobalSettings | None:
+    in_job = env.job_store() is not None
+    return inference_settings(_global_config(arguments), in_job=in_job)
+
+
+def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) -> None:
+    infer = settings.common.infer
+    assert infer is not None
+    config = _config(arguments, infer.listen_host)
+    config = inference_config(config, infer, has_port=arguments.port is not None)
+    serve_inference(lambda: _started(config))
 
 
 def _serve_standalone(arguments: argparse.Namespace) -> None:
@@ -129,9 +198,7 @@ def _serve_standalone(arguments: argparse.Namespace) -> None:
         target=_stop_with_parent, args=(server, parent), daemon=True
     )
     watch.start()
-    sys.stdout.write(f"ready {server.address}\n")
-    sys.stdout.flush()
-    server.serve()
+    server.serve(lambda: tell_ready(server))
 
 
 def _stop_with_parent(server: EmbeddingServer, parent: int) -> None:

@@ -16,6 +16,7 @@ rows that were loaded and left out.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,25 +29,25 @@ from persia_torchrec.checkpoint.series import shard_name
 from persia_torchrec.checkpoint.shard_file import FileTable
 from persia_torchrec.errors import CheckpointError, FrameError, StoreError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.increments import Increments
 from persia_torchrec.server.spare_time import WAIT_MS, SpareTime
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.lookup import TICK
 from persia_torchrec.store.row_export import RowExport
 from persia_torchrec.store.rows import HAS_METADATA
-from persia_torchrec.wire.messages import Kind
+from persia_torchrec.wire.messages import Header, Kind
 
 logger = logging.getLogger(__name__)
 
 _SHARE_IN_USE = 0.05
 """Part of a processor that a dump takes while rows are asked for."""
 
-NEED_ROWS = frozenset(
+_NEED_ROWS = frozenset(
     (
         *(Kind.LOOKUP, Kind.UPDATE, Kind.WRITE, Kind.READ, Kind.METADATA),
         *(Kind.ADD_TABLES, Kind.CLEAR, Kind.COUNTERS, Kind.EXPORT, Kind.STEP),
     )
 )
-"""Requests for rows."""
 
 
 class Checkpoints:
@@ -55,15 +56,21 @@ class Checkpoints:
     Args:
         config: of the server.
         store: of the server.
+
+    Attributes:
+        incarnation: what this start of the server is called: its rows are new.
     """
 
     def __init__(self, config: ServerConfig, store: EmbeddingStore) -> None:
+        self.incarnation = secrets.randbits(63) | 1
         self._config = config
         self._store = store
         self._dump: _Dump | None = None
         self._load: ShardLoad | None = None
         self._task = -1
+        self._is_filling = False
         self._spare_time = SpareTime(_SHARE_IN_USE)
+        self._increments = Increments(config, store)
 
     def answer(self, kind: Kind, request: object) -> dict[str, object]:
         """Answer a CHECKPOINT request, or a PROGRESS request."""
@@ -80,7 +87,12 @@ class Checkpoints:
         match request:
             case {"do": "dump", "task": int(task), "folder": str(url)}:
                 self._require_idle()
-                self._dump, self._load = _Dump(self._config, self._store, url), None
+                log = self._increments.position()
+                self._dump, self._load = (
+                    _Dump(self._config, self._store, url, log),
+                    None,
+                )
+                self._increments.note_dump(url)
                 self._task = task
             case {"do": "check", "task": int(task), "folder": str(url), **how}:
                 self._require_idle()
@@ -89,7 +101,9 @@ class Checkpoints:
             case {"do": "load", "task": task} if task == self._task:
                 if self._load is None or self._load.phase != "checked":
                     raise CheckpointError("A checkpoint must be checked before a load.")
+                self._increments.suspend()
                 self._load.load()
+                self._is_filling = True
             case {"do": "cancel", "task": task}:
                 if task == self._task:
                     self.cancel("it was cancelled")
@@ -123,15 +137,21 @@ class Checkpoints:
         """Whether the store belongs to a load now."""
         return self._load is not None and self._load.phase == "loading"
 
-    def admit(self, kind: Kind) -> None:
+    @property
+    def may_sweep(self) -> bool:
+        """Whether rows that have expired may leave now."""
+        return not self.is_loading
+
+    def admit(self, header: Header) -> None:
         """A request has come.
 
         Raises:
             StoreError: it needs the store, which is being filled.
         """
-        if kind not in NEED_ROWS:
+        if header.kind not in _NEED_ROWS:
             return
         self._spare_time.rows_are_asked_for()
+        self._increments.rows_are_asked_for()
         if self.is_loading:
             raise StoreError(
                 "The server loads a checkpoint, and has no rows until it is loaded. "
@@ -147,13 +167,15 @@ class Checkpoints:
             self._load = None
 
     def close(self) -> None:
-        """End what goes on. May be called twice."""
+        """End what goes on; write what is left of increments. May be called twice."""
         self.cancel("the server ends")
         if self._load is not None:
             self._load.cancel()
+        self._increments.close()
 
     def wait_ms(self, idle_ms: int) -> int:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
+        idle_ms = self._increments.wait_ms(idle_ms)
         if self._dump is None or self._dump.is_over:
             return idle_ms
         if not self._dump.has_room:
@@ -161,12 +183,20 @@ class Checkpoints:
         return self._spare_time.wait_ms(idle_ms)
 
     def work(self) -> None:
-        """Do a slice of a dump, if there is one and it is its turn."""
+        """Do a slice of a dump, and of what increments want, if it is their turn."""
+        if self._is_filling and self._load is not None and not self.is_loading:
+            self._is_filling = False
+            self._increments.resume(self._load.base)
+        self._increments.work()
         if self._dump is None or self._dump.is_over or not self._may_dump():
             return
         begin_s = time.thread_time()
         writing_s = self._dump.advance()
         self._spare_time.spend(time.thread_time() - begin_s + writing_s)
+
+    def counters(self) -> dict[str, int]:
+        """Return what has been counted of increments."""
+        return self._increments.counters()
 
     def _may_dump(self) -> bool:
         """Whether there is room, and time."""
@@ -200,7 +230,13 @@ class Checkpoints:
 class _Dump:
     """A dump under way: the copying of slots, and the thread that writes them."""
 
-    def __init__(self, config: ServerConfig, store: EmbeddingStore, url: str) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: EmbeddingStore,
+        url: str,
+        log: Mapping[str, object] | None,
+    ) -> None:
         folder = Folder(url)
         if not folder.exists():
             raise CheckpointError(
@@ -209,6 +245,7 @@ class _Dump:
             )
         self._config = config
         self._store = store
+        self._log = log
         self._export = RowExport(store.memory)
         self._file = shard_name(config.shard, config.num_shards)
         files = [
@@ -285,6 +322,7 @@ class _Dump:
             "tables": [saved_table_to_json(table) for table in tables],
             "tick": int(self._store.memory.tally[TICK]),
             "server": asdict(self._config),
+            "log": self._log,
         }
 
 

@@ -1,8 +1,9 @@
 """Settings of an embedding server."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from persia_torchrec.config import GlobalSettings
 from persia_torchrec.errors import ConfigError
 
 
@@ -40,6 +41,23 @@ class ServerConfig:
     max_request_ids: int = 16_777_216
     """Ids that one request may name, of all its tables. More are refused."""
 
+    incremental_dir: str | None = None
+    """Where increments are, of what changes in training: a server that trains writes
+    them, one that serves a checkpoint follows them. None: neither."""
+
+    incremental_interval_s: float = 2.0
+    """How often an increment is begun, if something has changed."""
+
+    incremental_buffer_rows: int = 1_000_000
+    """Changed rows, each as often as it changes, after which one is begun earlier."""
+
+    incremental_queue: int = 1000
+    """How many times that may wait while increments cannot be written."""
+
+    checkpoint: str | None = None
+    """What the server loads at its start and then serves, for inference: a checkpoint,
+    or a folder with several, for its latest. None: it trains."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
             raise ConfigError(
@@ -47,8 +65,35 @@ class ServerConfig:
             )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be in [0, 65535]. Received: {self.port}.")
-        for name in ("update_queue_batches", "joint_update_bytes", "max_request_ids"):
+        if self.incremental_interval_s <= 0:
+            raise ConfigError(
+                "incremental_interval_s must be > 0. "
+                f"Received: {self.incremental_interval_s}."
+            )
+        for name in (
+            *("update_queue_batches", "joint_update_bytes", "max_request_ids"),
+            *("incremental_buffer_rows", "incremental_queue"),
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name} must be >= 1. Received: {getattr(self, name)}."
                 )
+
+
+def config_of_job(config: ServerConfig, settings: GlobalSettings) -> ServerConfig:
+    """Return the settings of a server with what ``global_config.yml`` says of it.
+
+    Args:
+        config: what is known otherwise.
+        settings: the file.
+    """
+    of_servers = settings.embedding_parameter_server
+    is_on = of_servers.enable_incremental_update and settings.common.job_type != "Eval"
+    return replace(
+        config,
+        capacity_rows=of_servers.capacity,
+        incremental_dir=of_servers.incremental_dir if is_on else None,
+        incremental_interval_s=float(of_servers.incremental_interval_seconds),
+        incremental_buffer_rows=of_servers.incremental_buffer_size,
+        incremental_queue=of_servers.incremental_channel_capacity,
+    )

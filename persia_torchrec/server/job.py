@@ -29,7 +29,8 @@ def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> N
     if store is None:
         raise ConfigError(
             "A server must know its job: PERSIA_STORE_PORT is not set. Start it "
-            "through torchx (see components/), or pass --standalone."
+            "through torchx (see components/), or give it a global_config.yml with "
+            "job_type: Infer, or pass --standalone."
         )
     with JobMember.join("server", shard, store=store) as member:
         server = make_server(local_address(store[0]))

@@ -9,8 +9,9 @@ Dimension key:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from persia_torchrec.errors import BatchError, ConfigError, FrameError
+from persia_torchrec.errors import BatchError, ConfigError, FrameError, StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
     Frame,
@@ -42,6 +43,19 @@ class RequestReader:
     def __init__(self, store: EmbeddingStore, max_ids: int) -> None:
         self._store = store
         self._max_ids = max_ids
+
+    def specs(self, descriptions: object) -> list[TableSpec]:
+        """Read the tables that are to be added.
+
+        Raises:
+            FrameError: it is no list of tables.
+            ConfigError: a table cannot be read.
+        """
+        if not isinstance(descriptions, list) or not all(
+            isinstance(description, dict) for description in descriptions
+        ):
+            raise FrameError("ADD_TABLES must carry a list of tables.")
+        return [TableSpec.from_json(description) for description in descriptions]
 
     def tables(self, frames: Frames, *, num_frames: int) -> list[TableIds]:
         """Read the ids of each table.
@@ -169,3 +183,13 @@ def _numbers_of(value: object, kind: str, *names: str) -> list[int]:
             f"Received: {value!r:.100}."
         )
     return numbers
+
+
+def error_to_tell(exc: Exception) -> Exception:
+    """Return the error that the sender of a request that failed is told."""
+    if isinstance(exc, MemoryError):
+        return StoreError(
+            f"The server must have the memory that a request takes ({exc}). Send "
+            "smaller requests, or lower its capacity."
+        )
+    return exc

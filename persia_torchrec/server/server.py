@@ -24,9 +24,9 @@ Dimension key:
 """
 
 import logging
-import secrets
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -34,19 +34,21 @@ from persia_torchrec.errors import (
     ConfigError,
     FrameError,
     PersiaError,
-    StoreError,
 )
 from persia_torchrec.metrics import Metrics
-from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.joint_steps import JointSteps
-from persia_torchrec.server.requests import RequestReader, require_reply_fits
+from persia_torchrec.server.requests import (
+    RequestReader,
+    error_to_tell,
+    require_reply_fits,
+)
 from persia_torchrec.server.row_replies import rows_reply, tell_tables
+from persia_torchrec.server.served_checkpoint import checkpoints_of
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import (
     COUNTS,
@@ -88,6 +90,7 @@ class EmbeddingServer:
         config: see :class:`ServerConfig`.
 
     Raises:
+        CheckpointError: the settings name a checkpoint that is not there.
         ConfigError: the capacity is out of its range.
         WireError: the address cannot be listened on.
     """
@@ -100,11 +103,10 @@ class EmbeddingServer:
             optimizer_engine=config.optimizer_engine,
         )
         self._reader = RequestReader(self._store, config.max_request_ids)
+        self._checkpoints = checkpoints_of(config, self._store)
         self._listener = Listener(config.host, config.port)
         self.address = self._listener.address
-        self._incarnation = secrets.randbits(63) | 1
         self._metrics = Metrics()
-        self._checkpoints = Checkpoints(config, self._store)
         self._open_batches = OpenBatches(self._metrics)
         self._updates: deque[list[Update]] = deque()  # each list is applied as one
         self._joint_steps = JointSteps(
@@ -119,13 +121,22 @@ class EmbeddingServer:
         self._stages = Stages()
         self._stopping = threading.Event()
 
-    def serve(self) -> None:
+    def serve(self, when_ready: Callable[[], None] | None = None) -> None:
         """Answer requests until :meth:`stop` is called or a client asks to shut down.
 
         Queued updates are applied before this returns.
+
+        Args:
+            when_ready: called once rows may be asked for: when a checkpoint is loaded.
+
+        Raises:
+            CheckpointError: the checkpoint of the settings cannot be loaded.
         """
         try:
             while not self._stopping.is_set():
+                if when_ready is not None and not self._checkpoints.is_loading:
+                    when_ready()
+                    when_ready = None
                 self._serve_once()
             self._apply_all_updates()
             self._joint_steps.refuse_all("The server was shut down.")
@@ -166,8 +177,8 @@ class EmbeddingServer:
 
     def _sweep(self) -> None:
         self._num_since_sweep = 0
-        may_sweep = not self._checkpoints.is_loading
-        self._must_sweep_on = may_sweep and self._store.sweep(_SWEEP_ROWS)
+        may = self._checkpoints.may_sweep
+        self._must_sweep_on = may and self._store.sweep(_SWEEP_ROWS)
         self._stages.lap("sweep")
 
     def _update_is_due(self) -> bool:
@@ -194,17 +205,12 @@ class EmbeddingServer:
 
     def _refuse(self, peer: bytes, request: int, exc: Exception) -> None:
         """Tell a peer that its request failed."""
-        if isinstance(exc, MemoryError):
-            exc = StoreError(
-                f"The server must have the memory that a request takes ({exc}). Send "
-                "smaller requests, or lower its capacity."
-            )
         self._metrics.count("requests_refused")
-        self._listener.send_error(peer, request, exc)
+        self._listener.send_error(peer, request, error_to_tell(exc))
         self._stages.lap("send")
 
     def _require_incarnation(self, header: Header) -> None:
-        if header.incarnation not in (0, self._incarnation):
+        if header.incarnation not in (0, self._checkpoints.incarnation):
             raise ConfigError(
                 "This server was started anew since the client connected, and the rows "
                 "of before are gone. Connect again, and load a checkpoint."
@@ -212,7 +218,7 @@ class EmbeddingServer:
 
     def _handle(self, peer: bytes, header: Header, frames: Frames) -> Frames | None:
         self._metrics.count(f"requests_{header.kind.name.lower()}")
-        self._checkpoints.admit(header.kind)
+        self._checkpoints.admit(header)
         match header.kind:
             case Kind.LOOKUP:
                 return [self._lookup(header, frames)]
@@ -238,7 +244,7 @@ class EmbeddingServer:
                 return {
                     "shard": self.config.shard,
                     "num_shards": self.config.num_shards,
-                    "incarnation": self._incarnation,
+                    "incarnation": self._checkpoints.incarnation,
                     "max_request_ids": self.config.max_request_ids,
                     "tables": tell_tables(self._store),
                 }
@@ -272,18 +278,14 @@ class EmbeddingServer:
             **self._store.counters(),
             **self._metrics.snapshot(),
             **self._stages.counters(),
-            **self._open_batches.rows.counters(),
-            "hinted_slots": self._open_batches.hints.num_slots,
+            **self._open_batches.counters(),
+            **self._checkpoints.counters(),
             "bytes_received": self._listener.bytes_received,
             "bytes_sent": self._listener.bytes_sent,
         }
 
     def _add_tables(self, descriptions: object) -> list[dict[str, object]]:
-        if not isinstance(descriptions, list) or not all(
-            isinstance(description, dict) for description in descriptions
-        ):
-            raise FrameError("ADD_TABLES must carry a list of tables.")
-        specs = [TableSpec.from_json(description) for description in descriptions]
+        specs = self._reader.specs(descriptions)
         self._apply_all_updates()  # with the settings that they were sent under
         self._stages.lap("update")
         num_before = len(self._store.tables)

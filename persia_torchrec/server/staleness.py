@@ -72,6 +72,10 @@ class OpenBatches:
                 del self._open[stream]
         self._publish()
 
+    def counters(self) -> dict[str, int]:
+        """Return how stale rows were, and how many hints are kept."""
+        return {**self.rows.counters(), "hinted_slots": self.hints.num_slots}
+
     def _forget(self, stream: int, batch: int) -> None:
         self.hints.drop(stream, batch)
         self.rows.drop(stream, batch)

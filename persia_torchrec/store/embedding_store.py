@@ -42,13 +42,12 @@ from persia_torchrec.store.lookup import (
 from persia_torchrec.store.metadata import Metadata, read_metadata
 from persia_torchrec.store.rows import HAS_METADATA, Floats
 from persia_torchrec.store.scan import ScannedRows
-from persia_torchrec.store.shard_memory import ShardMemory, TableRows
-from persia_torchrec.store.steps import step_plan
+from persia_torchrec.store.shard_memory import ShardMemory
 from persia_torchrec.store.sweep import Sweeper
 from persia_torchrec.store.table_state import TableState
 from persia_torchrec.store.tables import Tables
 from persia_torchrec.store.update import UpdateResult as UpdateResult
-from persia_torchrec.store.update import update_rows, write_floats
+from persia_torchrec.store.update import write_floats
 from persia_torchrec.table import TableSpec
 
 Eviction = Literal["lru", "lfu"]
@@ -229,11 +228,7 @@ class EmbeddingStore:
         rows = self._memory.rows(state)
         if hints_N is None or len(hints_N) != len(ids_N):
             hints_N = find_slots(ids_N, *rows[1:], state.layout)
-        if state.engine is None:
-            counts = self._update_fused(state, rows, ids_N, hints_N, grads_ND)
-        else:
-            now = state.now(self._clock())
-            counts = state.engine.update(state, rows, ids_N, hints_N, grads_ND, now)
+        counts = state.apply(rows, ids_N, hints_N, grads_ND, self._clock())
         self.journal.updated(table, ids_N)
         result = UpdateResult(*counts)
         self._num_missed += result.num_missed
@@ -335,6 +330,12 @@ class EmbeddingStore:
         self.journal.make_room(len(ids_N))
         self._memory.remove(self._tables.states[table], ids_N)
 
+    def take_rows_of(self, other: "EmbeddingStore") -> None:
+        """Have the tables and rows of another store, which nobody may use any more."""
+        self.journal.end()
+        self._tables, self._memory = other._tables, other._memory
+        self.journal = other.journal
+
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
         self._memory.clear()
@@ -364,22 +365,6 @@ class EmbeddingStore:
     def ids_oldest_first(self) -> list[tuple[int, int]]:
         """Return ``(table, id)`` of every row, the next to leave first."""
         return self._memory.ids_oldest_first()
-
-    def _update_fused(
-        self,
-        state: TableState,
-        rows: TableRows,
-        ids_N: Ids,
-        hints_N: Slots,
-        grads_ND: Floats,
-    ) -> tuple[int, int]:
-        plan = step_plan(state.spec.optimizer, state.spec.dim, state.num_updates)
-        bound = np.float32(state.spec.weight_bound or np.inf)
-        return update_rows(
-            *(ids_N, read_only(hints_N), grads_ND, *rows, state.layout),
-            *(plan.kind, plan.numbers, bound, *state.now(self._clock())),
-            state.scratch,
-        )
 
     def _insert(
         self,

@@ -95,6 +95,7 @@ class ChangeJournal:
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
         self._changes = Changes()
+        self._left = np.empty((0, _LEFT_WORDS), dtype=np.uint64)
         self.is_on = False
 
     def begin(self) -> None:
@@ -108,6 +109,12 @@ class ChangeJournal:
         self.is_on = False
         self._changes = Changes()
         self._tally[LEFT_AT] = self._tally[LEFT_ROOM] = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has happened since the last cut."""
+        room = len(self._left) if self.is_on else 0
+        return self._changes.is_empty and self._tally[LEFT_ROOM] == room
 
     @property
     def num_ids(self) -> int:

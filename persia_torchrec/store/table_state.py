@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.admission import AdmissionState, admission_state
 from persia_torchrec.store.initializer import FillPlan, fill_plan
-from persia_torchrec.store.lookup import Counts, Ids, Places
-from persia_torchrec.store.rows import HAS_METADATA, Floats, Layout
+from persia_torchrec.store.lookup import Counts, Ids, Places, Slots
+from persia_torchrec.store.rows import HAS_METADATA, Floats, Layout, Words
+from persia_torchrec.store.steps import step_plan
+from persia_torchrec.store.update import update_rows
 from persia_torchrec.table import TableSpec
 
 if TYPE_CHECKING:
@@ -74,6 +77,36 @@ class TableState:
         is_admitted = self.admission.admit(ids, counts.astype(np.int64))
         out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
         return missing[is_admitted]
+
+    def apply(
+        self,
+        rows: tuple[Floats, Words, Words, Words],
+        ids_N: Ids,
+        hints_N: Slots,
+        grads_ND: Floats,
+        now_s: float,
+    ) -> tuple[int, int]:
+        """Apply the optimizer to the rows of ids: a step of the table.
+
+        Args:
+            rows: of the table, see ``ShardMemory.rows``.
+            ids_N: uint64 ``(N,)``, read-only.
+            hints_N: uint32 ``(N,)``, where each row was when last seen.
+            grads_ND: float32 ``(N, D)``, read-only.
+            now_s: the present second.
+
+        Returns:
+            How many ids have no row, and how many gradients were refused.
+        """
+        now = self.now(now_s)
+        if self.engine is not None:
+            return self.engine.update(self, rows, ids_N, hints_N, grads_ND, now)
+        plan = step_plan(self.spec.optimizer, self.spec.dim, self.num_updates)
+        bound = np.float32(self.spec.weight_bound or np.inf)
+        return update_rows(
+            *(ids_N, read_only(hints_N), grads_ND, *rows, self.layout),
+            *(plan.kind, plan.numbers, bound, *now, self.scratch),
+        )
 
     def require_metadata(self) -> None:
         """Raise ConfigError if the rows carry no metadata."""

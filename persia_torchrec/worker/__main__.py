@@ -6,8 +6,8 @@ r"""Run one embedding worker.
 It is a member of a job: the environment says where the job's address book is, from
 which the worker learns the servers' addresses, and in which it registers its own.
 
-With ``--servers`` it belongs to no job: it prints ``ready ADDRESS``, and ends by
-SIGTERM.
+With ``--servers``, or where ``global_config.yml`` says ``job_type: Infer`` and names
+the servers, it belongs to no job: it prints ``ready ADDRESS``, and ends by SIGTERM.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import (
     GlobalSettings,
+    inference_settings,
     load_embedding_config,
     load_global_config,
 )
@@ -52,6 +53,8 @@ def main() -> int:
     try:
         if arguments.servers is not None:
             _serve_beside_a_job(arguments)
+        elif (settings := _inference_settings(arguments)) is not None:
+            _serve_inference(arguments, settings)
         else:
             _serve(arguments)
     except PersiaError as exc:
@@ -95,13 +98,26 @@ def _serve_beside_a_job(arguments: argparse.Namespace) -> None:
     )
 
 
+def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) -> None:
+    infer = settings.common.infer
+    assert infer is not None
+    serve_standalone(
+        infer.servers,
+        load_embedding_config(_embedding_config(arguments)),
+        _buffer(settings),
+        host=arguments.host or infer.listen_host,
+        port=arguments.port,
+        await_tables=False,
+    )
+
+
 def _serve(arguments: argparse.Namespace) -> None:
     store = env.job_store()
     if store is None:
         raise ConfigError(
             "An embedding worker must know its job: PERSIA_STORE_PORT is not set. "
             "Start it through torchx (see components/), or pass --servers to serve "
-            "lookups beside a job."
+            "lookups beside a job, or a global_config.yml with job_type: Infer."
         )
     index = env.get_replica_index() if arguments.index is None else arguments.index
     size = arguments.num_workers or env.get_replica_size()
@@ -143,8 +159,17 @@ def _embedding_config(arguments: argparse.Namespace) -> Path:
 
 
 def _settings(arguments: argparse.Namespace) -> GlobalSettings:
-    path = arguments.global_config or env.global_config_path()
+    path = _global_config(arguments)
     return GlobalSettings() if path is None else load_global_config(path)
+
+
+def _inference_settings(arguments: argparse.Namespace) -> GlobalSettings | None:
+    in_job = env.job_store() is not None
+    return inference_settings(_global_config(arguments), in_job=in_job)
+
+
+def _global_config(arguments: argparse.Namespace) -> str | Path | None:
+    return arguments.global_config or env.global_config_path()
 
 
 if __name__ == "__main__":

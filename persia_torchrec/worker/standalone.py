@@ -1,7 +1,8 @@
 """An embedding worker beside no job: over servers whose addresses it is given.
 
 It learns the tables from the servers, which have them from the checkpoint that they
-have loaded or from a job that trains, and changes nothing there.
+serve (``server/inference.py``) or from a job that trains, and changes nothing there.
+Servers that are not there yet, or not ready, are waited for.
 """
 
 import logging
@@ -9,11 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import EmbeddingSchema
-from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _SERVERS_TIMEOUT_S = 600.0
 _REQUEST_TIMEOUT_S = 60.0
+_CONNECT_S = 5.0
 _RETRY_S = 0.2
 
 
@@ -37,6 +39,7 @@ def serve_standalone(
     *,
     host: str,
     port: int,
+    await_tables: bool = True,
 ) -> None:
     """Answer lookups until SIGTERM or SIGINT; the main thread calls this.
 
@@ -46,9 +49,11 @@ def serve_standalone(
         buffer: keeps the ids of data loaders, if there are any.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
+        await_tables: tables that are missing may still come, from a job that trains.
 
     Raises:
-        ConfigError: a slot's table has another dim, or is not there in time.
+        ConfigError: the servers are others than these shards, or a slot's table has
+            another dim, or is missing.
         ServerError: the servers did not answer in time, or not with their rows.
         WireError: the address cannot be listened on.
     """
@@ -56,23 +61,82 @@ def serve_standalone(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     warm_up()
-    client = EmbeddingClient.connect(
-        [tcp_address(server) for server in servers], timeout_s=_REQUEST_TIMEOUT_S
-    )
+    client = _connect([tcp_address(server) for server in servers], ending)
+    if client is None:
+        return
     lookup = SlotsLookup(client, features_of(schema))
+
+    def learn() -> None:
+        try:
+            _learn_tables(client, lookup)
+        except ConfigError as exc:
+            if not await_tables:
+                raise
+            raise ServerError(str(exc), server="embedding servers") from exc
+
+    if _wait(learn, ending):
+        require_dims(lookup.hello().slots, schema)
+        _serve(WorkerProcess(lookup, buffer), host, port, ending)
+    client.close()
+
+
+def _connect(
+    addresses: Sequence[str], ending: threading.Event
+) -> EmbeddingClient | None:
+    """Connect when all servers are there; return None if the process is to end."""
+    is_there = _wait(
+        lambda: EmbeddingClient.connect(addresses, timeout_s=_CONNECT_S).close(), ending
+    )
+    if not is_there:
+        return None
+    return EmbeddingClient.connect(addresses, timeout_s=_REQUEST_TIMEOUT_S)
+
+
+def _learn_tables(client: EmbeddingClient, lookup: SlotsLookup) -> None:
+    """Get to know the servers' tables.
+
+    Raises:
+        ConfigError: there are none for some slots, or the servers differ in them.
+        ServerError: a server is not ready.
+    """
+    client.num_rows()  # refused until the tables are all there
+    client.learn_tables()
+    for feature in lookup.features:
+        try:
+            client.table(feature.table)
+        except ConfigError as exc:
+            raise ConfigError(
+                f"Slot {feature.name!r} must have its table on the servers, "
+                f"{feature.table!r}. They have no such table. Give the "
+                "embedding_config.yml of the training."
+            ) from exc
+
+
+def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
+    """Try until it succeeds, or until the process is to end: then return False.
+
+    Raises:
+        ConfigError: it cannot succeed.
+        ServerError: it has not succeeded in time.
+        WireError: the same.
+    """
     deadline = time.monotonic() + _SERVERS_TIMEOUT_S
+    said = ""
     while not ending.is_set():
         try:
-            client.learn_tables()
-            slots = lookup.hello().slots
-        except PersiaError:
+            attempt()
+        except ConfigError:
+            raise
+        except PersiaError as exc:
             if time.monotonic() >= deadline:
                 raise
+            if type(exc).__name__ != said:
+                said = type(exc).__name__
+                logger.info("waiting for the embedding servers: %s", exc)
             ending.wait(_RETRY_S)
         else:
-            require_dims(slots, schema)
-            _serve(WorkerProcess(lookup, buffer), host, port, ending)
-    client.close()
+            return True
+    return False
 
 
 def require_dims(slots: Sequence[Slot], schema: EmbeddingSchema) -> None:

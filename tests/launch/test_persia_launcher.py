@@ -176,6 +176,31 @@ def test_without_a_coordinator_nothing_starts(monkeypatch):
         assert "PERSIA_STORE_PORT must be set" in refusal_of(arguments)
 
 
+INFER = """
+common_config:
+  job_type: Infer
+  infer_config: {servers: ["127.0.0.1:8888"], embedding_checkpoint: run}
+"""
+
+
+def test_inference_needs_no_coordinator(monkeypatch, tmp_path):
+    monkeypatch.delenv("PERSIA_STORE_PORT")
+    for command in ("embedding-worker", "embedding-parameter-server"):
+        (tmp_path / "g.yml").write_text("")
+        assert "PERSIA_STORE_PORT must be set" in refusal_of([command, *CONFIGS])
+        (tmp_path / "g.yml").write_text(INFER)
+        becomes(command, *CONFIGS)
+        (tmp_path / "g.yml").write_text("zzz: 1")
+        assert "zzz is unknown" in refusal_of([command, *CONFIGS])
+
+
+@pytest.mark.parametrize("command", ["coordinator", "nn-worker", "data-loader"])
+def test_roles_of_a_training_are_refused_for_inference(monkeypatch, tmp_path, command):
+    (tmp_path / "g.yml").write_text(INFER)
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "g.yml")
+    assert "must belong to a job that trains. Received: job_t" in refusal_of([command])
+
+
 @pytest.mark.parametrize("name", env.REFUSED)
 def test_a_variable_without_a_meaning_here_is_refused_with_the_reason(
     monkeypatch, name

@@ -11,7 +11,7 @@ from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Kind
+from persia_torchrec.wire.messages import Header, Kind
 
 SLICE_S = 0.001
 """What each slice seems to take."""
@@ -65,7 +65,7 @@ def num_slices(checkpoints, clock, seconds, *, is_in_use):
     before = clock.num_calls
     for _ in range(int(seconds / 0.0005)):
         if is_in_use:
-            checkpoints.admit(Kind.LOOKUP)
+            checkpoints.admit(Header(Kind.LOOKUP))
         checkpoints.work()
         clock.now_s += 0.0005
     return (clock.num_calls - before) // 2
@@ -83,15 +83,15 @@ def test_a_server_that_nobody_asks_for_rows_dumps_without_a_break(checkpoints, c
 
 def test_a_pause_is_not_saved_up(checkpoints, clock):
     num_slices(checkpoints, clock, 0.1, is_in_use=True)
-    checkpoints.admit(Kind.LOOKUP)
+    checkpoints.admit(Header(Kind.LOOKUP))
     clock.now_s += 0.15
-    checkpoints.admit(Kind.LOOKUP)
+    checkpoints.admit(Header(Kind.LOOKUP))
     assert num_slices(checkpoints, clock, 0.001, is_in_use=True) <= 3
 
 
 def test_requests_that_need_no_rows_do_not_count(checkpoints, clock):
     for _ in range(20):
-        checkpoints.admit(Kind.PROGRESS)
+        checkpoints.admit(Header(Kind.PROGRESS))
         checkpoints.work()
     assert clock.num_calls == 2 * 20
 

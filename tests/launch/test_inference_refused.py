@@ -1,0 +1,33 @@
+"""What belongs to a training is no role of an inference job, whoever starts it."""
+
+import pytest
+
+from persia_torchrec.launch import coordinator, script
+
+INFER = """
+common_config:
+  job_type: Infer
+  infer_config: {servers: ["127.0.0.1:8888"], embedding_checkpoint: run}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _an_inference_job(tmp_path, monkeypatch):
+    (tmp_path / "global_config.yml").write_text(INFER)
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(tmp_path / "global_config.yml"))
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("run", "who"),
+    [
+        (lambda: coordinator.main(["--port", "0", "--num-trainers", "1"]), "coordinat"),
+        (lambda: script.main(["trainer", "train.py"]), "A NN worker"),
+        (lambda: script.main(["loader", "load.py"]), "A data loader"),
+    ],
+)
+def test_a_role_of_a_training_is_refused(run, who, capfd):
+    assert run() == 1
+    said = capfd.readouterr()
+    assert who in said.out + said.err
+    assert "must belong to a job that trains" in said.out + said.err

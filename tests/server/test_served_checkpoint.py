@@ -1,0 +1,189 @@
+"""A server that serves a checkpoint for inference."""
+
+import json
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding import Expiry
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError, StoreError
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.served_checkpoint import ServedCheckpoint
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import TRAINING, Header, Kind
+from tests.processes import wait_until
+from tests.servers import RunningServer, ids_of, once_the_port_is_free
+
+ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
+NUMBER = BatchNumber(1, 0)
+IDS = np.arange(40, dtype=np.uint64)
+
+
+@pytest.fixture
+def trained(servers, tmp_path):
+    """Return the folder of a checkpoint of two servers, and the weights in it."""
+    client = servers.client(servers.start(2))
+    client.add_tables([ITEM])
+    split = client.split(IDS)
+    [rows] = client.pull([("item", split)], batch=NUMBER)
+    client.missed(client.push([("item", split)], [rows], NUMBER))
+    client.checkpoints.dump(tmp_path / "run")
+    return str(tmp_path / "run"), client.read("item", IDS)[:, :4]
+
+
+def weights_of(client, ids=IDS):
+    """Look ids up as inference does."""
+    split = client.split(ids)
+    [rows] = client.pull([("item", split)])
+    return rows[split.place]
+
+
+def is_ready(client):
+    try:
+        return bool(client.num_rows())
+    except PersiaError:
+        return False
+
+
+def client_of(servers, running):
+    """Connect to servers, and wait until they have loaded their checkpoint."""
+    client = servers.client(running)
+    wait_until(lambda: is_ready(client), "the servers are ready")
+    client.learn_tables()
+    return client
+
+
+def finish(served):
+    """Have a checkpoint loaded."""
+
+    def loads():
+        served.work()
+        return not served.is_loading
+
+    wait_until(loads, "the load ends")
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_any_number_of_servers_serves_what_was_trained(servers, trained, num_servers):
+    folder, expected = trained
+    client = client_of(servers, servers.start(num_servers, checkpoint=folder))
+    assert weights_of(client).tobytes() == expected.tobytes()
+    assert sum(client.num_rows()) == len(IDS)
+    assert not weights_of(client, ids_of(1000)).any()
+    assert sum(client.num_rows()) == len(IDS)
+
+
+def test_nothing_that_belongs_to_a_training_is_answered(servers, trained, tmp_path):
+    folder, expected = trained
+    client = client_of(servers, servers.start(2, checkpoint=folder))
+    split = client.split(IDS)
+    of_training = {
+        "training LOOKUP": lambda: client.pull([("item", split)], batch=NUMBER),
+        "UPDATE": lambda: client.missed(
+            client.push([("item", split)], [np.ones((40, 4), np.float32)], NUMBER)
+        ),
+        "WRITE": lambda: client.write("item", IDS, np.ones((40, 4), np.float32)),
+        "ADD_TABLES": lambda: client.add_tables([ITEM]),
+        "CLEAR": client.clear,
+        "CHECKPOINT": lambda: client.checkpoints.load(folder),
+    }
+    for what, request in of_training.items():
+        with pytest.raises(PersiaError, match=f"serves inference.*Received: {what}"):
+            request()
+    assert weights_of(client).tobytes() == expected.tobytes()
+    assert client.read("item", IDS)[:, :4].tobytes() == expected.tobytes()
+
+
+def test_who_it_is_is_told_before_the_rows_are_there(trained):
+    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), EmbeddingStore(100))
+    served.admit(Header(Kind.HELLO))
+    for kind in (Kind.LOOKUP, Kind.COUNTERS, Kind.READ):
+        with pytest.raises(StoreError, match=r"loads .*run.*, 0% of it .*Wait until"):
+            served.admit(Header(kind))
+    with pytest.raises(ConfigError, match="serves inference"):
+        served.admit(Header(Kind.LOOKUP, flags=TRAINING))
+    finish(served)
+    served.admit(Header(Kind.LOOKUP))
+    served.close()
+
+
+def test_it_looks_often_while_it_loads_and_seldom_afterwards(trained):
+    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), EmbeddingStore(100))
+    assert served.wait_ms(100) < 100
+    finish(served)
+    assert served.wait_ms(100) == 100
+
+
+def test_rows_that_do_not_fit_are_left_out_with_a_warning(trained, caplog):
+    store = EmbeddingStore(30)
+    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), store)
+    with caplog.at_level(logging.WARNING):
+        finish(served)
+    assert store.counters()["rows"] == 30
+    assert "10 of the 40 rows for this server were left out" in caplog.text
+    kept = np.empty((40, 4), np.float32)
+    store.lookup(0, IDS, kept, training=False)
+    # Of one request, the first were used first, and leave first.
+    assert kept.any(axis=1).sum() == 30
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    config = ServerConfig(checkpoint=str(tmp_path))
+    with pytest.raises(CheckpointError, match="must be a checkpoint, or hold one"):
+        ServedCheckpoint(config, EmbeddingStore(100))
+
+
+def test_a_damaged_checkpoint_ends_the_server(trained, tmp_path):
+    (file,) = (tmp_path / "run").rglob("shard-00000-*.rows")
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    store = EmbeddingStore(100)
+    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), store)
+    with pytest.raises(CheckpointError):
+        finish(served)
+    assert store.counters()["rows"] == 0
+
+
+def test_a_server_that_is_started_anew_is_the_same_to_its_clients(servers, trained):
+    folder, expected = trained
+    config = ServerConfig(checkpoint=folder, capacity_rows=100)
+    running = RunningServer(config)
+    client = client_of(servers, [running])
+    running.stop()
+    port = running.port
+    config = ServerConfig(checkpoint=folder, capacity_rows=100, port=port)
+    running = once_the_port_is_free(lambda: RunningServer(config))
+    try:
+        wait_until(lambda: is_ready(client), "the server is back")
+        assert weights_of(client).tobytes() == expected.tobytes()
+    finally:
+        running.stop()
+
+
+def test_a_row_that_nobody_trains_any_more_does_not_expire(servers, tmp_path):
+    spec = TableSpec(
+        name="item",
+        dim=4,
+        optimizer=Adagrad(0.1),
+        expiry=Expiry(min_l2_norm=1000.0, spared_steps=1),
+    )
+    client = servers.client(servers.start())
+    client.add_tables([spec])
+    client.write("item", IDS, np.ones((40, 4), np.float32))
+    client.checkpoints.dump(tmp_path)
+    (manifest,) = tmp_path.rglob("manifest.json")
+    grown_old = json.loads(manifest.read_text())
+    grown_old["tables"][0]["num_updates"] = 1000
+    manifest.write_text(json.dumps(grown_old))
+    serving = client_of(servers, servers.start(checkpoint=str(tmp_path)))
+    client.checkpoints.load(tmp_path)
+    wait_until(lambda: client.num_rows() == [0], "the rows of a training expire")
+    deadline = time.monotonic() + 0.3  # several slices of an idle server
+    while time.monotonic() < deadline:
+        assert serving.num_rows() == [40]

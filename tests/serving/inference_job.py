@@ -1,0 +1,89 @@
+"""Embedding servers and workers of ``job_type: Infer``, as processes of a test."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from persia_torchrec.server import __main__ as server
+from persia_torchrec.store.warm_up import warm_up as warm_up_store
+from persia_torchrec.wire import precision
+from persia_torchrec.wire.ports import free_port
+from persia_torchrec.worker import __main__ as worker
+from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
+from tests.processes import Processes, Running
+
+
+def run_server(*arguments):
+    sys.argv = ["server", *arguments]
+    return server.main()
+
+
+def run_worker(*arguments):
+    sys.argv = ["worker", *arguments]
+    return worker.main()
+
+
+def free_ports(num: int) -> list[int]:
+    """Return different ports; another process may take one meanwhile."""
+    ports: set[int] = set()
+    while len(ports) < num:
+        ports.add(free_port())
+    return list(ports)
+
+
+class InferenceJob:
+    """Starts roles by one ``global_config.yml``, which this writes."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        checkpoint: Path,
+        embedding_config: Path,
+        *,
+        num_servers: int = 1,
+        capacity: int = 1000,
+    ) -> None:
+        warm_up_store()  # a process of its own would compile for longer than one waits
+        warm_up_worker()
+        precision.warm_up()
+        self.processes = processes
+        self.ports = free_ports(num_servers)
+        self.embedding_config = embedding_config
+        self.path = processes.folder / "global_config.yml"
+        self.path.write_text(
+            self.text([f"127.0.0.1:{port}" for port in self.ports], checkpoint)
+            + f"embedding_parameter_server_config: {{capacity: {capacity}}}\n"
+        )
+
+    @staticmethod
+    def text(servers: Sequence[str], checkpoint: Path | str) -> str:
+        return (
+            "common_config:\n"
+            "  job_type: Infer\n"
+            "  infer_config:\n"
+            f"    servers: {list(servers)}\n"
+            f"    embedding_checkpoint: {checkpoint}\n"
+        )
+
+    def server(self, shard: int, *arguments: str) -> Running:
+        return self.processes.start(
+            f"server-{shard}",
+            run_server,
+            *("--shard", str(shard), "--num-shards", str(len(self.ports))),
+            *("--global-config", str(self.path)),
+            *arguments,
+        )
+
+    def worker(self, name: str = "worker", config: Path | None = None) -> Running:
+        return self.processes.start(
+            name,
+            run_worker,
+            *("--embedding-config", str(config or self.embedding_config)),
+            *("--global-config", str(self.path)),
+        )
+
+
+def address_of(running: Running) -> str:
+    """Return where a process serves, when it is ready."""
+    running.has_printed("ready tcp://127.0.0.1:")
+    return running.output().partition("ready ")[2].split()[0]

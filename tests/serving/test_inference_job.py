@@ -1,0 +1,164 @@
+"""``job_type: Infer``: servers and workers that serve a checkpoint, as processes."""
+
+import json
+import re
+import signal
+import sys
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+
+from persia_torchrec.ctx import InferCtx
+from persia_torchrec.server import __main__ as server
+from tests.processes import Processes
+from tests.servers import DEADLINE_S
+from tests.serving.conftest import EVALUATION
+from tests.serving.inference_job import InferenceJob, address_of
+from tests.serving.running import Serving
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+def embeddings_of(infer):
+    """Return the embeddings of the evaluation, as they come in a served batch."""
+    found = []
+    for batch in EVALUATION:
+        looked_up = infer.get_embedding_from_bytes(batch.to_bytes())
+        found += infer.prepare_features(looked_up)[1]
+    return found
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_embeddings_are_those_of_the_evaluation_in_the_job(
+    processes, trained, num_servers
+):
+    with InferCtx(trained.workers) as of_job:
+        expected = embeddings_of(of_job)
+    job = InferenceJob(
+        processes,
+        trained.checkpoint,
+        trained.embedding_config,
+        num_servers=num_servers,
+    )
+    worker = job.worker()  # it waits for its servers
+    servers = [job.server(shard) for shard in range(num_servers)]
+    for running, port in zip(servers, job.ports, strict=True):
+        assert address_of(running) == f"tcp://127.0.0.1:{port}"
+    with InferCtx([address_of(worker)]) as infer:
+        infer.wait_for_serving(DEADLINE_S)
+        assert sum(infer.get_embedding_size()) == trained.num_rows
+        found = embeddings_of(infer)
+    for tensor, of_evaluation in zip(found, expected, strict=True):
+        assert torch.equal(tensor, of_evaluation)
+    assert any(tensor.any() for tensor in found)
+    for running in (worker, *servers):
+        running.send(signal.SIGTERM)
+        assert running.status() == 0
+
+
+def test_predictions_over_http_are_those_of_the_evaluation(processes, trained):
+    job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
+    job.server(0)
+    worker = address_of(job.worker())
+    checkpoint = ["--checkpoint", str(trained.checkpoint)]
+    serving = Serving(processes, *checkpoint, "--workers", worker)
+    for batch, expected in zip(EVALUATION, trained.expected, strict=True):
+        request = urllib.request.Request(
+            f"{serving.address}/predict",
+            data=batch.to_bytes(),
+            headers={"Content-Type": "application/octet-stream"},
+        )
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            predictions = json.load(answer)["predictions"]
+        np.testing.assert_allclose(predictions, expected, atol=1e-6)
+
+
+def test_a_server_that_is_killed_and_started_again_is_found_again(processes, trained):
+    job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
+    killed = job.server(0)
+    with InferCtx([address_of(job.worker())]) as infer:
+        expected = embeddings_of(infer)
+        killed.send(signal.SIGKILL)
+        killed.process.join(DEADLINE_S)
+        job.server(0)
+        infer.wait_for_serving(DEADLINE_S)
+        found = embeddings_of(infer)
+    for tensor, before in zip(found, expected, strict=True):
+        assert torch.equal(tensor, before)
+
+
+def test_processes_that_wait_end_by_sigterm(processes, trained):
+    job = InferenceJob(
+        processes, trained.checkpoint, trained.embedding_config, num_servers=2
+    )
+    running, worker = job.server(0), job.worker()
+    address_of(running)
+    worker.has_printed("waiting for the embedding servers: ")
+    worker.send(signal.SIGTERM)
+    assert worker.status() == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            "{slots_config: {item: {dim: 5}, last: {dim: 3}}}",
+            "'item' must have the dim",
+        ),
+        ("{slots_config: {other: {dim: 4}}}", "'other' must have its table on the ser"),
+    ],
+)
+def test_a_worker_with_other_slots_ends_and_says_why(
+    processes, trained, tmp_path, config, message
+):
+    job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
+    job.server(0)
+    (tmp_path / "other.yml").write_text(config)
+    worker = job.worker(config=tmp_path / "other.yml")
+    assert worker.status() == 1
+    assert message in worker.output()
+
+
+def test_a_worker_that_is_told_too_few_servers_ends_and_says_why(processes, trained):
+    job = InferenceJob(
+        processes, trained.checkpoint, trained.embedding_config, num_servers=2
+    )
+    servers = [job.server(shard) for shard in range(2)]
+    for running in servers:
+        address_of(running)
+    one = [f"127.0.0.1:{job.ports[0]}"]
+    job.path.write_text(job.text(one, trained.checkpoint))
+    worker = job.worker()
+    assert worker.status() == 1
+    assert re.search("must be shard 0 of 1.*shard 0 of 2", worker.output())
+
+
+@pytest.mark.parametrize(
+    ("servers", "arguments", "message"),
+    [
+        (["127.0.0.1:1"], ["--num-shards", "2"], "1 addresses, and 2 servers"),
+        (["127.0.0.1:1"], [], "must be a checkpoint, or hold one that is complete"),
+    ],
+)
+def test_a_server_that_cannot_serve_ends_and_says_why(
+    tmp_path, monkeypatch, caplog, servers, arguments, message
+):
+    path = tmp_path / "global_config.yml"
+    path.write_text(InferenceJob.text(servers, tmp_path / "absent"))
+    command = ["server", "--shard", "0", "--global-config", str(path), *arguments]
+    monkeypatch.setattr(sys, "argv", command)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        assert server.main() == 1
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert message in caplog.text
