@@ -62,7 +62,7 @@ class IncrementImport:
             store.add_tables([table.spec for table in head.tables]), dtype=np.uint16
         )
         if head.was_cleared:
-            store.clear()
+            yield from self._drop_rows_of(head.shard, head.num_shards)
         for table, ids_N in self._increment.gone:
             yield from self._remove(int(numbers[table]), ids_N)
         own = [(int(numbers[t]), self._own(rows)) for t, rows in self._increment.rows]
@@ -87,7 +87,8 @@ class IncrementImport:
         states = store.memory.tables.states
         for number, num_updates in zip(numbers, head.num_updates, strict=True):
             state = states[number]
-            state.num_updates = max(state.num_updates, num_updates)
+            before = 0 if head.was_cleared else state.num_updates
+            state.num_updates = max(before, num_updates)
 
     def _rows_in(self, own: list[tuple[int, RowColumns]]) -> RowImport:
         uses = [rows.uses for _, rows in own]
@@ -108,6 +109,17 @@ class IncrementImport:
             return rows
         is_own_N = is_of_shard(rows.ids, self._shard, self._num_shards)
         return RowColumns(*(column[is_own_N] for column in rows.columns()))
+
+    def _drop_rows_of(self, shard: int, num_shards: int) -> Iterator[bool]:
+        """Drop all rows that are of a server of the training."""
+        for table in range(len(self._store.tables)):
+            start: int | None = 0
+            while start is not None:
+                found = self._store.scan(table, start, _SLICE_ROWS)
+                is_of_it_N = is_of_shard(found.ids, shard, num_shards)
+                self._store.remove(table, found.ids[is_of_it_N])
+                start = found.next_slot
+                yield True
 
     def _remove(self, table: int, ids_N: Ids) -> Iterator[bool]:
         for start in range(0, len(ids_N), _SLICE_ROWS):

@@ -143,12 +143,12 @@ class IncrementLog:
         """Hand over rows that were asked for, as they are now, and which were there."""
         self._gathered.put_nowait(_Gathered(asked, rows, found))
 
-    def note_dump(self, url: str) -> None:
-        """A dump into a folder begins: from now on the log can be put on it.
+    def note_dump(self, url: str, number: int) -> None:
+        """A dump into a folder begins, on which the log can be put from a number on.
 
         Increments that are older than the latest complete dump before it are deleted.
         """
-        self._dumps.put((url, self.number))
+        self._dumps.put((url, number))
 
     def end(self) -> None:
         """Write what is left; :attr:`is_over` says when that is done."""

@@ -87,12 +87,8 @@ class Checkpoints:
         match request:
             case {"do": "dump", "task": int(task), "folder": str(url)}:
                 self._require_idle()
-                log = self._increments.position()
-                self._dump, self._load = (
-                    _Dump(self._config, self._store, url, log),
-                    None,
-                )
-                self._increments.note_dump(url)
+                self._dump, self._load = _Dump(self._config, self._store, url), None
+                self._dump.log = self._increments.begin_dump(url)
                 self._task = task
             case {"do": "check", "task": int(task), "folder": str(url), **how}:
                 self._require_idle()
@@ -230,13 +226,10 @@ class Checkpoints:
 class _Dump:
     """A dump under way: the copying of slots, and the thread that writes them."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        store: EmbeddingStore,
-        url: str,
-        log: Mapping[str, object] | None,
-    ) -> None:
+    log: Mapping[str, object] | None = None
+    """Where in the log of increments it began."""
+
+    def __init__(self, config: ServerConfig, store: EmbeddingStore, url: str) -> None:
         folder = Folder(url)
         if not folder.exists():
             raise CheckpointError(
@@ -245,7 +238,6 @@ class _Dump:
             )
         self._config = config
         self._store = store
-        self._log = log
         self._export = RowExport(store.memory)
         self._file = shard_name(config.shard, config.num_shards)
         files = [
@@ -322,7 +314,7 @@ class _Dump:
             "tables": [saved_table_to_json(table) for table in tables],
             "tick": int(self._store.memory.tally[TICK]),
             "server": asdict(self._config),
-            "log": self._log,
+            "log": self.log,
         }
 
 

@@ -67,16 +67,13 @@ class Increments:
         """A request for rows has come."""
         self._spare_time.rows_are_asked_for()
 
-    def position(self) -> dict[str, object] | None:
-        """Return where in the log a dump that begins now stands: for its manifest."""
+    def begin_dump(self, url: str) -> dict[str, object] | None:
+        """A dump into a folder begins; return where in the log, for its manifest."""
         if self._log is None:
             return None
-        return {"log": self._log.info.name, "number": self._log.number}
-
-    def note_dump(self, url: str) -> None:
-        """A dump into a folder begins."""
-        if self._log is not None:
-            self._log.note_dump(url)
+        number = self._log.number  # the log's thread counts on meanwhile
+        self._log.note_dump(url, number)
+        return {"log": self._log.info.name, "number": number}
 
     def suspend(self) -> None:
         """All rows will be others: end the log."""

@@ -7,11 +7,11 @@
 It stands where :class:`~persia_torchrec.server.checkpoints.Checkpoints` stands in a
 server that trains: it sees every request before it is answered, has its turn between
 two requests, and says how long the server may wait for one. Nothing changes the rows
-but what :meth:`ServedCheckpoint.work` does: clients cannot, and none expires, since what
-keeps a row alive is its training. Where an ``incremental_dir`` is given, the server
-follows the training (``checkpoint/follower.py``): it puts in one increment after the
-other, in slices between requests, and when it has to go on from another checkpoint it
-takes over a store in which that was read beside.
+but what :meth:`ServedCheckpoint.work` does: clients cannot, and no row expires, since
+what keeps a row alive is its training. Where there is an ``incremental_dir``, the
+server follows the training (``checkpoint/follower.py``): it puts in one increment after
+the other, in slices between requests, and when it has to go on from another checkpoint
+it takes over a store in which that was read beside.
 
 A server that is started anew is the same to its clients, as long as its tables are: so
 nobody else has to be started again. A training server's rows would be lost.
@@ -29,7 +29,7 @@ from persia_torchrec.checkpoint.increment_import import IncrementImport
 from persia_torchrec.checkpoint.load import Loaded, ShardLoad
 from persia_torchrec.checkpoint.manifest import Manifest
 from persia_torchrec.checkpoint.series import find_checkpoint
-from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.errors import CheckpointError, ConfigError, StoreError
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
@@ -215,6 +215,19 @@ class ServedCheckpoint:
             self._take(follower.next_news())
         self._spare_time.spend(time.thread_time() - begin_s)
 
+    def _begin_to_put_in(self, increment: Increment) -> None:
+        shard, num_shards = self._config.shard, self._config.num_shards
+        self._created_s = increment.head.created_s
+        try:
+            importing = IncrementImport(self._store, increment, shard, num_shards)
+        except CheckpointError as exc:
+            logger.error("%s Lookups read the rows of before: start it anew.", exc)
+            self._metrics.count("following_stopped")
+            self.close()
+            self._is_ready = True
+        else:
+            self._putting_in = importing
+
     def _put_in(self, increment: IncrementImport) -> None:
         if increment.advance():
             return
@@ -227,9 +240,7 @@ class ServedCheckpoint:
     def _take(self, news: News | None) -> None:
         match news:
             case Increment():
-                shard, num_shards = self._config.shard, self._config.num_shards
-                self._created_s = news.head.created_s
-                self._putting_in = IncrementImport(self._store, news, shard, num_shards)
+                self._begin_to_put_in(news)
             case OtherRows():
                 logger.info("going on from %s", news.folder.url)
                 self._store.take_rows_of(news.store)

@@ -1,0 +1,321 @@
+"""A training writes increments, and servers of inference follow them."""
+
+import contextlib
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increment_file import increment_name
+from persia_torchrec.checkpoint.log_folder import find_logs, increments_in
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.server import EmbeddingServer
+from persia_torchrec.table import TableSpec
+from tests.processes import wait_until
+from tests.servers import ids_of
+
+ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
+OTHER = TableSpec(name="other", dim=2, optimizer=SGD(0.5))
+WRITING = {"incremental_interval_s": 0.02}
+
+
+class Training:
+    """A client of servers that write increments, and the rows as they are there."""
+
+    def __init__(self, servers, folder, num_servers=2, **settings):
+        self.folder = folder
+        self.logs = str(folder / "increments")
+        self.run = str(folder / "run")
+        settings = {**WRITING, "incremental_dir": self.logs, **settings}
+        self.running = servers.start(num_servers, **settings)
+        self.client = servers.client(self.running)
+        self.client.add_tables([ITEM, OTHER])
+        self._num_batches = 0
+        self._rng = np.random.default_rng(7)
+
+    def train(self, *ids, table="item"):
+        """Look ids up, and update them by random gradients."""
+        number = BatchNumber(1, self._num_batches)
+        self._num_batches += 1
+        split = self.client.split(ids_of(*ids))
+        [rows] = self.client.pull([(table, split)], batch=number)
+        grads = self._rng.standard_normal(rows.shape).astype(np.float32)
+        self.client.missed(self.client.push([(table, split)], [grads], number))
+
+    def dump(self):
+        return self.client.checkpoints.dump(self.run)
+
+    def total(self, counter):
+        return sum(c.get(counter, 0) for c in self.client.counters())
+
+
+@pytest.fixture
+def training(servers, tmp_path):
+    return Training(servers, tmp_path)
+
+
+def follow(servers, training, num_servers=1, run=None, **settings):
+    """Start servers that follow a training; return a client of them when ready."""
+    running = servers.start(
+        num_servers,
+        checkpoint=run or training.run,
+        incremental_dir=training.logs,
+        **settings,
+    )
+    client = servers.client(running)
+
+    def is_ready():
+        try:
+            return client.num_rows()
+        except PersiaError:
+            return False
+
+    wait_until(is_ready, "the servers are ready")
+    client.learn_tables()
+    return client
+
+
+def weights_of(client, table, dim, num_ids=60):
+    split = client.split(np.arange(num_ids, dtype=np.uint64))
+    [rows] = client.pull([(table, split)])
+    return rows[split.place]
+
+
+def are_equal(follower, training, num_ids=60):
+    """Whether lookups at the follower give what the training has."""
+    ids = np.arange(num_ids, dtype=np.uint64)
+    return all(
+        weights_of(follower, spec.name, spec.dim, num_ids).tobytes()
+        == training.client.read(spec.name, ids)[:, : spec.dim].tobytes()
+        for spec in (ITEM, OTHER)
+    ) and sum(follower.num_rows()) == sum(training.client.num_rows())
+
+
+def become_equal(follower, training, num_ids=60):
+    wait_until(
+        lambda: are_equal(follower, training, num_ids), "the follower has caught up"
+    )
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_followers_become_equal_to_the_training(servers, training, num_servers):
+    training.train(*range(20))
+    training.dump()
+    training.train(*range(10, 30))
+    client = follow(servers, training, num_servers)
+    for step in range(5):
+        training.train(*range(step * 5, step * 5 + 20))
+        training.train(*range(step, 20), table="other")
+    become_equal(client, training)
+    counters = client.counters()
+    assert all(c["increments_put_in"] > 0 for c in counters)
+    assert all(c["following_reloads"] == 0 for c in counters)
+    training.client.clear()
+    training.train(3)
+    become_equal(client, training)
+
+
+def test_a_follower_is_ready_when_it_has_caught_up(servers, training):
+    training.train(*range(20))
+    training.dump()
+    training.train(*range(10, 30))
+    wait_until(lambda: training.total("increments") >= 2, "increments are written")
+    wait_until(lambda: is_quiet(training), "all is written")
+    client = follow(servers, training)
+    assert are_equal(client, training)
+
+
+def is_quiet(training):
+    """Whether nothing has been written for longer than increments take."""
+    before = training.total("increment_bytes")
+    time.sleep(0.2)  # ten intervals
+    return training.total("increment_bytes") == before
+
+
+def test_evicted_rows_leave_the_followers_too(servers, tmp_path):
+    training = Training(servers, tmp_path, 1, capacity_rows=25)
+    training.train(*range(20))
+    training.dump()
+    client = follow(servers, training)  # with room for many more
+    for step in range(4):
+        training.train(*range(10 * step, 10 * step + 15))
+    assert training.total("evictions") > 0
+    become_equal(client, training)
+
+
+def test_a_dump_deletes_what_the_complete_one_before_does_not_need(servers, training):
+    def numbers():
+        logs = Folder(training.logs)
+        return [increments_in(logs.child(log.name)) for log in find_logs(logs, {})]
+
+    for step in range(3):
+        training.train(*range(20))
+        wait_until(lambda: is_quiet(training), "all is written")
+        training.dump()
+        training.train(step)
+        wait_until(lambda: is_quiet(training), "all is written")
+    assert all(of_log[0] > 1 for of_log in numbers())
+    client = follow(servers, training)
+    become_equal(client, training)
+    before = sorted(p.name for p in (training.folder / "run").iterdir())[-2]
+    client = follow(servers, training, run=f"{training.run}/{before}")
+    become_equal(client, training)
+
+
+def test_a_missing_increment_is_noticed_and_mended_by_the_next_checkpoint(
+    servers, training
+):
+    training.train(*range(20))
+    training.dump()
+    training.train(*range(20))
+    wait_until(lambda: is_quiet(training), "all is written")
+    training.train(*range(20))
+    wait_until(lambda: is_quiet(training), "all is written")
+    logs = Folder(training.logs)
+    for log in find_logs(logs, {}):
+        first = increments_in(logs.child(log.name))[-2]
+        logs.child(log.name).remove(increment_name(first))
+    client = follow(servers, training)
+    wait_until(
+        lambda: client.counters()[0]["following_lost"] == 1, "the gap is noticed"
+    )
+    assert not are_equal(client, training)
+    training.dump()
+    become_equal(client, training)
+    assert client.counters()[0]["following_lost"] == 0
+    assert client.counters()[0]["following_reloads"] == 1
+    training.train(*range(5))
+    become_equal(client, training)
+
+
+def test_a_damaged_increment_is_not_put_in(servers, training):
+    training.train(*range(20))
+    training.dump()
+    training.train(*range(20))
+    wait_until(lambda: is_quiet(training), "all is written")
+    for path in (training.folder / "increments").glob("*/*.increment"):
+        data = bytearray(path.read_bytes())
+        data[-40] ^= 1
+        path.write_bytes(data)
+    client = follow(servers, training)
+    wait_until(lambda: client.counters()[0]["following_errors"] > 0, "it is noticed")
+    assert client.counters()[0]["increments_put_in"] == 0
+    training.dump()
+    become_equal(client, training)
+
+
+def test_followers_go_on_when_the_training_is_started_anew(servers, tmp_path):
+    first = Training(servers, tmp_path)
+    first.train(*range(20))
+    first.dump()
+    client = follow(servers, first)
+    first.train(*range(30))
+    become_equal(client, first)
+    for server in first.running:
+        server.stop()
+    second = Training(servers, tmp_path, num_servers=3)
+    second.client.checkpoints.load(second.run)
+    second.train(*range(40, 45))
+    assert second.client.num_rows() != first  # rows of the checkpoint, and those
+    become_equal(client, second)
+    assert client.counters()[0]["following_reloads"] == 1
+
+
+def test_what_was_written_at_the_end_of_a_training_is_all_of_it(servers, tmp_path):
+    training = Training(servers, tmp_path, incremental_interval_s=1000.0)
+    training.train(*range(20))
+    training.dump()
+    training.train(*range(10, 40))
+    training.train(*range(7), table="other")
+    ids = np.arange(60, dtype=np.uint64)
+    expected = training.client.read("item", ids)[:, :4]
+    for server in training.running:
+        server.stop()
+    client = follow(servers, training)
+    assert weights_of(client, "item", 4).tobytes() == expected.tobytes()
+
+
+def test_many_changes_begin_an_increment_before_its_time(servers, tmp_path):
+    training = Training(
+        servers, tmp_path, 1, incremental_interval_s=1000.0, incremental_buffer_rows=30
+    )
+    training.train(*range(10))
+    assert is_quiet(training)
+    assert training.total("increments") == 0
+    training.train(*range(10))
+    wait_until(lambda: training.total("increments") == 1, "an increment is written")
+
+
+def test_training_goes_on_when_increments_cannot_be_written(
+    servers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("persia_torchrec.server.increments._RETRY_S", 0.05)
+    training = Training(servers, tmp_path, 1)
+    training.train(*range(20))
+    training.dump()
+    client = follow(servers, training)
+    for path in (tmp_path / "increments").iterdir():
+        shutil.rmtree(path)
+    training.train(*range(10, 30))
+    wait_until(
+        lambda: training.total("increment_logs_failed") >= 1, "the log has failed"
+    )
+    training.train(*range(30))
+    wait_until(
+        lambda: client.counters()[0]["following_lost"] == 1, "the follower is lost"
+    )
+    training.dump()
+    become_equal(client, training)
+
+
+def test_an_abandoned_batch_changes_followers_too(servers, training):
+    training.dump()
+    client = follow(servers, training)
+    split = training.client.split(ids_of(1, 2))
+    training.client.pull([("item", split)], batch=BatchNumber(9, 0))
+    become_equal(client, training)
+    assert sum(client.num_rows()) == 2
+
+
+def test_a_follower_of_other_tables_keeps_its_rows(servers, tmp_path):
+    training = Training(servers, tmp_path, 1)
+    training.train(*range(20))
+    training.dump()
+    client = follow(servers, training)
+    training.running[0].stop()
+    shutil.rmtree(tmp_path / "increments")
+    wider = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1))
+    servers_of_other = servers.start(1, incremental_dir=training.logs, **WRITING)
+    other = servers.client(servers_of_other)
+    other.add_tables([wider])
+    split = other.split(ids_of(1))
+    other.pull([("item", split)], batch=BatchNumber(1, 0))
+    wait_until(
+        lambda: client.counters()[0]["following_lost"] == 1, "the follower is lost"
+    )
+    other.checkpoints.dump(training.run)
+    wait_until(
+        lambda: client.counters()[0]["following_errors"] > 0, "the follower says so"
+    )
+    assert weights_of(client, "item", 4)[:20].any()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = ServerConfig(incremental_dir=str(tmp_path / "file" / "increments"))
+    with pytest.raises(CheckpointError, match=r"Could not make .*file/increments"):
+        EmbeddingServer(config)
+    with pytest.raises(ConfigError, match="incremental_interval_s must be > 0"):
+        ServerConfig(incremental_interval_s=0)
+
+
+def test_a_server_without_a_folder_writes_nothing(servers, tmp_path):
+    client = servers.client(servers.start(1))
+    assert "increments" not in client.counters()[0]
+    with contextlib.suppress(FileNotFoundError):
+        assert list(tmp_path.iterdir()) == []
