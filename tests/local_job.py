@@ -52,7 +52,7 @@ class LocalJob:
         num_servers: int = 2,
         num_workers: int = 1,
         forward_buffer_size: int = 1000,
-        capacity_rows: int = 1000,
+        **server_settings: object,
     ) -> None:
         self._monkeypatch = monkeypatch
         self._stack = ExitStack()
@@ -63,7 +63,7 @@ class LocalJob:
         self.book = AddressBook.host(0, loopback=True)
         self._stack.callback(self.book.close)
         cluster = self._stack.enter_context(Servers())
-        self.servers = cluster.start(num_servers, capacity_rows=capacity_rows)
+        self.servers = cluster.start(num_servers, **server_settings)
         for shard, server in enumerate(self.servers):
             self.book.register("server", shard, num_servers, server.address)
         self.workers: list[Service] = []

@@ -13,22 +13,25 @@ when all servers have come so far, are the rows put into the store.
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.checkpoint.fitting import form_of, frequencies_of, with_metadata
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.log_folder import Base
+from persia_torchrec.checkpoint.increment_file import read_increment
+from persia_torchrec.checkpoint.increment_import import IncrementImport
+from persia_torchrec.checkpoint.log_folder import Base, find_logs, increments_in
 from persia_torchrec.checkpoint.manifest import Manifest, SavedShard, SavedTable
 from persia_torchrec.checkpoint.shard_file import (
     ShardReader,
     Written,
     open_shard,
 )
+from persia_torchrec.checkpoint.sources import find_end
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -37,6 +40,8 @@ from persia_torchrec.store.row_columns import RowColumns
 from persia_torchrec.store.row_import import RowImport
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Bools = npt.NDArray[np.bool_]
 
@@ -50,10 +55,12 @@ class Loaded:
     Attributes:
         num_rows: rows put into the store.
         num_left_out: rows that would have left first, for which there was no room.
+        num_increments: increments that were put on them.
     """
 
     num_rows: int
     num_left_out: int
+    num_increments: int = 0
 
 
 class ShardLoad:
@@ -66,6 +73,7 @@ class ShardLoad:
         store: of the server. :meth:`load` takes it over until the phase is another
             than ``loading``.
         replaces: drop what the store holds; otherwise rows are put over it.
+        logs: of the training that dumped the checkpoint: go on to where it ended.
 
     Attributes:
         phase: how far it has come.
@@ -81,12 +89,15 @@ class ShardLoad:
         store: EmbeddingStore,
         *,
         replaces: bool,
+        logs: Folder | None = None,
     ) -> None:
         self._folder = folder
         self._shard = shard
         self._num_shards = num_shards
         self._store = store
         self._replaces = replaces
+        self._logs = logs
+        self._increments: list[tuple[Folder, int]] = []
         self._num_read = self._num_to_read = 0
         self._cancelled = threading.Event()
         self.phase: Phase = "checking"
@@ -99,7 +110,7 @@ class ShardLoad:
         """What the store holds when all is over, for a log of increments."""
         if self.phase != "loaded":
             return Base("empty")
-        if not self._replaces:
+        if not self._replaces or self._logs is not None:
             return Base("unknown")
         return Base("checkpoint", self._folder.url, self._manifest.created)
 
@@ -143,6 +154,8 @@ class ShardLoad:
             self._require_fitting(table)
         if self._replaces:
             self._require_all_tables(manifest)
+        if self._logs is not None:
+            self._check_increments(self._logs, manifest)
         uses, tables, frequencies = [], [], []
         self._num_to_read = 2 * sum(s.size_bytes for s in self._files())
         number_of = {t.spec.name: i for i, t in enumerate(manifest.tables)}
@@ -188,15 +201,52 @@ class ShardLoad:
             fitting = with_metadata(rows, memory.tables.states[number])
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
-        self.loaded = Loaded(rows_in.num_kept, len(self._uses) - rows_in.num_kept)
+        for log, number in self._increments:
+            increment = read_increment(log, number)
+            moving = IncrementImport(store, increment, self._shard, self._num_shards)
+            while moving.advance():
+                pass
+        self.loaded = Loaded(
+            rows_in.num_kept,
+            len(self._uses) - rows_in.num_kept,
+            len(self._increments),
+        )
+
+    def _check_increments(self, logs: Folder, manifest: Manifest) -> None:
+        """Find and read all increments that follow the checkpoint.
+
+        Raises:
+            CheckpointError: no log can be put on it; one is missing, or damaged.
+        """
+        end = find_end(find_logs(logs, {}), self._folder, manifest)
+        if end is None:
+            raise CheckpointError(
+                f"{logs.url} must hold a log of every server that can be put on "
+                f"{self._folder.url}. Received: {len(logs.names())} folders, none for "
+                "some server. Load the checkpoint without increments."
+            )
+        for source in self._own(end.sources):
+            log = logs.child(source.log)
+            numbers = [n for n in increments_in(log) if n >= source.number]
+            if numbers != list(range(source.number, source.number + len(numbers))):
+                raise CheckpointError(
+                    f"{log.url} must have all increments from {source.number} on. "
+                    f"Received: {numbers}. Load the checkpoint without increments."
+                )
+            for number in numbers:
+                read_increment(log, number)
+                self._increments.append((log, number))
 
     def _files(self) -> list[SavedShard]:
         """Return the files that may hold rows of this server."""
-        shards = self._manifest.shards
-        common = math.gcd(len(shards), self._num_shards)
+        return self._own(self._manifest.shards)
+
+    def _own(self, of_servers: Sequence[T]) -> list[T]:
+        """Return those of the servers that wrote whose rows may be of this one."""
+        common = math.gcd(len(of_servers), self._num_shards)
         return [
-            saved
-            for number, saved in enumerate(shards)
+            of_server
+            for number, of_server in enumerate(of_servers)
             if number % common == self._shard % common
         ]
 

@@ -88,6 +88,13 @@ class Manifest:
     begun: tuple[str, ...] | None = None
 
     @property
+    def capacity_rows(self) -> int | None:
+        """Rows that all servers together could hold; None if that was not said."""
+        most = [shard.server.get("capacity_rows") for shard in self.shards]
+        told = [number for number in most if isinstance(number, int)]
+        return sum(told) if len(told) == len(most) else None
+
+    @property
     def num_rows(self) -> int:
         """Rows of all servers."""
         return sum(shard.num_rows for shard in self.shards)

@@ -88,6 +88,23 @@ def find_start(
     return None
 
 
+def find_end(
+    logs: Sequence[LogInfo], folder: Folder, manifest: Manifest
+) -> Start | None:
+    """Return from where to go on from a checkpoint to the end of a training.
+
+    Args:
+        logs: all, those that began first first.
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+
+    Returns:
+        Of each server the last log that can be put on the checkpoint; or None.
+    """
+    fitting = [log for log in logs if _source(log, manifest) is not None]
+    return find_start(latest_logs(fitting), [(folder, manifest)])
+
+
 def _source(log: LogInfo, manifest: Manifest) -> Source | None:
     shards = manifest.shards
     if len(shards) == log.num_shards:

@@ -57,6 +57,7 @@ class SavedCheckpoint:
         num_rows: rows of all servers.
         size_bytes: bytes of the servers' files.
         num_left_out: rows that the servers had no room for, when it was loaded.
+        num_increments: files of increments that were put on it then.
     """
 
     path: str
@@ -64,6 +65,7 @@ class SavedCheckpoint:
     num_rows: int
     size_bytes: int
     num_left_out: int = 0
+    num_increments: int = 0
 
     @classmethod
     def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
@@ -167,10 +169,13 @@ class Checkpoints:
         path: str | os.PathLike[str],
         *,
         replace: bool = True,
+        increments: str | os.PathLike[str] | None = None,
         timeout_s: float = 3600.0,
     ) -> SavedCheckpoint:
         """Load a checkpoint, and wait for it: :meth:`start_load`."""
-        return self.start_load(path, replace=replace, timeout_s=timeout_s).wait()
+        return self.start_load(
+            path, replace=replace, increments=increments, timeout_s=timeout_s
+        ).wait()
 
     def start_dump(
         self,
@@ -236,6 +241,7 @@ class Checkpoints:
         path: str | os.PathLike[str],
         *,
         replace: bool = True,
+        increments: str | os.PathLike[str] | None = None,
         timeout_s: float = 3600.0,
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
@@ -254,6 +260,9 @@ class Checkpoints:
             replace: drop what the servers hold; all of their tables must be in the
                 checkpoint. Otherwise its rows are put over those that are there, as
                 used later.
+            increments: what the servers that dumped it were given as
+                ``incremental_dir``: put on it what has changed after, up to where the
+                last of them ended.
             timeout_s: seconds that it may take.
 
         Raises:
@@ -265,13 +274,20 @@ class Checkpoints:
         deadline = time.monotonic() + timeout_s
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
-            check = {"do": "check", "folder": folder.url, "replace": replace}
+            check = {
+                "do": "check",
+                "folder": folder.url,
+                "replace": replace,
+                "increments": None if increments is None else Folder(increments).url,
+            }
             steps = [check, {"do": "load"}]
             states = self._steps(task, steps, f"load of {folder.url}", deadline)
             results = [state["result"] for state in states]
-            left_out = sum(_number(result, "num_left_out") for result in results)
-            saved = SavedCheckpoint.of(folder, manifest)
-            return dataclasses.replace(saved, num_left_out=left_out)
+            sums = {
+                name: sum(_number(result, name) for result in results)
+                for name in ("num_left_out", "num_increments")
+            }
+            return dataclasses.replace(SavedCheckpoint.of(folder, manifest), **sums)
 
         return Task("load", work)
 

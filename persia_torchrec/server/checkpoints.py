@@ -126,6 +126,9 @@ class Checkpoints:
             num_shards,
             self._store,
             replaces=bool(how.get("replace", True)),
+            logs=None
+            if how.get("increments") is None
+            else Folder(str(how["increments"])),
         )
 
     @property

@@ -10,11 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self
 
+from persia_torchrec.checkpoint.manifest import Manifest
+from persia_torchrec.checkpoint.series import find_checkpoint
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.store.index import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class EmbeddingCluster:
         *,
         eviction: Literal["lru", "lfu"] = "lru",
         optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto",
+        incremental_dir: str | None = None,
         start_timeout_s: float = 120.0,
     ) -> "EmbeddingCluster":
         """Start servers on this machine.
@@ -54,6 +59,8 @@ class EmbeddingCluster:
             eviction: which row leaves a full server: the least recently ("lru"), or
                 the least frequently ("lfu") used.
             optimizer_engine: what applies gradients, see ``EmbeddingStore``.
+            incremental_dir: a folder to which the servers write what changes, for
+                :meth:`of_checkpoint`, and for a restart that loses little.
             start_timeout_s: seconds until all must be ready. The first start on a
                 machine compiles the store's loops, which takes some twenty seconds.
 
@@ -73,11 +80,67 @@ class EmbeddingCluster:
                 capacity_rows=capacity,
                 eviction=eviction,
                 optimizer_engine=optimizer_engine,
+                incremental_dir=incremental_dir,
             )
             for shard in range(num_servers)
         ]
+        return cls._started(configs, start_timeout_s)
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        checkpoint: str,
+        num_servers: int = 1,
+        capacity: int | None = None,
+        *,
+        incremental_dir: str | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> "EmbeddingCluster":
+        """Start servers on this machine that serve a checkpoint for inference.
+
+        Nothing can be trained on them. They are there when they have loaded it.
+
+        Args:
+            checkpoint: path, or URL, of a checkpoint's folder, or of a folder with
+                several, for its latest.
+            num_servers: number of processes, however many wrote the checkpoint.
+            capacity: rows a server; by default as many as it can ever be given.
+            incremental_dir: follow what a training writes there.
+            start_timeout_s: seconds until all must be ready.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint.
+            ConfigError: ``num_servers`` or ``capacity`` is out of its range.
+            ServerError: a server ended, or was not ready in time.
+        """
+        manifest = Manifest.read(find_checkpoint(checkpoint))
+        if capacity is None:
+            # Ids are spread by a hash: no server is sure to get just its part of them.
+            most = None if incremental_dir is None else manifest.capacity_rows
+            capacity = manifest.num_rows if most is None else most
+        if num_servers < 1 or capacity < 0:
+            raise ConfigError(
+                "num_servers must be >= 1, and capacity >= 0. "
+                f"Received: {num_servers} and {capacity}."
+            )
+        configs = [
+            ServerConfig(
+                shard=shard,
+                num_shards=num_servers,
+                capacity_rows=min(max(capacity, 1), MAX_ROWS),
+                checkpoint=checkpoint,
+                incremental_dir=incremental_dir,
+            )
+            for shard in range(num_servers)
+        ]
+        return cls._started(configs, start_timeout_s)
+
+    @classmethod
+    def _started(
+        cls, configs: Sequence[ServerConfig], timeout_s: float
+    ) -> "EmbeddingCluster":
         cluster = cls([_start(config) for config in configs])
-        deadline = time.monotonic() + start_timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             cluster.addresses = [
                 _address_of(shard, process, deadline)
@@ -124,6 +187,10 @@ def _start(config: ServerConfig) -> "subprocess.Popen[str]":
         *("--eviction", config.eviction),
         *("--optimizer-engine", config.optimizer_engine),
     ]
+    if config.incremental_dir is not None:
+        command += ["--incremental-dir", config.incremental_dir]
+    if config.checkpoint is not None:
+        command += ["--checkpoint", config.checkpoint]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

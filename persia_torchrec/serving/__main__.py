@@ -5,7 +5,9 @@ r"""Run an inference server.
 
 It takes a dense TorchScript model, ``jit_dense.pt``, from the checkpoint's folder, and
 the embeddings from the checkpoint, which it loads into servers of its own; with
-``--workers`` it asks embedding workers for them instead. It prints ``ready ADDRESS``
+``--workers`` it asks embedding workers for them instead. With ``--follow`` its rows
+follow a training, within seconds, and so does the dense model, with each checkpoint.
+It prints ``ready ADDRESS``
 when it can predict, and ends by SIGTERM, when the requests under way are answered. See
 ``http_server.py`` for what it answers.
 """
@@ -26,7 +28,7 @@ from persia_torchrec.config import load_embedding_config
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.local import embeddings_of_checkpoint
-from persia_torchrec.serving.predictor import Predictor, load_model
+from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from persia_torchrec.serving.reader import SlotsReader
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.worker.remote import RemoteWorkers
@@ -75,6 +77,13 @@ def _parser() -> argparse.ArgumentParser:
         help="addresses of embedding workers that look rows up [servers of its own]",
     )
     add("--num-servers", type=int, default=1, help="how many servers of its own [1]")
+    add(
+        "--follow",
+        default=None,
+        metavar="DIR",
+        help="follow what a training writes there of its rows; and take the dense "
+        "model of its latest checkpoint",
+    )
     add("--host", default=defaults.host, help="address to listen on [127.0.0.1]")
     add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
     add(
@@ -101,8 +110,12 @@ def _serve(arguments: argparse.Namespace, ending: threading.Event) -> None:
     )
     device = torch.device("cpu")
     model, path = load_model(arguments.checkpoint, arguments.model, device)
-    with _reader(arguments, device) as reader:
-        server = PredictionServer(Predictor(reader, model, path), config)
+    with _reader(arguments, device) as reader, contextlib.ExitStack() as stack:
+        predictor = Predictor(reader, model, path)
+        if arguments.follow is not None:
+            run, name = arguments.checkpoint, arguments.model
+            stack.callback(ModelFollower(predictor, run, name, device).close)
+        server = PredictionServer(predictor, config)
         logger.info("serving model=%s address=%s", path, server.address)
         sys.stdout.write(f"ready {server.address}\n")
         sys.stdout.flush()
@@ -123,7 +136,9 @@ def _reader(
         schema = load_embedding_config(path)
         num_servers = arguments.num_servers
         with embeddings_of_checkpoint(
-            arguments.checkpoint, schema, device, num_servers=num_servers
+            *(arguments.checkpoint, schema, device),
+            num_servers=num_servers,
+            incremental_dir=arguments.follow,
         ) as reader:
             yield reader
         return

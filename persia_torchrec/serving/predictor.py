@@ -1,18 +1,22 @@
 """From a batch to predictions: embeddings looked up, the dense model run on them."""
 
 import io
+import logging
 import os
+import threading
 import time
 
 import torch
 from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.series import find_checkpoint
+from persia_torchrec.checkpoint.series import complete_checkpoints, find_checkpoint
 from persia_torchrec.data.dense import dense_tensor
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import BatchError, CheckpointError, PersiaError
 from persia_torchrec.serving.reader import SlotsReader
+
+logger = logging.getLogger(__name__)
 
 Predictions = list[float] | list[list[float]]
 
@@ -26,13 +30,19 @@ class Predictor:
             a float tensor ``(B, ...)``; on the reader's device. It is put into
             evaluation mode.
         name: of the model, for people.
+
+    Attributes:
+        name: of the model that predicts now.
     """
 
     def __init__(self, reader: SlotsReader, model: nn.Module, name: str) -> None:
         self._reader = reader
-        self._model = model.eval()
-        self._name = name
         self._started_s = time.monotonic()
+        self.use(model, name)
+
+    def use(self, model: nn.Module, name: str) -> None:
+        """Predict with another model from now on, put into evaluation mode."""
+        self._model, self.name = model.eval(), name
 
     def predict(self, batch: PersiaBatch) -> Predictions:
         """Predict; labels are not looked at.
@@ -65,10 +75,66 @@ class Predictor:
         health: dict[str, object] = {"ready": True}
         try:
             health["rows"] = sum(self._reader.hello().num_rows)
+            health.update(self._reader.status())
         except PersiaError as exc:
             health = {"ready": False, "error": str(exc)}
         uptime_s = round(time.monotonic() - self._started_s, 3)
-        return {**health, "model": self._name, "uptime_s": uptime_s}
+        return {**health, "model": self.name, "uptime_s": uptime_s}
+
+
+class ModelFollower:
+    """Predicts with the dense model of the latest checkpoint, once it is complete.
+
+    A checkpoint without such a file does not matter: one of the embeddings alone.
+
+    Args:
+        predictor: gets the models.
+        run: the folder of checkpoints, or its URL.
+        name: of the file.
+        device: where the model is wanted.
+        poll_s: how often to look, in seconds.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        run: str | os.PathLike[str],
+        name: str,
+        device: torch.device,
+        poll_s: float = 1.0,
+    ) -> None:
+        self._predictor = predictor
+        self._run_folder = Folder(run)
+        self._name = name
+        self._device = device
+        self._poll_s = poll_s
+        self._tried = predictor.name
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End. May be called twice."""
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._poll_s):
+            try:
+                self._look()
+            except PersiaError as exc:
+                logger.warning("the model of before stays: %s", exc)
+
+    def _look(self) -> None:
+        for folder in complete_checkpoints(self._run_folder):
+            if self._name in folder.names():
+                path = folder.path_of(self._name)
+                if path != self._tried:
+                    self._tried = path
+                    model, name = load_model(folder.url, self._name, self._device)
+                    self._predictor.use(model, name)
+                    logger.info("serving model=%s", name)
+                return
 
 
 def load_model(

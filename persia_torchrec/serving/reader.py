@@ -8,7 +8,7 @@ rows are equal to the last bit.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,9 +61,16 @@ class SlotsReader:
     Args:
         lookup: where to look; the reader does not close it.
         device: where tensors are wanted.
+        status: tells how fresh the rows are, for people; nothing if not given.
     """
 
-    def __init__(self, lookup: Lookup, device: torch.device) -> None:
+    def __init__(
+        self,
+        lookup: Lookup,
+        device: torch.device,
+        status: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        self.status = status
         self._lookup = lookup
         self._device = device
         self._slots: tuple[Slot, ...] | None = None

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding.admission import (
     AdmitBloom,
     AdmitFrequency,
@@ -11,6 +12,7 @@ from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_export import RowExport, split_by_table
+from persia_torchrec.store.row_gather import gather_rows
 from persia_torchrec.store.row_import import RowImport
 from persia_torchrec.table import TableSpec
 
@@ -43,6 +45,8 @@ def warm_up() -> None:
         store.write(table, ids[:4], rows[:4])
         store.read(table, ids)
         store.scan(table, 0, 1)
+        store.remove(table, ids[:1])
+        gather_rows(store.memory, table, read_only(ids))
     store.sweep(1)
     _move_rows(store)
 

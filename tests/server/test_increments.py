@@ -226,6 +226,51 @@ def test_followers_go_on_when_the_training_is_started_anew(servers, tmp_path):
     assert client.counters()[0]["following_reloads"] == 1
 
 
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_a_restart_from_checkpoint_and_increments_loses_nothing_that_was_written(
+    servers, tmp_path, num_servers
+):
+    first = Training(servers, tmp_path)
+    first.train(*range(20))
+    first.dump()
+    first.train(*range(10, 40))
+    first.train(*range(9), table="other")
+    ids = np.arange(60, dtype=np.uint64)
+    expected = [first.client.read(name, ids) for name in ("item", "other")]
+    num_rows = sum(first.client.num_rows())
+    for server in first.running:
+        server.stop()
+    second = Training(servers, tmp_path, num_servers)  # with logs of its own there
+    loaded = second.client.checkpoints.load(second.run, increments=second.logs)
+    assert loaded.num_increments > 0
+    found = [second.client.read(name, ids) for name in ("item", "other")]
+    assert [rows.tobytes() for rows in found] == [r.tobytes() for r in expected]
+    assert sum(second.client.num_rows()) == num_rows
+    second.train(*range(50))
+    assert second.client.step("item") == 3
+
+
+def test_a_restart_without_all_increments_is_refused(servers, training):
+    training.train(*range(20))
+    training.dump()
+    for _ in range(3):
+        training.train(*range(20))
+        wait_until(lambda: is_quiet(training), "all is written")
+    with pytest.raises(PersiaError, match="must hold a log of every server"):
+        training.client.checkpoints.load(
+            training.run, increments=training.folder / "elsewhere"
+        )
+    logs = Folder(training.logs)
+    for log in find_logs(logs, {}):
+        number = increments_in(logs.child(log.name))[-2]
+        logs.child(log.name).remove(increment_name(number))
+    before = training.client.read("item", ids_of(*range(20)))
+    with pytest.raises(PersiaError, match=r"must have all increments from \d+ on"):
+        training.client.checkpoints.load(training.run, increments=training.logs)
+    after = training.client.read("item", ids_of(*range(20)))
+    assert after.tobytes() == before.tobytes()
+
+
 def test_what_was_written_at_the_end_of_a_training_is_all_of_it(servers, tmp_path):
     training = Training(servers, tmp_path, incremental_interval_s=1000.0)
     training.train(*range(20))

@@ -1,0 +1,112 @@
+"""Predictions follow a training: its rows by increments, its model by checkpoints."""
+
+import json
+import urllib.request
+
+import pytest
+import torch
+from torch import nn
+
+from persia_torchrec.config import load_embedding_config
+from persia_torchrec.ctx import eval_ctx
+from persia_torchrec.data import DataLoader
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+from persia_torchrec.serving.local import embeddings_of_checkpoint
+from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
+from tests.local_job import Batches, LocalJob
+from tests.processes import wait_until
+from tests.serving.conftest import CONFIG, EVALUATION, Dense, batch_of_numbers
+
+CPU = torch.device("cpu")
+
+
+def train(ctx, seeds):
+    training = [batch_of_numbers(seed) for seed in seeds]
+    for batch in DataLoader(Batches(training), embedding_staleness=1):
+        output, labels = ctx.forward(batch)
+        ctx.backward(nn.functional.binary_cross_entropy(output, labels[0]))
+
+
+def evaluate(model):
+    model.eval()
+    with eval_ctx() as evaluation, torch.no_grad():
+        outputs = [
+            evaluation.forward(batch)[0].flatten().tolist()
+            for batch in DataLoader(Batches(EVALUATION))
+        ]
+    model.train()
+    return outputs
+
+
+def posted(address, batch):
+    request = urllib.request.Request(
+        f"{address}/predict",
+        batch.to_bytes(),
+        {"Content-Type": "application/octet-stream"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)["predictions"]
+
+
+def predict(address):
+    return [posted(address, batch) for batch in EVALUATION]
+
+
+def are_close(predicted, expected):
+    return all(
+        mine == pytest.approx(other, abs=1e-6)
+        for mine, other in zip(predicted, expected, strict=True)
+    )
+
+
+@pytest.mark.multiprocess
+def test_predictions_follow_a_training_within_seconds(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = Dense()
+    logs, run = str(tmp_path / "increments"), str(tmp_path / "run")
+    writing = {"incremental_dir": logs, "incremental_interval_s": 0.05}
+    job = LocalJob(tmp_path, monkeypatch, CONFIG, **writing)
+    settings = {"embedding_config": EmbeddingConfig((-1, 1))}
+    with job, job.train_ctx(model, Adagrad(0.5), **settings) as ctx:
+        train(ctx, range(5))
+        ctx.dump_checkpoint(run, with_jit_model=True)
+        first = evaluate(model)
+        schema = load_embedding_config(job.config_path)
+        with embeddings_of_checkpoint(
+            run, schema, CPU, num_servers=2, incremental_dir=logs
+        ) as reader:
+            script, name = load_model(run, "jit_dense.pt", CPU)
+            predictor = Predictor(reader, script, name)
+            follower = ModelFollower(predictor, run, "jit_dense.pt", CPU, poll_s=0.1)
+            server = PredictionServer(predictor, HttpConfig())
+            assert are_close(predict(server.address), first)
+
+            with torch.no_grad():  # the dense model stays, the rows go on
+                state = {k: v.clone() for k, v in model.state_dict().items()}
+            train(ctx, range(5, 10))
+            model.load_state_dict(state)
+            second = evaluate(model)
+            assert not are_close(first, second)
+            wait_until(
+                lambda: are_close(predict(server.address), second),
+                "the rows are those of the training",
+            )
+            with urllib.request.urlopen(f"{server.address}/health") as answer:
+                following = json.load(answer)["following"]
+            assert following["increments"] > 0
+            assert not following["lost"]
+            assert 0 <= following["delay_s"] < 20
+
+            train(ctx, range(10, 15))
+            ctx.dump_checkpoint(run, with_jit_model=True)
+            third = evaluate(model)
+            assert not are_close(second, third)
+            wait_until(
+                lambda: are_close(predict(server.address), third),
+                "the model is that of the latest checkpoint",
+            )
+            assert predictor.name.endswith("checkpoint-00000002/jit_dense.pt")
+            follower.close()
+            server.close()
