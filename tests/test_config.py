@@ -15,6 +15,7 @@ from persia_torchrec.config import (
 )
 from persia_torchrec.config.differences import MISTAKEN, NO_EFFECT, ONE_VALUE
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.server.config import ServerConfig, config_of_job
 
 SLOTS = """
 feature_index_prefix_bit: 12
@@ -435,19 +436,25 @@ def test_slot_settings_without_a_meaning_here_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("job_type", "is_on", "expected"),
     [
-        (
-            "embedding_parameter_server_config: {enable_incremental_update: true}",
-            "enable_incremental_update must be False. Received: True",
-        ),
+        ("Train", "true", "/tmp/increments"),
+        ("Train", "false", None),
+        ("Eval", "true", None),
     ],
 )
-def test_global_settings_without_a_meaning_here_are_refused(
-    global_config, text, message
+def test_servers_write_increments_where_the_file_says_so(
+    global_config, job_type, is_on, expected
 ):
-    with pytest.raises(ConfigError, match=message):
-        global_config(text)
+    text = GLOBAL.replace("job_type: Train", f"job_type: {job_type}")
+    text = text.replace("update: false", f"update: {is_on}")
+    text += "  incremental_interval_seconds: 3\n"
+    config = config_of_job(ServerConfig(), global_config(text))
+    assert config.incremental_dir == expected
+    assert config.capacity_rows == 1_000_000
+    assert config.incremental_buffer_rows == 5
+    assert config.incremental_queue == 7
+    assert config.incremental_interval_s == 3.0
 
 
 def test_settings_without_an_effect_are_accepted_and_logged(global_config, caplog):

@@ -283,11 +283,11 @@ class Checkpoints:
             steps = [check, {"do": "load"}]
             states = self._steps(task, steps, f"load of {folder.url}", deadline)
             results = [state["result"] for state in states]
-            sums = {
-                name: sum(_number(result, name) for result in results)
-                for name in ("num_left_out", "num_increments")
-            }
-            return dataclasses.replace(SavedCheckpoint.of(folder, manifest), **sums)
+            return dataclasses.replace(
+                SavedCheckpoint.of(folder, manifest),
+                num_left_out=sum(_number(r, "num_left_out") for r in results),
+                num_increments=sum(_number(r, "num_increments") for r in results),
+            )
 
         return Task("load", work)
 

@@ -120,15 +120,14 @@ class Checkpoints:
 
     def _begin_load(self, url: str, how: Mapping[object, object]) -> ShardLoad:
         shard, num_shards = self._config.shard, self._config.num_shards
+        logs = how.get("increments")
         return ShardLoad(
             Folder(url),
             shard,
             num_shards,
             self._store,
             replaces=bool(how.get("replace", True)),
-            logs=None
-            if how.get("increments") is None
-            else Folder(str(how["increments"])),
+            logs=None if logs is None else Folder(str(logs)),
         )
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from persia_torchrec.config import load_embedding_config
-from persia_torchrec.ctx import eval_ctx
+from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Adagrad
@@ -16,8 +16,9 @@ from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.local import embeddings_of_checkpoint
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from tests.local_job import Batches, LocalJob
-from tests.processes import wait_until
+from tests.processes import Processes, wait_until
 from tests.serving.conftest import CONFIG, EVALUATION, Dense, batch_of_numbers
+from tests.serving.inference_job import InferenceJob, address_of
 
 CPU = torch.device("cpu")
 
@@ -59,6 +60,55 @@ def are_close(predicted, expected):
         mine == pytest.approx(other, abs=1e-6)
         for mine, other in zip(predicted, expected, strict=True)
     )
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+@pytest.mark.multiprocess
+def test_an_inference_job_follows_a_training_by_its_global_config(
+    processes, tmp_path, monkeypatch
+):
+    torch.manual_seed(0)
+    logs, run = tmp_path / "increments", tmp_path / "run"
+    writing = {"incremental_dir": str(logs), "incremental_interval_s": 0.05}
+    training = LocalJob(tmp_path, monkeypatch, CONFIG, **writing)
+    settings = {"embedding_config": EmbeddingConfig((-1, 1))}
+    with training, training.train_ctx(Dense(), Adagrad(0.5), **settings) as ctx:
+        train(ctx, range(3))
+        ctx.dump_embedding(str(run))
+        job = InferenceJob(
+            *(processes, run, training.config_path),
+            num_servers=3,
+            capacity=1000,
+            incremental_dir=logs,
+        )
+        for shard in range(3):
+            job.server(shard)
+        worker = job.worker()
+        train(ctx, range(3, 8))
+        of_job = InferCtx([worker.address for worker in training.workers])
+        with of_job, InferCtx([address_of(worker)]) as infer:
+            infer.wait_for_serving(60)
+            wait_until(
+                lambda: embeddings_of(infer) == embeddings_of(of_job),
+                "the embeddings are those of the training",
+            )
+            rows, of_training = infer.get_embedding_size(), of_job.get_embedding_size()
+            assert (len(rows), sum(rows)) == (3, sum(of_training))
+
+
+def embeddings_of(infer):
+    """Return the embeddings of the evaluation, as bytes."""
+    found = []
+    for batch in EVALUATION:
+        looked_up = infer.get_embedding_from_bytes(batch.to_bytes())
+        tensors = infer.prepare_features(looked_up)[1]
+        found += [tensor.numpy().tobytes() for tensor in tensors]
+    return found
 
 
 @pytest.mark.multiprocess
