@@ -57,6 +57,7 @@ bench: $(STAMP)  ## the benchmarks, tiny, so that they cannot rot
 	$(BIN)/python -m persia_torchrec.bench --tiny
 	$(BIN)/python -m persia_torchrec.bench training --tiny
 	$(BIN)/python -m persia_torchrec.bench precision --tiny
+	$(BIN)/python -m persia_torchrec.bench increments --tiny
 
 unit: $(STAMP)  ## the tests; ARGS="-k wire" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)

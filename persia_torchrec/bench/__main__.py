@@ -6,8 +6,9 @@
     python -m persia_torchrec.bench training --rows 1000000 --dims 16
     python -m persia_torchrec.bench engines --json engine_measurements.json
     python -m persia_torchrec.bench precision --json precision.json
+    python -m persia_torchrec.bench increments --interval-s 1
 
-Without a name, store and wire are run; the last three have options of their own.
+Without a name, store and wire are run; the last four have options of their own.
 Without ``--figures``, all of them, Redis only if its program is named. Values are
 checked in the same run: a wrong row ends the benchmark with an error. ``--tiny`` takes
 small numbers, to see that everything works; its times mean nothing.
@@ -30,7 +31,7 @@ from persia_torchrec.errors import ConfigError, PersiaError
 
 logger = logging.getLogger("persia_torchrec.bench")
 
-_OWN_MAIN = ("engines", "precision", "training")
+_OWN_MAIN = ("engines", "increments", "precision", "training")
 """Benchmarks with options of their own, each in a file of its name."""
 
 _RUN = {"store": run_store, "wire": run_wire}

@@ -10,13 +10,16 @@ copies rows when it has time. All queues are bounded.
 
 An increment is begun when something has changed and the one before is written, so that
 a file system that is slow makes increments larger and fewer. When it fails, the log
-ends: an increment is never left out.
+ends: an increment is never left out. Where the server's thread has no processor for
+itself, this one waits.
 """
 
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ASKED = 8
 _PART_BYTES = 2**18
+_NICE = 10
 _CHECK_S = 0.1
 _CLOSE_S = 10.0
 
@@ -102,8 +106,8 @@ class IncrementLog:
         self._inbox: queue.Queue[Cut] = queue.Queue(max_cuts)
         self._dumps: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._asked: queue.Queue[Asked] = queue.Queue(_MAX_ASKED)
-        # One more than are asked for: whoever was asked can always answer.
-        self._gathered: queue.Queue[_Gathered] = queue.Queue(_MAX_ASKED + 1)
+        # No more are asked for than fit: whoever was asked can always answer.
+        self._gathered: queue.Queue[_Gathered] = queue.Queue(_MAX_ASKED)
         self._next = PendingChanges()
         self._head: IncrementHead | None = None
         self._is_writing = False
@@ -172,6 +176,7 @@ class IncrementLog:
 
     def _run(self) -> None:
         try:
+            _yield_to_others()
             self._write_all()
         except _CancelledError:
             logger.debug("log %s was given up", self.info.name)
@@ -218,7 +223,7 @@ class IncrementLog:
         num_open = 0
         part = next(parts, None)
         while part is not None or num_open:
-            while part is not None and not self._asked.full():
+            while part is not None and num_open < _MAX_ASKED:
                 self._asked.put_nowait(part)
                 num_open += 1
                 part = next(parts, None)
@@ -283,6 +288,12 @@ def _parts(pending: PendingChanges, head: IncrementHead) -> Iterator[Asked]:
         row_bytes = head.tables[table].shape.row_bytes
         for part in changed.parts(max(_PART_BYTES // row_bytes, 1)):
             yield Asked(table, part)
+
+
+def _yield_to_others() -> None:
+    """Let other threads have the processor first, where a thread can say that."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class _CancelledError(Exception):

@@ -49,6 +49,7 @@ class EmbeddingCluster:
         eviction: Literal["lru", "lfu"] = "lru",
         optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto",
         incremental_dir: str | None = None,
+        incremental_interval_s: float = 2.0,
         start_timeout_s: float = 120.0,
     ) -> "EmbeddingCluster":
         """Start servers on this machine.
@@ -61,6 +62,7 @@ class EmbeddingCluster:
             optimizer_engine: what applies gradients, see ``EmbeddingStore``.
             incremental_dir: a folder to which the servers write what changes, for
                 :meth:`of_checkpoint`, and for a restart that loses little.
+            incremental_interval_s: how often they do, in seconds.
             start_timeout_s: seconds until all must be ready. The first start on a
                 machine compiles the store's loops, which takes some twenty seconds.
 
@@ -81,6 +83,7 @@ class EmbeddingCluster:
                 eviction=eviction,
                 optimizer_engine=optimizer_engine,
                 incremental_dir=incremental_dir,
+                incremental_interval_s=incremental_interval_s,
             )
             for shard in range(num_servers)
         ]
@@ -189,6 +192,7 @@ def _start(config: ServerConfig) -> "subprocess.Popen[str]":
     ]
     if config.incremental_dir is not None:
         command += ["--incremental-dir", config.incremental_dir]
+        command += ["--incremental-interval-s", str(config.incremental_interval_s)]
     if config.checkpoint is not None:
         command += ["--checkpoint", config.checkpoint]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -364,3 +364,13 @@ def test_a_server_without_a_folder_writes_nothing(servers, tmp_path):
     assert "increments" not in client.counters()[0]
     with contextlib.suppress(FileNotFoundError):
         assert list(tmp_path.iterdir()) == []
+
+
+def test_an_increment_of_many_parts_is_written_whole(servers, tmp_path, monkeypatch):
+    monkeypatch.setattr("persia_torchrec.checkpoint.increment_log._PART_BYTES", 64)
+    training = Training(servers, tmp_path, 1)
+    training.dump()
+    client = follow(servers, training)
+    training.train(*range(500))
+    become_equal(client, training, num_ids=500)
+    assert training.total("increment_logs_failed") == 0
