@@ -71,13 +71,13 @@ class IncrementSettings:
     rows: int = 1_000_000
     """Rows that are there before."""
 
-    batches: int = 150
+    batches: int = 100
     """Batches a turn."""
 
     repeats: int = 5
     """Turns of each server."""
 
-    paced_batches: int = 30
+    paced_batches: int = 20
     """Batches of a turn with pauses, at most those of a turn."""
 
     interval_s: float = 2.0
@@ -181,6 +181,8 @@ def measure(settings: IncrementSettings) -> list[Table]:
         for requests in turns:
             writing.take_paced_turn(requests[: settings.paced_batches])
             delays.append(_delay(writing, follower, requests[0]))
+        _wait_for_quiet(writing, settings.interval_s)
+        _wait_until_put_in(writing, follower)
         _require_equal(writing, follower, zipf.num_numbers)
         return [costs, _freshness(settings, delays)]
 
@@ -260,7 +262,7 @@ def _follower(folder: Path) -> Iterator[EmbeddingClient]:
 
 def _delay(server: _Server, follower: EmbeddingClient, numbers: Numbers) -> float:
     """Update some rows; return the seconds until a follower has the update."""
-    server.filled.push_only(server.filled.batch(numbers[-100:]))
+    server.filled.push(server.filled.batch(numbers[-100:]))
     start = time.perf_counter()
     name, ids = server.filled.spec.name, ids_of(numbers[-1:])
     expected = server.filled.client.read(name, ids)
@@ -281,6 +283,18 @@ def _wait_for_quiet(server: _Server, interval_s: float) -> None:
         never.wait(_QUIET_S + interval_s)
 
 
+def _wait_until_put_in(server: _Server, follower: EmbeddingClient) -> None:
+    """Wait until a follower has put in all that is written since the checkpoint."""
+    deadline = time.monotonic() + _DEADLINE_S
+    never = threading.Event()
+    before = -1
+    while (put_in := follower.counters()[0]["increments_put_in"]) != before:
+        if time.monotonic() > deadline:
+            raise StoreError(f"{_written(server)}: not put in within {_DEADLINE_S} s.")
+        before = put_in
+        never.wait(_QUIET_S + 1.0)
+
+
 def _written(server: _Server) -> dict[str, int]:
     return server.filled.client.counters()[0]
 
@@ -289,7 +303,6 @@ def _require_equal(
     server: _Server, follower: EmbeddingClient, num_numbers: int
 ) -> None:
     name = server.filled.spec.name
-    _delay(server, follower, np.arange(1))  # all before has come with it
     for start in range(0, num_numbers, 2**16):
         ids = ids_of(np.arange(start, min(start + 2**16, num_numbers)))
         rows = server.filled.client.read(name, ids)
