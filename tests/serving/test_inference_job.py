@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from persia_torchrec.ctx import InferCtx
+from persia_torchrec.launch import persia_launcher
 from persia_torchrec.server import __main__ as server
 from tests.processes import Processes
 from tests.servers import DEADLINE_S
 from tests.serving.conftest import EVALUATION
 from tests.serving.inference_job import InferenceJob, address_of
-from tests.serving.running import Serving
+from tests.serving.running import ROOT, Serving
 
 pytestmark = pytest.mark.multiprocess
 
@@ -62,6 +63,29 @@ def test_embeddings_are_those_of_the_evaluation_in_the_job(
     for running in (worker, *servers):
         running.send(signal.SIGTERM)
         assert running.status() == 0
+
+
+def test_persias_commands_start_it_without_a_coordinator(processes, trained):
+    job = InferenceJob(
+        processes, trained.checkpoint, trained.embedding_config, num_servers=2
+    )
+    env = {
+        "PERSIA_EMBEDDING_CONFIG": str(trained.embedding_config),
+        "PERSIA_GLOBAL_CONFIG": str(job.path),
+        "PYTHONPATH": str(ROOT),
+    }
+    for shard, port in enumerate(job.ports):
+        number = ["--replica-index", str(shard), "--replica-size", "2"]
+        command = ["embedding-parameter-server", "--port", str(port), *number]
+        processes.start(f"server-{shard}", persia_launcher.main, command, env=env)
+    command = ["embedding-worker", "--port", "0"]
+    worker = processes.start("worker", persia_launcher.main, command, env=env)
+    with InferCtx([address_of(worker)]) as infer, InferCtx(trained.workers) as of_job:
+        assert sum(infer.get_embedding_size()) == trained.num_rows
+        for tensor, expected in zip(
+            embeddings_of(infer), embeddings_of(of_job), strict=True
+        ):
+            assert torch.equal(tensor, expected)
 
 
 def test_predictions_over_http_are_those_of_the_evaluation(processes, trained):
