@@ -24,9 +24,10 @@ from persia_torchrec.config import (
     inference_settings,
     load_global_config,
 )
-from persia_torchrec.errors import PersiaError
+from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.inference import inference_config, serve_inference
+from persia_torchrec.server.readiness import tell_ready
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
@@ -78,6 +79,17 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="port to listen on; 0 takes a free one [0; for inference that of servers]",
     )
+    add(
+        "--standalone",
+        action="store_true",
+        help="serve without a job, until the process that started this one is gone",
+    )
+    _add_what_it_holds(parser)
+    return parser
+
+
+def _add_what_it_holds(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--capacity", type=int, default=None, help="rows of all tables together")
     add(
         "--eviction",
@@ -91,13 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="what applies gradients [auto]",
     )
-    add("--global-config", type=Path, default=None, help="PERSIA's global_config.yml")
     add(
-        "--standalone",
-        action="store_true",
-        help="serve without a job, until the process that started this one is gone",
+        "--checkpoint",
+        default=None,
+        help="serve this checkpoint, for inference [hold what is trained]",
     )
-    return parser
+    add("--global-config", type=Path, default=None, help="PERSIA's global_config.yml")
 
 
 def _shard(arguments: argparse.Namespace) -> int:
@@ -129,6 +140,7 @@ def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
         capacity_rows=_capacity(arguments),
         eviction=arguments.eviction,
         optimizer_engine=arguments.optimizer_engine,
+        checkpoint=arguments.checkpoint,
     )
 
 
@@ -153,6 +165,11 @@ def _inference_settings(arguments: argparse.Namespace) -> GlobalSettings | None:
 def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) -> None:
     infer = settings.common.infer
     assert infer is not None
+    if arguments.checkpoint is not None:
+        raise ConfigError(
+            "--checkpoint is for servers of a job. Received: it, and job_type: Infer, "
+            "whose embedding_checkpoint says what to serve. Leave one of them out."
+        )
     config = _config(arguments, infer.listen_host)
     config = inference_config(config, infer, has_port=arguments.port is not None)
     serve_inference(lambda: _started(config))
@@ -167,9 +184,7 @@ def _serve_standalone(arguments: argparse.Namespace) -> None:
         target=_stop_with_parent, args=(server, parent), daemon=True
     )
     watch.start()
-    sys.stdout.write(f"ready {server.address}\n")
-    sys.stdout.flush()
-    server.serve()
+    server.serve(tell_ready)
 
 
 def _stop_with_parent(server: EmbeddingServer, parent: int) -> None:

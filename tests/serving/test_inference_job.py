@@ -13,6 +13,7 @@ import torch
 from persia_torchrec.ctx import InferCtx
 from persia_torchrec.launch import persia_launcher
 from persia_torchrec.server import __main__ as server
+from persia_torchrec.worker import __main__ as worker
 from tests.processes import Processes
 from tests.servers import DEADLINE_S
 from tests.serving.conftest import EVALUATION
@@ -170,6 +171,7 @@ def test_a_worker_that_is_told_too_few_servers_ends_and_says_why(processes, trai
     [
         (["127.0.0.1:1"], ["--num-shards", "2"], "1 addresses, and 2 servers"),
         (["127.0.0.1:1"], [], "must be a checkpoint, or hold one that is complete"),
+        (["127.0.0.1:1"], ["--checkpoint", "run"], "--checkpoint is for servers of a"),
     ],
 )
 def test_a_server_that_cannot_serve_ends_and_says_why(
@@ -186,3 +188,14 @@ def test_a_server_that_cannot_serve_ends_and_says_why(
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
     assert message in caplog.text
+
+
+def test_a_worker_that_is_told_twice_how_to_learn_its_tables_says_so(
+    tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "global_config.yml"
+    path.write_text(InferenceJob.text(["127.0.0.1:1"], tmp_path))
+    command = ["worker", "--global-config", str(path), "--learn-tables"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert worker.main() == 1
+    assert "--learn-tables is for workers of a job" in caplog.text
