@@ -14,6 +14,7 @@ that is set to nothing counts as unset, for launchers that write out every varia
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
+    EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
 
@@ -21,9 +22,10 @@ PERSIA's further variables, which have no meaning here, are refused by its launc
 see ``REFUSED``.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from persia_torchrec.errors import ConfigError
@@ -109,6 +111,24 @@ def master() -> tuple[str | None, int | None]:
     return _text("MASTER_ADDR"), port or None
 
 
+@contextlib.contextmanager
+def set_within(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables within a block, for this process and those that it starts there.
+
+    Those of before are back afterwards.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def set_env(name: str, value: str | int) -> None:
     """Set a variable for this process and those that it starts from now on."""
     os.environ[name] = str(value)
@@ -173,6 +193,22 @@ def nn_worker_entry() -> str | None:
 def data_loader_entry() -> str | None:
     """Return the path of the data loaders' script, ``PERSIA_DATALOADER_ENTRY``."""
     return _text("PERSIA_DATALOADER_ENTRY")
+
+
+def embedding_worker_services() -> list[str]:
+    """Return the addresses in ``EMBEDDING_WORKER_SERVICE``, none when it is unset.
+
+    Raises:
+        ConfigError: one of several is empty.
+    """
+    text = _text("EMBEDDING_WORKER_SERVICE")
+    addresses = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(addresses):
+        raise ConfigError(
+            "EMBEDDING_WORKER_SERVICE must list addresses as host:port, with commas "
+            f"between them. Received: {text!r}."
+        )
+    return addresses
 
 
 def is_launcher_verbose() -> bool:

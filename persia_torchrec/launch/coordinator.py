@@ -3,10 +3,11 @@
 ``python -m persia_torchrec.launch.coordinator --port P --num-trainers N ...``
 
 It runs first and leaves last. The job is finished when every trainer has said that its
-work is done. It has failed when a member reports a failure, does not join in time,
+work is done; where it has inference servers and no trainers, when the coordinator is
+told to end. It has failed when a member reports a failure, does not join in time,
 ends without a word, or is silent for too long; also when the process that started the
-coordinator is gone, or the coordinator is told to end. Then it stays until all members
-have left, so that each of them learns why.
+coordinator is gone, or the coordinator of trainers is told to end. Then it stays until
+all members have left, so that each of them learns why.
 """
 
 import argparse
@@ -43,8 +44,12 @@ class CoordinatorConfig:
     port: int
     """TCP port of the address book; 0 takes a free one."""
 
-    num_trainers: int
+    num_trainers: int = 0
     """How many NN workers the job has; it is finished when all are done."""
+
+    num_predictors: int = 0
+    """How many inference servers a job without NN workers has; it is finished when the
+    coordinator is told to end."""
 
     num_servers: int = 0
     """How many embedding servers the job has."""
@@ -76,7 +81,13 @@ class CoordinatorConfig:
             self._require(name, getattr(self, name) >= 0, ">= 0")
         for name in ("join_timeout_s", "leave_timeout_s"):
             self._require(name, getattr(self, name) > 0, "> 0")
-        self._require("num_trainers", self.num_trainers >= 1, ">= 1")
+        for name in ("num_trainers", "num_predictors"):
+            self._require(name, getattr(self, name) >= 0, ">= 0")
+        if bool(self.num_trainers) == bool(self.num_predictors):
+            raise ConfigError(
+                "num_trainers must be >= 1, or num_predictors, one of them. Received: "
+                f"{self.num_trainers} and {self.num_predictors}."
+            )
 
     def _require(self, name: str, holds: bool, must: str) -> None:
         if not holds:
@@ -90,6 +101,7 @@ class CoordinatorConfig:
             "worker": self.num_workers,
             "loader": self.num_loaders,
             "trainer": self.num_trainers,
+            "predictor": self.num_predictors,
         }
         return [(role, index) for role, n in counts.items() for index in range(n)]
 
@@ -109,7 +121,7 @@ class Coordinator:
         self._was_told_to_end = False
 
     def end(self) -> None:
-        """Make the job fail, because somebody ends the coordinator from outside."""
+        """End the job, because somebody ends the coordinator: it fails if it trains."""
         self._was_told_to_end = True
 
     def run(self) -> JobState:
@@ -134,15 +146,21 @@ class Coordinator:
             reason = self._failure(time.monotonic() > join_deadline)
             if reason is not None:
                 self._book.fail(NAME, reason)
-            elif all(m.roll.is_done() for m in self._members if m.role == "trainer"):
+            elif self._is_over():
                 self._book.finish()
             state, reason = self._book.state()
             if state != "running":
                 return state, reason
             time.sleep(self._tick_s)
 
+    def _is_over(self) -> bool:
+        trainers = [m for m in self._members if m.role == "trainer"]
+        if not trainers:
+            return self._was_told_to_end
+        return all(trainer.roll.is_done() for trainer in trainers)
+
     def _failure(self, joining_is_over: bool) -> str | None:
-        if self._was_told_to_end:
+        if self._was_told_to_end and self._config.num_trainers:
             return "it was told to end (SIGTERM)"
         if os.getppid() != self._parent:
             return "the process that started it is gone"
@@ -231,7 +249,8 @@ def _config_from(argv: Sequence[str] | None) -> CoordinatorConfig:
         prog=f"python -m {__spec__.name}", description=CoordinatorConfig.__doc__
     )
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--num-trainers", type=int, required=True)
+    parser.add_argument("--num-trainers", type=int, default=0)
+    parser.add_argument("--num-predictors", type=int, default=0)
     parser.add_argument("--num-servers", type=int, default=0)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--num-loaders", type=int, default=0)

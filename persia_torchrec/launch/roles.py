@@ -127,6 +127,56 @@ def coordinator(
     return job.role("coordinator", arguments, 1)
 
 
+def inference_coordinator(
+    job: JobSettings, *, num_servers: int, num_workers: int, num_predictors: int
+) -> specs.Role:
+    """Build the coordinator of a job that serves; the first role of it."""
+    arguments = [
+        *("-m", "persia_torchrec.launch.coordinator"),
+        *("--port", str(job.port)),
+        *("--num-servers", str(num_servers)),
+        *("--num-workers", str(num_workers)),
+        *("--num-predictors", str(num_predictors)),
+    ]
+    return job.role("coordinator", arguments, 1)
+
+
+def checkpoint_servers(
+    job: JobSettings, checkpoint: str, num_servers: int
+) -> specs.Role:
+    """Build the role of embedding servers that serve a checkpoint."""
+    _require_text("checkpoint", checkpoint)
+    role = embedding_servers(job, num_servers)
+    role.args += ["--checkpoint", checkpoint]
+    return role
+
+
+def checkpoint_workers(job: JobSettings, num_workers: int) -> specs.Role:
+    """Build the role of embedding workers over servers that serve a checkpoint."""
+    role = embedding_workers(job, num_workers)
+    role.args += ["--learn-tables"]
+    return role
+
+
+def predictors(
+    job: JobSettings, checkpoint: str, num_predictors: int, *, host: str, port: int
+) -> specs.Role:
+    """Build the role of the inference servers; the i-th listens on ``port + i``."""
+    _require_count("predictors", num_predictors, 1)
+    _require_text("http_host", host)
+    last = port + num_predictors - 1
+    if port < 1 or last > MAX_PORT:
+        raise ConfigError(
+            f"http_port must be in [1, {MAX_PORT}], with those that follow it for the "
+            f"other predictors. Received: {port}, and {num_predictors} predictors."
+        )
+    arguments = [
+        *("-m", "persia_torchrec.serving", "--workers-of-job"),
+        *("--checkpoint", checkpoint, "--host", host, "--port", str(port)),
+    ]
+    return job.role("predictor", arguments, num_predictors)
+
+
 def embedding_servers(
     job: JobSettings, num_servers: int, eviction: str = "lru"
 ) -> specs.Role:

@@ -14,7 +14,7 @@ import argparse
 import logging
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from persia_torchrec import env
@@ -33,8 +33,32 @@ _ROLE_NAMES = {"trainer": "NN worker", "loader": "data loader"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script as a member of the job; return the status to exit with."""
-    get_default_logger()
     role, script, arguments = _parse(argv)
+
+    def run() -> None:
+        try:
+            _require_script(script)
+        except ConfigError as exc:
+            raise SystemExit(str(exc)) from exc
+        run_script(script, arguments)
+
+    return take_part(role, script, run)
+
+
+def take_part(role: str, name: str, work: Callable[[], object]) -> int:
+    """Do a trainer's or a data loader's work as a member of the job.
+
+    The main thread calls this, and the process ends soon after.
+
+    Args:
+        role: one of ``ROLES``.
+        name: of the work, for the log.
+        work: called when the process is a member; what it raises ends the job.
+
+    Returns:
+        The status to exit with.
+    """
+    get_default_logger()
     # torchrun has numbered the trainers and brought them together already.
     by_torchrun = role == "trainer" and env.is_started_by_torchrun()
     index = env.get_rank() if by_torchrun else env.get_replica_index()
@@ -49,15 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", exc)
         return 1
     with member:
-        try:
-            _require_script(script)
-            if role == "trainer" and not by_torchrun:
+        if role == "trainer" and not by_torchrun:
+            try:
                 set_up_rendezvous(member.book, index, size)
-        except PersiaError as exc:
-            raise SystemExit(str(exc)) from exc
-        run_script(script, arguments)
+            except PersiaError as exc:
+                raise SystemExit(str(exc)) from exc
+        work()
         if not member.job_has_ended:
-            logger.info("%s: %s is through, waiting for the job", member.who, script)
+            logger.info("%s: %s is through, waiting for the job", member.who, name)
         member.report_done()
         try:
             member.wait_for_end()

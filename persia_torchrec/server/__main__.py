@@ -25,13 +25,10 @@ from persia_torchrec.config import (
     inference_settings,
     load_global_config,
 )
-from persia_torchrec.errors import PersiaError
+from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.config import ServerConfig, config_of_job
-from persia_torchrec.server.inference import (
-    inference_config,
-    serve_inference,
-    tell_ready,
-)
+from persia_torchrec.server.inference import inference_config, serve_inference
+from persia_torchrec.server.readiness import tell_ready
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
@@ -44,13 +41,7 @@ _PARENT_CHECK_S = 1.0
 
 def main() -> int:
     """Run the server; return the process's exit status."""
-    parser = _parser()
-    arguments = parser.parse_args()
-    if arguments.checkpoint is not None and not arguments.standalone:
-        parser.error(
-            "--checkpoint goes with --standalone. For inference beside no job, give a "
-            "--global-config with job_type: Infer."
-        )
+    arguments = _parser().parse_args()
     logging.basicConfig(
         level=env.log_level("WARNING" if arguments.standalone else "INFO"),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -73,7 +64,6 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = ServerConfig()
     parser = argparse.ArgumentParser(
         prog="python -m persia_torchrec.server",
         description="Run one embedding parameter server: one shard of all tables.",
@@ -90,6 +80,18 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="port to listen on; 0 takes a free one [0; for inference that of servers]",
     )
+    add(
+        "--standalone",
+        action="store_true",
+        help="serve without a job, until the process that started this one is gone",
+    )
+    _add_what_it_holds(parser)
+    return parser
+
+
+def _add_what_it_holds(parser: argparse.ArgumentParser) -> None:
+    defaults = ServerConfig()
+    add = parser.add_argument
     add("--capacity", type=int, default=None, help="rows of all tables together")
     add(
         "--eviction",
@@ -103,11 +105,10 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="what applies gradients [auto]",
     )
-    add("--global-config", type=Path, default=None, help="PERSIA's global_config.yml")
     add(
         "--checkpoint",
         default=None,
-        help="with --standalone: serve this checkpoint for inference",
+        help="serve this checkpoint, for inference [hold what is trained]",
     )
     add(
         "--incremental-dir",
@@ -120,12 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help=f"how often [{defaults.incremental_interval_s:g}]",
     )
-    add(
-        "--standalone",
-        action="store_true",
-        help="serve without a job, until the process that started this one is gone",
-    )
-    return parser
+    add("--global-config", type=Path, default=None, help="PERSIA's global_config.yml")
 
 
 def _shard(arguments: argparse.Namespace) -> int:
@@ -159,8 +155,9 @@ def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
         checkpoint=arguments.checkpoint,
     )
     # A server of a cluster in a process has its settings from that process alone.
-    by_environment = None if arguments.standalone else env.global_config_path()
-    path = arguments.global_config or by_environment
+    path = (
+        arguments.global_config if arguments.standalone else _global_config(arguments)
+    )
     if path is not None:
         config = config_of_job(config, load_global_config(path))
     given = {
@@ -184,6 +181,11 @@ def _inference_settings(arguments: argparse.Namespace) -> GlobalSettings | None:
 def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) -> None:
     infer = settings.common.infer
     assert infer is not None
+    if arguments.checkpoint is not None:
+        raise ConfigError(
+            "--checkpoint is for servers of a job. Received: it, and job_type: Infer, "
+            "whose embedding_checkpoint says what to serve. Leave one of them out."
+        )
     config = _config(arguments, infer.listen_host)
     config = inference_config(config, infer, has_port=arguments.port is not None)
     serve_inference(lambda: _started(config))
@@ -198,7 +200,7 @@ def _serve_standalone(arguments: argparse.Namespace) -> None:
         target=_stop_with_parent, args=(server, parent), daemon=True
     )
     watch.start()
-    server.serve(lambda: tell_ready(server))
+    server.serve(tell_ready)
 
 
 def _stop_with_parent(server: EmbeddingServer, parent: int) -> None:

@@ -8,12 +8,12 @@ and what is refused, is in ``served_checkpoint.py``.
 
 import dataclasses
 import signal
-import sys
 from collections.abc import Callable
 
 from persia_torchrec.config import InferSettings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.readiness import tell_ready
 from persia_torchrec.server.server import EmbeddingServer
 
 
@@ -57,7 +57,7 @@ def serve_inference(make_server: Callable[[], EmbeddingServer]) -> None:
     _at_signal(_exit)
     server = make_server()
     _at_signal(server.stop)
-    server.serve(lambda: tell_ready(server))
+    server.serve(tell_ready)
 
 
 def _at_signal(end: Callable[[], None]) -> None:
@@ -67,9 +67,3 @@ def _at_signal(end: Callable[[], None]) -> None:
 
 def _exit() -> None:
     raise SystemExit(0)  # while the server is made there is nothing to see off
-
-
-def tell_ready(server: EmbeddingServer) -> None:
-    """Print where a server is, for whoever has started it."""
-    sys.stdout.write(f"ready {server.address}\n")
-    sys.stdout.flush()

@@ -1,10 +1,10 @@
 """An embedding server as a member of a job: registered, watched, ended with it."""
 
-import sys
 from collections.abc import Callable
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.server.readiness import tell_ready
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
@@ -24,6 +24,7 @@ def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> N
         ConfigError: the environment names no job.
         DiscoveryError: the job's address book does not answer.
         JobError: the job failed elsewhere.
+        CheckpointError: the server is to serve a checkpoint, which cannot be loaded.
     """
     store = env.job_store()
     if store is None:
@@ -37,6 +38,4 @@ def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> N
         member.call_at_end(server.stop)
         num_shards = server.config.num_shards
         member.book.register("server", shard, num_shards, server.address)
-        sys.stdout.write(f"ready {server.address}\n")
-        sys.stdout.flush()
-        server.serve()
+        server.serve(tell_ready)

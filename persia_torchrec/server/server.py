@@ -121,13 +121,13 @@ class EmbeddingServer:
         self._stages = Stages()
         self._stopping = threading.Event()
 
-    def serve(self, when_ready: Callable[[], None] | None = None) -> None:
+    def serve(self, when_ready: Callable[[str], None] | None = None) -> None:
         """Answer requests until :meth:`stop` is called or a client asks to shut down.
 
         Queued updates are applied before this returns.
 
         Args:
-            when_ready: called once rows may be asked for: when a checkpoint is loaded.
+            when_ready: given the address, once rows may be asked for.
 
         Raises:
             CheckpointError: the checkpoint of the settings cannot be loaded.
@@ -135,7 +135,7 @@ class EmbeddingServer:
         try:
             while not self._stopping.is_set():
                 if when_ready is not None and not self._checkpoints.is_loading:
-                    when_ready()
+                    when_ready(self.address)
                     when_ready = None
                 self._serve_once()
             self._apply_all_updates()

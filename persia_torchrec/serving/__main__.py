@@ -5,11 +5,10 @@ r"""Run an inference server.
 
 It takes a dense TorchScript model, ``jit_dense.pt``, from the checkpoint's folder, and
 the embeddings from the checkpoint, which it loads into servers of its own; with
-``--workers`` it asks embedding workers for them instead. With ``--follow`` its rows
-follow a training, within seconds, and so does the dense model, with each checkpoint.
-It prints ``ready ADDRESS``
-when it can predict, and ends by SIGTERM, when the requests under way are answered. See
-``http_server.py`` for what it answers.
+``--workers`` it asks embedding workers for them instead, and with ``--workers-of-job``
+those of the job that the environment names, whose member it then is. It prints ``ready
+ADDRESS`` when it can predict, and ends by SIGTERM, or with its job, when the requests
+under way are answered. See ``http_server.py`` for what it answers.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.local import embeddings_of_checkpoint
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from persia_torchrec.serving.reader import SlotsReader
+from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.worker.remote import RemoteWorkers
 
@@ -49,7 +49,10 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     try:
-        _serve(arguments, ending)
+        if arguments.workers_of_job:
+            _serve_in_job(arguments, ending)
+        else:
+            _serve(arguments, ending, arguments.workers)
     except PersiaError as exc:
         logger.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -57,7 +60,6 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = HttpConfig()
     parser = argparse.ArgumentParser(
         prog="python -m persia_torchrec.serving",
         description="Predict over HTTP, from a checkpoint.",
@@ -76,16 +78,37 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="addresses of embedding workers that look rows up [servers of its own]",
     )
+    add(
+        "--workers-of-job",
+        action="store_true",
+        help="belong to a job, and ask its embedding workers; see --port",
+    )
     add("--num-servers", type=int, default=1, help="how many servers of its own [1]")
     add(
         "--follow",
         default=None,
         metavar="DIR",
-        help="follow what a training writes there of its rows; and take the dense "
-        "model of its latest checkpoint",
+        help="the servers of its own follow what a training writes there; and as below",
     )
+    add(
+        "--follow-model",
+        action="store_true",
+        help="take the dense model of each checkpoint that is complete later",
+    )
+    _add_http(parser)
+    return parser
+
+
+def _add_http(parser: argparse.ArgumentParser) -> None:
+    defaults = HttpConfig()
+    add = parser.add_argument
     add("--host", default=defaults.host, help="address to listen on [127.0.0.1]")
-    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    add(
+        "--port",
+        type=int,
+        default=0,
+        help="port to listen on; 0 takes a free one; in a job REPLICA_INDEX is added",
+    )
     add(
         "--max-requests",
         type=int,
@@ -98,10 +121,30 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.max_body_bytes,
         help=f"bytes that a batch may have [{defaults.max_body_bytes}]",
     )
-    return parser
 
 
-def _serve(arguments: argparse.Namespace, ending: threading.Event) -> None:
+def _serve_in_job(arguments: argparse.Namespace, ending: threading.Event) -> None:
+    store = env.job_store()
+    if store is None:
+        raise ConfigError(
+            "PERSIA_STORE_PORT must name the port of the job's address book, for "
+            "--workers-of-job. Received: none. Start the job with torchx, which sets "
+            "it."
+        )
+    index = env.get_replica_index()
+    if arguments.port:
+        arguments.port += index
+    with JobMember.join("predictor", index, store=store) as member:
+        member.call_at_end(ending.set)
+        workers = member.book.addresses("worker", timeout_s=_WORKERS_TIMEOUT_S)
+        _serve(arguments, ending, workers)
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    ending: threading.Event,
+    workers: Sequence[str] | None,
+) -> None:
     config = HttpConfig(
         host=arguments.host,
         port=arguments.port,
@@ -110,24 +153,31 @@ def _serve(arguments: argparse.Namespace, ending: threading.Event) -> None:
     )
     device = torch.device("cpu")
     model, path = load_model(arguments.checkpoint, arguments.model, device)
-    with _reader(arguments, device) as reader, contextlib.ExitStack() as stack:
+    with (
+        _reader(arguments, device, workers) as reader,
+        contextlib.ExitStack() as stack,
+    ):
         predictor = Predictor(reader, model, path)
-        if arguments.follow is not None:
+        if arguments.follow_model or arguments.follow is not None:
             run, name = arguments.checkpoint, arguments.model
             stack.callback(ModelFollower(predictor, run, name, device).close)
         server = PredictionServer(predictor, config)
         logger.info("serving model=%s address=%s", path, server.address)
-        sys.stdout.write(f"ready {server.address}\n")
-        sys.stdout.flush()
-        ending.wait()
-        server.close()
+        try:
+            sys.stdout.write(f"ready {server.address}\n")
+            sys.stdout.flush()
+            ending.wait()
+        finally:  # a member of a job is interrupted
+            server.close()
 
 
 @contextlib.contextmanager
 def _reader(
-    arguments: argparse.Namespace, device: torch.device
+    arguments: argparse.Namespace,
+    device: torch.device,
+    addresses: Sequence[str] | None,
 ) -> Iterator[SlotsReader]:
-    if arguments.workers is None:
+    if addresses is None:
         path = arguments.embedding_config or env.embedding_config_path()
         if path is None:
             raise ConfigError(
@@ -142,7 +192,13 @@ def _reader(
         ) as reader:
             yield reader
         return
-    workers = RemoteWorkers([tcp_address(address) for address in arguments.workers])
+    if arguments.follow is not None:
+        raise ConfigError(
+            "--follow is for servers of its own. Received: embedding workers too. "
+            "Their servers follow by --incremental-dir, or by their global_config.yml; "
+            "give --follow-model for the dense model."
+        )
+    workers = RemoteWorkers([tcp_address(address) for address in addresses])
     try:
         reader = SlotsReader(workers, device)
         reader.wait_until_ready(_WORKERS_TIMEOUT_S)

@@ -1,7 +1,9 @@
 """TCP ports of this machine."""
 
+import contextlib
 import errno
 import socket
+from collections.abc import Iterator
 
 from persia_torchrec.errors import ConfigError
 
@@ -54,6 +56,36 @@ def free_port_from(first: int, step: int = 1) -> int:
             else:
                 return port
     raise ConfigError(f"A port from {first} in steps of {step} must be free. None is.")
+
+
+@contextlib.contextmanager
+def reserved_port_from(first: int) -> Iterator[int]:
+    """Keep the first free port from ``first`` on for a process that is yet to come.
+
+    Within the block :func:`free_port_from` passes it over, in all processes, while
+    ZeroMQ and c10d can listen on it: they share a port with who does not listen.
+
+    Args:
+        first: in ``[1, 65535]``.
+
+    Yields:
+        The port.
+
+    Raises:
+        ConfigError: ``first`` is out of its range, or no port is free from there on.
+    """
+    while True:
+        port = free_port_from(first)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as place:
+            try:
+                place.bind(("", port))
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    raise
+                continue  # another process was quicker
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            yield port
+            return
 
 
 def tcp_address(address: str) -> str:

@@ -13,17 +13,19 @@ the servers, it belongs to no job: it prints ``ready ADDRESS``, and ends by SIGT
 import argparse
 import logging
 import sys
+import threading
 from pathlib import Path
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import (
+    EmbeddingSchema,
     GlobalSettings,
     inference_settings,
     load_embedding_config,
     load_global_config,
 )
-from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
@@ -33,7 +35,7 @@ from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup
 from persia_torchrec.worker.slots_of_job import tell_slots
-from persia_torchrec.worker.standalone import serve_standalone
+from persia_torchrec.worker.standalone import ready_lookup, serve_standalone
 from persia_torchrec.worker.warm_up import warm_up
 
 logger = logging.getLogger("persia_torchrec.worker")
@@ -78,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         help="serve lookups beside no job: addresses of all embedding servers",
     )
     add(
+        "--learn-tables",
+        action="store_true",
+        help="the job's servers serve a checkpoint, and have the tables from it",
+    )
+    add(
         "--host",
         default=None,
         help="address to listen on [the way to the job's store; 127.0.0.1 beside one]",
@@ -101,6 +108,11 @@ def _serve_beside_a_job(arguments: argparse.Namespace) -> None:
 def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) -> None:
     infer = settings.common.infer
     assert infer is not None
+    if arguments.learn_tables:
+        raise ConfigError(
+            "--learn-tables is for workers of a job. Received: it, and job_type: "
+            "Infer, where they learn them anyway. Leave one of them out."
+        )
     serve_standalone(
         infer.servers,
         load_embedding_config(_embedding_config(arguments)),
@@ -126,12 +138,11 @@ def _serve(arguments: argparse.Namespace) -> None:
         schema = tell_slots(member.book, _embedding_config(arguments))
         settings = _settings(arguments)
         warm_up()
-        servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
-        client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
+        client, lookup = _lookup(member, schema, learns=arguments.learn_tables)
         buffer = _buffer(settings)
         service = Service(
             "embedding worker",
-            WorkerProcess(SlotsLookup(client, features_of(schema)), buffer).answer,
+            WorkerProcess(lookup, buffer).answer,
             host=arguments.host or local_address(store[0]),
             port=arguments.port,
             num_threads=8,
@@ -142,6 +153,22 @@ def _serve(arguments: argparse.Namespace) -> None:
         member.wait_for_end()
         service.close()
         client.close()
+
+
+def _lookup(
+    member: JobMember, schema: EmbeddingSchema, *, learns: bool
+) -> tuple[EmbeddingClient, SlotsLookup]:
+    """Connect to the job's servers; their tables come from trainers or are learnt."""
+    servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
+    if not learns:
+        client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
+        return client, SlotsLookup(client, features_of(schema))
+    ending = threading.Event()
+    member.call_at_end(ending.set)
+    ready = ready_lookup(servers, schema, ending, await_tables=False)
+    if ready is None:
+        raise JobError("The job ended before its servers were ready.")
+    return ready
 
 
 def _buffer(settings: GlobalSettings) -> IdBuffer:

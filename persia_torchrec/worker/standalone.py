@@ -61,9 +61,38 @@ def serve_standalone(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     warm_up()
+    ready = ready_lookup(servers, schema, ending, await_tables=await_tables)
+    if ready is not None:
+        client, lookup = ready
+        _serve(WorkerProcess(lookup, buffer), host, port, ending)
+        client.close()
+
+
+def ready_lookup(
+    servers: Sequence[str],
+    schema: EmbeddingSchema,
+    ending: threading.Event,
+    *,
+    await_tables: bool,
+) -> tuple[EmbeddingClient, SlotsLookup] | None:
+    """Wait until all servers have their tables, which belong to them.
+
+    Args:
+        servers: addresses of all servers, in the order of their shards.
+        schema: the slots.
+        ending: set when the process is to end.
+        await_tables: tables that are missing may still come, from a job that trains.
+
+    Returns:
+        The client, and the lookup over it; None if the process is to end.
+
+    Raises:
+        ConfigError: as :func:`serve_standalone`.
+        ServerError: the same.
+    """
     client = _connect([tcp_address(server) for server in servers], ending)
     if client is None:
-        return
+        return None
     lookup = SlotsLookup(client, features_of(schema))
 
     def learn() -> None:
@@ -74,10 +103,11 @@ def serve_standalone(
                 raise
             raise ServerError(str(exc), server="embedding servers") from exc
 
-    if _wait(learn, ending):
-        require_dims(lookup.hello().slots, schema)
-        _serve(WorkerProcess(lookup, buffer), host, port, ending)
-    client.close()
+    if not _wait(learn, ending):
+        client.close()
+        return None
+    require_dims(lookup.hello().slots, schema)
+    return client, lookup
 
 
 def _connect(

@@ -32,7 +32,9 @@ OF_PERSIA = {
         *("get_local_rank", "get_rank", "get_replica_index", "get_replica_size"),
         *("get_world_size", "set_env"),
     ],
+    "helper": ["PersiaServiceCtx", "ensure_persia_service"],
     "logger": ["get_default_logger", "get_logger"],
+    "service": ["get_embedding_worker_services"],
     "utils": ["dump_yaml", "find_free_port", "load_yaml", "setup_seed"],
 }
 

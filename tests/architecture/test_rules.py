@@ -32,7 +32,7 @@ def num_lines(function):
 
 def test_there_is_something_to_check():
     assert len(FILES) > 50
-    assert len(COMPONENTS) == 5
+    assert len(COMPONENTS) == 6
 
 
 @pytest.mark.parametrize("name", FILES)

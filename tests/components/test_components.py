@@ -17,6 +17,7 @@ SCHEDULERS = ["local_cwd", "slurm", "kubernetes"]
 
 COMPONENTS = {
     "job.py:train": {**SCRIPTS, **CONFIGS, "port": 29400},
+    "inference.py:serve": {**CONFIGS, "checkpoint": "runs/7", "port": 29400},
     "embedding_server.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
     "embedding_worker.py:embedding_worker": {**BOOK, **CONFIGS},
     "data_loader.py:data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
@@ -168,6 +169,43 @@ def test_a_role_alone_is_told_the_host():
 def test_an_argument_that_cannot_work_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         train(**changes)
+
+
+def serve(**changes):
+    arguments = {**CONFIGS, "checkpoint": "runs/7", **changes}
+    app = load("inference.py:serve")(**arguments)
+    return {role.name: role for role in app.roles}
+
+
+def test_a_job_that_serves_has_no_trainers():
+    roles = serve(embedding_servers=2, embedding_workers=3, predictors=4)
+    counts = {name: role.num_replicas for name, role in roles.items()}
+    assert counts == {"coordinator": 1, "server": 2, "worker": 3, "predictor": 4}
+    assert next(iter(counts)) == "coordinator"
+    assert roles["coordinator"].args[4:] == [
+        *("--num-servers", "2", "--num-workers", "3", "--num-predictors", "4")
+    ]
+    assert roles["server"].args[-2:] == ["--checkpoint", "runs/7"]
+    assert roles["worker"].args[-1] == "--learn-tables"
+    assert roles["predictor"].args[1:] == [
+        *("persia_torchrec.serving", "--workers-of-job", "--checkpoint", "runs/7"),
+        *("--host", "127.0.0.1", "--port", "8080"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint": ""}, "checkpoint must name a file"),
+        ({"predictors": 0}, "predictors must be >= 1"),
+        ({"http_port": 0}, r"http_port must be in \[1, 65535\], with"),
+        ({"http_port": 65_535, "predictors": 2}, "Received: 65535, and 2 predictors"),
+        ({"http_host": ""}, "http_host must name"),
+    ],
+)
+def test_a_job_that_cannot_serve_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        serve(**changes)
 
 
 @pytest.mark.multiprocess

@@ -142,7 +142,10 @@ def test_a_port_that_is_taken_is_said_at_once(processes):
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ({"num_trainers": 0}, r"num_trainers must be >= 1\. Received: 0"),
+        ({}, r"num_trainers must be >= 1, or num_predictors, .* Received: 0 and 0"),
+        ({"num_trainers": 1, "num_predictors": 1}, r"one of them\. Received: 1 and 1"),
+        ({"num_trainers": -1}, r"num_trainers must be >= 0"),
+        ({"num_trainers": 1, "num_predictors": -1}, r"num_predictors must be >= 0"),
         ({"num_trainers": 1, "num_servers": -1}, r"num_servers must be >= 0"),
         ({"num_trainers": 1, "join_timeout_s": 0}, r"join_timeout_s must be > 0"),
     ],
@@ -155,3 +158,5 @@ def test_a_setting_that_cannot_work_is_refused(counts, message):
 def test_members_are_named_by_role_and_index():
     config = CoordinatorConfig(port=0, num_trainers=2, num_servers=1)
     assert config.members() == [("server", 0), ("trainer", 0), ("trainer", 1)]
+    config = CoordinatorConfig(port=0, num_predictors=1)
+    assert config.members() == [("predictor", 0)]

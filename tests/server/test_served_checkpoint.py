@@ -166,6 +166,12 @@ def test_a_server_that_is_started_anew_is_the_same_to_its_clients(servers, train
         running.stop()
 
 
+def test_a_server_may_be_stopped_before_it_is_ready(trained):
+    running = RunningServer(ServerConfig(checkpoint=trained[0], capacity_rows=100))
+    running.stop()
+    assert not running.is_running()
+
+
 def test_a_row_that_nobody_trains_any_more_does_not_expire(servers, tmp_path):
     spec = TableSpec(
         name="item",

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from persia_torchrec.ctx import InferCtx
+from persia_torchrec.launch import persia_launcher
 from persia_torchrec.server import __main__ as server
+from persia_torchrec.worker import __main__ as worker
 from tests.processes import Processes
 from tests.servers import DEADLINE_S
 from tests.serving.conftest import EVALUATION
 from tests.serving.inference_job import InferenceJob, address_of
-from tests.serving.running import Serving
+from tests.serving.running import ROOT, Serving
 
 pytestmark = pytest.mark.multiprocess
 
@@ -62,6 +64,29 @@ def test_embeddings_are_those_of_the_evaluation_in_the_job(
     for running in (worker, *servers):
         running.send(signal.SIGTERM)
         assert running.status() == 0
+
+
+def test_persias_commands_start_it_without_a_coordinator(processes, trained):
+    job = InferenceJob(
+        processes, trained.checkpoint, trained.embedding_config, num_servers=2
+    )
+    env = {
+        "PERSIA_EMBEDDING_CONFIG": str(trained.embedding_config),
+        "PERSIA_GLOBAL_CONFIG": str(job.path),
+        "PYTHONPATH": str(ROOT),
+    }
+    for shard, port in enumerate(job.ports):
+        number = ["--replica-index", str(shard), "--replica-size", "2"]
+        command = ["embedding-parameter-server", "--port", str(port), *number]
+        processes.start(f"server-{shard}", persia_launcher.main, command, env=env)
+    command = ["embedding-worker", "--port", "0"]
+    worker = processes.start("worker", persia_launcher.main, command, env=env)
+    with InferCtx([address_of(worker)]) as infer, InferCtx(trained.workers) as of_job:
+        assert sum(infer.get_embedding_size()) == trained.num_rows
+        for tensor, expected in zip(
+            embeddings_of(infer), embeddings_of(of_job), strict=True
+        ):
+            assert torch.equal(tensor, expected)
 
 
 def test_predictions_over_http_are_those_of_the_evaluation(processes, trained):
@@ -146,6 +171,7 @@ def test_a_worker_that_is_told_too_few_servers_ends_and_says_why(processes, trai
     [
         (["127.0.0.1:1"], ["--num-shards", "2"], "1 addresses, and 2 servers"),
         (["127.0.0.1:1"], [], "must be a checkpoint, or hold one that is complete"),
+        (["127.0.0.1:1"], ["--checkpoint", "run"], "--checkpoint is for servers of a"),
     ],
 )
 def test_a_server_that_cannot_serve_ends_and_says_why(
@@ -162,3 +188,14 @@ def test_a_server_that_cannot_serve_ends_and_says_why(
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
     assert message in caplog.text
+
+
+def test_a_worker_that_is_told_twice_how_to_learn_its_tables_says_so(
+    tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "global_config.yml"
+    path.write_text(InferenceJob.text(["127.0.0.1:1"], tmp_path))
+    command = ["worker", "--global-config", str(path), "--learn-tables"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert worker.main() == 1
+    assert "--learn-tables is for workers of a job" in caplog.text

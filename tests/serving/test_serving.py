@@ -135,6 +135,7 @@ def test_it_ends_by_sigterm_and_takes_its_servers_with_it(trained, tmp_path):
         (["--model", "absent.pt"], "must be a TorchScript model. .* no such file"),
         (["--model", "manifest.json"], "must be a TorchScript model, as"),
         (["--max-requests", "0"], "max_requests must be > 0"),
+        (["--workers-of-job"], "PERSIA_STORE_PORT must name the port of the job's"),
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
     ],
 )
@@ -142,6 +143,7 @@ def test_settings_that_cannot_work_are_refused(
     trained, monkeypatch, caplog, arguments, message
 ):
     monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG", raising=False)
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
     command = ["serving", "--checkpoint", str(trained.checkpoint), *arguments]
     monkeypatch.setattr(sys, "argv", command)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)

@@ -3,9 +3,11 @@ from contextlib import closing
 
 import pytest
 
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.utils import find_free_port
-from persia_torchrec.wire.ports import free_port, free_port_from
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.listener import Listener
+from persia_torchrec.wire.ports import free_port, free_port_from, reserved_port_from
 
 
 def test_a_free_port_can_be_listened_on():
@@ -33,3 +35,15 @@ def test_where_no_port_is_free_there_is_an_error():
 def test_a_port_that_cannot_be_is_refused(first, step):
     with pytest.raises(ConfigError, match=f"Received: {first} and {step}"):
         free_port_from(first, step)
+
+
+def test_a_reserved_port_is_passed_over_by_all_but_who_listens_on_it():
+    with reserved_port_from(20_000) as port, reserved_port_from(port) as other:
+        assert free_port_from(port) > other > port
+        listener = Listener("127.0.0.1", port)
+        assert listener.address == f"tcp://127.0.0.1:{port}"
+        with pytest.raises(WireError, match="Address already in use"):
+            Listener("127.0.0.1", port)
+        listener.close()
+        book = AddressBook.host(other, loopback=True)
+        book.close()

@@ -1,0 +1,72 @@
+"""A job that serves: coordinator, embedding servers and workers, inference servers.
+
+torchx run -s local_cwd components/inference.py:serve --checkpoint runs/7
+    --embedding_config embedding_config.yml --global_config global_config.yml
+    --embedding_servers 2 --http_port 8080
+"""
+
+from typing import Dict, Optional
+
+import torchx.specs as specs
+
+from persia_torchrec.launch import roles
+
+
+def serve(
+    checkpoint: str,
+    embedding_config: str,
+    global_config: str,
+    embedding_servers: int = 1,
+    embedding_workers: int = 1,
+    predictors: int = 1,
+    http_host: str = "127.0.0.1",
+    http_port: int = 8080,
+    port: int = 0,
+    python: str = "python3",
+    image: str = "",
+    env: Optional[Dict[str, str]] = None,
+) -> specs.AppDef:
+    """Predict over HTTP from a checkpoint, whose embeddings servers share.
+
+    Args:
+        checkpoint: folder of a checkpoint with a TorchScript model, or of a run, for
+            its latest; or its URL; where the roles run
+        embedding_config: path of the training's embedding_config.yml, where the roles
+            run
+        global_config: path of the training's global_config.yml, where the roles run;
+            its capacity holds
+        embedding_servers: number of servers, whatever number wrote the checkpoint
+        embedding_workers: number of embedding workers
+        predictors: number of inference servers, which answer HTTP
+        http_host: address that inference servers listen on; 0.0.0.0 for all
+        http_port: port of the first inference server; the next one has the next
+        port: TCP port of the job's address book; 0 takes one that is free on the
+            machine that runs torchx, so name one on a cluster
+        python: interpreter, looked up in PATH where the roles run
+        image: container image; not used by local_cwd
+        env: further variables for every role, as NAME=value,NAME=value
+    """
+    job = roles.JobSettings(
+        embedding_config=embedding_config,
+        global_config=global_config,
+        port=roles.job_port(port),
+        python=python,
+        image=image,
+        env=env or {},
+    )
+    return specs.AppDef(
+        name=roles.APP_NAME,
+        roles=[
+            roles.inference_coordinator(
+                job,
+                num_servers=embedding_servers,
+                num_workers=embedding_workers,
+                num_predictors=predictors,
+            ),
+            roles.checkpoint_servers(job, checkpoint, embedding_servers),
+            roles.checkpoint_workers(job, embedding_workers),
+            roles.predictors(
+                job, checkpoint, predictors, host=http_host, port=http_port
+            ),
+        ],
+    )

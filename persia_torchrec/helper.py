@@ -1,0 +1,259 @@
+"""PERSIA's helper for tests: a whole job around a block, as child processes.
+
+    with PersiaServiceCtx(data_loader_func=send, embedding_config=slots):
+        with TrainCtx(...) as ctx:           # the trainer is this process
+            for batch in DataLoader(StreamingDataset()): ...
+
+Coordinator, embedding servers and embedding workers run on the loopback interface of
+this machine, and data loaders and NN workers too if their work is given. Within the
+block the environment names the job. The job ends as one: a process that fails ends all,
+interrupts the block, and is named in the error that the block raises.
+
+A function runs in a process that imports its module anew, as multiprocessing's "spawn"
+does. So it must stand at the top of a module, and a script needs the line
+``if __name__ == "__main__":`` in front of what it does itself.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Self
+
+from persia_torchrec import env
+from persia_torchrec.config import load_embedding_config, refuse_inference
+from persia_torchrec.errors import ConfigError, JobError
+from persia_torchrec.launch.children import Children, Watch, Work
+from persia_torchrec.utils import dump_yaml
+from persia_torchrec.wire.discovery import LOOPBACK, AddressBook
+from persia_torchrec.wire.ports import reserved_port_from
+
+Config = Mapping[str, object]
+
+_DEFAULT_GLOBAL_CONFIG: Config = {
+    "embedding_worker_config": {"forward_buffer_size": 1000},
+    "common_config": {"metrics_config": {"enable_metrics": False}},
+}
+_COORDINATOR_TIMEOUT_S = 60.0
+
+
+class PersiaServiceCtx:
+    """Start a job's processes for a block, and end them with it.
+
+    Leaving the block ends the job; where NN workers were given, it waits for them
+    first. Only a block of the main thread can be interrupted.
+
+    Args:
+        data_loader_func: what each data loader does; None: there are none.
+        nn_worker_func: what each NN worker does; None: the block itself trains.
+        embedding_config: content of ``embedding_config.yml``; or
+        embedding_config_path: its path. One of the two is needed.
+        global_config: content of ``global_config.yml``; or
+        global_config_path: its path; without both, PERSIA's defaults.
+        data_loader_replica_num: number of data loaders.
+        nproc_per_node: number of NN workers.
+        embedding_worker_replica_num: number of embedding workers.
+        embedding_parameter_replica_num: number of embedding servers.
+        embedding_worker_port: the workers take the first free ports from here on.
+        embedding_parameter_server_port: and the servers from here on.
+        nats_server_port: and the coordinator from here on.
+        timeout_s: how long leaving the block may wait for the NN workers.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        data_loader_func: Work | None = None,
+        nn_worker_func: Work | None = None,
+        embedding_config: Config | None = None,
+        embedding_config_path: str | Path | None = None,
+        global_config: Config | None = None,
+        global_config_path: str | Path | None = None,
+        data_loader_replica_num: int = 1,
+        nproc_per_node: int = 1,
+        embedding_worker_replica_num: int = 1,
+        embedding_parameter_replica_num: int = 1,
+        embedding_worker_port: int = 7777,
+        embedding_parameter_server_port: int = 8888,
+        nats_server_port: int = 4222,
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be > 0. Received: {timeout_s}.")
+        if global_config is None and global_config_path is None:
+            global_config = _DEFAULT_GLOBAL_CONFIG
+        self._configs = [
+            _one_of("embedding_config", embedding_config, embedding_config_path),
+            _one_of("global_config", global_config, global_config_path),
+        ]
+        self._work = {
+            "loader": _checked("data_loader_func", data_loader_func),
+            "trainer": _checked("nn_worker_func", nn_worker_func),
+        }
+        self._counts = {
+            "loader": _count("data_loader_replica_num", data_loader_replica_num),
+            "trainer": _count("nproc_per_node", nproc_per_node),
+            "worker": _count(
+                "embedding_worker_replica_num", embedding_worker_replica_num
+            ),
+            "server": _count(
+                "embedding_parameter_replica_num", embedding_parameter_replica_num
+            ),
+        }
+        for name, role in _NEEDS.items():
+            if self._work[role] is None and self._counts[role] > 1:
+                raise ConfigError(
+                    f"{name} must be 1 where no function is given for that role. "
+                    f"Received: {self._counts[role]}."
+                )
+        self._ports = {
+            "worker": embedding_worker_port,
+            "server": embedding_parameter_server_port,
+            "coordinator": nats_server_port,
+        }
+        self._timeout_s = timeout_s
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            port = stack.enter_context(reserved_port_from(self._ports["coordinator"]))
+            stack.enter_context(env.set_within(self._variables(folder, port)))
+            self._children = Children()
+            stack.callback(self._children.end)
+            self._start_services(port, stack)
+            book = AddressBook.join(LOOPBACK, port, timeout_s=_COORDINATOR_TIMEOUT_S)
+            stack.callback(book.close)
+            self._start_scripts()
+            self._watch = Watch(book, self._children)
+            stack.callback(self._watch.stop)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._stack:
+            failure = self._watch.disarm()
+            if exc is None and failure is None:
+                failure = self._end_well()
+            if failure is not None:
+                raise JobError(f"The job failed: {failure}") from exc
+
+    def _end_well(self) -> str | None:
+        """Wait for the end of the job; return why it has failed, if it has."""
+        self._children.finish()
+        status = self._children.wait_for_coordinator(self._timeout_s)
+        failure = self._watch.stop()
+        return failure or (f"the coordinator's status is {status}" if status else None)
+
+    def _variables(self, folder: Path, port: int) -> dict[str, str]:
+        """Return the variables that name the job, when its files are written."""
+        paths = []
+        for name, config in zip(_CONFIG_NAMES, self._configs, strict=True):
+            path = config
+            if not isinstance(path, Path):
+                path = folder / f"{name}.yml"
+                dump_yaml(config, path)
+            paths.append(str(path.absolute()))
+        load_embedding_config(paths[0])
+        refuse_inference("PersiaServiceCtx", paths[1])
+        return {
+            "PERSIA_STORE_PORT": str(port),
+            "PERSIA_STORE_HOST": LOOPBACK,
+            "PERSIA_EMBEDDING_CONFIG": paths[0],
+            "PERSIA_GLOBAL_CONFIG": paths[1],
+        }
+
+    def _start_services(self, port: int, stack: contextlib.ExitStack) -> None:
+        counts, has_loaders = self._counts, self._work["loader"] is not None
+        self._children.start_module(
+            "coordinator",
+            *("launch.coordinator", "--port", str(port), "--linger-s", "0"),
+            *("--heartbeat-s", "0.2", "--num-trainers", str(counts["trainer"])),
+            *("--num-loaders", str(counts["loader"] if has_loaders else 0)),
+            *("--num-workers", str(counts["worker"])),
+            *("--num-servers", str(counts["server"])),
+        )
+        for role, index_flag, size_flag in (
+            ("server", "--shard", "--num-shards"),
+            ("worker", "--index", "--num-workers"),
+        ):
+            for index in range(counts[role]):
+                free = stack.enter_context(reserved_port_from(self._ports[role]))
+                self._children.start_module(
+                    f"{role} {index}",
+                    *(role, "--port", str(free), index_flag, str(index)),
+                    *(size_flag, str(counts[role])),
+                )
+
+    def _start_scripts(self) -> None:
+        for role, work in self._work.items():
+            if work is not None:
+                for index in range(self._counts[role]):
+                    self._children.start_work(role, index, self._counts[role], work)
+            elif role == "trainer":
+                self._children.start_stand_in()
+
+
+ensure_persia_service = PersiaServiceCtx
+"""PERSIA's other name for it."""
+
+_CONFIG_NAMES = ("embedding_config", "global_config")
+_NEEDS = {"data_loader_replica_num": "loader", "nproc_per_node": "trainer"}
+
+
+def _one_of(
+    name: str, content: Config | None, path: str | Path | None
+) -> Config | Path:
+    if (content is None) == (path is None):
+        both = "both" if content is not None else "neither"
+        raise ConfigError(
+            f"{name}, or {name}_path, must be given, one of them. Received: {both}."
+        )
+    if path is not None:
+        return Path(path)
+    assert content is not None
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"{name} must be a mapping, as the file's content. Received: {content!r}. "
+            f"The path of a file is {name}_path."
+        )
+    return dict(content)
+
+
+def _checked(name: str, work: Work | None) -> Work | None:
+    if isinstance(work, str | Path):
+        if not Path(work).is_file():
+            raise ConfigError(
+                f"{name} must be a function, or the path of a script. "
+                f"Received: {str(work)!r}, and there is no such file."
+            )
+        return Path(work)
+    if work is None:
+        return None
+    module = sys.modules.get(getattr(work, "__module__", ""))
+    qualname = getattr(work, "__qualname__", "")
+    if (
+        not isinstance(work, FunctionType)
+        or getattr(module, qualname, None) is not work
+    ):
+        raise ConfigError(
+            f"{name} must be a function at the top of a module, which its process "
+            f"imports. Received: {work!r}. Move it there, or give the path of a script."
+        )
+    return work
+
+
+def _count(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{name} must be >= 1. Received: {value}.")
+    return value

@@ -1,0 +1,201 @@
+"""A whole job around a block."""
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from persia_torchrec.errors import ConfigError, JobError
+from persia_torchrec.helper import PersiaServiceCtx, ensure_persia_service
+from persia_torchrec.utils import dump_yaml
+from persia_torchrec.wire.ports import free_port
+from tests.launch import helped
+from tests.processes import is_running
+
+VARIABLES = ("PERSIA_STORE_PORT", "PERSIA_STORE_HOST", "PERSIA_EMBEDDING_CONFIG")
+
+real = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+]
+
+
+def with_marks(test):
+    for mark in real:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(monkeypatch, tmp_path):
+    for name in (*VARIABLES, "PERSIA_GLOBAL_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(helped.__file__).partition("/tests/")[0])
+
+
+def children_of_this_process():
+    """Return the numbers of the processes of jobs that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    texts = [(task / "children").read_text() for task in tasks]
+    pids = [int(pid) for text in texts for pid in text.split()]
+    return {pid for pid in pids if is_running(pid) and not is_tracker(pid)}
+
+
+def is_tracker(pid):
+    """Return whether a process is multiprocessing's own, which stays."""
+    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@with_marks
+def test_the_block_trains_on_what_a_data_loader_sends():
+    before = children_of_this_process()
+    try:
+        with ensure_persia_service(
+            data_loader_func=helped.send,
+            embedding_config=helped.SLOTS,
+            embedding_parameter_replica_num=2,
+        ):
+            assert all(name in os.environ for name in VARIABLES)
+            started = children_of_this_process() - before
+            num, rows = helped.train()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert num == helped.NUM_BATCHES
+    assert sum(rows) == helped.NUM_BATCHES
+    assert len(rows) == 2
+    assert not any(name in os.environ for name in VARIABLES)
+    assert len(started) >= 6  # coordinator, two servers, worker, loader, stand-in
+    assert children_of_this_process() == before
+
+
+@with_marks
+def test_nn_workers_are_waited_for_and_scripts_and_files_are_taken(tmp_path):
+    dump_yaml(helped.SLOTS, tmp_path / "slots.yml")
+    dump_yaml({"common_config": {"job_type": "Train"}}, tmp_path / "global.yml")
+    with PersiaServiceCtx(
+        data_loader_func=helped.__file__,
+        nn_worker_func=helped.train_and_tell,
+        embedding_config_path=tmp_path / "slots.yml",
+        global_config_path=str(tmp_path / "global.yml"),
+        data_loader_replica_num=2,
+    ):
+        assert os.environ["PERSIA_GLOBAL_CONFIG"] == str(tmp_path / "global.yml")
+    told = (tmp_path / "trained.txt").read_text()
+    assert told == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
+
+
+def wait_to_be_interrupted():
+    threading.Event().wait(120)
+    pytest.fail("the block was not interrupted")
+
+
+@with_marks
+def test_a_process_that_fails_interrupts_the_block_and_is_named():
+    before = children_of_this_process()
+    service = PersiaServiceCtx(helped.send_nothing, embedding_config=helped.SLOTS)
+    with pytest.raises(JobError, match="loader 0: ValueError: there is no"), service:
+        wait_to_be_interrupted()
+    assert children_of_this_process() == before
+
+
+@with_marks
+def test_a_port_that_is_taken_is_passed_over_and_an_error_of_the_block_is_its_own():
+    first = free_port()
+    outer, inner = (
+        PersiaServiceCtx(embedding_config=helped.SLOTS, nats_server_port=first)
+        for _ in range(2)
+    )
+    with contextlib.suppress(KeyError), outer:
+        assert int(os.environ["PERSIA_STORE_PORT"]) == first
+        with inner:
+            assert int(os.environ["PERSIA_STORE_PORT"]) > first
+        assert int(os.environ["PERSIA_STORE_PORT"]) == first
+        raise KeyError
+    assert "PERSIA_STORE_PORT" not in os.environ
+
+
+class HasAMethod:
+    def send(self):
+        pass
+
+
+def a_function_in_a_function():
+    def send():
+        pass
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "embedding_config, or embedding_config_path, must .* Received: neither"),
+        (
+            {"embedding_config": helped.SLOTS, "embedding_config_path": "a.yml"},
+            "one of them. Received: both",
+        ),
+        ({"embedding_config": "a.yml"}, "must be a mapping.*is embedding_config_path"),
+        (
+            {"embedding_config": helped.SLOTS, "data_loader_func": lambda: None},
+            "data_loader_func must be a function at the top of a module",
+        ),
+        (
+            {
+                "embedding_config": helped.SLOTS,
+                "nn_worker_func": a_function_in_a_function(),
+            },
+            "nn_worker_func must be a function at the top of a module",
+        ),
+        (
+            {"embedding_config": helped.SLOTS, "nn_worker_func": HasAMethod().send},
+            "nn_worker_func must be a function at the top of a module",
+        ),
+        (
+            {"embedding_config": helped.SLOTS, "data_loader_func": "absent.py"},
+            "'absent.py', and there is no such file",
+        ),
+        (
+            {"embedding_config": helped.SLOTS, "embedding_worker_replica_num": 0},
+            "embedding_worker_replica_num must be >= 1. Received: 0",
+        ),
+        (
+            {"embedding_config": helped.SLOTS, "nproc_per_node": 2},
+            "nproc_per_node must be 1 where no function is given",
+        ),
+        (
+            {"embedding_config": helped.SLOTS, "timeout_s": 0},
+            "timeout_s must be > 0. Received: 0",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PersiaServiceCtx(**settings)
+
+
+def test_files_with_mistakes_are_refused_before_anything_starts(tmp_path):
+    before = children_of_this_process()
+    with (
+        pytest.raises(ConfigError, match="slots_config must have at least one slot"),
+        PersiaServiceCtx(embedding_config={"slots_config": {}}),
+    ):
+        pytest.fail("the block was entered")
+    infer = {"servers": ["127.0.0.1:1"], "embedding_checkpoint": "run"}
+    with (
+        pytest.raises(ConfigError, match="job_type: Infer"),
+        PersiaServiceCtx(
+            embedding_config=helped.SLOTS,
+            global_config={
+                "common_config": {"job_type": "Infer", "infer_config": infer}
+            },
+        ),
+    ):
+        pytest.fail("the block was entered")
+    assert children_of_this_process() == before
+    assert "PERSIA_STORE_PORT" not in os.environ
