@@ -21,6 +21,7 @@ def serve(
     predictors: int = 1,
     http_host: str = "127.0.0.1",
     http_port: int = 8080,
+    follow_model: bool = False,
     port: int = 0,
     python: str = "python3",
     image: str = "",
@@ -34,12 +35,14 @@ def serve(
         embedding_config: path of the training's embedding_config.yml, where the roles
             run
         global_config: path of the training's global_config.yml, where the roles run;
-            its capacity holds
+            its capacity holds, and if it has enable_incremental_update, the servers
+            follow the training
         embedding_servers: number of servers, whatever number wrote the checkpoint
         embedding_workers: number of embedding workers
         predictors: number of inference servers, which answer HTTP
         http_host: address that inference servers listen on; 0.0.0.0 for all
         http_port: port of the first inference server; the next one has the next
+        follow_model: take the dense model of each checkpoint that is complete later
         port: TCP port of the job's address book; 0 takes one that is free on the
             machine that runs torchx, so name one on a cluster
         python: interpreter, looked up in PATH where the roles run
@@ -66,7 +69,12 @@ def serve(
             roles.checkpoint_servers(job, checkpoint, embedding_servers),
             roles.checkpoint_workers(job, embedding_workers),
             roles.predictors(
-                job, checkpoint, predictors, host=http_host, port=http_port
+                job,
+                checkpoint,
+                predictors,
+                host=http_host,
+                port=http_port,
+                follow_model=follow_model,
             ),
         ],
     )

@@ -159,7 +159,13 @@ def checkpoint_workers(job: JobSettings, num_workers: int) -> specs.Role:
 
 
 def predictors(
-    job: JobSettings, checkpoint: str, num_predictors: int, *, host: str, port: int
+    job: JobSettings,
+    checkpoint: str,
+    num_predictors: int,
+    *,
+    host: str,
+    port: int,
+    follow_model: bool = False,
 ) -> specs.Role:
     """Build the role of the inference servers; the i-th listens on ``port + i``."""
     _require_count("predictors", num_predictors, 1)
@@ -174,6 +180,8 @@ def predictors(
         *("-m", "persia_torchrec.serving", "--workers-of-job"),
         *("--checkpoint", checkpoint, "--host", host, "--port", str(port)),
     ]
+    if follow_model:
+        arguments.append("--follow-model")
     return job.role("predictor", arguments, num_predictors)
 
 

@@ -154,10 +154,7 @@ def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
         optimizer_engine=arguments.optimizer_engine,
         checkpoint=arguments.checkpoint,
     )
-    # A server of a cluster in a process has its settings from that process alone.
-    path = (
-        arguments.global_config if arguments.standalone else _global_config(arguments)
-    )
+    path = _global_config(arguments)
     if path is not None:
         config = config_of_job(config, load_global_config(path))
     given = {
@@ -170,7 +167,9 @@ def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
 
 
 def _global_config(arguments: argparse.Namespace) -> str | Path | None:
-    return arguments.global_config or env.global_config_path()
+    # A server that belongs to a process has its settings from that process alone.
+    by_environment = None if arguments.standalone else env.global_config_path()
+    return arguments.global_config or by_environment
 
 
 def _inference_settings(arguments: argparse.Namespace) -> GlobalSettings | None:
