@@ -114,6 +114,31 @@ class BatchPipeline(Generic[Source, Handle]):
             raise ConfigError(f"At least one puller is needed. Received: {num}.")
         self._training.set_num_threads(num)
 
+    def set_num_evaluation_pullers(self, num: int) -> None:
+        """Change how many batches for evaluation may be pulled at once.
+
+        Waits for those under way.
+
+        Raises:
+            ConfigError: ``num`` is below 1.
+        """
+        if num < 1:
+            raise ConfigError(f"At least one puller is needed. Received: {num}.")
+        self._evaluation.set_num_threads(num)
+
+    def bound_updates(self, *, held: int, sent: int) -> None:
+        """Bound the updates behind the training; before the first batch.
+
+        Args:
+            held: whose gradients are in memory: those that wait, and those sent. One
+                more makes :meth:`PulledBatch.push` wait.
+            sent: to the servers, and not acknowledged.
+
+        Raises:
+            ConfigError: a number is below 1.
+        """
+        self._pusher.bound(held=held, sent=sent)
+
     @property
     def timeout_s(self) -> float:
         """Seconds that an acknowledgement may take."""
