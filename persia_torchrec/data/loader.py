@@ -11,7 +11,7 @@ is the only thing in this package that is known without being passed on.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from persia_torchrec.data.background import in_background
 from persia_torchrec.data.dataflow import ReferencedBatch
@@ -58,6 +58,7 @@ class LookupSettings:
     buffers hold."""
 
 
+@runtime_checkable
 class LookupContext(Protocol):
     """What an entered context offers to loaders."""
 
@@ -67,23 +68,37 @@ class LookupContext(Protocol):
         """Begin to pull a batch; the settings hold for training batches."""
 
 
-_entered: list[LookupContext] = []
+_entered: list[object] = []
 
 
-def enter_context(context: LookupContext) -> None:
-    """Make a context the one that loaders belong to."""
+def enter_context(context: object) -> None:
+    """Make a context the current one, to which loaders belong if it looks up."""
     _entered.append(context)
 
 
-def leave_context(context: LookupContext) -> None:
-    """Take a context, and any that was entered within it, back."""
-    while context in _entered:
-        _entered.pop()
+def leave_context(context: object) -> None:
+    """Take a context back, and with one that looks up any entered within it.
+
+    One that only sends may be entered and left by another thread of this process.
+    """
+    if context not in _entered:
+        return
+    place = _entered.index(context)
+    within = _entered[place + 1 :]
+    if isinstance(context, LookupContext):
+        within = [other for other in within if not isinstance(other, LookupContext)]
+    _entered[place:] = within
+
+
+def current_context() -> object | None:
+    """Return the innermost context, or None."""
+    return _entered[-1] if _entered else None
 
 
 def entered_context() -> LookupContext | None:
-    """Return the innermost context, or None."""
-    return _entered[-1] if _entered else None
+    """Return the innermost context that looks up, or None."""
+    looking_up = (c for c in reversed(_entered) if isinstance(c, LookupContext))
+    return next(looking_up, None)
 
 
 class DataLoader:
