@@ -78,7 +78,9 @@ class EmbeddingCtx(LookupCtx):
         return isinstance(self._embeddings, Engine)
 
     def wait_servers_ready(self, timeout_s: float = 600.0) -> None:
-        """Wait until all embedding workers and servers answer and have their tables.
+        """Wait until all embedding servers answer, and the workers with their tables.
+
+        Outside a ``TrainCtx`` it does not wait for tables that nobody has made yet.
 
         Raises:
             RequestTimeoutError: they did not in time; the message says what is missing.

@@ -21,12 +21,18 @@ from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.serving.reader import LookedUp, SlotsReader
 from persia_torchrec.serving.side_by_side import SideBySide
 from persia_torchrec.training.context_checkpoints import ContextCheckpoints
 from persia_torchrec.training.engine import REQUEST_TIMEOUT_S, find_job
+from persia_torchrec.worker.hello import Hello, wait_until_ready
 from persia_torchrec.worker.remote import BatchReference, RemoteWorkers
+
+_NO_TABLES = (
+    "Received: servers without any. They come with the first TrainCtx of the job, or "
+    "with load_checkpoint or load_embedding."
+)
 
 
 class Onlooker(SideBySide):
@@ -48,17 +54,22 @@ class Onlooker(SideBySide):
         workers, servers = find_job()
         self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
         self._workers = RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
-        self._job_reader = JobReader(self._workers, device)
+        self._job_reader = JobReader(self._workers, self.client, device)
         super().__init__(self._job_reader, timeout_s=2 * REQUEST_TIMEOUT_S)
         self.checkpoints = JobCheckpoints(self.client, self.flush)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until workers and servers answer and have their tables.
+        """Wait until the servers answer, and the workers too once there are tables.
 
         Raises:
             RequestTimeoutError: they did not in time; the message says what is missing.
         """
-        self._job_reader.wait_until_ready(timeout_s)
+        wait_until_ready(self._ask, timeout_s)
+
+    def _ask(self) -> Hello:
+        if self.client.learn_tables():
+            return self._job_reader.hello()
+        return Hello((), tuple(self.client.num_rows()))
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.
@@ -70,9 +81,8 @@ class Onlooker(SideBySide):
         specs = self.client.learn_tables()
         if not specs:
             raise ConfigError(
-                "An embedding config must be of tables. Received: servers without any. "
-                "Tables come with the first TrainCtx of the job, or with a checkpoint: "
-                "call configure_embedding_parameter_servers after load_embedding."
+                f"An embedding config must be of tables. {_NO_TABLES} "
+                "Call configure_embedding_parameter_servers when they are there."
             )
         changed = [
             replace(
@@ -102,12 +112,32 @@ class JobReader(SlotsReader):
 
     Args:
         workers: of the job.
+        client: of its servers.
         device: where tensors are wanted.
     """
 
-    def __init__(self, workers: RemoteWorkers, device: torch.device) -> None:
+    def __init__(
+        self, workers: RemoteWorkers, client: EmbeddingClient, device: torch.device
+    ) -> None:
         super().__init__(workers, device)
         self._workers = workers
+        self._client = client
+
+    def hello(self) -> Hello:
+        """Ask whether all that a lookup needs is ready.
+
+        Raises:
+            ConfigError: there are no tables yet.
+            PersiaError: something else is missing; the message says what.
+        """
+        try:
+            return super().hello()
+        except RemoteError as exc:
+            if self._client.learn_tables():
+                raise
+            raise ConfigError(
+                f"A lookup needs the tables of the slots. {_NO_TABLES}"
+            ) from exc
 
     def start_pull(
         self,

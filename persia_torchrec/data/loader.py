@@ -65,7 +65,7 @@ class LookupContext(Protocol):
     def start_lookup(
         self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
     ) -> PersiaTrainingBatch:
-        """Begin to pull a batch; the settings hold for training batches."""
+        """Begin to pull a batch, as a loader's settings say."""
 
 
 _entered: list[object] = []
@@ -108,8 +108,9 @@ class DataLoader:
         dataset: where the batches come from.
         forward_buffer_size: batches looked up ahead, at least 1.
         timeout_ms: how long to wait for a batch.
-        num_workers: batches looked up at once, at least 1. A reproducible loader looks
-            up one at a time.
+        num_workers: batches looked up at once, at least 1; the context's
+            ``threadpool_worker_size`` may allow fewer. A reproducible loader looks up
+            one at a time.
         reproducible: batches in the order in which the data loaders numbered them.
             Together with ``embedding_staleness=1`` two runs are equal to the last bit.
         embedding_staleness: training batches that may be between lookup and update, at

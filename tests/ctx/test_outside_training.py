@@ -285,14 +285,31 @@ class TestWhere:
             EmbeddingCtx(PreprocessMode.EVAL)
 
     def test_before_a_training_there_is_nothing_to_look_up(self, job):
-        with eval_ctx() as ctx:
-            message = r"not ready within 0\.1 s.*Table 'item'"
-            with pytest.raises(RequestTimeoutError, match=message):
-                ctx.wait_servers_ready(0.1)
+        with eval_ctx(SumOfEmbeddings()) as ctx:
+            ctx.wait_servers_ready()
             assert ctx.get_embedding_size() == [0, 0]
+            message = r"needs the tables.*servers without any.*first TrainCtx"
+            with pytest.raises(ConfigError, match=message):
+                ctx.get_embedding_from_data(EVALUATION[0])
+            with pytest.raises(ConfigError, match=message):
+                evaluate(ctx)
             with job.train_ctx() as training:
                 training.wait_servers_ready()
                 ctx.wait_servers_ready(DEADLINE_S)
+                batch = ctx.get_embedding_from_data(EVALUATION[0])
+                assert ctx.prepare_features(batch)[1][0].tolist() == [[0.0] * 4] * 2
+
+    @pytest.mark.parametrize("role", ["server", "worker"])
+    def test_a_wait_says_who_does_not_answer(self, trained, role):
+        ctx = eval_ctx()
+        ctx.wait_servers_ready()
+        if role == "server":
+            trained.servers[0].stop()
+        else:
+            trained.workers[0].close()
+        with pytest.raises(RequestTimeoutError, match=rf"embedding {role} 0 at tcp"):
+            ctx.wait_servers_ready(0.1)
+        ctx._disconnect()
 
     def test_data_loaders_may_send_what_is_evaluated(self, trained, model):
         sending = Sending()
