@@ -30,7 +30,8 @@ class EmbeddingCtx(LookupCtx):
     updates that this trainer has sent so far are applied, so that what has been trained
     is what is evaluated. Anywhere else in a job, in a process that the environment
     tells of it, it has connections of its own from when it is made until it is left;
-    what a trainer elsewhere has sent last may not be seen yet then.
+    what a trainer elsewhere has sent last may not be seen yet then. Leaving it waits
+    for a dump and a load that are under way.
 
     Args:
         preprocess_mode: what to make of batches. Outside a ``TrainCtx`` ``TRAIN`` reads
@@ -272,6 +273,7 @@ class EmbeddingCtx(LookupCtx):
         try:
             if exc is None and self._own is not None:
                 self._own.checkpoints.wait_for_dump()
+                self._own.checkpoints.wait_for_load()
         finally:
             self._disconnect()
 

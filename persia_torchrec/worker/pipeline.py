@@ -5,7 +5,7 @@
                          (worker/pusher.py)
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
-bound (see ``client/permits.py``); evaluation pulls take none and have a thread of
+bound (see ``client/permits.py``); evaluation pulls take none and have threads of
 their own, so that they never wait behind a training pull that waits for a permit.
 Pushes are sent in the order of ``push`` and acknowledged in the background. A change of
 tables goes through their queue: it waits for the acknowledgements of those before it.

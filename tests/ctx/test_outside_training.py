@@ -254,12 +254,18 @@ class TestCheckpoints:
             ctx.load_torch_state_dict(other, f"{folder}/model.pt")
             assert torch.equal(other.bias, model.bias)
 
-    def test_a_dump_that_is_under_way_is_waited_for_at_the_end(self, trained, tmp_path):
+    def test_what_is_under_way_is_waited_for_at_the_end(self, trained, tmp_path):
         folder = str(tmp_path / "rows")
+        rows = trained.read("item", 1, 2)
         with eval_ctx() as ctx:
             ctx.dump_embedding(folder, blocking=False)
+        assert list((tmp_path / "rows").glob("*/manifest.json"))
+        trained.client.clear()
         with eval_ctx() as ctx:
-            ctx.load_embedding(folder)
+            ctx.load_embedding(folder, blocking=False)
+        assert np.array_equal(trained.read("item", 1, 2), rows)
+
+    def test_what_is_no_checkpoint_is_refused(self, trained, tmp_path):
         with eval_ctx() as ctx, pytest.raises(CheckpointError):
             ctx.load_embedding(str(tmp_path / "nothing"))
 

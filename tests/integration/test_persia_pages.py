@@ -224,7 +224,7 @@ class TestDataCtx:
         persia_batch = PersiaBatch(id_type_features, requires_grad=False)
         with LocalJob(tmp_path, monkeypatch, ONE_SLOT) as job, job.train_ctx() as ctx:
             batches = iter(DataLoader(StreamingDataset()))
-            with DataCtx() as data_ctx:
+            with DataCtx(10, None) as data_ctx:
                 data_ctx.send_data(persia_batch)
             (batch,) = batches
             assert not batch.is_training
