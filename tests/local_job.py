@@ -1,5 +1,6 @@
 """A whole job in this process: all roles are threads, but for the trainer itself."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,13 +20,16 @@ from persia_torchrec.data import IterableDataset
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Optimizer
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.messages import Frames, Header, Kind
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
 from persia_torchrec.worker.process import WorkerProcess
 from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup
-from tests.processes import Processes
+from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S, Servers, ids_of
+
+Answer = Callable[[Header, Frames], Frames]
 
 IMPORT_S = 120.0
 """What a process may take to import TorchRec, on a machine with much else to do."""
@@ -52,9 +56,11 @@ class LocalJob:
         num_servers: int = 2,
         num_workers: int = 1,
         forward_buffer_size: int = 1000,
+        gate: "Gate | None" = None,
         **server_settings: object,
     ) -> None:
         self._monkeypatch = monkeypatch
+        self._gate = gate or Gate()
         self._stack = ExitStack()
         path = folder / "embedding_config.yml"
         path.write_text(embedding_config)
@@ -79,9 +85,8 @@ class LocalJob:
     ) -> None:
         buffer = IdBuffer(buffer_size, expires_s=60)
         worker = SlotsLookup(client, features_of(self.schema))
-        service = Service(
-            "embedding worker", WorkerProcess(worker, buffer).answer, num_threads=8
-        )
+        answer = self._gate.before(WorkerProcess(worker, buffer).answer)
+        service = Service("embedding worker", answer, num_threads=16)
         self._stack.callback(service.close)
         self.book.register("worker", index, size, service.address)
         self.workers.append(service)
@@ -133,6 +138,51 @@ class LocalJob:
 
     def _set(self, name: str, value: object) -> None:
         self._monkeypatch.setenv(name, str(value))
+
+
+class Gate:
+    """Holds messages of some kinds up before embedding workers answer them.
+
+    Args:
+        kinds: of the messages that it holds up while it is closed.
+
+    Attributes:
+        num_waiting: messages that it holds up.
+    """
+
+    def __init__(self, *kinds: Kind) -> None:
+        self._kinds = kinds
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._lock = threading.Lock()
+        self.num_waiting = 0  # guarded by _lock
+
+    def close(self) -> None:
+        self._is_open.clear()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def before(self, answer: Answer) -> Answer:
+        """Return what answers a message when it has passed the gate."""
+
+        def answer_later(header: Header, frames: Frames) -> Frames:
+            if header.kind in self._kinds:
+                with self._lock:
+                    self.num_waiting += 1
+                assert self._is_open.wait(DEADLINE_S)
+                with self._lock:
+                    self.num_waiting -= 1
+            return answer(header, frames)
+
+        return answer_later
+
+    def holds_just(self, num: int) -> bool:
+        """Wait until it holds so many messages up, and a moment for one more."""
+        wait_until(lambda: self.num_waiting >= num, f"{num} messages", DEADLINE_S)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: self.num_waiting > num, "one more", 0.15)
+        return self.num_waiting == num
 
 
 class SumOfEmbeddings(nn.Module):

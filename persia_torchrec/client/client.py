@@ -118,9 +118,9 @@ class EmbeddingClient:
         )
         self._tables.add(specs, answers)
 
-    def learn_tables(self) -> None:
+    def learn_tables(self) -> list[TableSpec]:
         """Get to know the servers' tables, and change none: ``KnownTables.learn``."""
-        self._tables.learn(self._servers)
+        return self._tables.learn(self._servers)
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables on every server, as a schedule does.

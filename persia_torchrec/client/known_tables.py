@@ -1,5 +1,6 @@
 """The tables that a client has made known, and what each server calls them."""
 
+import threading
 from collections.abc import Sequence
 
 from persia_torchrec.client.answers import added_tables, told_tables
@@ -10,7 +11,7 @@ from persia_torchrec.wire.messages import Kind
 
 
 class KnownTables:
-    """Tables by name. Filled by one thread at a time, read by any.
+    """Tables by name. Any thread may fill it, and read.
 
     Args:
         num_servers: how many servers there are.
@@ -20,6 +21,7 @@ class KnownTables:
     """
 
     def __init__(self, num_servers: int) -> None:
+        self._filling = threading.Lock()
         self._specs: dict[str, TableSpec] = {}
         self._wants_counts: dict[str, bool] = {}
         self.numbers: list[dict[str, int]] = [{} for _ in range(num_servers)]
@@ -35,16 +37,20 @@ class KnownTables:
             WireError: an answer tells of other tables.
         """
         wants_counts = dict.fromkeys((spec.name for spec in specs), False)
-        for numbers, answer in zip(self.numbers, answers, strict=True):
-            added = added_tables(answer, len(specs))
-            for spec, table in zip(specs, added, strict=True):
-                numbers[spec.name] = int(table["number"])
-                wants_counts[spec.name] |= bool(table["wants_counts"])
-        self._wants_counts.update(wants_counts)
-        self._specs.update((spec.name, spec) for spec in specs)
+        with self._filling:
+            for numbers, answer in zip(self.numbers, answers, strict=True):
+                added = added_tables(answer, len(specs))
+                for spec, table in zip(specs, added, strict=True):
+                    numbers[spec.name] = int(table["number"])
+                    wants_counts[spec.name] |= bool(table["wants_counts"])
+            self._wants_counts.update(wants_counts)
+            self._specs.update((spec.name, spec) for spec in specs)
 
-    def learn(self, servers: Servers) -> None:
+    def learn(self, servers: Servers) -> list[TableSpec]:
         """Ask the servers for their tables, and note those that all of them have.
+
+        Returns:
+            These tables, as they are on the first server.
 
         Raises:
             ConfigError: servers differ in what a table is.
@@ -68,6 +74,7 @@ class KnownTables:
                         f"{servers.names[0]}. Load the same checkpoint into all."
                     )
         self.add(specs, [[tables[spec.name] for spec in specs] for tables in told])
+        return specs
 
     def names(self) -> list[str]:
         """Return the names of all tables."""

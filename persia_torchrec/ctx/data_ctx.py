@@ -3,10 +3,9 @@
 import logging
 import time
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
 
 from persia_torchrec import env
+from persia_torchrec.ctx.base_ctx import BaseCtx
 from persia_torchrec.data.dataflow import BatchSender
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
@@ -22,19 +21,29 @@ _FIRST_RETRY_S = 0.002
 _LAST_RETRY_S = 0.5
 
 
-class DataCtx:
+class DataCtx(BaseCtx):
     """Send batches from a data loader process to embedding workers and trainers.
 
     The constructor waits until workers and trainers have registered: a trainer does
     when it first iterates over its ``StreamingDataset``. Leaving the block without an
     exception tells the trainers that this loader has no more batches.
 
+    Args:
+        threadpool_worker_size: how many messages may be on their way at once, at least
+            1. One is: ``send_data`` waits for the answer to each.
+        device_id: CUDA device that becomes torch's current one, for a script that makes
+            its batches there; what is sent are arrays in the memory of the CPU.
+
     Raises:
-        ConfigError: this process belongs to no job, or is none of its loaders.
+        ConfigError: this process belongs to no job, or is none of its loaders, or a
+            setting cannot work.
         DiscoveryError: workers or trainers did not register in time.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, threadpool_worker_size: int = 10, device_id: int | None = None
+    ) -> None:
+        super().__init__(threadpool_worker_size, device_id)
         store = env.job_store()
         if store is None:
             raise ConfigError(
@@ -84,15 +93,7 @@ class DataCtx:
             time.sleep(next(waits))
         self._num_sent += 1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _end(self, exc: BaseException | None) -> None:
         try:
             if exc is None:
                 self._sender.end()

@@ -1,19 +1,19 @@
-"""What training and evaluation share: the connections of a trainer."""
+"""What training and evaluation share: a model, and the embeddings of its job."""
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import torch
 from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.ctx.lookup_ctx import LookupCtx, PreprocessMode
-from persia_torchrec.data.loader import enter_context, entered_context, leave_context
+from persia_torchrec.ctx.onlooker import Onlooker
+from persia_torchrec.data.loader import entered_context
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.training.checkpoint import everywhere
 from persia_torchrec.training.context_checkpoints import (
+    Target,
     apply_state,
     is_first,
     read_state,
@@ -26,34 +26,71 @@ from persia_torchrec.training.engine import Engine
 class EmbeddingCtx(LookupCtx):
     """Look up embeddings and run the dense model on them.
 
-    Enter it within a ``TrainCtx``, whose connections it uses. Entering it waits until
-    the updates that this trainer has sent so far are applied, so that what has been
-    trained is what is evaluated; it changes nothing on the servers.
+    Within a ``TrainCtx`` it uses that one's connections: entering it waits until the
+    updates that this trainer has sent so far are applied, so that what has been trained
+    is what is evaluated. Anywhere else in a job, in a process that the environment
+    tells of it, it has connections of its own from when it is made until it is left;
+    what a trainer elsewhere has sent last may not be seen yet then. Leaving it waits
+    for a dump and a load that are under way.
 
     Args:
-        preprocess_mode: what to make of batches; ``EVAL``, or ``INFERENCE``.
-        model: the dense model; that of the ``TrainCtx`` by default.
+        preprocess_mode: what to make of batches. Outside a ``TrainCtx`` ``TRAIN`` reads
+            as ``EVAL`` does; the embeddings want a gradient, which nothing sends.
+        model: the dense model; by default that of the context around this one, if there
+            is one.
+        embedding_config: sent to the servers when the context is entered, as by
+            :meth:`configure_embedding_parameter_servers`; None changes nothing there.
+        threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
+            once, if its ``num_workers`` does not allow fewer.
+        device_id: CUDA device of tensors. None is the CPU; within a ``TrainCtx`` it is
+            that one's device, and another is refused.
 
     Raises:
-        ConfigError: no ``TrainCtx`` is entered.
+        ConfigError: this process belongs to no job, or a setting cannot work.
+        DiscoveryError: workers or servers did not register in time.
     """
 
-    model: nn.Module
+    _embeddings: Engine | Onlooker
 
     def __init__(
-        self, preprocess_mode: PreprocessMode, model: nn.Module | None = None
+        self,
+        preprocess_mode: PreprocessMode,
+        model: nn.Module | None = None,
+        embedding_config: EmbeddingConfig | None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
     ) -> None:
+        super().__init__(threadpool_worker_size, device_id)
         self.preprocess_mode = preprocess_mode
-        self._engine = self._find_engine()
-        self.model = model if model is not None else self._model_of_outer()
+        self.embedding_config = embedding_config
+        self._own: Onlooker | None = None
+        self._connect()
+        outer = entered_context()
+        if model is None and isinstance(outer, EmbeddingCtx):
+            model = outer.model
+        self.model = model
 
     @property
-    def _source(self) -> Engine:
-        return self._engine
+    def _source(self) -> Engine | Onlooker:
+        return self._embeddings
+
+    @property
+    def _can_train(self) -> bool:
+        return isinstance(self._embeddings, Engine)
+
+    def wait_servers_ready(self, timeout_s: float = 600.0) -> None:
+        """Wait until all embedding servers answer, and the workers with their tables.
+
+        Outside a ``TrainCtx`` it does not wait for tables that nobody has made yet.
+
+        Raises:
+            RequestTimeoutError: they did not in time; the message says what is missing.
+        """
+        self._embeddings.wait_until_ready(timeout_s)
 
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
-        return self._engine.client.num_rows()
+        return self._embeddings.client.num_rows()
 
     def configure_embedding_parameter_servers(
         self, embedding_config: EmbeddingConfig
@@ -64,19 +101,22 @@ class EmbeddingCtx(LookupCtx):
         later ones with the new. The rows that are there keep their weights, until an
         update clamps them to the new bound. All trainers of a job should set the same.
 
+        Outside a ``TrainCtx`` it holds for all tables that the servers have, and until
+        a trainer sends settings of its own: with the next change of a learning rate.
+
         Args:
-            embedding_config: the new settings of every table, but for those that the
-                ``tables`` of the ``TrainCtx`` gave it.
+            embedding_config: the new settings of every table; within a ``TrainCtx`` but
+                for those that its ``tables`` gave it.
 
         Raises:
             PersiaError: a server refuses, or an earlier update failed.
         """
-        self._engine.configure(embedding_config)
+        self._embeddings.configure(embedding_config)
 
     def clear_embeddings(self) -> None:
         """Drop all rows on all embedding servers."""
-        self._engine.flush()
-        self._engine.client.clear()
+        self._embeddings.flush()
+        self._embeddings.client.clear()
 
     def dump_checkpoint(
         self,
@@ -123,7 +163,7 @@ class EmbeddingCtx(LookupCtx):
         files = self._dense_files(
             dense_filename, jit_dense_filename if with_jit_model else None
         )
-        self._engine.checkpoints.dump(dst_dir, files, blocking=blocking)
+        self._embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)
 
     def load_checkpoint(
         self,
@@ -151,11 +191,12 @@ class EmbeddingCtx(LookupCtx):
                 or tables; with ``blocking`` and unless the model's own file is at
                 fault, nothing has changed.
         """
-        self._load(src_dir, {dense_filename: self.model}, map_location, blocking)
+        model = self._require_model()
+        self._load(src_dir, {dense_filename: model}, map_location, blocking)
 
     def dump_embedding(self, dst_dir: str, blocking: bool = True) -> None:
         """Write a checkpoint of the embeddings alone: :meth:`dump_checkpoint`."""
-        self._engine.checkpoints.dump(dst_dir, {}, blocking=blocking)
+        self._embeddings.checkpoints.dump(dst_dir, {}, blocking=blocking)
 
     def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
         """Load the embeddings alone: :meth:`load_checkpoint`."""
@@ -167,7 +208,7 @@ class EmbeddingCtx(LookupCtx):
         Raises:
             PersiaError: the last one failed; it is told once.
         """
-        self._engine.checkpoints.wait_for_dump()
+        self._embeddings.checkpoints.wait_for_dump()
 
     def wait_for_load_embedding(self) -> None:
         """Wait until no load is under way; all ranks call it together.
@@ -175,81 +216,27 @@ class EmbeddingCtx(LookupCtx):
         Raises:
             CheckpointError: the last one failed; it is told once.
         """
-        self._engine.checkpoints.wait_for_load()
-
-    def dump_torch_state_dict(
-        self,
-        torch_instance: nn.Module | torch.optim.Optimizer,
-        dst_dir: str,
-        file_name: str,
-        is_jit: bool = False,
-    ) -> None:
-        """Write the state of a model or an optimizer to a file; rank 0 does.
-
-        A file of that name is replaced when the new one is complete.
-
-        Args:
-            torch_instance: whose ``state_dict`` is written.
-            dst_dir: folder, made if it is missing, or a URL that fsspec knows.
-            file_name: in that folder.
-            is_jit: write a model as TorchScript instead.
-
-        Raises:
-            CheckpointError: it cannot be written.
-            ConfigError: TorchScript does not take the model.
-        """
-        if not is_first():
-            return
-        if is_jit:
-            if not isinstance(torch_instance, nn.Module):
-                raise ConfigError(
-                    f"is_jit is for models. Received: {type(torch_instance).__name__}."
-                )
-            data = script_bytes(torch_instance)
-        else:
-            data = state_bytes(torch_instance.state_dict())
-        folder = Folder(dst_dir)
-        folder.make()
-        folder.write(file_name, data)
-
-    def load_torch_state_dict(
-        self,
-        torch_instance: nn.Module | torch.optim.Optimizer,
-        src_dir: str,
-        map_location: str | None = None,
-    ) -> None:
-        """Load the state of a model or an optimizer from a file.
-
-        Args:
-            torch_instance: what is loaded into; it stays on its device.
-            src_dir: of the file itself, as PERSIA has it: folder and name.
-            map_location: as ``torch.load`` takes it; the CPU by default.
-
-        Raises:
-            CheckpointError: there is no such file, or it does not fit.
-        """
-        path, _, name = src_dir.rpartition("/")
-        state = read_state(Folder(path or "."), name, map_location)
-        apply_state(torch_instance, state, src_dir)
+        self._embeddings.checkpoints.wait_for_load()
 
     def _dense_files(self, dense: str, jit: str | None) -> dict[str, bytes]:
         """Return the model's files by name; none where another rank writes them."""
         if not is_first():
             return {}
-        files = {dense: state_bytes(self.model.state_dict())}
+        model = self._require_model()
+        files = {dense: state_bytes(model.state_dict())}
         if jit is not None:
-            files[jit] = script_bytes(self.model)
+            files[jit] = script_bytes(model)
         return files
 
     def _load(
         self,
         src_dir: str,
-        targets: Mapping[str, nn.Module | torch.optim.Optimizer],
+        targets: Mapping[str, Target],
         map_location: str | None,
         blocking: bool,
     ) -> Folder:
         """Load the rows, and each file into what is given for it; return where from."""
-        folder = self._engine.checkpoints.find(src_dir)
+        folder = self._embeddings.checkpoints.find(src_dir)
         states: dict[str, Any] = {}
 
         def read() -> None:
@@ -261,44 +248,62 @@ class EmbeddingCtx(LookupCtx):
                 apply_state(target, states[name], folder.path_of(name))
 
         everywhere(read)
-        self._engine.checkpoints.load(folder, blocking=blocking)
+        self._embeddings.checkpoints.load(folder, blocking=blocking)
         everywhere(apply)
         return folder
 
-    def __enter__(self) -> Self:
-        """Enter the context.
+    def _begin(self) -> None:
+        """Connect if it was left before, and wait for updates of before.
 
         Raises:
-            PersiaError: an update before an evaluation failed.
+            PersiaError: an update before an evaluation failed, or a server refuses the
+                embedding config.
         """
-        if self.preprocess_mode is not PreprocessMode.TRAIN:
-            self._engine.flush()
-        enter_context(self)
-        return self
+        self._connect()
+        try:
+            if self.preprocess_mode is not PreprocessMode.TRAIN:
+                self._embeddings.flush()
+            if self.embedding_config is not None:
+                self.configure_embedding_parameter_servers(self.embedding_config)
+        except BaseException:
+            self._disconnect()
+            raise
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        leave_context(self)
+    def _end(self, exc: BaseException | None) -> None:
+        try:
+            if exc is None and self._own is not None:
+                self._own.checkpoints.wait_for_dump()
+                self._own.checkpoints.wait_for_load()
+        finally:
+            self._disconnect()
 
-    def _find_engine(self) -> Engine:
+    def _connect(self) -> None:
+        """Use the connections of the context around this one, or else its own."""
         outer = entered_context()
-        if not isinstance(outer, EmbeddingCtx):
-            raise ConfigError(
-                "An evaluation context must be made within a TrainCtx, whose servers "
-                "it reads. Received: none is entered."
-            )
-        return outer._engine
+        if isinstance(outer, EmbeddingCtx):
+            self._disconnect()
+            self._embeddings = outer._embeddings
+            if self.device_id not in (None, self._embeddings.device.index):
+                raise ConfigError(
+                    "device_id must be that of the context around this one, "
+                    f"{self._embeddings.device.index}. Received: {self.device_id}."
+                )
+        elif self._own is None:
+            self._own = self._embeddings = Onlooker(self._device)
 
-    def _model_of_outer(self) -> nn.Module:
-        outer = entered_context()
-        assert isinstance(outer, EmbeddingCtx)
-        return outer.model
+    def _disconnect(self) -> None:
+        if self._own is not None:
+            self._own.close()
+        self._own = None
 
 
-def eval_ctx(model: nn.Module | None = None) -> EmbeddingCtx:
+def eval_ctx(
+    model: nn.Module | None = None,
+    embedding_config: EmbeddingConfig | None = None,
+    threadpool_worker_size: int = 10,
+    device_id: int | None = None,
+) -> EmbeddingCtx:
     """Return a context for evaluation; see :class:`EmbeddingCtx`."""
-    return EmbeddingCtx(PreprocessMode.EVAL, model)
+    return EmbeddingCtx(
+        PreprocessMode.EVAL, model, embedding_config, threadpool_worker_size, device_id
+    )

@@ -1,16 +1,13 @@
 """Inference beside no job: embeddings by the addresses of embedding workers."""
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
-import torch
 from torch import nn
 
-from persia_torchrec.ctx.lookup_ctx import LookupCtx, PreprocessMode, cuda_device
-from persia_torchrec.data.loader import enter_context, leave_context
+from persia_torchrec.ctx.lookup_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.serving.reader import SlotsReader
+from persia_torchrec.serving.side_by_side import SideBySide
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.worker.remote import RemoteWorkers
 
@@ -23,10 +20,14 @@ class InferCtx(LookupCtx):
     connects in the background; any thread may use it.
 
     Args:
-        embedding_worker_address_list: of all embedding workers, as ``"10.0.0.1:7000"``
-            or ``"tcp://10.0.0.1:7000"``; batches go to them in turn.
+        embedding_worker_address_list: of all embedding workers, as ``"10.0.0.1:7000"``,
+            ``"10.0.0.1: 7000"`` or ``"tcp://10.0.0.1:7000"``; batches go to them in
+            turn.
         model: the dense model, already on its device; None where only embeddings are
             wanted.
+        embedding_config: None; here because PERSIA has it here.
+        threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
+            once, if its ``num_workers`` does not allow fewer.
         device_id: CUDA device of tensors; None is the CPU.
         timeout_s: seconds that a lookup may take.
 
@@ -41,23 +42,30 @@ class InferCtx(LookupCtx):
         self,
         embedding_worker_address_list: Sequence[str],
         model: nn.Module | None = None,
+        embedding_config: None = None,
+        threadpool_worker_size: int = 10,
         device_id: int | None = None,
         *,
         timeout_s: float = 60.0,
     ) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s must be > 0. Received: {timeout_s}.")
+        if embedding_config is not None:
+            raise ConfigError(
+                "embedding_config must be None: an InferCtx changes nothing on the "
+                f"servers. Received: {embedding_config}. It is for TrainCtx."
+            )
+        super().__init__(threadpool_worker_size, device_id)
         self.preprocess_mode = PreprocessMode.INFERENCE
         self.model = model
-        cpu = torch.device("cpu")
-        device = cpu if device_id is None else cuda_device(device_id)
         addresses = [tcp_address(a) for a in embedding_worker_address_list]
         self._workers = RemoteWorkers(addresses, timeout_s=timeout_s)
-        self._reader = SlotsReader(self._workers, device)
+        self._reader = SlotsReader(self._workers, self._device)
+        self._lookups = SideBySide(self._reader, timeout_s=2 * timeout_s + 5)
 
     @property
-    def _source(self) -> SlotsReader:
-        return self._reader
+    def _source(self) -> SideBySide:
+        return self._lookups
 
     def wait_for_serving(self, timeout_s: float = 600.0) -> None:
         """Wait until all workers and their servers answer and have their tables.
@@ -73,17 +81,8 @@ class InferCtx(LookupCtx):
 
     def close(self) -> None:
         """Close the connections; workers and servers live on. May be called twice."""
+        self._lookups.close()
         self._workers.close()
 
-    def __enter__(self) -> Self:
-        enter_context(self)
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        leave_context(self)
+    def _end(self, exc: BaseException | None) -> None:
         self.close()

@@ -1,24 +1,36 @@
-"""What all contexts share: a batch's embeddings, and the model on them."""
+"""What contexts of a model share: a batch's embeddings, and the model on them."""
 
 import enum
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.ctx.base_ctx import BaseCtx
 from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.dense import dense_tensor
 from persia_torchrec.data.loader import LookupSettings, PersiaTrainingBatch
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.training.context_checkpoints import (
+    Target,
+    apply_state,
+    is_first,
+    read_state,
+    script_bytes,
+    state_bytes,
+)
 
 
 class PreprocessMode(enum.Enum):
     """What a context makes of a batch."""
 
     TRAIN = 1
-    """Embeddings want a gradient."""
+    """Embeddings want a gradient. Outside a ``TrainCtx`` the servers are only read,
+    and the gradient stays with the tensors: only ``TrainCtx.backward`` sends any."""
 
     EVAL = 2
     """They do not, and the servers are only read."""
@@ -47,7 +59,7 @@ class EmbeddingSource(Protocol):
         """Wait for a batch's embeddings, a tensor a slot."""
 
 
-class LookupCtx(ABC):
+class LookupCtx(BaseCtx):
     """Look up embeddings and run the dense model on them.
 
     Attributes:
@@ -63,13 +75,27 @@ class LookupCtx(ABC):
     def _source(self) -> EmbeddingSource:
         """Where embeddings come from."""
 
+    @property
+    def _can_train(self) -> bool:
+        """Whether gradients of its batches can get to the servers."""
+        return False
+
     def start_lookup(
         self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
     ) -> PersiaTrainingBatch:
-        """Begin to look up a batch; a ``DataLoader`` calls this."""
+        """Begin to look up a batch; a ``DataLoader`` calls this.
+
+        Args:
+            batch: with its ids, or with the reference to where they wait.
+            settings: of the loader; this context may allow fewer lookups at once.
+        """
+        num_workers = min(settings.num_workers, self.threadpool_worker_size)
+        settings = replace(settings, num_workers=num_workers)
         parts = batch.rest if isinstance(batch, ReferencedBatch) else batch
         is_training = (
-            parts.requires_grad and self.preprocess_mode is PreprocessMode.TRAIN
+            self._can_train
+            and parts.requires_grad
+            and self.preprocess_mode is PreprocessMode.TRAIN
         )
         return PersiaTrainingBatch(
             pull=self._source.start_pull(
@@ -98,7 +124,10 @@ class LookupCtx(ABC):
             a last channel that is 1 where there is an id.
         """
         non_id_tensors, labels = self._dense_tensors(batch)
-        return non_id_tensors, self._source.embed(batch.pull), labels
+        embeddings = self._source.embed(batch.pull)
+        if self.preprocess_mode is PreprocessMode.TRAIN and not self._can_train:
+            embeddings = [e.requires_grad_() for e in embeddings]
+        return non_id_tensors, embeddings, labels
 
     def forward(
         self, batch: PersiaTrainingBatch
@@ -111,13 +140,9 @@ class LookupCtx(ABC):
         Raises:
             ConfigError: this context has no model.
         """
-        if self.model is None:
-            raise ConfigError(
-                "A context must have a model to run. Received: model=None. Give it "
-                "one, or call prepare_features() and run a model of your own."
-            )
+        model = self._require_model()
         non_id_tensors, embeddings, labels = self.prepare_features(batch)
-        return self.model(non_id_tensors, embeddings), labels
+        return model(non_id_tensors, embeddings), labels
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -161,6 +186,69 @@ class LookupCtx(ABC):
         """
         return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
 
+    def dump_torch_state_dict(
+        self,
+        torch_instance: Target,
+        dst_dir: str,
+        file_name: str,
+        is_jit: bool = False,
+    ) -> None:
+        """Write the state of a model or an optimizer to a file; rank 0 does.
+
+        A file of that name is replaced when the new one is complete.
+
+        Args:
+            torch_instance: whose ``state_dict`` is written.
+            dst_dir: folder, made if it is missing, or a URL that fsspec knows.
+            file_name: in that folder.
+            is_jit: write a model as TorchScript instead.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            ConfigError: TorchScript does not take the model.
+        """
+        if not is_first():
+            return
+        if is_jit:
+            if not isinstance(torch_instance, nn.Module):
+                raise ConfigError(
+                    f"is_jit is for models. Received: {type(torch_instance).__name__}."
+                )
+            data = script_bytes(torch_instance)
+        else:
+            data = state_bytes(torch_instance.state_dict())
+        folder = Folder(dst_dir)
+        folder.make()
+        folder.write(file_name, data)
+
+    def load_torch_state_dict(
+        self,
+        torch_instance: Target,
+        src_dir: str,
+        map_location: str | None = None,
+    ) -> None:
+        """Load the state of a model or an optimizer from a file.
+
+        Args:
+            torch_instance: what is loaded into; it stays on its device.
+            src_dir: of the file itself, as PERSIA has it: folder and name.
+            map_location: as ``torch.load`` takes it; the CPU by default.
+
+        Raises:
+            CheckpointError: there is no such file, or it does not fit.
+        """
+        path, _, name = src_dir.rpartition("/")
+        state = read_state(Folder(path or "."), name, map_location)
+        apply_state(torch_instance, state, src_dir)
+
+    def _require_model(self) -> nn.Module:
+        if self.model is None:
+            raise ConfigError(
+                "A context must have a model for this. Received: model=None. Give it "
+                "one, or call prepare_features() and run a model of your own."
+            )
+        return self.model
+
     def _dense_tensors(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
@@ -170,17 +258,3 @@ class LookupCtx(ABC):
             return non_id, None
         labels = [dense_tensor(label.data, device) for label in batch.labels]
         return non_id, labels or None
-
-
-def cuda_device(device_id: int) -> torch.device:
-    """Return a CUDA device of this machine.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
-    if not torch.cuda.is_available() or not 0 <= device_id < torch.cuda.device_count():
-        raise ConfigError(
-            f"device_id must be a CUDA device of this machine, in "
-            f"[0, {torch.cuda.device_count()}). Received: {device_id}."
-        )
-    return torch.device("cuda", device_id)

@@ -2,16 +2,16 @@
 
 import logging
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from persia_torchrec import env
 from persia_torchrec.config import EmbeddingSchema, load_embedding_config
+from persia_torchrec.ctx.base_ctx import BaseCtx, require_at_least_1
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
-from persia_torchrec.ctx.lookup_ctx import PreprocessMode, cuda_device
+from persia_torchrec.ctx.lookup_ctx import PreprocessMode
 from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.distributed import (
     DistributedBaseOption,
@@ -21,7 +21,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
-from persia_torchrec.training.context_checkpoints import read_state, state_bytes
+from persia_torchrec.training.context_checkpoints import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine, EngineConfig
 from persia_torchrec.worker.slots_of_job import ask_for_slots
 
@@ -39,23 +39,35 @@ class TrainCtx(EmbeddingCtx):
     exception waits until every update is applied, and until all trainers leave theirs:
     their numbers of batches may differ.
 
+    The arguments stand in PERSIA's order, ``tables`` is our own.
+
     Args:
         embedding_optimizer: of all embeddings; the servers apply it. Its learning rate
             may follow a schedule, see the attribute of the same name.
         dense_optimizer: of the model's parameters.
-        model: the dense model, already on its device. Its ``forward`` takes a list of
-            dense tensors and a list of embedding tensors.
-        embedding_config: how rows start, and how far weights may go.
-        tables: settings of single tables, by feature group (a slot without one is its
-            own); they win over ``embedding_optimizer`` and ``embedding_config``.
-        device_id: CUDA device of the model; None is the CPU.
-        mixed_precision: run the model under autocast with a scaled loss; CUDA only.
         grad_scalar_update_factor: by how much the loss scale falls when an embedding
             gradient was not finite.
         backward_buffer_size: updates that may wait when the ``DataLoader`` sets no
             staleness bound.
+        backward_workers_size: updates that may be on their way to the servers at once,
+            sent and not acknowledged.
+        grad_update_buffer_size: updates whose gradients may be in memory, those that
+            wait and those on their way; :meth:`backward` waits before it holds one
+            more. The staleness bound may allow fewer.
+        lookup_emb_directly: whether batches of this process are looked up: those of an
+            ``IterableDataset``, and by ``get_embedding_from_data``. If not, batches
+            come from data loaders only, and others are refused.
+        mixed_precision: run the model under autocast with a scaled loss; CUDA only.
         distributed_option: how several trainers keep their dense models alike;
             ``get_default_distributed_option(device_id)`` by default.
+        model: the dense model, already on its device; it must be given. Its ``forward``
+            takes a list of dense tensors and a list of embedding tensors.
+        embedding_config: how rows start, and how far weights may go.
+        threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
+            once, if its ``num_workers`` does not allow fewer.
+        device_id: CUDA device of the model; None is the CPU.
+        tables: settings of single tables, by feature group (a slot without one is its
+            own); they win over ``embedding_optimizer`` and ``embedding_config``.
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings as a torch optimizer,
@@ -68,45 +80,56 @@ class TrainCtx(EmbeddingCtx):
         ServerError: a server refuses the tables.
     """
 
+    model: nn.Module
+    _embeddings: Engine
+
     def __init__(
         self,
         embedding_optimizer: Optimizer,
         dense_optimizer: torch.optim.Optimizer,
         grad_scalar_update_factor: float = 4,
         backward_buffer_size: int = 10,
+        backward_workers_size: int = 8,
+        grad_update_buffer_size: int = 60,
+        lookup_emb_directly: bool = True,
         mixed_precision: bool = True,
         distributed_option: DistributedBaseOption | None = None,
-        *,
-        model: nn.Module,
+        model: nn.Module | None = None,
         embedding_config: EmbeddingConfig | None = None,
-        tables: Mapping[str, TableSettings] | None = None,
+        threadpool_worker_size: int = 10,
         device_id: int | None = None,
+        *,
+        tables: Mapping[str, TableSettings] | None = None,
     ) -> None:
-        if grad_scalar_update_factor <= 1 or backward_buffer_size < 1:
-            raise ConfigError(
-                "grad_scalar_update_factor must be > 1 and backward_buffer_size >= 1. "
-                f"Received: {grad_scalar_update_factor} and {backward_buffer_size}."
-            )
-        device = _device(device_id, mixed_precision=mixed_precision)
+        _require_factor(grad_scalar_update_factor)
+        require_at_least_1(
+            backward_buffer_size=backward_buffer_size,
+            backward_workers_size=backward_workers_size,
+            grad_update_buffer_size=grad_update_buffer_size,
+        )
+        _require_cuda(device_id, mixed_precision=mixed_precision)
+        # Not EmbeddingCtx's: the connections are those of an engine.
+        BaseCtx.__init__(self, threadpool_worker_size, device_id)
         self.preprocess_mode = PreprocessMode.TRAIN
-        self.model = model
+        self.model = _require_model(model)
         self.dense_optimizer = dense_optimizer
         self._update_factor = grad_scalar_update_factor
         self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
-        self._engine = Engine(
-            model,
-            EngineConfig(
-                schema=_slots(),
-                optimizer=embedding_optimizer,
-                embedding_config=embedding_config or EmbeddingConfig(),
-                tables=dict(tables or {}),
-                device=device,
-                distributed=distributed_option
-                or get_default_distributed_option(device_id),
-                backward_buffer_size=backward_buffer_size,
-            ),
+        self.embedding_config = embedding_config or EmbeddingConfig()
+        config = EngineConfig(
+            schema=_slots(),
+            optimizer=embedding_optimizer,
+            embedding_config=self.embedding_config,
+            tables=dict(tables or {}),
+            device=self._device,
+            distributed=distributed_option or get_default_distributed_option(device_id),
+            backward_buffer_size=backward_buffer_size,
+            backward_workers_size=backward_workers_size,
+            grad_update_buffer_size=grad_update_buffer_size,
+            lookup_emb_directly=lookup_emb_directly,
         )
-        self.embedding_optimizer = self._engine.sharder.optimizer
+        self._embeddings = Engine(self.model, config)
+        self.embedding_optimizer = self._embeddings.sharder.optimizer
 
     def forward(
         self, batch: PersiaTrainingBatch
@@ -118,15 +141,17 @@ class TrainCtx(EmbeddingCtx):
         """
         non_id_tensors, labels = self._dense_tensors(batch)
         enabled = self._scaler is not None
-        with torch.autocast(self._engine.device.type, enabled=enabled):
+        with torch.autocast(self._embeddings.device.type, enabled=enabled):
             if batch.is_training:
-                output = self._engine.run(non_id_tensors, batch.pull)
+                output = self._embeddings.run(non_id_tensors, batch.pull)
             else:
-                output = self.model(non_id_tensors, self._engine.embed(batch.pull))
+                output = self.model(non_id_tensors, self._embeddings.embed(batch.pull))
         # Loss functions such as BCELoss take no half precision.
         return _in_full_precision(output) if enabled else output, labels
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20
+    ) -> torch.Tensor:
         """Update both halves of the model.
 
         The embedding gradients go to the servers, the dense optimizer steps, and the
@@ -134,16 +159,26 @@ class TrainCtx(EmbeddingCtx):
 
         Args:
             loss: of the batch that :meth:`forward` was called with last.
+            embedding_gradient_check_frequency: of how many batches at least one is
+                checked for embedding gradients that are not finite, at least 1. Each
+                is, whatever the number: what is not finite moves no row.
 
         Returns:
             The loss, scaled under mixed precision.
+
+        Raises:
+            ConfigError: ``embedding_gradient_check_frequency`` is below 1.
+            PersiaError: an update of before failed, or was not acknowledged in time.
         """
+        require_at_least_1(
+            embedding_gradient_check_frequency=embedding_gradient_check_frequency
+        )
         if self._scaler is None:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self.dense_optimizer.step()
         else:
             loss = self._backward_scaled(loss, self._scaler)
-        self._engine.after_step()
+        self._embeddings.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
         return loss
@@ -188,7 +223,7 @@ class TrainCtx(EmbeddingCtx):
                     f"The files must have names of their own, and none {_TRAINING}. "
                     f"Received: {sorted(files)} for {3 + with_jit_model} files."
                 )
-        self._engine.checkpoints.dump(dst_dir, files, blocking=blocking)
+        self._embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)
 
     def load_checkpoint(  # type: ignore[override]  # as above
         self,
@@ -214,7 +249,7 @@ class TrainCtx(EmbeddingCtx):
         Raises:
             CheckpointError: as ``EmbeddingCtx.load_checkpoint``.
         """
-        targets: dict[str, nn.Module | torch.optim.Optimizer] = {
+        targets: dict[str, Target] = {
             dense_model_filename: self.model,
             opt_filename: self.dense_optimizer,
         }
@@ -232,35 +267,30 @@ class TrainCtx(EmbeddingCtx):
     ) -> torch.Tensor:
         scaled = scaler.scale(loss)
         scale = scaler.get_scale()
-        self._engine.set_loss_scale(scale)
-        num_skipped = self._engine.num_skipped
+        self._embeddings.set_loss_scale(scale)
+        num_skipped = self._embeddings.num_skipped
         scaled.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         scaler.step(self.dense_optimizer)
-        if self._engine.num_skipped == num_skipped:
+        if self._embeddings.num_skipped == num_skipped:
             scaler.update()
         else:
             scaler.update(scale / self._update_factor)
         return scaled
 
-    def __enter__(self) -> Self:
-        """Enter the context; the trainers of a job do so together."""
-        self._in_step = self._engine.in_step()
+    def _begin(self) -> None:
+        """Begin to step with the other trainers, which do so too."""
+        self._in_step = self._embeddings.in_step()
         self._in_step.__enter__()
-        return super().__enter__()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc, traceback)
+    def _end(self, exc: BaseException | None) -> None:
         try:
+            exc_type = None if exc is None else type(exc)
+            traceback = None if exc is None else exc.__traceback__
             self._in_step.__exit__(exc_type, exc, traceback)
             if exc is None:
-                self._engine.flush()
-                self._engine.checkpoints.wait_for_dump()
-                missed = self._engine.num_missed
+                self._embeddings.flush()
+                self._embeddings.checkpoints.wait_for_dump()
+                missed = self._embeddings.num_missed
                 if missed:
                     logger.warning(
                         "%d gradients came after their rows had been evicted; raise "
@@ -268,7 +298,7 @@ class TrainCtx(EmbeddingCtx):
                         missed,
                     )
         finally:
-            self._engine.close()
+            self._embeddings.close()
 
 
 def _slots() -> EmbeddingSchema:
@@ -298,14 +328,23 @@ def _in_full_precision(output: Any) -> Any:
     return output
 
 
-def _device(device_id: int | None, *, mixed_precision: bool) -> torch.device:
-    if device_id is None:
-        if mixed_precision:
-            raise ConfigError(
-                "mixed_precision must be False on the CPU: it needs a CUDA device. "
-                "Pass mixed_precision=False, or a device_id."
-            )
-        return torch.device("cpu")
-    device = cuda_device(device_id)
-    torch.cuda.set_device(device_id)
-    return device
+def _require_factor(factor: float) -> None:
+    if factor <= 1:
+        raise ConfigError(f"grad_scalar_update_factor must be > 1. Received: {factor}.")
+
+
+def _require_model(model: nn.Module | None) -> nn.Module:
+    if model is None:
+        raise ConfigError(
+            "A TrainCtx must have a model. Received: model=None. Give the one whose "
+            "parameters dense_optimizer has."
+        )
+    return model
+
+
+def _require_cuda(device_id: int | None, *, mixed_precision: bool) -> None:
+    if mixed_precision and device_id is None:
+        raise ConfigError(
+            "mixed_precision must be False on the CPU: it needs a CUDA device. "
+            "Pass mixed_precision=False, or a device_id."
+        )

@@ -11,7 +11,7 @@ is the only thing in this package that is known without being passed on.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from persia_torchrec.data.background import in_background
 from persia_torchrec.data.dataflow import ReferencedBatch
@@ -58,32 +58,47 @@ class LookupSettings:
     buffers hold."""
 
 
+@runtime_checkable
 class LookupContext(Protocol):
     """What an entered context offers to loaders."""
 
     def start_lookup(
         self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
     ) -> PersiaTrainingBatch:
-        """Begin to pull a batch; the settings hold for training batches."""
+        """Begin to pull a batch, as a loader's settings say."""
 
 
-_entered: list[LookupContext] = []
+_entered: list[object] = []
 
 
-def enter_context(context: LookupContext) -> None:
-    """Make a context the one that loaders belong to."""
+def enter_context(context: object) -> None:
+    """Make a context the current one, to which loaders belong if it looks up."""
     _entered.append(context)
 
 
-def leave_context(context: LookupContext) -> None:
-    """Take a context, and any that was entered within it, back."""
-    while context in _entered:
-        _entered.pop()
+def leave_context(context: object) -> None:
+    """Take a context back, and with one that looks up any entered within it.
+
+    One that only sends may be entered and left by another thread of this process.
+    """
+    if context not in _entered:
+        return
+    place = _entered.index(context)
+    within = _entered[place + 1 :]
+    if isinstance(context, LookupContext):
+        within = [other for other in within if not isinstance(other, LookupContext)]
+    _entered[place:] = within
+
+
+def current_context() -> object | None:
+    """Return the innermost context, or None."""
+    return _entered[-1] if _entered else None
 
 
 def entered_context() -> LookupContext | None:
-    """Return the innermost context, or None."""
-    return _entered[-1] if _entered else None
+    """Return the innermost context that looks up, or None."""
+    looking_up = (c for c in reversed(_entered) if isinstance(c, LookupContext))
+    return next(looking_up, None)
 
 
 class DataLoader:
@@ -93,8 +108,9 @@ class DataLoader:
         dataset: where the batches come from.
         forward_buffer_size: batches looked up ahead, at least 1.
         timeout_ms: how long to wait for a batch.
-        num_workers: batches looked up at once, at least 1. A reproducible loader looks
-            up one at a time.
+        num_workers: batches looked up at once, at least 1; the context's
+            ``threadpool_worker_size`` may allow fewer. A reproducible loader looks up
+            one at a time.
         reproducible: batches in the order in which the data loaders numbered them.
             Together with ``embedding_staleness=1`` two runs are equal to the last bit.
         embedding_staleness: training batches that may be between lookup and update, at

@@ -6,8 +6,6 @@ The ids go the same way as in training and evaluation, so that the embeddings of
 rows are equal to the last bit.
 """
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,15 +15,13 @@ import torch
 from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding.data import PersiaBatch
-from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.sharding.slot_tensors import slot_tensors
 from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.hello import Hello, Slot, require_slots
+from persia_torchrec.worker.hello import Hello, Slot, require_slots, wait_until_ready
 from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.schema import bags_of
-
-_RETRY_S = 0.1
 
 
 class Handle(Protocol):
@@ -96,20 +92,15 @@ class SlotsReader:
         Raises:
             RequestTimeoutError: it did not in time; the last reason follows.
         """
-        deadline = time.monotonic() + timeout_s
-        never = threading.Event()
-        while True:
-            try:
-                self.hello()
-            except PersiaError as exc:
-                if time.monotonic() >= deadline:
-                    raise RequestTimeoutError(
-                        f"not ready within {timeout_s:g} s. {exc}",
-                        server="embeddings",
-                    ) from exc
-                never.wait(_RETRY_S)
-            else:
-                return
+        wait_until_ready(self.hello, timeout_s)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the slots; asks for them once.
+
+        Raises:
+            PersiaError: the lookup is not ready.
+        """
+        return self._slots or self.hello().slots
 
     def start_pull(
         self,
@@ -136,7 +127,7 @@ class SlotsReader:
                 "A batch for inference must have its ids. Received: a batch of a "
                 "StreamingDataset, whose ids wait with a training job."
             )
-        slots = self._slots or self.hello().slots
+        slots = self.slots()
         features = {feature.name: feature for feature in batch.id_type_features}
         require_slots(list(features), [slot.name for slot in slots])
         outputs, handle = self._lookup.pull(bags_of(features), None)

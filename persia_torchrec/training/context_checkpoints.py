@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from persia_torchrec import env
 from persia_torchrec.checkpoint import manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.series import find_checkpoint
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from persia_torchrec.client.checkpoints import SavedCheckpoint, Task
 
 Files = Mapping[str, bytes]
+Target = nn.Module | torch.optim.Optimizer
 
 _CLOSE_S = 10.0
 
@@ -123,7 +125,7 @@ class ContextCheckpoints:
 
 def is_first() -> bool:
     """Return whether this trainer writes the files: rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return (dist.get_rank() if dist.is_initialized() else env.get_rank()) == 0
 
 
 def state_bytes(state: object) -> bytes:
@@ -183,9 +185,7 @@ def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
         ) from exc
 
 
-def apply_state(
-    target: nn.Module | torch.optim.Optimizer, state: Any, path: str
-) -> None:
+def apply_state(target: Target, state: Any, path: str) -> None:
     """Load a state dictionary into a model or an optimizer.
 
     Raises:

@@ -36,7 +36,7 @@ from persia_torchrec.training.data_parallel import init_process_group, replicati
 from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.worker.hello import require_slots
+from persia_torchrec.worker.hello import require_slots, wait_until_ready
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
 
 REQUEST_TIMEOUT_S = 120.0
@@ -99,6 +99,15 @@ class EngineConfig:
     backward_buffer_size: int
     """Updates that may wait when there is no staleness bound."""
 
+    backward_workers_size: int = 8
+    """Updates that may be sent and not acknowledged."""
+
+    grad_update_buffer_size: int = 60
+    """Updates whose gradients may be in memory: those that wait, and those sent."""
+
+    lookup_emb_directly: bool = True
+    """Whether batches of this process are looked up, or only those of data loaders."""
+
 
 class Engine:
     """One trainer's connections, and its model inside DMP.
@@ -116,7 +125,7 @@ class Engine:
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self._config = config
         self._settings: LookupSettings | None = None
-        workers, servers = _find_job()
+        workers, servers = find_job()
         init_process_group(config.distributed, config.device)
         self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
         self._workers = RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
@@ -142,6 +151,9 @@ class Engine:
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
+        sharded.pipeline.bound_updates(
+            held=config.grad_update_buffer_size, sent=config.backward_workers_size
+        )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
 
     @property
@@ -180,11 +192,18 @@ class Engine:
 
         Raises:
             BatchError: the batch's ID features are not the slots.
-            ConfigError: other settings than before while batches are under way.
+            ConfigError: other settings than before while batches are under way, or a
+                batch of this process where only those of data loaders are looked up.
             PersiaError: an earlier push failed.
         """
-        if is_training and settings is not None:
-            self._apply(settings)
+        if isinstance(batch, PersiaBatch) and not self._config.lookup_emb_directly:
+            raise ConfigError(
+                "lookup_emb_directly must be True to look up a batch of this process, "
+                "of an IterableDataset or by get_embedding_from_data. Received: False, "
+                "with which batches come from data loaders by a StreamingDataset."
+            )
+        if settings is not None:
+            self._apply(settings, is_training=is_training)
         if isinstance(batch, PersiaBatch):
             names = [feature.name for feature in batch.id_type_features]
             require_slots(names, list(self._config.schema.slots))
@@ -241,6 +260,14 @@ class Engine:
 
         self.sharder.change_tables(change)
 
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until workers and servers answer and have their tables.
+
+        Raises:
+            RequestTimeoutError: they did not in time; the message says what is missing.
+        """
+        wait_until_ready(self._workers.hello, timeout_s)
+
     def flush(self) -> None:
         """Wait until every update so far is applied.
 
@@ -256,7 +283,10 @@ class Engine:
         self._workers.close()
         self.client.close()
 
-    def _apply(self, settings: LookupSettings) -> None:
+    def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
+        if not is_training:
+            self._sharded.pipeline.set_num_evaluation_pullers(settings.num_workers)
+            return
         if settings == self._settings:
             return
         staleness = settings.embedding_staleness
@@ -267,13 +297,18 @@ class Engine:
         self._settings = settings
 
 
-def _find_job() -> tuple[list[str], list[str]]:
-    """Return the addresses of the job's embedding workers and servers."""
+def find_job() -> tuple[list[str], list[str]]:
+    """Return the addresses of the job's embedding workers and servers.
+
+    Raises:
+        ConfigError: this process belongs to no job.
+        DiscoveryError: workers or servers did not register in time.
+    """
     store = env.job_store()
     if store is None:
         raise ConfigError(
-            "A training context must belong to a job: PERSIA_STORE_PORT is not set. "
-            "Start the script through torchx (see components/)."
+            "A context must belong to a job: PERSIA_STORE_PORT is not set. "
+            "Start the script through torchx (see components/), or persia-launcher."
         )
     book = AddressBook.join(*store)
     try:

@@ -91,8 +91,11 @@ def reserved_port_from(first: int) -> Iterator[int]:
 def tcp_address(address: str) -> str:
     """Return an address as ZeroMQ takes it; PERSIA writes ``host:port``.
 
+    Blanks, as in the ``"localhost: 8888"`` of PERSIA's documentation, are left out.
+
     Example:
         >>> tcp_address("10.0.0.1:7000"), tcp_address("tcp://10.0.0.1:7000")
         ('tcp://10.0.0.1:7000', 'tcp://10.0.0.1:7000')
     """
+    address = "".join(address.split())
     return address if "://" in address else f"tcp://{address}"

@@ -120,6 +120,19 @@ class EmbeddingWorker(ABC):
             )
         self._client.add_tables(specs)
 
+    def learn_tables(self) -> None:
+        """Get to know the tables from the servers, if some are unknown; change none.
+
+        Those that the servers have not yet stay unknown.
+
+        Raises:
+            ServerError: a server failed, or did not answer in time.
+        """
+        try:
+            self.dims()
+        except ConfigError:
+            self._client.learn_tables()
+
     def change_tables(self, change: TableChange) -> None:
         """Change the settings of this worker's tables on the servers.
 

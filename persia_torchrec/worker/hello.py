@@ -1,9 +1,18 @@
 """What a lookup of slots says of itself: to whoever knows only its address."""
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from persia_torchrec.errors import BatchError, WireError
+from persia_torchrec.errors import (
+    BatchError,
+    PersiaError,
+    RequestTimeoutError,
+    WireError,
+)
+
+_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +69,29 @@ class Hello:
                 "An embedding worker must tell its slots and rows. "
                 f"Received: {value!r:.100}. Is this the address of another role?"
             ) from exc
+
+
+def wait_until_ready(ask: Callable[[], Hello], timeout_s: float) -> Hello:
+    """Ask a lookup whether it is ready until it is.
+
+    Args:
+        ask: returns its answer, or raises why it is not ready.
+        timeout_s: seconds to go on asking; the last question may end later.
+
+    Raises:
+        RequestTimeoutError: it was not in time; the last reason follows.
+    """
+    deadline = time.monotonic() + timeout_s
+    never = threading.Event()
+    while True:
+        try:
+            return ask()
+        except PersiaError as exc:
+            if time.monotonic() >= deadline:
+                raise RequestTimeoutError(
+                    f"not ready within {timeout_s:g} s. {exc}", server="embeddings"
+                ) from exc
+        never.wait(_RETRY_S)
 
 
 def require_slots(received: Sequence[str], expected: Sequence[str]) -> None:

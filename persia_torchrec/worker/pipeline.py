@@ -5,7 +5,7 @@
                          (worker/pusher.py)
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
-bound (see ``client/permits.py``); evaluation pulls take none and have a thread of
+bound (see ``client/permits.py``); evaluation pulls take none and have threads of
 their own, so that they never wait behind a training pull that waits for a permit.
 Pushes are sent in the order of ``push`` and acknowledged in the background. A change of
 tables goes through their queue: it waits for the acknowledgements of those before it.
@@ -113,6 +113,31 @@ class BatchPipeline(Generic[Source, Handle]):
         if num < 1:
             raise ConfigError(f"At least one puller is needed. Received: {num}.")
         self._training.set_num_threads(num)
+
+    def set_num_evaluation_pullers(self, num: int) -> None:
+        """Change how many batches for evaluation may be pulled at once.
+
+        Waits for those under way.
+
+        Raises:
+            ConfigError: ``num`` is below 1.
+        """
+        if num < 1:
+            raise ConfigError(f"At least one puller is needed. Received: {num}.")
+        self._evaluation.set_num_threads(num)
+
+    def bound_updates(self, *, held: int, sent: int) -> None:
+        """Bound the updates behind the training; before the first batch.
+
+        Args:
+            held: whose gradients are in memory: those that wait, and those sent. One
+                more makes :meth:`PulledBatch.push` wait.
+            sent: to the servers, and not acknowledged.
+
+        Raises:
+            ConfigError: a number is below 1.
+        """
+        self._pusher.bound(held=held, sent=sent)
 
     @property
     def timeout_s(self) -> float:

@@ -65,6 +65,7 @@ class WorkerProcess:
         """
         match header.kind:
             case Kind.HELLO:
+                self._worker.learn_tables()  # of a loaded checkpoint, with no trainer
                 return [encode_json(self._worker.hello().to_json())]
             case Kind.FORWARD:
                 return self._forward(header, frames)

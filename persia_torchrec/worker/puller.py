@@ -29,14 +29,21 @@ class Puller:
         self._name = name
         self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(_MAX_STARTED)
         self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._num_threads = 1  # guarded by _lock
+        # guarded by _lock
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def set_num_threads(self, num: int) -> None:
-        """Change how many pulls may be under way at once."""
-        self._pool.shutdown(wait=True)
-        self._pool = ThreadPoolExecutor(num, thread_name_prefix=self._name)
+        """Change how many pulls may be under way at once; waits for those that are."""
+        with self._lock:
+            if num == self._num_threads:
+                return
+            self._pool.shutdown(wait=True)
+            self._pool = ThreadPoolExecutor(num, thread_name_prefix=self._name)
+            self._num_threads = num
 
     def submit(
         self,
@@ -63,7 +70,8 @@ class Puller:
                 if self._closing.is_set():
                     raise PersiaError(CLOSED)
                 begin()
-                self._pool.submit(_fulfil, future, pull)
+                with self._lock:
+                    self._pool.submit(_fulfil, future, pull)
             except Exception as exc:  # noqa: BLE001  # handed to whoever waits
                 future.set_exception(exc)
 

@@ -5,9 +5,14 @@
 A change of tables goes through the same queue: it waits for the acknowledgements of the
 pushes before it. So does the word that this trainer leaves the others. An error of a
 push is raised by the next call, whichever it is.
+
+Beside the permits two bounds may hold: on the pushes whose gradients are in memory, for
+which ``put`` waits, and on those that are sent and not acknowledged, for which the
+pushing thread waits.
 """
 
 import logging
+import math
 import queue
 import threading
 from collections import deque
@@ -20,7 +25,7 @@ from typing import Generic, Protocol, TypeVar
 from persia_torchrec.client.client import Reply
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.client.permits import Permit
-from persia_torchrec.errors import PersiaError, StalenessError
+from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.table import TableChange
 from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.puller import CLOSED
@@ -96,6 +101,10 @@ class Pusher(Generic[Handle]):
         self._error: BaseException | None = None  # guarded by _lock
         self._num_open = 0  # guarded by _lock
         self._one_finished = threading.Condition(self._lock)
+        self._max_held: float = math.inf
+        self._max_sent: float = math.inf
+        self._held: set[Future[None]] = set()  # with gradients. guarded by _lock
+        self._sent: set[Future[None]] = set()  # of these. guarded by _lock
         self._under_way: set[Future[None]] = set()  # guarded by _lock
         self._is_closed = False  # guarded by _lock
         self._changes: deque[Future[None]] = deque()  # of the thread that changes
@@ -105,6 +114,23 @@ class Pusher(Generic[Handle]):
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pushes", daemon=True)
         self._thread.start()
+
+    def bound(self, *, held: int, sent: int) -> None:
+        """Bound the pushes with gradients; before the first.
+
+        Args:
+            held: that are waiting, or sent and not acknowledged.
+            sent: that are sent and not acknowledged.
+
+        Raises:
+            ConfigError: a number is below 1.
+        """
+        if held < 1 or sent < 1:
+            raise ConfigError(
+                f"At least one update must be possible. Received: {held} and {sent}."
+            )
+        with self._lock:
+            self._max_held, self._max_sent = held, sent
 
     def open_batch(self) -> None:
         """Count a batch that will be pushed or given up."""
@@ -120,13 +146,21 @@ class Pusher(Generic[Handle]):
     def put(self, push: Push[Handle], *, waits_for_ack: bool) -> None:
         """Send the gradients of an open batch; returns at once unless asked to wait.
 
+        Where as many are held as may be, it first waits for an acknowledgement.
+
         Raises:
             PersiaError: a push of before failed, or this one if it is waited for, or
-                the pusher is closed.
+                the pusher is closed, or no acknowledgement came in time.
         """
         with self._lock:
+            has_room = self._wait_for_room(
+                lambda: len(self._held) < self._max_held or self._is_closed
+            )
             if self._is_closed:
                 raise PersiaError(CLOSED)
+            if not has_room:
+                raise self._no_room()
+            self._held.add(push.done)
             self._under_way.add(push.done)
             self._queue.put(push)
         if waits_for_ack:
@@ -205,6 +239,7 @@ class Pusher(Generic[Handle]):
         """Refuse further pushes; return False where that has been done before."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
+            self._one_finished.notify_all()
         return not was_closed
 
     def close(self, timeout_s: float) -> None:
@@ -212,10 +247,14 @@ class Pusher(Generic[Handle]):
         self._queue.put(None)
         self._thread.join(timeout_s)
 
-    def _await(self, done: "Future[None]") -> None:
+    @property
+    def _ack_timeout_s(self) -> float:
         # Its requests end in an error in time, which says what was asked of whom; the
         # margin is for pushes that stand in the queue before it.
-        timeout_s = self.timeout_s + _PUSH_MARGIN_S
+        return self.timeout_s + _PUSH_MARGIN_S
+
+    def _await(self, done: "Future[None]") -> None:
+        timeout_s = self._ack_timeout_s
         try:
             done.result(timeout_s)
         except PersiaError:
@@ -251,7 +290,24 @@ class Pusher(Generic[Handle]):
             self._await(done)
         self._updates.change_tables(change.change)
 
+    def _wait_for_room(self, has_room: Callable[[], bool]) -> bool:
+        """Wait until there is room, if acknowledgements come; the lock is held."""
+        return self._one_finished.wait_for(has_room, self._ack_timeout_s)
+
+    def _no_room(self) -> StalenessError:
+        return StalenessError(
+            f"One of {len(self._held)} updates must be acknowledged within "
+            f"{self._ack_timeout_s:g} s. Received: none."
+        )
+
     def _send_push(self, push: Push[Handle]) -> None:
+        if push.grads is not None:
+            with self._lock:
+                has_room = self._wait_for_room(lambda: len(self._sent) < self._max_sent)
+                self._sent.add(push.done)
+            if not has_room:
+                self._finish(push, self._no_room())
+                return
         try:
             if push.grads is None:
                 replies = self._updates.abandon(push.handle)
@@ -284,6 +340,8 @@ class Pusher(Generic[Handle]):
     def _finish(self, push: Push[Handle], error: Exception | None) -> None:
         with self._lock:
             self._num_open -= 1
+            self._held.discard(push.done)
+            self._sent.discard(push.done)
             self._one_finished.notify_all()
         self._note(error)
         push.permit.give_back()

@@ -9,8 +9,8 @@ import persia_torchrec
 # What a PERSIA script imports after "persia" has become "persia_torchrec".
 OF_PERSIA = {
     "ctx": [
-        *("DataCtx", "EmbeddingCtx", "InferCtx", "PreprocessMode", "TrainCtx"),
-        "eval_ctx",
+        *("BaseCtx", "DataCtx", "EmbeddingCtx", "InferCtx", "PreprocessMode"),
+        *("TrainCtx", "cnt_ctx", "eval_ctx"),
     ],
     "data": [
         "DataLoader",

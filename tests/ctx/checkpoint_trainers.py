@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from persia_torchrec import env
-from persia_torchrec.ctx import TrainCtx
+from persia_torchrec.ctx import TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError
@@ -18,7 +18,8 @@ from tests.training.two_trainers import batch, loss_of, make_model, weights_of
 def run_trainer(folder: Path, master_port: int) -> None:
     """Be one of the trainers; leave the dense weights, a row each time, in the folder.
 
-    When the dump begins, after more steps, and after the load.
+    When the dump begins, after more steps, after the load, and after another when the
+    training is over.
     """
     torch.set_num_threads(1)
     rank = env.get_rank()
@@ -45,6 +46,11 @@ def run_trainer(folder: Path, master_port: int) -> None:
         ctx.wait_for_load_embedding()
         weights.append(weights_of(model))
         ctx.dump_checkpoint(str(folder / "run"), blocking=False)  # by all
+    torch.nn.init.zeros_(next(model.parameters()))
+    with eval_ctx(model) as onlooking:  # the training is over
+        onlooking.load_checkpoint(str(folder / "run"))
+        weights.append(weights_of(model))
+        onlooking.dump_embedding(str(folder / "rows"))
     np.save(folder / f"weights {rank}.npy", np.stack(weights))
     dist.destroy_process_group()
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
+from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, FrameError
@@ -132,15 +132,6 @@ def test_leaving_an_evaluation_returns_to_the_training(job, ctx):
     losses, _ = train(ctx)
     assert len(losses) == len(TRAINING)
     assert job.num_rows() > 0
-
-
-def test_an_evaluation_stands_within_a_training(job):
-    with pytest.raises(ConfigError, match=r"within a TrainCtx.*none is entered"):
-        eval_ctx(model=SumOfEmbeddings())
-    with job.train_ctx():
-        pass
-    with pytest.raises(ConfigError, match="none is entered"):
-        EmbeddingCtx(PreprocessMode.EVAL)
 
 
 def test_embeddings_come_to_the_device_of_the_context(ctx):

@@ -305,7 +305,10 @@ class TestSettings:
             ({"mixed_precision": True}, r"mixed_precision must be False on the CPU"),
             ({"device_id": 99}, r"device_id must be a CUDA device.*Received: 99"),
             ({"grad_scalar_update_factor": 1}, r"factor must be > 1.*Received: 1"),
-            ({"backward_buffer_size": 0}, r"backward_buffer_size >= 1.*and 0"),
+            ({"backward_buffer_size": 0}, r"ward_buffer_size must be >= 1.*: 0"),
+            ({"backward_workers_size": 0}, r"workers_size must be >= 1.*: 0"),
+            ({"grad_update_buffer_size": 0}, r"update_buffer_size must be >= 1.*: 0"),
+            ({"threadpool_worker_size": 0}, r"threadpool_worker_size must be >= 1"),
         ],
     )
     def test_what_cannot_work_is_refused(self, job, settings, message):
@@ -412,7 +415,7 @@ class TestSettingsOfSingleTables:
                     "user": 1.0,
                     "things": 10.0,
                 }
-                specs = ctx._engine.sharder._tables._specs
+                specs = ctx._embeddings.sharder._tables._specs
             assert job.read("user", 1)[0, 0] == -1
             # Its id is in both slots of the group.
             assert job.read("basket", 1)[0, 0] == 3 - 10 - 10

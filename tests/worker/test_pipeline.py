@@ -1,6 +1,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from persia_torchrec.errors import (
     PersiaError,
     RemoteError,
     ServerError,
+    StalenessError,
 )
 from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.bags import Bags, FeatureSpec
@@ -56,12 +58,31 @@ class Gated(PooledLookup):
         return super().push(batch, grads)
 
 
+class HeldBack(Gated):
+    """An embedding worker whose acknowledgements wait until a test lets them go."""
+
+    def __init__(self, client):
+        super().__init__(client)
+        self.held_back = deque()
+
+    def push(self, batch, grads):
+        replies = super().push(batch, grads)
+        acks = [Future() for _ in replies]
+        self.held_back.append((replies, acks))
+        return acks
+
+    def acknowledge(self):
+        """Let the oldest acknowledgement go."""
+        for reply, ack in zip(*self.held_back.popleft(), strict=True):
+            ack.set_result(reply.result(DEADLINE_S))
+
+
 class Trainer:
     """A pipeline to servers, with all that a test asks of it."""
 
-    def __init__(self, client, staleness, timeout_s=DEADLINE_S):
+    def __init__(self, client, staleness, timeout_s=DEADLINE_S, worker=Gated):
         self.client = client
-        self.worker = Gated(client)
+        self.worker = worker(client)
         self.worker.add_tables([COUNT])
         self.pipeline = BatchPipeline(
             self.worker, staleness=staleness, timeout_s=timeout_s
@@ -84,10 +105,12 @@ class Trainer:
 def train(servers):
     trainers = []
 
-    def train(staleness, *, num_shards=1, timeout_s=DEADLINE_S, **settings):
+    def train(
+        staleness, *, num_shards=1, timeout_s=DEADLINE_S, worker=Gated, **settings
+    ):
         running = servers.start(num_shards, **settings)
         client = servers.client(running, timeout_s=timeout_s)
-        trainers.append(Trainer(client, staleness, timeout_s))
+        trainers.append(Trainer(client, staleness, timeout_s, worker))
         trainers[-1].servers = running
         return trainers[-1]
 
@@ -273,6 +296,98 @@ def test_several_pullers_pull_at_once_and_within_the_bound(train):
     trainer.pipeline.flush()
     assert trainer.num_updates() == 6
     assert trainer.counters("open_batches_max")[0] <= 4
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_several_evaluations_are_looked_up_at_once(train, num):
+    trainer = train(1)
+    trainer.pipeline.set_num_evaluation_pullers(num)
+    trainer.worker.may_pull.clear()
+    started = [trainer.start(training=False) for _ in range(6)]
+    wait_until(lambda: trainer.worker.num_pulling == num)
+    assert not any(future.done() for future in started)
+    trainer.worker.may_pull.set()
+    trainer.pipeline.set_num_evaluation_pullers(2)  # in the middle of them
+    assert [f.result(DEADLINE_S).outputs[0][0, 0] for f in started] == [0] * 6
+
+
+def test_no_more_updates_are_sent_at_once_than_their_bound(train):
+    trainer = train(6, worker=HeldBack)
+    trainer.pipeline.bound_updates(held=6, sent=2)
+    batches = [trainer.pull() for _ in range(6)]
+    for batch in batches:
+        batch.push(ONE_UPDATE)
+    for num_acknowledged in range(4):
+        wait_until(lambda: len(trainer.worker.held_back) == 2)
+        wait_until(lambda: trainer.num_updates() == num_acknowledged + 2)  # noqa: B023
+        trainer.worker.acknowledge()
+    wait_until(lambda: len(trainer.worker.held_back) == 2)
+    trainer.worker.acknowledge()
+    trainer.worker.acknowledge()
+    trainer.pipeline.flush()
+    assert trainer.num_updates() == 6
+
+
+def test_a_push_waits_while_as_many_gradients_are_held_as_may_be(train):
+    trainer = train(4, worker=HeldBack)
+    trainer.pipeline.bound_updates(held=2, sent=8)
+    batches = [trainer.pull() for _ in range(4)]
+    batches[0].push(ONE_UPDATE)
+    batches[1].push(ONE_UPDATE)
+    waiting = threading.Thread(target=batches[2].push, args=(ONE_UPDATE,))
+    waiting.start()
+    wait_until(lambda: len(trainer.worker.held_back) == 2)
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    batches[3].give_up()  # holds no gradient, and needs no room
+    trainer.worker.acknowledge()
+    waiting.join(AT_ONCE_S)
+    assert not waiting.is_alive()
+    wait_until(lambda: len(trainer.worker.held_back) == 2)
+    trainer.worker.acknowledge()
+    trainer.worker.acknowledge()
+    trainer.pipeline.flush()
+    assert trainer.num_updates() == 3
+
+
+def test_a_wait_for_room_ends_with_the_pipeline(train):
+    trainer = train(2, worker=HeldBack, timeout_s=1.0)
+    trainer.pipeline.bound_updates(held=1, sent=1)
+    batches = [trainer.pull() for _ in range(2)]
+    batches[0].push(ONE_UPDATE)
+    raised = []
+
+    def push():
+        with pytest.raises(PersiaError, match="closed") as caught:
+            batches[1].push(ONE_UPDATE)
+        raised.append(caught.value)
+
+    waiting = threading.Thread(target=push)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    trainer.pipeline.close()
+    waiting.join(AT_ONCE_S)
+    assert len(raised) == 1
+
+
+def test_a_wait_for_room_ends_in_time(train, monkeypatch):
+    monkeypatch.setattr("persia_torchrec.worker.pusher._PUSH_MARGIN_S", 0.1)
+    trainer = train(2, worker=HeldBack, timeout_s=0.5)
+    trainer.pipeline.bound_updates(held=1, sent=1)
+    batches = [trainer.pull() for _ in range(2)]
+    batches[0].push(ONE_UPDATE)
+    message = r"One of 1 updates must be acknowledged within 0\.6 s"
+    with pytest.raises(StalenessError, match=message):
+        batches[1].push(ONE_UPDATE)
+
+
+@pytest.mark.parametrize("bounds", [{"held": 0, "sent": 1}, {"held": 1, "sent": 0}])
+def test_bounds_on_updates_that_allow_none_are_refused(train, bounds):
+    with pytest.raises(ConfigError, match="At least one update must be possible"):
+        train(1).pipeline.bound_updates(**bounds)
+    with pytest.raises(ConfigError, match="At least one puller is needed"):
+        train(1).pipeline.set_num_evaluation_pullers(0)
 
 
 def test_a_push_that_fails_is_raised_at_once_at_staleness_0(train):

@@ -1,0 +1,172 @@
+"""A job's embeddings, for a process of the job that does not train them.
+
+    embedding workers   lookups for evaluation; new settings of the tables
+    embedding servers   sizes, clearing, checkpoints
+
+It has connections of its own and sends no gradients; so it may be a trainer's process
+before or after its training, a data loader's, or one more that the job's environment
+was given to.
+"""
+
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from persia_torchrec import env
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.errors import ConfigError, RemoteError
+from persia_torchrec.serving.reader import LookedUp, SlotsReader
+from persia_torchrec.serving.side_by_side import SideBySide
+from persia_torchrec.training.context_checkpoints import ContextCheckpoints
+from persia_torchrec.training.engine import REQUEST_TIMEOUT_S, find_job
+from persia_torchrec.worker.hello import Hello, wait_until_ready
+from persia_torchrec.worker.remote import BatchReference, RemoteWorkers
+
+_NO_TABLES = (
+    "Received: servers without any. They come with the first TrainCtx of the job, or "
+    "with load_checkpoint or load_embedding."
+)
+
+
+class Onlooker(SideBySide):
+    """Looks at the embeddings of a job. Its lookups may come from any thread.
+
+    Args:
+        device: where tensors are wanted.
+
+    Attributes:
+        client: of the servers.
+        checkpoints: dumps and loads of what they hold.
+
+    Raises:
+        ConfigError: this process belongs to no job.
+        DiscoveryError: workers or servers did not register in time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        workers, servers = find_job()
+        self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
+        self._workers = RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
+        self._job_reader = JobReader(self._workers, self.client, device)
+        super().__init__(self._job_reader, timeout_s=2 * REQUEST_TIMEOUT_S)
+        self.checkpoints = JobCheckpoints(self.client, self.flush)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until the servers answer, and the workers too once there are tables.
+
+        Raises:
+            RequestTimeoutError: they did not in time; the message says what is missing.
+        """
+        wait_until_ready(self._ask, timeout_s)
+
+    def _ask(self) -> Hello:
+        if self.client.learn_tables():
+            return self._job_reader.hello()
+        return Hello((), tuple(self.client.num_rows()))
+
+    def configure(self, config: EmbeddingConfig) -> None:
+        """Change how rows start and how far weights may go; waits for the servers.
+
+        Raises:
+            ConfigError: the servers have no tables yet.
+            ServerError: a server refuses, or does not answer.
+        """
+        specs = self.client.learn_tables()
+        if not specs:
+            raise ConfigError(
+                f"An embedding config must be of tables. {_NO_TABLES} "
+                "Call configure_embedding_parameter_servers when they are there."
+            )
+        changed = [
+            replace(
+                spec,
+                initializer=config.initializer,
+                admission=config.admission,
+                weight_bound=config.weight_bound,
+            )
+            for spec in specs
+        ]
+        if changed != specs:
+            self._workers.add_tables(changed)
+
+    def flush(self) -> None:
+        """Do nothing: no update is sent from here."""
+
+    def close(self) -> None:
+        """Close all connections. May be called twice."""
+        super().close()
+        self.checkpoints.close()
+        self._workers.close()
+        self.client.close()
+
+
+class JobReader(SlotsReader):
+    """Looks batches of a job up, also those whose ids a data loader has sent.
+
+    Args:
+        workers: of the job.
+        client: of its servers.
+        device: where tensors are wanted.
+    """
+
+    def __init__(
+        self, workers: RemoteWorkers, client: EmbeddingClient, device: torch.device
+    ) -> None:
+        super().__init__(workers, device)
+        self._workers = workers
+        self._client = client
+
+    def hello(self) -> Hello:
+        """Ask whether all that a lookup needs is ready.
+
+        Raises:
+            ConfigError: there are no tables yet.
+            PersiaError: something else is missing; the message says what.
+        """
+        try:
+            return super().hello()
+        except RemoteError as exc:
+            if self._client.learn_tables():
+                raise
+            raise ConfigError(
+                f"A lookup needs the tables of the slots. {_NO_TABLES}"
+            ) from exc
+
+    def start_pull(
+        self,
+        batch: PersiaBatch | ReferencedBatch,
+        *,
+        is_training: bool = False,
+        settings: LookupSettings | None = None,
+    ) -> LookedUp:
+        """Look a batch up: by its ids, or by the reference to where they wait."""
+        if isinstance(batch, PersiaBatch):
+            return super().start_pull(batch, is_training=is_training)
+        slots = self.slots()
+        outputs, handle = self._workers.pull(BatchReference(*batch.origin), None)
+        return LookedUp(slots, outputs, handle.places)
+
+
+class JobCheckpoints(ContextCheckpoints):
+    """Dumps and loads of a process that may not have met the other trainers."""
+
+    def find(self, path: str | os.PathLike[str]) -> Folder:
+        """Return the checkpoint to load; see :class:`ContextCheckpoints`.
+
+        Raises:
+            ConfigError: there are several trainers, and they have not met.
+        """
+        if env.get_world_size() > 1 and not dist.is_initialized():
+            raise ConfigError(
+                f"The {env.get_world_size()} trainers of a job must load together. "
+                "Received: an EmbeddingCtx before they have met. Load within the "
+                "TrainCtx, or call torch.distributed.init_process_group before."
+            )
+        return super().find(path)
