@@ -51,6 +51,10 @@ class EmbeddingCtx(LookupCtx):
     def _source(self) -> Engine:
         return self._engine
 
+    def note_wait(self, seconds: float) -> None:
+        """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
+        self._engine.note_wait(seconds)
+
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
         return self._engine.client.num_rows()

@@ -59,6 +59,9 @@ class InferCtx(LookupCtx):
     def _source(self) -> SlotsReader:
         return self._reader
 
+    def note_wait(self, seconds: float) -> None:
+        """Do nothing: PERSIA has no metrics of a context that serves."""
+
     def wait_for_serving(self, timeout_s: float = 600.0) -> None:
         """Wait until all workers and their servers answer and have their tables.
 

@@ -16,9 +16,14 @@ import threading
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.config import load_global_config
+from persia_torchrec.config import (
+    GlobalSettings,
+    MetricsSettings,
+    load_global_config,
+)
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
@@ -89,21 +94,28 @@ def _shard(arguments: argparse.Namespace) -> int:
     return env.get_replica_index() if arguments.shard is None else arguments.shard
 
 
-def _make_server(arguments: argparse.Namespace, host: str) -> EmbeddingServer:
-    config = _config(arguments, host)
+def _make_server(
+    arguments: argparse.Namespace, host: str
+) -> tuple[EmbeddingServer, MetricsSettings]:
+    path = arguments.global_config or env.global_config_path()
+    settings = None if path is None else load_global_config(path)
+    config = _config(arguments, host, settings)
     precision.warm_up()
     warm_up()
-    return EmbeddingServer(config)
+    metrics = MetricsSettings() if settings is None else settings.common.metrics
+    return EmbeddingServer(config), metrics
 
 
-def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
+def _config(
+    arguments: argparse.Namespace, host: str, settings: GlobalSettings | None
+) -> ServerConfig:
     num_shards = arguments.num_shards
     config = ServerConfig(
         shard=_shard(arguments),
         num_shards=env.get_replica_size() if num_shards is None else num_shards,
         host=arguments.host or host,
         port=arguments.port,
-        capacity_rows=_capacity(arguments),
+        capacity_rows=_capacity(arguments, settings),
         eviction=arguments.eviction,
         optimizer_engine=arguments.optimizer_engine,
     )
@@ -111,18 +123,17 @@ def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
     return config
 
 
-def _capacity(arguments: argparse.Namespace) -> int:
+def _capacity(arguments: argparse.Namespace, settings: GlobalSettings | None) -> int:
     if arguments.capacity is not None:
         return int(arguments.capacity)
-    path = arguments.global_config or env.global_config_path()
-    if path is None:
+    if settings is None:
         return ServerConfig().capacity_rows
-    return load_global_config(path).embedding_parameter_server.capacity
+    return settings.embedding_parameter_server.capacity
 
 
 def _serve_standalone(arguments: argparse.Namespace) -> None:
     parent = os.getppid()
-    server = _make_server(arguments, "127.0.0.1")
+    server, metrics = _make_server(arguments, "127.0.0.1")
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     watch = threading.Thread(
@@ -131,7 +142,7 @@ def _serve_standalone(arguments: argparse.Namespace) -> None:
     watch.start()
     sys.stdout.write(f"ready {server.address}\n")
     sys.stdout.flush()
-    server.serve()
+    serve_and_push(server, metrics)
 
 
 def _stop_with_parent(server: EmbeddingServer, parent: int) -> None:

@@ -4,13 +4,17 @@ import sys
 from collections.abc import Callable
 
 from persia_torchrec import env
+from persia_torchrec.config import MetricsSettings
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
 
 
-def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> None:
+def serve_in_job(
+    shard: int, make_server: Callable[[str], tuple[EmbeddingServer, MetricsSettings]]
+) -> None:
     """Serve until the job ends.
 
     The process joins the job before anything can go wrong, so that the others learn
@@ -18,7 +22,8 @@ def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> N
 
     Args:
         shard: which server this is.
-        make_server: given the address to listen on, returns the server.
+        make_server: given the address to listen on, returns the server, and how its
+            metrics are pushed.
 
     Raises:
         ConfigError: the environment names no job.
@@ -32,10 +37,10 @@ def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> N
             "through torchx (see components/), or pass --standalone."
         )
     with JobMember.join("server", shard, store=store) as member:
-        server = make_server(local_address(store[0]))
+        server, metrics = make_server(local_address(store[0]))
         member.call_at_end(server.stop)
         num_shards = server.config.num_shards
         member.book.register("server", shard, num_shards, server.address)
         sys.stdout.write(f"ready {server.address}\n")
         sys.stdout.flush()
-        server.serve()
+        serve_and_push(server, metrics)

@@ -28,9 +28,8 @@ from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
+from persia_torchrec.worker.measured import make_lookup, pushing_metrics
 from persia_torchrec.worker.process import WorkerProcess
-from persia_torchrec.worker.schema import features_of
-from persia_torchrec.worker.slots import SlotsLookup
 from persia_torchrec.worker.slots_of_job import tell_slots
 from persia_torchrec.worker.standalone import serve_standalone
 from persia_torchrec.worker.warm_up import warm_up
@@ -86,10 +85,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve_beside_a_job(arguments: argparse.Namespace) -> None:
+    settings = _settings(arguments)
     serve_standalone(
         arguments.servers,
         load_embedding_config(_embedding_config(arguments)),
-        _buffer(_settings(arguments)),
+        _buffer(settings),
+        settings.common.metrics,
         host=arguments.host or "127.0.0.1",
         port=arguments.port,
     )
@@ -113,18 +114,21 @@ def _serve(arguments: argparse.Namespace) -> None:
         servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
         client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
         buffer = _buffer(settings)
-        service = Service(
-            "embedding worker",
-            WorkerProcess(SlotsLookup(client, features_of(schema)), buffer).answer,
-            host=arguments.host or local_address(store[0]),
-            port=arguments.port,
-            num_threads=8,
-        )
-        member.book.register("worker", index, size, service.address)
-        sys.stdout.write(f"ready {service.address}\n")
-        sys.stdout.flush()
-        member.wait_for_end()
-        service.close()
+        lookup = make_lookup(client, schema, settings.common.metrics)
+        process = WorkerProcess(lookup, buffer)
+        with pushing_metrics(process, lookup, index, settings.common.metrics):
+            service = Service(
+                "embedding worker",
+                process.answer,
+                host=arguments.host or local_address(store[0]),
+                port=arguments.port,
+                num_threads=8,
+            )
+            member.book.register("worker", index, size, service.address)
+            sys.stdout.write(f"ready {service.address}\n")
+            sys.stdout.flush()
+            member.wait_for_end()
+            service.close()
         client.close()
 
 

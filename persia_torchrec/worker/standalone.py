@@ -11,16 +11,16 @@ import threading
 import time
 from collections.abc import Sequence
 
+from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.config import EmbeddingSchema, MetricsSettings
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
 from persia_torchrec.worker.hello import Slot
+from persia_torchrec.worker.measured import make_lookup, pushing_metrics
 from persia_torchrec.worker.process import WorkerProcess
-from persia_torchrec.worker.schema import features_of
-from persia_torchrec.worker.slots import SlotsLookup
 from persia_torchrec.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ def serve_standalone(
     servers: Sequence[str],
     schema: EmbeddingSchema,
     buffer: IdBuffer,
+    metrics: MetricsSettings,
     *,
     host: str,
     port: int,
@@ -44,6 +45,7 @@ def serve_standalone(
         servers: addresses of all servers, in the order of their shards.
         schema: the slots.
         buffer: keeps the ids of data loaders, if there are any.
+        metrics: whether and how metrics are pushed.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
 
@@ -59,7 +61,7 @@ def serve_standalone(
     client = EmbeddingClient.connect(
         [tcp_address(server) for server in servers], timeout_s=_REQUEST_TIMEOUT_S
     )
-    lookup = SlotsLookup(client, features_of(schema))
+    lookup = make_lookup(client, schema, metrics)
     deadline = time.monotonic() + _SERVERS_TIMEOUT_S
     while not ending.is_set():
         try:
@@ -71,7 +73,9 @@ def serve_standalone(
             ending.wait(_RETRY_S)
         else:
             require_dims(slots, schema)
-            _serve(WorkerProcess(lookup, buffer), host, port, ending)
+            process = WorkerProcess(lookup, buffer)
+            with pushing_metrics(process, lookup, env.get_replica_index(), metrics):
+                _serve(process, host, port, ending)
     client.close()
 
 
