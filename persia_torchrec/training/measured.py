@@ -126,11 +126,13 @@ class MeasuredWorkers(RemoteWorkers):
 def metrics_settings() -> MetricsSettings:
     """Return ``metrics_config`` of the file that the environment names, or defaults.
 
+    A trainer needs nothing else of that file: without a gateway it is not read.
+
     Raises:
         ConfigError: the file is not as it must be.
     """
     path = env.global_config_path()
-    if path is None:
+    if path is None or env.metrics_gateway() is None:
         return MetricsSettings()
     return load_global_config(path).common.metrics
 

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from urllib.request import ProxyHandler, Request, build_opener
 
 from prometheus_client import push_to_gateway
 from prometheus_client.metrics_core import Metric
@@ -169,6 +170,7 @@ class Pushes:
                     "role": self._to.role,
                 },
                 timeout_s,
+                _sender,
             )
         except (OSError, http.client.HTTPException, PersiaError) as exc:
             self._warn(exc, has_traceback=False)
@@ -189,6 +191,27 @@ class Pushes:
             *(self._to.gateway, self._num_failed, exc),
             exc_info=has_traceback,
         )
+
+
+def _sender(
+    url: str,
+    method: str,
+    timeout: float | None,
+    headers: list[tuple[str, str]],
+    data: bytes,
+) -> Callable[[], None]:
+    """Return what makes a request; the library's own would ask a proxy for it.
+
+    The gateway stands in the network of the job, as servers and workers do, whatever
+    way there is to the world outside.
+    """
+
+    def send() -> None:
+        request = Request(url, data, dict(headers), method=method)
+        with build_opener(ProxyHandler({})).open(request, timeout=timeout):
+            pass
+
+    return send
 
 
 class _Collected(Collector):

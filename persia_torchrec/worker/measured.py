@@ -107,13 +107,14 @@ class MeasuredLookup(SlotsLookup):
 
     def _note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:
         for f, feature in enumerate(self.features):
-            self._distinct[feature.name].add(bags[feature.key].ids)
-            inverse = batch.inverses[f]
-            if len(inverse) == 0:
+            ids = bags[feature.key].ids
+            self._distinct[feature.name].add(ids)
+            if len(ids) == 0:
                 continue
             is_used_U = np.zeros(len(batch.tables[self.table_of[f]][1].ids), np.bool_)
-            is_used_U[inverse] = True
-            rate = np.count_nonzero(is_used_U) / len(inverse)
+            is_used_U[batch.inverses[f]] = True
+            num_wanted = len(ids) * max(feature.hash_stack_rounds, 1)
+            rate = np.count_nonzero(is_used_U) / num_wanted
             self._observed.observe("batch_unique_indices_rate", rate, feature.name)
 
     def _note_not_finite(self, grads: Outputs) -> None:

@@ -123,6 +123,13 @@ def test_a_variable_that_names_no_gateway_is_refused(monkeypatch):
         push_metrics("nn_worker", 0, EVERY_SECOND, three)
 
 
+def test_a_proxy_is_not_asked(gateway, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    push().close()
+    assert len(gateway.pushes()) == 1
+
+
 def warnings_of(caplog):
     return [r for r in caplog.records if r.levelno == logging.WARNING]
 
