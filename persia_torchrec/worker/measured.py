@@ -19,6 +19,7 @@ from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.config import EmbeddingSchema, MetricsSettings
 from persia_torchrec.metrics import Observations, Reading
+from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.wire.gateway import is_pushed, push_metrics
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.distinct import DistinctIds
@@ -108,14 +109,24 @@ class MeasuredLookup(SlotsLookup):
     def _note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:
         for f, feature in enumerate(self.features):
             ids = bags[feature.key].ids
-            self._distinct[feature.name].add(ids)
             if len(ids) == 0:
                 continue
-            is_used_U = np.zeros(len(batch.tables[self.table_of[f]][1].ids), np.bool_)
-            is_used_U[batch.inverses[f]] = True
-            num_wanted = len(ids) * max(feature.hash_stack_rounds, 1)
-            rate = np.count_nonzero(is_used_U) / num_wanted
+            rounds = feature.hash_stack_rounds
+            unique_U = self._unique_ids(batch, f)
+            # Where buckets stand for ids, the ids themselves are those of the batch.
+            self._distinct[feature.name].add(ids if rounds else unique_U)
+            rate = len(unique_U) / (len(ids) * max(rounds, 1))
             self._observed.observe("batch_unique_indices_rate", rate, feature.name)
+
+    def _unique_ids(self, batch: RoutedBatch, f: int) -> Ids:
+        """Return the different ids of a feature, of all those of its table."""
+        table = self.table_of[f]
+        ids_U = batch.tables[table][1].ids
+        if self.table_of.count(table) == 1:
+            return ids_U
+        is_used_U = np.zeros(len(ids_U), dtype=np.bool_)
+        is_used_U[batch.inverses[f]] = True
+        return ids_U[is_used_U]
 
     def _note_not_finite(self, grads: Outputs) -> None:
         for feature, grad in self.gradients_of_slots(grads):

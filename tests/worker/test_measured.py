@@ -101,12 +101,28 @@ def test_the_rate_of_unique_ids_is_that_of_each_feature(lookup):
 
 def test_different_ids_are_estimated_by_feature(lookup):
     for first in range(0, 3000, 1000):
-        words = [list(range(first, first + 1000)), [0, 1, 2]]
-        lookup.pull(batch_of([[7], []], [[], []], words), None)
+        items = [list(range(first, first + 1000)), [0, 1, 2]]
+        lookup.pull(batch_of(items, [[], []], [[7, 7], [0, 1, 2, 3, 4]]), None)
     readings = readings_of(lookup)
-    assert readings["estimated_distinct_id", "word"] == pytest.approx(3000, rel=0.03)
-    assert round(readings["estimated_distinct_id", "item"]) == 1
+    assert readings["estimated_distinct_id", "item"] == pytest.approx(3000, rel=0.03)
     assert readings["estimated_distinct_id", "basket"] == 0
+    # No more than sample_fixed_size ids of a sample are looked up.
+    assert round(readings["estimated_distinct_id", "word"]) == 5
+
+
+def test_ids_are_counted_where_buckets_stand_for_them(servers, gateway):
+    schema = parse_embedding_config(
+        "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 2, "
+        "hash_stack_config: {hash_stack_rounds: 2, embedding_size: 5}}}}",
+        "config",
+    )
+    lookup = make_lookup(servers.client(servers.start()), schema, HOURLY)
+    lookup.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
+    lookup.pull(bags_of(list(range(100))), None)
+    readings = readings_of(lookup)
+    assert readings["estimated_distinct_id", "item"] == pytest.approx(100, rel=0.03)
+    # 2 rounds of 5 buckets.
+    assert readings["batch_unique_indices_rate", "item"] == pytest.approx(10 / 200)
 
 
 def test_the_parts_of_a_lookup_make_up_its_time(lookup):
