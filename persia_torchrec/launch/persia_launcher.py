@@ -30,8 +30,8 @@ from typing import NoReturn
 from persia_torchrec import env
 from persia_torchrec.config import load_embedding_config
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.wire.discovery import LOOPBACK, AddressBook, local_address
-from persia_torchrec.wire.ports import free_port
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
 _MEETING_TIMEOUT_S = 300.0
 _MASTER = "nn-worker/master"

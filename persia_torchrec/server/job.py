@@ -8,8 +8,8 @@ from persia_torchrec.config import MetricsSettings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
-from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.ports import local_address
 
 
 def serve_in_job(

@@ -32,7 +32,7 @@ from persia_torchrec import env
 from persia_torchrec.config import MetricsSettings
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.metrics import Reading
-from persia_torchrec.wire.discovery import local_address
+from persia_torchrec.wire.ports import local_address
 
 logger = logging.getLogger(__name__)
 

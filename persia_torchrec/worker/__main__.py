@@ -23,9 +23,9 @@ from persia_torchrec.config import (
     load_global_config,
 )
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
+from persia_torchrec.wire.ports import local_address
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
 from persia_torchrec.worker.measured import make_lookup, pushing_metrics

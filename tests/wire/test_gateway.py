@@ -90,7 +90,7 @@ def test_pushes_come_at_the_interval_and_once_more_at_the_end(gateway):
     pushes = push()
     first, second, *_ = gateway.wait(2)
     assert first.came_s - began_s >= 0.99
-    assert 0.5 < second.came_s - first.came_s < 3
+    assert second.came_s - began_s >= 1.99
     num = len(gateway.pushes())
     pushes.close()
     assert len(gateway.pushes()) >= num + 1
