@@ -16,6 +16,7 @@ that is set to nothing counts as unset, for launchers that write out every varia
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
+    PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
 
 PERSIA's further variables, which have no meaning here, are refused by its launcher:
@@ -61,11 +62,6 @@ REFUSED: Mapping[str, Refused] = {
         "A role tells the others the address of the interface that leads to the "
         "coordinator. Set PERSIA_STORE_HOST to the coordinator's address in the "
         "network to be used.",
-    ),
-    "PERSIA_METRICS_GATEWAY_ADDR": Refused(
-        "",
-        "Nothing is pushed to a gateway. EmbeddingClient.counters() returns what the "
-        "servers count.",
     ),
     "PERSIA_SCHEDULED_THREAD_POOL_SIZE": Refused(
         "1", "It sizes a thread pool of PERSIA that has no counterpart here."
@@ -214,6 +210,28 @@ def embedding_worker_services() -> list[str]:
 def is_launcher_verbose() -> bool:
     """Return whether ``persia-launcher`` shows what it starts."""
     return _integer("PERSIA_LAUNCHER_VERBOSE", default=0, minimum=0) > 0
+
+
+def metrics_gateway() -> tuple[str, int] | None:
+    """Return host and port of the pushgateway, ``PERSIA_METRICS_GATEWAY_ADDR``.
+
+    Returns:
+        None when it is unset: nothing is pushed then. An IPv6 address comes without
+        its brackets.
+
+    Raises:
+        ConfigError: it is not ``host:port``.
+    """
+    text = _text("PERSIA_METRICS_GATEWAY_ADDR")
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^][:/@\s]+):(\d{1,5})", text)
+    if match is None or not 1 <= int(match[2]) <= MAX_PORT:
+        raise ConfigError(
+            "PERSIA_METRICS_GATEWAY_ADDR must be host:port, with a port in "
+            f"[1, {MAX_PORT}] and no scheme or path. Received: {text!r}."
+        )
+    return match[1].strip("[]"), int(match[2])
 
 
 def names_store_host() -> bool:

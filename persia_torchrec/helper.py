@@ -27,8 +27,8 @@ from persia_torchrec.config import load_embedding_config, refuse_inference
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.utils import dump_yaml
-from persia_torchrec.wire.discovery import LOOPBACK, AddressBook
-from persia_torchrec.wire.ports import reserved_port_from
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.ports import LOOPBACK, reserved_port_from
 
 Config = Mapping[str, object]
 

@@ -1,6 +1,15 @@
-"""Numbers over time: counters that only rise, and gauges with their maximum."""
+"""Numbers over time: counters, gauges with their maximum, means between two readings.
 
+``Metrics`` belongs to one thread. ``Observations`` are made by several and read by one
+more, which sends them off: see ``wire/gateway.py``.
+"""
+
+import threading
+import time
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(slots=True)
@@ -30,3 +39,107 @@ class Metrics:
         """Return all numbers under one name each; maxima end in ``_max``."""
         maxima = {f"{name}_max": value for name, value in self.maxima.items()}
         return {**self.counters, **self.gauges, **maxima}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One number as it is now, for whoever keeps numbers over time.
+
+    Attributes:
+        name: of the metric, without the ending of a counter.
+        value: the number.
+        help: what it is, in a line.
+        kind: ``counter`` only rises, ``gauge`` does not; ``untyped`` is a counter
+            whose name another program has fixed.
+        feature: which feature it is of, or None.
+    """
+
+    name: str
+    value: float
+    help: str
+    kind: Literal["counter", "gauge", "untyped"] = "gauge"
+    feature: str | None = None
+
+
+class Means:
+    """Means of what happened between two readings. Owned by one thread."""
+
+    def __init__(self) -> None:
+        self._before: dict[Hashable, tuple[float, float]] = {}
+        self._means: dict[Hashable, float] = {}
+
+    def since_last(self, key: Hashable, total: float, num: float) -> float | None:
+        """Return the mean since the last call for the same key.
+
+        Args:
+            key: what the sum is of.
+            total: the sum so far.
+            num: of how many.
+
+        Returns:
+            The mean; where nothing came since, that of the last time; None where
+            nothing ever came.
+        """
+        total_before, num_before = self._before.get(key, (0.0, 0.0))
+        if num > num_before:
+            self._means[key] = (total - total_before) / (num - num_before)
+            self._before[key] = (total, num)
+        return self._means.get(key)
+
+
+class Observations:
+    """What several threads measure. Any thread may call any method but ``read``.
+
+    ``read`` belongs to one thread.
+
+    Args:
+        helps: name -> what it is, of all that is measured.
+
+    Example:
+        >>> observed = Observations({"lookup_sec": "seconds of a lookup"})
+        >>> observed.observe("lookup_sec", 0.25)
+        >>> observed.observe("lookup_sec", 0.75)
+        >>> [(reading.name, reading.value) for reading in observed.read()]
+        [('lookup_sec', 0.5)]
+    """
+
+    def __init__(self, helps: Mapping[str, str]) -> None:
+        self._helps = helps
+        self._lock = threading.Lock()
+        # By name and feature: sum and number. guarded by _lock
+        self._sums: dict[tuple[str, str | None], tuple[float, int]] = {}
+        self._counts: dict[tuple[str, str | None], int] = {}  # guarded by _lock
+        self._means = Means()
+
+    def observe(self, name: str, value: float, feature: str | None = None) -> None:
+        """Take a value down; its mean since the last reading is read."""
+        with self._lock:
+            total, num = self._sums.get((name, feature), (0.0, 0))
+            self._sums[name, feature] = total + value, num + 1
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Take down how many seconds a block took, if it ends well."""
+        began_s = time.perf_counter()
+        yield
+        self.observe(name, time.perf_counter() - began_s)
+
+    def count(self, name: str, times: int = 1, feature: str | None = None) -> None:
+        """Count something; 0 says that it has not happened yet."""
+        with self._lock:
+            self._counts[name, feature] = self._counts.get((name, feature), 0) + times
+
+    def read(self) -> list[Reading]:
+        """Return every mean and every count."""
+        with self._lock:
+            sums, counts = dict(self._sums), dict(self._counts)
+        readings = [
+            Reading(name, times, self._helps[name], "untyped", feature)
+            for (name, feature), times in counts.items()
+        ]
+        for (name, feature), (total, num) in sums.items():
+            mean = self._means.since_last((name, feature), total, num)
+            if mean is not None:
+                help_ = self._helps[name]
+                readings.append(Reading(name, mean, help_, "gauge", feature))
+        return readings

@@ -306,6 +306,10 @@ def test_a_whole_global_config_is_read(global_config):
             "job_name must be a string. Received: 3",
         ),
         (
+            "common_config: {metrics_config: {job_name: ''}}",
+            "job_name must not be empty",
+        ),
+        (
             "common_config: {checkpointing_config: {num_workers: 0}}",
             "num_workers must be >= 1",
         ),

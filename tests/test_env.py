@@ -137,3 +137,35 @@ def test_where_nn_workers_meet_is_what_is_set_each_by_itself(monkeypatch):
     assert env.master() == ("node1", None)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert env.master() == ("node1", 29500)
+
+
+GATEWAY = "PERSIA_METRICS_GATEWAY_ADDR"
+
+
+@pytest.mark.parametrize(
+    ("text", "gateway"),
+    [
+        ("", None),
+        ("metrics_gateway:9091", ("metrics_gateway", 9091)),
+        ("10.0.0.7:1", ("10.0.0.7", 1)),
+        ("[fe80::1]:65535", ("fe80::1", 65535)),
+    ],
+)
+def test_the_metrics_gateway_is_a_host_and_a_port(monkeypatch, text, gateway):
+    monkeypatch.delenv(GATEWAY, raising=False)
+    assert env.metrics_gateway() is None
+    monkeypatch.setenv(GATEWAY, text)
+    assert env.metrics_gateway() == gateway
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("gateway", "gateway:", ":9091", "gateway:0", "gateway:65536", "gateway:x"),
+        *("http://gateway:9091", "gateway:9091/metrics", "fe80::1:9091", "a b:9091"),
+    ],
+)
+def test_a_metrics_gateway_that_cannot_be_is_refused_by_name(monkeypatch, text):
+    monkeypatch.setenv(GATEWAY, text)
+    with pytest.raises(ConfigError, match=f"^{GATEWAY} must be host:port, .*Received"):
+        env.metrics_gateway()

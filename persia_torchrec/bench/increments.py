@@ -163,7 +163,7 @@ def measure(settings: IncrementSettings) -> list[Table]:
         writing = stack.enter_context(
             _server(workload, zipf.num_numbers, folder / "logs", settings.interval_s)
         )
-        _wait_for_quiet(writing, settings.interval_s)
+        _wait_for_quiet(writing)
         before = _written(writing)
         turns = [
             zipf.requests[start : start + settings.batches]
@@ -173,7 +173,7 @@ def measure(settings: IncrementSettings) -> list[Table]:
             for server in (plain, writing):
                 server.take_turn(requests)
                 server.take_paced_turn(requests[: settings.paced_batches])
-            _wait_for_quiet(writing, settings.interval_s)
+            _wait_for_quiet(writing)
         costs = _costs(plain, writing, before)
         writing.filled.client.checkpoints.dump(folder / "run")
         follower = stack.enter_context(_follower(folder))
@@ -181,7 +181,7 @@ def measure(settings: IncrementSettings) -> list[Table]:
         for requests in turns:
             writing.take_paced_turn(requests[: settings.paced_batches])
             delays.append(_delay(writing, follower, requests[0]))
-        _wait_for_quiet(writing, settings.interval_s)
+        _wait_for_quiet(writing)
         _wait_until_put_in(writing, follower)
         _require_equal(writing, follower, zipf.num_numbers)
         return [costs, _freshness(settings, delays)]
@@ -274,13 +274,14 @@ def _delay(server: _Server, follower: EmbeddingClient, numbers: Numbers) -> floa
     return time.perf_counter() - start
 
 
-def _wait_for_quiet(server: _Server, interval_s: float) -> None:
-    """Wait until nothing more is written of what has changed."""
+def _wait_for_quiet(server: _Server) -> None:
+    """Wait until all that has changed is written."""
+    deadline = time.monotonic() + _DEADLINE_S
     never = threading.Event()
-    before = -1
-    while (written := _written(server)["increment_bytes"]) != before:
-        before = written
-        never.wait(_QUIET_S + interval_s)
+    while _written(server)["increments_waiting"]:
+        if time.monotonic() > deadline:
+            raise StoreError(f"{_written(server)}: not written in {_DEADLINE_S} s.")
+        never.wait(_QUIET_S)
 
 
 def _wait_until_put_in(server: _Server, follower: EmbeddingClient) -> None:

@@ -110,7 +110,7 @@ class IncrementLog:
         self._gathered: queue.Queue[_Gathered] = queue.Queue(_MAX_ASKED)
         self._next = PendingChanges()
         self._head: IncrementHead | None = None
-        self._is_writing = False
+        self._num_cuts = 0  # in the next increment
         self._ending = threading.Event()
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="increments")
@@ -124,8 +124,8 @@ class IncrementLog:
 
     @property
     def is_writing(self) -> bool:
-        """Whether rows are asked for, or will be soon."""
-        return self._is_writing or not self._inbox.empty()
+        """Whether a cut that was handed over is not written yet."""
+        return self._inbox.unfinished_tasks > 0
 
     @property
     def asks(self) -> bool:
@@ -198,13 +198,14 @@ class IncrementLog:
             head = dataclasses.replace(
                 self._head, number=self.number, was_cleared=pending.was_cleared
             )
-            self._next, self._head = PendingChanges(), None
-            self._is_writing = True
+            num_cuts = self._num_cuts
+            self._next, self._head, self._num_cuts = PendingChanges(), None, 0
             written = self._write(pending, head)
             self.num_rows += written.num_rows
             self.num_bytes += written.size_bytes
             self.number += 1
-            self._is_writing = False
+            for _ in range(num_cuts):
+                self._inbox.task_done()
             pruning.prune(self._take_dumps())
 
     def _write(self, pending: PendingChanges, head: IncrementHead) -> Written:
@@ -247,6 +248,7 @@ class IncrementLog:
                 any_came = True
                 self._next.add(cut.changes)
                 self._head = cut.head
+                self._num_cuts += 1
         return any_came
 
     def _take_dumps(self) -> list[tuple[str, int]]:

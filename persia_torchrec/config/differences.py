@@ -86,9 +86,6 @@ ONE_VALUE = (
 )
 
 NO_EFFECT = (
-    "common_config.metrics_config.enable_metrics",
-    "common_config.metrics_config.job_name",
-    "common_config.metrics_config.push_interval_seconds",
     "common_config.checkpointing_config.num_workers",
     "embedding_parameter_server_config.num_hashmap_internal_shards",
 )

@@ -38,15 +38,17 @@ class MetricsSettings:
     """``common_config.metrics_config``."""
 
     enable_metrics: bool = True
-    """Whether metrics are pushed."""
+    """Whether metrics are pushed, to the gateway that the environment names."""
 
     job_name: str = "persia_default_jobname"
-    """Under which name."""
+    """The value of the label ``job``."""
 
     push_interval_seconds: int = 10
-    """How often."""
+    """Seconds from one push to the next."""
 
     def __post_init__(self) -> None:
+        if not self.job_name:
+            raise ConfigError("job_name must not be empty. Received: ''.")
         _require_positive("push_interval_seconds", self.push_interval_seconds)
 
 

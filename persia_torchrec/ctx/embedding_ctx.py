@@ -88,6 +88,11 @@ class EmbeddingCtx(LookupCtx):
         """
         self._embeddings.wait_until_ready(timeout_s)
 
+    def note_wait(self, seconds: float) -> None:
+        """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
+        if isinstance(self._embeddings, Engine):
+            self._embeddings.note_wait(seconds)
+
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
         return self._embeddings.client.num_rows()

@@ -67,6 +67,9 @@ class InferCtx(LookupCtx):
     def _source(self) -> SideBySide:
         return self._lookups
 
+    def note_wait(self, seconds: float) -> None:
+        """Do nothing: PERSIA has no metrics of a context that serves."""
+
     def wait_for_serving(self, timeout_s: float = 600.0) -> None:
         """Wait until all workers and their servers answer and have their tables.
 

@@ -108,6 +108,10 @@ class LookupCtx(BaseCtx):
             batch_id=parts.batch_id,
         )
 
+    @abstractmethod
+    def note_wait(self, seconds: float) -> None:
+        """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
+
     def prepare_features(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:

@@ -3,7 +3,8 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -11,7 +12,12 @@ T = TypeVar("T")
 _CHECK_S = 0.1
 
 
-def in_background(items: Iterable[T], capacity: int, name: str) -> Iterator[T]:
+def in_background(
+    items: Iterable[T],
+    capacity: int,
+    name: str,
+    note_wait: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[T]:
     """Yield the items, made by a thread that is up to ``capacity`` ahead.
 
     An exception of the iterator is raised where its item would have come. When the
@@ -21,6 +27,8 @@ def in_background(items: Iterable[T], capacity: int, name: str) -> Iterator[T]:
         items: iterated over by the thread.
         capacity: items that may wait, at least 1.
         name: of the thread.
+        note_wait: is told how many seconds each item was waited for, before it is
+            yielded.
 
     Example:
         >>> list(in_background(range(3), 2, "numbers"))
@@ -50,10 +58,13 @@ def in_background(items: Iterable[T], capacity: int, name: str) -> Iterator[T]:
 
     threading.Thread(target=make, name=name, daemon=True).start()
     try:
+        began_s = time.perf_counter()
         while (entry := made.get()) is not None:
             if isinstance(entry, BaseException):
                 raise entry
+            note_wait(time.perf_counter() - began_s)
             yield entry[0]
+            began_s = time.perf_counter()
     finally:
         stopping.set()
         _empty(made)

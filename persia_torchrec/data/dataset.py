@@ -14,7 +14,8 @@ from persia_torchrec.data.dataflow import BatchReceiver, ReferencedBatch
 from persia_torchrec.data.inbox import Inbox
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.discovery import AddressBook, local_address
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.ports import local_address
 
 
 class IterableDatasetBase(ABC):

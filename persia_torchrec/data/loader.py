@@ -67,6 +67,9 @@ class LookupContext(Protocol):
     ) -> PersiaTrainingBatch:
         """Begin to pull a batch, as a loader's settings say."""
 
+    def note_wait(self, seconds: float) -> None:
+        """Learn how long a loader made its caller wait for the next batch."""
+
 
 _entered: list[object] = []
 
@@ -165,4 +168,4 @@ class DataLoader:
         settings = self._settings
         started = (context.start_lookup(batch, settings) for batch in batches)
         ahead = self._settings.forward_buffer_size
-        return in_background(started, ahead, "lookups ahead")
+        return in_background(started, ahead, "lookups ahead", context.note_wait)

@@ -37,8 +37,8 @@ from persia_torchrec.config import (
     refuse_inference,
 )
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.wire.discovery import LOOPBACK, AddressBook, local_address
-from persia_torchrec.wire.ports import free_port
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
 _MEETING_TIMEOUT_S = 300.0
 _MASTER = "nn-worker/master"

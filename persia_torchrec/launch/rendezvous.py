@@ -9,8 +9,8 @@ import socket
 
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.discovery import AddressBook, local_address
-from persia_torchrec.wire.ports import free_port
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.ports import free_port, local_address
 
 
 def set_up_rendezvous(

@@ -29,6 +29,7 @@ from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.config import ServerConfig, config_of_job
 from persia_torchrec.server.inference import inference_config, serve_inference
 from persia_torchrec.server.readiness import tell_ready
+from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
@@ -199,7 +200,7 @@ def _serve_standalone(arguments: argparse.Namespace) -> None:
         target=_stop_with_parent, args=(server, parent), daemon=True
     )
     watch.start()
-    server.serve(tell_ready)
+    serve_and_push(server, tell_ready)
 
 
 def _stop_with_parent(server: EmbeddingServer, parent: int) -> None:

@@ -1,9 +1,9 @@
 """Settings of an embedding server."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from persia_torchrec.config import GlobalSettings
+from persia_torchrec.config import GlobalSettings, MetricsSettings
 from persia_torchrec.errors import ConfigError
 
 
@@ -54,6 +54,9 @@ class ServerConfig:
     incremental_queue: int = 1000
     """How many times that may wait while increments cannot be written."""
 
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    """Whether and how metrics are pushed, if the environment names a gateway."""
+
     checkpoint: str | None = None
     """What the server loads at its start and then serves, for inference: a checkpoint,
     or a folder with several, for its latest. None: it trains."""
@@ -92,6 +95,7 @@ def config_of_job(config: ServerConfig, settings: GlobalSettings) -> ServerConfi
     return replace(
         config,
         capacity_rows=of_servers.capacity,
+        metrics=settings.common.metrics,
         incremental_dir=of_servers.incremental_dir if is_on else None,
         incremental_interval_s=float(of_servers.incremental_interval_seconds),
         incremental_buffer_rows=of_servers.incremental_buffer_size,

@@ -117,8 +117,11 @@ class Increments:
         if self._config.incremental_dir is None:
             return {}
         log = self._log
+        is_empty = self._store.journal.is_empty
+        is_written = log is not None and not log.is_writing and is_empty
         return {
             "increments": 0 if log is None else log.number - 1,
+            "increments_waiting": int(not is_written),
             "increment_rows": self._num_rows + (0 if log is None else log.num_rows),
             "increment_bytes": self._num_bytes + (0 if log is None else log.num_bytes),
             "increment_logs_failed": 0,

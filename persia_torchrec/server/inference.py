@@ -14,6 +14,7 @@ from persia_torchrec.config import InferSettings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.readiness import tell_ready
+from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
 
 
@@ -57,7 +58,7 @@ def serve_inference(make_server: Callable[[], EmbeddingServer]) -> None:
     _at_signal(_exit)
     server = make_server()
     _at_signal(server.stop)
-    server.serve(tell_ready)
+    serve_and_push(server, tell_ready)
 
 
 def _at_signal(end: Callable[[], None]) -> None:

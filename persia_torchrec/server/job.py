@@ -5,9 +5,10 @@ from collections.abc import Callable
 from persia_torchrec import env
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.readiness import tell_ready
+from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
-from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.ports import local_address
 
 
 def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> None:
@@ -38,4 +39,4 @@ def serve_in_job(shard: int, make_server: Callable[[str], EmbeddingServer]) -> N
         member.call_at_end(server.stop)
         num_shards = server.config.num_shards
         member.book.register("server", shard, num_shards, server.address)
-        server.serve(tell_ready)
+        serve_and_push(server, tell_ready)

@@ -13,10 +13,8 @@ waits for ever: after a few messages that overtook it, it has its turn. Updates 
 applied in the order in which they came; the acknowledgement is sent when an update is
 applied, not when it is queued. What changes tables or drops rows waits for the updates
 that came before it. Shares of a joint step are queued as one when the last one is there
-(see ``server/joint_steps.py``).
-
-When nothing waits, and now and then when much does, the store gets time for a bounded
-slice of its own work.
+(see ``server/joint_steps.py``). When nothing waits, and now and then when much does,
+the store gets time for a bounded slice of its own work.
 
 Dimension key:
     N: ids of one table in a request
@@ -30,11 +28,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from persia_torchrec.errors import (
-    ConfigError,
-    FrameError,
-    PersiaError,
-)
+from persia_torchrec.errors import ConfigError, FrameError, PersiaError
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.joint_steps import JointSteps
@@ -45,6 +39,7 @@ from persia_torchrec.server.requests import (
 )
 from persia_torchrec.server.row_replies import rows_reply, tell_tables
 from persia_torchrec.server.served_checkpoint import checkpoints_of
+from persia_torchrec.server.snapshots import Snapshots
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
@@ -73,8 +68,7 @@ _IDLE_POLL_MS = 100
 _MAX_OVERTAKING = 16
 """Messages that may be answered before the update that has waited longest."""
 
-_MESSAGES_A_SWEEP = 16
-"""Messages answered between two slices of the store's own work."""
+_MESSAGES_A_SWEEP = 16  # answered between two slices of the store's own work
 
 _SWEEP_ROWS = 2048
 """Rows a slice: a fraction of a millisecond."""
@@ -88,6 +82,9 @@ class EmbeddingServer:
 
     Args:
         config: see :class:`ServerConfig`.
+
+    Attributes:
+        snapshots: of the counters, for another thread.
 
     Raises:
         CheckpointError: the settings name a checkpoint that is not there.
@@ -107,6 +104,7 @@ class EmbeddingServer:
         self._listener = Listener(config.host, config.port)
         self.address = self._listener.address
         self._metrics = Metrics()
+        self.snapshots = Snapshots()
         self._open_batches = OpenBatches(self._metrics)
         self._updates: deque[list[Update]] = deque()  # each list is applied as one
         self._joint_steps = JointSteps(
@@ -115,8 +113,7 @@ class EmbeddingServer:
             self._refuse_update,
             max_bytes=config.joint_update_bytes,
         )
-        self._num_overtaking = 0
-        self._num_since_sweep = 0
+        self._num_overtaking = self._num_since_sweep = 0
         self._must_sweep_on = False
         self._stages = Stages()
         self._stopping = threading.Event()
@@ -142,6 +139,7 @@ class EmbeddingServer:
             self._joint_steps.refuse_all("The server was shut down.")
         finally:
             self._checkpoints.close()
+            self.snapshots.close(self._counters())
             self._listener.close()
 
     def stop(self) -> None:
@@ -151,6 +149,8 @@ class EmbeddingServer:
     def _serve_once(self) -> None:
         self._checkpoints.work()
         self._stages.lap("dump")
+        if self.snapshots.is_wanted and not self._checkpoints.is_loading:
+            self.snapshots.give(self._counters())
         if self._joint_steps:
             self._joint_steps.refuse_overdue()
         if self._update_is_due():
@@ -171,9 +171,8 @@ class EmbeddingServer:
             self._sweep()
 
     def _wait_ms(self) -> int:
-        if self._updates or self._must_sweep_on:
-            return 0
-        return self._checkpoints.wait_ms(_IDLE_POLL_MS)
+        has_more = self._updates or self._must_sweep_on
+        return 0 if has_more else self._checkpoints.wait_ms(_IDLE_POLL_MS)
 
     def _sweep(self) -> None:
         self._num_since_sweep = 0
@@ -320,7 +319,8 @@ class EmbeddingServer:
             first += len(t.ids)
         if training:
             self._open_batches.begin(header.stream, header.batch, found, tables)
-        self._stages.lap("lookup")
+        self._metrics.count("requests_lookup_inference", not training)
+        self._stages.lap("lookup" if training else "inference")
         frame = encode_floats(rows, header.precision)
         self._stages.lap("encode")
         return frame
@@ -390,7 +390,7 @@ class EmbeddingServer:
         self._stages.lap("decode")
         for t, rows_NK in zip(tables, rows, strict=True):
             self._store.write(t.table, t.ids, rows_NK)
-        self._stages.lap("update")
+        self._stages.lap("write")
 
     def _step(self, frames: Frames) -> int:
         table, step = self._reader.step(decode_json(frames))

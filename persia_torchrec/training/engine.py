@@ -33,6 +33,12 @@ from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.context_checkpoints import ContextCheckpoints
 from persia_torchrec.training.data_parallel import init_process_group, replication_of
+from persia_torchrec.training.measured import (
+    MeasuredWorkers,
+    Measures,
+    make_measures,
+    metrics_settings,
+)
 from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
@@ -125,10 +131,12 @@ class Engine:
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self._config = config
         self._settings: LookupSettings | None = None
+        settings = metrics_settings()
+        self._measures = make_measures(settings)
         workers, servers = find_job()
         init_process_group(config.distributed, config.device)
         self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
-        self._workers = RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
+        self._workers = _connect(workers, self._measures)
         self.sharder = SlotsSharder(
             self._workers,
             config.schema,
@@ -155,6 +163,9 @@ class Engine:
             held=config.grad_update_buffer_size, sent=config.backward_workers_size
         )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
+        self._pushes = (
+            self._measures.push(settings, self._totals) if self._measures else None
+        )
 
     @property
     def device(self) -> torch.device:
@@ -214,11 +225,20 @@ class Engine:
 
     def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model; its backward pass updates both halves."""
+        if self._measures is not None:
+            self._measures.wait_for(pull.wait)
         return self.dmp(non_id_tensors, pull)
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
         """Wait for a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
+        if self._measures is not None:
+            self._measures.wait_for(pull.wait)
         return self._hybrid.embed(pull)
+
+    def note_wait(self, seconds: float) -> None:
+        """Take down how long the loader made the trainer wait for its next batch."""
+        if self._measures is not None:
+            self._measures.note_wait(seconds)
 
     def set_loss_scale(self, scale: float) -> None:
         """Divide the gradients that go to the servers by the scale of the loss.
@@ -277,11 +297,21 @@ class Engine:
         self._sharded.pipeline.flush()
 
     def close(self) -> None:
-        """Close all connections. May be called twice."""
+        """Push metrics once more, and close all connections. May be called twice."""
         self.checkpoints.close()
         self._sharded.pipeline.close()
+        if self._pushes is not None:
+            self._pushes.close()
         self._workers.close()
         self.client.close()
+
+    def _totals(self) -> dict[str, int]:
+        pipeline = self._sharded.pipeline
+        return {
+            "gradients_missed": pipeline.num_missed,
+            "gradients_refused": pipeline.num_refused,
+            "batches_skipped": self.num_skipped,
+        }
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
         if not is_training:
@@ -295,6 +325,12 @@ class Engine:
         self._sharded.pipeline.set_staleness(staleness)
         self._sharded.pipeline.set_num_pullers(settings.num_workers)
         self._settings = settings
+
+
+def _connect(workers: Sequence[str], measures: Measures | None) -> RemoteWorkers:
+    if measures is None:
+        return RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
+    return MeasuredWorkers(workers, REQUEST_TIMEOUT_S, measures.observed)
 
 
 def find_job() -> tuple[list[str], list[str]]:

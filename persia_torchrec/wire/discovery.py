@@ -17,7 +17,6 @@ What lies in the store:
 """
 
 import contextlib
-import ipaddress
 import queue
 import socket
 import threading
@@ -29,10 +28,9 @@ from typing import Literal
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch has no __all__
 
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError
+from persia_torchrec.wire.ports import LOOPBACK
 
 JobState = Literal["running", "finished", "failed"]
-
-LOOPBACK = "127.0.0.1"
 
 _STATE = "job/state"
 _POLL_S = 0.05
@@ -265,32 +263,6 @@ class AddressBook:
                 f"Received: {_first_line(exc)}. The coordinator has ended, or the "
                 "network is cut."
             ) from exc
-
-
-def local_address(towards: str) -> str:
-    """Return the IP address under which the machine of that name reaches this one.
-
-    It is the address of the interface that leads there, so 127.0.0.1 for
-    ``localhost``. Nothing is sent. IPv4 is preferred.
-
-    Raises:
-        DiscoveryError: the name is unknown, or no interface leads there.
-
-    Example:
-        >>> local_address("localhost")
-        '127.0.0.1'
-    """
-    try:
-        found = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
-        family, _, _, _, peer = min(found, key=lambda one: one[0] != socket.AF_INET)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(peer)
-            address = str(probe.getsockname()[0])
-    except OSError as exc:
-        raise DiscoveryError(
-            f"A way to the machine {towards!r} must exist. Received: {exc}."
-        ) from exc
-    return LOOPBACK if ipaddress.ip_address(address).is_loopback else address
 
 
 def _await_listener(host: str, port: int, deadline: float) -> str:

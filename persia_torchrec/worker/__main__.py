@@ -21,18 +21,19 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import (
     EmbeddingSchema,
     GlobalSettings,
+    MetricsSettings,
     inference_settings,
     load_embedding_config,
     load_global_config,
 )
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
-from persia_torchrec.wire.discovery import local_address
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
+from persia_torchrec.wire.ports import local_address
 from persia_torchrec.wire.service import Service
-from persia_torchrec.worker.buffers import IdBuffer
+from persia_torchrec.worker.buffers import buffer_of
+from persia_torchrec.worker.measured import make_lookup, pushing_metrics
 from persia_torchrec.worker.process import WorkerProcess
-from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup
 from persia_torchrec.worker.slots_of_job import tell_slots
 from persia_torchrec.worker.standalone import ready_lookup, serve_standalone
@@ -96,10 +97,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve_beside_a_job(arguments: argparse.Namespace) -> None:
+    settings = _settings(arguments)
     serve_standalone(
         arguments.servers,
         load_embedding_config(_embedding_config(arguments)),
-        _buffer(_settings(arguments)),
+        settings,
         host=arguments.host or "127.0.0.1",
         port=arguments.port,
     )
@@ -116,7 +118,7 @@ def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) ->
     serve_standalone(
         infer.servers,
         load_embedding_config(_embedding_config(arguments)),
-        _buffer(settings),
+        settings,
         host=arguments.host or infer.listen_host,
         port=arguments.port,
         await_tables=False,
@@ -138,44 +140,44 @@ def _serve(arguments: argparse.Namespace) -> None:
         schema = tell_slots(member.book, _embedding_config(arguments))
         settings = _settings(arguments)
         warm_up()
-        client, lookup = _lookup(member, schema, learns=arguments.learn_tables)
-        buffer = _buffer(settings)
-        service = Service(
-            "embedding worker",
-            WorkerProcess(lookup, buffer).answer,
-            host=arguments.host or local_address(store[0]),
-            port=arguments.port,
-            num_threads=8,
-        )
-        member.book.register("worker", index, size, service.address)
-        sys.stdout.write(f"ready {service.address}\n")
-        sys.stdout.flush()
-        member.wait_for_end()
-        service.close()
+        metrics = settings.common.metrics
+        learns = arguments.learn_tables
+        client, lookup = _lookup(member, schema, metrics, learns=learns)
+        process = WorkerProcess(lookup, buffer_of(settings.embedding_worker))
+        with pushing_metrics(process, lookup, index, metrics):
+            service = Service(
+                "embedding worker",
+                process.answer,
+                host=arguments.host or local_address(store[0]),
+                port=arguments.port,
+                num_threads=8,
+            )
+            member.book.register("worker", index, size, service.address)
+            sys.stdout.write(f"ready {service.address}\n")
+            sys.stdout.flush()
+            member.wait_for_end()
+            service.close()
         client.close()
 
 
 def _lookup(
-    member: JobMember, schema: EmbeddingSchema, *, learns: bool
+    member: JobMember,
+    schema: EmbeddingSchema,
+    metrics: MetricsSettings,
+    *,
+    learns: bool,
 ) -> tuple[EmbeddingClient, SlotsLookup]:
     """Connect to the job's servers; their tables come from trainers or are learnt."""
     servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
     if not learns:
         client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
-        return client, SlotsLookup(client, features_of(schema))
+        return client, make_lookup(client, schema, metrics)
     ending = threading.Event()
     member.call_at_end(ending.set)
-    ready = ready_lookup(servers, schema, ending, await_tables=False)
+    ready = ready_lookup(servers, schema, metrics, ending, await_tables=False)
     if ready is None:
         raise JobError("The job ended before its servers were ready.")
     return ready
-
-
-def _buffer(settings: GlobalSettings) -> IdBuffer:
-    return IdBuffer(
-        settings.embedding_worker.forward_buffer_size,
-        settings.embedding_worker.buffered_data_expired_sec,
-    )
 
 
 def _embedding_config(arguments: argparse.Namespace) -> Path:

@@ -12,9 +12,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.config import EmbeddingWorkerSettings
 from persia_torchrec.errors import DataflowError
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.embedding_worker import RoutedBatch
@@ -107,6 +109,7 @@ class AwaitingGradient:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._batches: dict[BatchNumber, RoutedBatch] = {}  # guarded by _lock
+        self._num_taken = 0  # guarded by _lock
 
     def put(self, number: BatchNumber, batch: RoutedBatch) -> None:
         """Keep a batch.
@@ -122,17 +125,37 @@ class AwaitingGradient:
                 )
             self._batches[number] = batch
 
-    def take(self, number: BatchNumber) -> RoutedBatch:
-        """Return a batch and forget it.
+    @contextmanager
+    def taken(self, number: BatchNumber) -> Iterator[RoutedBatch]:
+        """Forget a batch, whose update is applied when the block ends.
 
         Raises:
             DataflowError: there is no such batch (any more).
         """
+        batch = self._take(number)
+        try:
+            yield batch
+        finally:
+            with self._lock:
+                self._num_taken -= 1
+
+    def __len__(self) -> int:
+        """How many batches are pulled, and not yet updated."""
+        with self._lock:
+            return len(self._batches) + self._num_taken
+
+    def _take(self, number: BatchNumber) -> RoutedBatch:
         with self._lock:
             batch = self._batches.pop(number, None)
+            self._num_taken += batch is not None
         if batch is None:
             raise DataflowError(
                 f"Batch {number.batch} must have been pulled here for training, and "
                 "not been updated since."
             )
         return batch
+
+
+def buffer_of(settings: EmbeddingWorkerSettings) -> IdBuffer:
+    """Return an empty buffer with the settings of a file."""
+    return IdBuffer(settings.forward_buffer_size, settings.buffered_data_expired_sec)

@@ -57,6 +57,16 @@ class WorkerProcess:
         self._buffer = buffer
         self._open = AwaitingGradient()
 
+    @property
+    def num_pending(self) -> int:
+        """Batches of data loaders that no trainer has asked for yet."""
+        return len(self._buffer)
+
+    @property
+    def num_stale(self) -> int:
+        """Training batches that are pulled, and whose update is not yet applied."""
+        return len(self._open)
+
     def answer(self, header: Header, frames: Frames) -> Frames:
         """Answer one message; the handler of a ``Service``.
 
@@ -72,8 +82,8 @@ class WorkerProcess:
             case Kind.BACKWARD:
                 return [encode_json(self._backward(header, frames))]
             case Kind.ABANDON:
-                batch = self._open.take(_number(header))
-                outcome = self._worker.outcome(self._worker.abandon(batch))
+                with self._open.taken(_number(header)) as batch:
+                    outcome = self._worker.outcome(self._worker.abandon(batch))
                 return [encode_json(outcome.to_json())]
             case Kind.BUFFER_IDS:
                 bags = decode_bags(frames[1:])
@@ -119,18 +129,17 @@ class WorkerProcess:
         ]
 
     def _backward(self, header: Header, frames: Sequence[Frame]) -> dict[str, int]:
-        batch = self._open.take(_number(header))
-        shapes = self._worker.shapes(batch)
-        if len(frames) != 1 + len(shapes):
-            raise FrameError(
-                f"BACKWARD has {1 + len(shapes)} frames. Received: {len(frames)}."
+        with self._open.taken(_number(header)) as batch:
+            shapes = self._worker.shapes(batch)
+            if len(frames) != 1 + len(shapes):
+                raise FrameError(
+                    f"BACKWARD has {1 + len(shapes)} frames. Received: {len(frames)}."
+                )
+            grads = tuple(
+                decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
+                for frame, shape in zip(frames[1:], shapes, strict=True)
             )
-        grads = tuple(
-            decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
-            for frame, shape in zip(frames[1:], shapes, strict=True)
-        )
-        replies = self._worker.push(batch, grads)
-        return self._worker.outcome(replies).to_json()
+            return self._worker.update(batch, grads).to_json()
 
 
 def _shapes(arrays: Sequence[npt.NDArray[Any]]) -> list[tuple[int, ...]]:

@@ -14,10 +14,13 @@ Dimension key:
     T: sum of the dims of the pooled slots
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
@@ -72,6 +75,25 @@ class SlotsLookup(EmbeddingWorker):
         batch = self.route(bags_of, num_samples, number)
         batch = replace(batch, places=places)
         return self.outputs_of(self.rows_of(batch), batch), batch
+
+    def update(self, batch: RoutedBatch, grads: Outputs) -> PushOutcome:
+        """Push the gradients of a training batch, and wait until they are applied.
+
+        Raises:
+            PersiaError: as :meth:`push`, or a server failed.
+        """
+        return self.outcome(self.push(batch, grads))
+
+    def gradients_of_slots(
+        self, grads: Sequence[Floats]
+    ) -> Iterator[tuple[FeatureSpec, Floats]]:
+        """Yield each slot with its part of the outputs, or of their gradients."""
+        dims = self.dims()
+        for part, grad in zip(self._parts, grads, strict=True):
+            ends = np.cumsum([dims[f] for f in part])[:-1]
+            pieces = np.split(grad, ends, axis=1) if part else []
+            for f, piece in zip(part, pieces, strict=True):
+                yield self.features[f], piece
 
     def hello(self) -> Hello:
         """Tell the slots, and how many rows the servers hold.

@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.config import EmbeddingSchema, GlobalSettings, MetricsSettings
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.wire.service import Service
-from persia_torchrec.worker.buffers import IdBuffer
+from persia_torchrec.worker.buffers import buffer_of
 from persia_torchrec.worker.hello import Slot
+from persia_torchrec.worker.measured import make_lookup, pushing_metrics
 from persia_torchrec.worker.process import WorkerProcess
-from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup
 from persia_torchrec.worker.warm_up import warm_up
 
@@ -35,7 +36,7 @@ _RETRY_S = 0.2
 def serve_standalone(
     servers: Sequence[str],
     schema: EmbeddingSchema,
-    buffer: IdBuffer,
+    settings: GlobalSettings,
     *,
     host: str,
     port: int,
@@ -46,7 +47,7 @@ def serve_standalone(
     Args:
         servers: addresses of all servers, in the order of their shards.
         schema: the slots.
-        buffer: keeps the ids of data loaders, if there are any.
+        settings: of the buffer for data loaders, if there are any, and of metrics.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         await_tables: tables that are missing may still come, from a job that trains.
@@ -61,16 +62,20 @@ def serve_standalone(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
     warm_up()
-    ready = ready_lookup(servers, schema, ending, await_tables=await_tables)
+    metrics = settings.common.metrics
+    ready = ready_lookup(servers, schema, metrics, ending, await_tables=await_tables)
     if ready is not None:
         client, lookup = ready
-        _serve(WorkerProcess(lookup, buffer), host, port, ending)
+        process = WorkerProcess(lookup, buffer_of(settings.embedding_worker))
+        with pushing_metrics(process, lookup, env.get_replica_index(), metrics):
+            _serve(process, host, port, ending)
         client.close()
 
 
 def ready_lookup(
     servers: Sequence[str],
     schema: EmbeddingSchema,
+    metrics: MetricsSettings,
     ending: threading.Event,
     *,
     await_tables: bool,
@@ -80,6 +85,7 @@ def ready_lookup(
     Args:
         servers: addresses of all servers, in the order of their shards.
         schema: the slots.
+        metrics: whether the lookup is measured.
         ending: set when the process is to end.
         await_tables: tables that are missing may still come, from a job that trains.
 
@@ -93,7 +99,7 @@ def ready_lookup(
     client = _connect([tcp_address(server) for server in servers], ending)
     if client is None:
         return None
-    lookup = SlotsLookup(client, features_of(schema))
+    lookup = make_lookup(client, schema, metrics)
 
     def learn() -> None:
         try:

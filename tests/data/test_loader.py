@@ -31,6 +31,10 @@ class Context:
     def __init__(self) -> None:
         self.started = []
         self.settings = set()
+        self.waits_s = []
+
+    def note_wait(self, seconds):
+        self.waits_s.append(seconds)
 
     def start_lookup(self, batch, settings):
         self.started.append(batch)
@@ -55,6 +59,12 @@ def context():
 
 def pulls(loader):
     return [batch.pull for batch in loader]
+
+
+def test_the_context_learns_how_long_each_batch_was_waited_for(context):
+    assert len(pulls(DataLoader(Batches(3)))) == 3
+    assert len(context.waits_s) == 3
+    assert all(0 <= seconds < 60 for seconds in context.waits_s)
 
 
 def test_every_batch_is_looked_up_in_the_order_of_the_dataset(context):

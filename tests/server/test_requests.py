@@ -398,8 +398,9 @@ class TestCounters:
         end = client.counters()[0]
         stages = [name for name in end if name.endswith("_us")]
         assert sorted(stages) == [
-            *("decode_us", "dump_us", "encode_us", "idle_us", "lookup_us", "other_us"),
-            *("receive_us", "send_us", "sweep_us", "update_us"),
+            *("decode_us", "dump_us", "encode_us", "idle_us", "inference_us"),
+            *("lookup_us", "other_us", "receive_us", "send_us", "sweep_us"),
+            *("update_us", "write_us"),
         ]
         spent = {name: end[name] - begin[name] for name in stages}
         passed_us = (time.perf_counter() - began) * 1e6

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError
-from persia_torchrec.wire.discovery import AddressBook, local_address
-from persia_torchrec.wire.ports import free_port
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.ports import free_port, local_address
 
 TIMEOUT_S = 10.0
 

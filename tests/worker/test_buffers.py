@@ -146,10 +146,19 @@ def test_a_batch_that_awaits_its_gradient_is_taken_once():
     batch = routed(first)
     waiting.put(first, batch)
     waiting.put(other, routed(other))
-    assert waiting.take(first) is batch
-    with pytest.raises(DataflowError, match="Batch 1 must have been pulled here for"):
-        waiting.take(first)
-    assert waiting.take(other).number == other
+    assert len(waiting) == 2
+    with waiting.taken(first) as taken:
+        assert taken is batch
+        assert len(waiting) == 2  # its update is not yet applied
+    assert len(waiting) == 1
+    with (
+        pytest.raises(DataflowError, match="Batch 1 must have been pulled here for"),
+        waiting.taken(first),
+    ):
+        pytest.fail("it was taken twice")
+    with waiting.taken(other) as taken:
+        assert taken.number == other
+    assert len(waiting) == 0
 
 
 def test_batches_that_never_get_their_gradient_are_noticed():

@@ -1,0 +1,242 @@
+"""Pushes to a metrics gateway: what they say, when, and what happens without one."""
+
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from persia_torchrec.config import MetricsSettings
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.metrics import Means, Observations, Reading
+from persia_torchrec.wire import gateway as gateway_module
+from persia_torchrec.wire.gateway import is_pushed, push_metrics
+from tests.gateway import Gateway
+from tests.processes import wait_until
+from tests.servers import DEADLINE_S
+
+EVERY_SECOND = MetricsSettings(job_name="adult", push_interval_seconds=1)
+LOGGER = "persia_torchrec.wire.gateway"
+
+
+def three():
+    return [
+        Reading("persia_hits", 7, "ids found", "counter"),
+        Reading("index_miss_count", 3, "ids missed", "untyped"),
+        Reading("nan_count", 1, "not finite", "untyped", feature='a "b"\n'),
+        Reading("persia_rows", 5, "rows"),
+        Reading("nan_count", 2, "not finite", "untyped", feature="c"),
+    ]
+
+
+@pytest.fixture
+def gateway(monkeypatch):
+    with Gateway() as gateway:
+        monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", gateway.address)
+        yield gateway
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """A gateway that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", f"127.0.0.1:{port}")
+        yield
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """A port at which nobody listens, as its owner does not."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", f"127.0.0.1:{port}")
+        yield
+
+
+def push(settings=EVERY_SECOND, read=three):
+    pushes = push_metrics("nn_worker", 3, settings, read)
+    assert pushes is not None
+    return pushes
+
+
+def test_readings_come_with_their_types_under_the_labels(gateway):
+    push().close()
+    (came,) = gateway.wait()
+    assert came.labels == {
+        "job": "adult",
+        "instance": "rep_3",
+        "ip_addr": "127.0.0.1",
+        "role": "nn_worker",
+    }
+    assert came.values == {
+        "persia_hits_total": 7,
+        "index_miss_count": 3,
+        "persia_rows": 5,
+    }
+    assert came.features == {"nan_count": {'a "b"\n': 1, "c": 2}}
+    assert came.kinds == {
+        "persia_hits": "counter",
+        "index_miss_count": "unknown",
+        "persia_rows": "gauge",
+        "nan_count": "unknown",
+    }
+
+
+def test_pushes_come_at_the_interval_and_once_more_at_the_end(gateway):
+    began_s = time.monotonic()
+    pushes = push()
+    first, second, *_ = gateway.wait(2)
+    assert first.came_s - began_s >= 0.99
+    assert second.came_s - began_s >= 1.99
+    num = len(gateway.pushes())
+    pushes.close()
+    assert len(gateway.pushes()) >= num + 1
+    pushes.close()
+    assert len(gateway.pushes()) <= num + 2
+
+
+def test_the_end_does_not_wait_for_the_interval(gateway):
+    began_s = time.monotonic()
+    push(MetricsSettings(push_interval_seconds=3600)).close()
+    assert len(gateway.pushes()) == 1
+    assert gateway.pushes()[0].labels["job"] == "persia_default_jobname"
+    assert time.monotonic() - began_s < DEADLINE_S
+
+
+def test_nothing_is_pushed_without_a_gateway_or_when_disabled(monkeypatch, gateway):
+    disabled = MetricsSettings(enable_metrics=False)
+    assert is_pushed(EVERY_SECOND)
+    assert not is_pushed(disabled)
+    assert push_metrics("nn_worker", 0, disabled, three) is None
+    monkeypatch.delenv("PERSIA_METRICS_GATEWAY_ADDR")
+    assert not is_pushed(EVERY_SECOND)
+    assert push_metrics("nn_worker", 0, EVERY_SECOND, three) is None
+    assert gateway.pushes() == []
+
+
+def test_a_variable_that_names_no_gateway_is_refused(monkeypatch):
+    monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", "http://gateway:9091")
+    with pytest.raises(ConfigError, match="PERSIA_METRICS_GATEWAY_ADDR must be host"):
+        push_metrics("nn_worker", 0, EVERY_SECOND, three)
+
+
+def test_a_proxy_is_not_asked(gateway, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    push().close()
+    assert len(gateway.pushes()) == 1
+
+
+def warnings_of(caplog):
+    return [r for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_a_gateway_that_refuses_is_warned_of_now_and_then(refusing, caplog):
+    num_read = 0
+
+    def read():
+        nonlocal num_read
+        num_read += 1
+        return three()
+
+    pushes = push(read=read)
+    wait_until(lambda: num_read >= 3, "three pushes")
+    pushes.close()
+    assert len(warnings_of(caplog)) == 1
+    assert "Connection refused" in warnings_of(caplog)[0].getMessage()
+
+
+def test_a_gateway_that_answers_with_an_error_is_warned_of(gateway, caplog):
+    gateway.status = 400
+    push().close()
+    assert "HTTP Error 400" in warnings_of(caplog)[0].getMessage()
+
+
+def test_pushes_reach_a_gateway_again_that_was_away(gateway, caplog):
+    gateway.status = 503
+    with caplog.at_level(logging.INFO, LOGGER):
+        pushes = push()
+        gateway.wait(1)
+        gateway.status = 200
+        gateway.wait(2)
+        pushes.close()
+    assert any(
+        "reach" in r.getMessage() and "again" in r.getMessage() for r in caplog.records
+    )
+
+
+def test_what_fails_while_reading_ends_nothing(gateway, caplog):
+    num_read = 0
+
+    def read():
+        nonlocal num_read
+        num_read += 1
+        if num_read == 1:
+            raise KeyError("rows")
+        return three()
+
+    pushes = push(read=read)
+    gateway.wait(1)
+    pushes.close()
+    assert "KeyError" in caplog.text
+
+
+def test_a_gateway_that_hangs_holds_nobody_up(hanging, monkeypatch, caplog):
+    monkeypatch.setattr(gateway_module, "PUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gateway_module, "LAST_PUSH_TIMEOUT_S", 0.2)
+    pushes = push()
+    wait_until(lambda: warnings_of(caplog), "a warning")
+    assert "timed out" in caplog.text
+    began_s = time.monotonic()
+    pushes.close()
+    assert time.monotonic() - began_s < 2 * gateway_module.CLOSE_TIMEOUT_S
+    names = [thread.name for thread in threading.enumerate()]
+    assert "metrics pushes" not in names
+
+
+def test_the_end_of_a_role_waits_for_a_push_under_way_for_a_moment_only(
+    hanging, monkeypatch
+):
+    monkeypatch.setattr(gateway_module, "CLOSE_TIMEOUT_S", 0.3)
+    pushes = push()
+    began_s = time.monotonic()
+    pushes.close()  # its last push hangs for longer
+    assert 0.2 < time.monotonic() - began_s < gateway_module.LAST_PUSH_TIMEOUT_S
+
+
+def test_a_mean_is_of_what_came_since_the_last_reading():
+    means = Means()
+    assert means.since_last("a", 0.0, 0) is None
+    assert means.since_last("a", 6.0, 3) == 2.0
+    assert means.since_last("a", 6.0, 3) == 2.0
+    assert means.since_last("a", 7.0, 4) == 1.0
+    assert means.since_last("b", 5.0, 1) == 5.0
+
+
+def test_observations_of_several_threads_are_all_there():
+    observed = Observations({"time": "seconds", "errors": "how many"})
+
+    def note():
+        for _ in range(500):
+            observed.observe("time", 0.5, "a")
+            observed.count("errors", 2)
+
+    threads = [threading.Thread(target=note) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert observed.read() == [
+        Reading("errors", 4000, "how many", "untyped"),
+        Reading("time", 0.5, "seconds", "gauge", "a"),
+    ]
+
+
+def test_what_fails_is_not_timed():
+    observed = Observations({"time": "seconds"})
+    with pytest.raises(KeyError), observed.timed("time"):
+        raise KeyError
+    assert observed.read() == []
