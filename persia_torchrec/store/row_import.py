@@ -258,23 +258,16 @@ def _add_rows(
         for n in range(start, stop):
             if ticks_N[n] == NEVER:
                 continue
-            hash_ = hash_of(ids_N[n], rows.owner)
-            slot = find_slot(index, rows, ids_N[n], hash_)
+            slot, before = _find_or_make(
+                ids_N[n], index, rows, cursor, arenas, logs, tally, capacity
+            )
             tick = ticks_N[n]
-            is_newer = True
-            if slot == NOT_FOUND:
-                if tally[ROWS] >= capacity:
-                    evict_oldest(index, cursor, arenas, logs, tally)
-                slot = _make_row(ids_N[n], hash_, index, rows, cursor, arenas, tally)
-            else:
-                word = load_word(rows.base + slot * rows.stride + WORD)
-                is_newer = word & TICK_MASK < tick
-                if keeps_place_N[n]:
-                    tick, ticks_N[n] = word & TICK_MASK, NEVER
             slots_N[n] = np.uint32(slot)
-            if not is_newer:
+            if before >= tick:
                 ticks_N[n] = NEVER
             else:
+                if keeps_place_N[n] and before != NEVER:
+                    tick, ticks_N[n] = before, NEVER
                 address, row = rows.base + slot * rows.stride, np.uint64(n)
                 store_word(address + WORD, (rows.owner << OWNER_SHIFT) | tick)
                 metadata = from_metadata + row * metadata_bytes
@@ -286,22 +279,29 @@ def _add_rows(
 
 
 @inlined
-def _make_row(
+def _find_or_make(
     id_: np.uint64,
-    hash_: np.uint64,
     index: IndexAt,
     rows: RowsAt,
     cursor: Words,
     arenas: Words,
+    logs: Words,
     tally: Tally,
-) -> np.uint64:
-    """Give an id a slot, for which there is room."""
+    capacity: int,
+) -> tuple[np.uint64, np.uint64]:
+    """Return the slot of an id, and the row's tick; NEVER if it had none before."""
+    hash_ = hash_of(id_, rows.owner)
+    slot = find_slot(index, rows, id_, hash_)
+    if slot != NOT_FOUND:
+        return slot, load_word(rows.base + slot * rows.stride + WORD) & TICK_MASK
+    if tally[ROWS] >= capacity:
+        evict_oldest(index, cursor, arenas, logs, tally)
     slot = take_slot(arenas, rows.arena)
     store_word(rows.base + slot * rows.stride, id_)
     add_entry(index, hash_, slot)
     cursor[ENTRIES] += np.uint64(1)
     tally[ROWS] += 1
-    return slot
+    return slot, NEVER
 
 
 @compiled

@@ -8,7 +8,9 @@ import pytest
 
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.errors import RemoteError
 from persia_torchrec.table import TableSpec
+from tests.processes import wait_until
 from tests.servers import ids_of
 
 PAGE = Path(__file__).parents[2] / "persia_torchrec/server/METRICS.md"
@@ -17,16 +19,34 @@ DESCRIBED = {name for cell in CELLS for name in re.findall(r"`(\w+)`", cell)}
 
 
 @pytest.fixture
-def counters(servers):
-    """Return the counters of a server that has trained a batch."""
-    client = servers.client(servers.start())
+def counters(servers, tmp_path):
+    """Return the counters of servers that have trained a batch, or follow that."""
+    logs = str(tmp_path / "increments")
+    client = servers.client(servers.start(incremental_dir=logs))
     client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
     batch, split = BatchNumber(1, 1), client.split(ids_of(1, 2))
     client.pull([("item", split)], batch=batch)
     grads = np.ones((2, 2), dtype=np.float32)
     client.missed(client.push([("item", split)], [grads], batch))
     (counters,) = client.counters()
-    return counters
+    return {**counters, **of_a_follower(servers, client, tmp_path)}
+
+
+def of_a_follower(servers, client, folder):
+    """Return the counters of a server of inference that follows a training."""
+    client.checkpoints.dump(folder / "run")
+    settings = {"checkpoint": folder / "run", "incremental_dir": folder / "increments"}
+    running = servers.start(1, **{name: str(at) for name, at in settings.items()})
+    follower = servers.client(running)
+
+    def counted():
+        try:
+            return follower.counters()[0]
+        except RemoteError:  # it loads
+            return {}
+
+    wait_until(lambda: "increment_delay_ms" in counted(), "the follower counts")
+    return counted()
 
 
 def test_every_counter_is_described(counters):
@@ -35,5 +55,7 @@ def test_every_counter_is_described(counters):
 
 
 def test_what_is_described_is_counted(counters):
-    only_when_it_happens = {"requests_refused"}
+    only_when_it_happens = {
+        *("requests_refused", "following_stopped", "increment_delay_ms_max")
+    }
     assert DESCRIBED - counters.keys() - only_when_it_happens == set()

@@ -21,6 +21,7 @@ RUN_BY = {
     "python -m persia_torchrec.bench wire": "make test",
     "python -m persia_torchrec.bench training": "make test",
     "python -m persia_torchrec.bench precision": "make test",
+    "python -m persia_torchrec.bench increments": "make test",
     "python -m persia_torchrec.serving": "tests/serving/test_serving.py",
     "persia-launcher embedding-parameter-server": "tests/serving/test_inference_job.py",
     "persia-launcher embedding-worker": "tests/serving/test_inference_job.py",

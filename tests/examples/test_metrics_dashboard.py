@@ -64,7 +64,6 @@ PERSIAS = {
     ],
 }
 MISSING = {
-    "inc_update_delay_sec",
     "forward_client_to_gpu_time_cost_sec",
     "update_gradient_batched_time_cost_more_than_1ms_sec",
 }
@@ -87,7 +86,9 @@ def pushed(servers, monkeypatch):
             client.write("item", batch.tables[0][1].ids, np.ones((1, 2), np.float32))
         (of_worker,) = gateway.wait()
     of_server = ServerReadings(lambda _: running.server.snapshots.ask(DEADLINE_S))
-    return of_worker.names() | {reading.name for reading in of_server.read()}
+    of_follower = ServerReadings(lambda _: {"increment_delay_ms": 7})
+    readings = [*of_server.read(), *of_follower.read()]
+    return of_worker.names() | {reading.name for reading in readings}
 
 
 def test_every_panel_queries_what_is_pushed(pushed):

@@ -35,10 +35,10 @@ def train(client, batch, *numbers):
 def test_a_server_pushes_what_a_client_is_told(servers, monkeypatch):
     with Gateway() as gateway:
         monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", gateway.address)
-        server = EmbeddingServer(ServerConfig())
-        settings = MetricsSettings(job_name="a/job", push_interval_seconds=1)
+        metrics = MetricsSettings(job_name="a/job", push_interval_seconds=1)
+        server = EmbeddingServer(ServerConfig(metrics=metrics))
         serving = threading.Thread(
-            target=serve_and_push, args=(server, settings), daemon=True
+            target=serve_and_push, args=(server, print), daemon=True
         )
         serving.start()
         client = servers.client([server])
