@@ -15,21 +15,17 @@ small numbers, to see that everything works; its times mean nothing.
 """
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
-from persia_torchrec import env
-from persia_torchrec.bench.run_report import RunReport
+from persia_torchrec.bench.run_report import RunReport, exit_status_of
 from persia_torchrec.bench.settings import OPTIMIZERS, Settings
 from persia_torchrec.bench.store import STORE_FIGURES, run_store
 from persia_torchrec.bench.wire import WIRE_FIGURES, run_wire
-from persia_torchrec.errors import ConfigError, PersiaError
-
-logger = logging.getLogger("persia_torchrec.bench")
+from persia_torchrec.errors import ConfigError
 
 _OWN_MAIN = ("engines", "increments", "precision", "training")
 """Benchmarks with options of their own, each in a file of its name."""
@@ -62,18 +58,8 @@ def main(argv: Sequence[str]) -> int:
         # Only when asked for: training needs torch, which takes seconds to start.
         benchmark = import_module(f"persia_torchrec.bench.{argv[0]}")
         return int(benchmark.main(argv[1:]))
-    logging.basicConfig(
-        level=env.log_level(), format="%(levelname)s %(name)s: %(message)s"
-    )
     arguments = _parser().parse_args(argv)
-    try:
-        figures = _figures(arguments)
-        settings = {name: _settings(arguments, name) for name in figures}
-        _run(figures, settings, argv, arguments.json)
-    except (PersiaError, OSError) as exc:
-        logger.error("%s: %s", type(exc).__name__, exc)
-        return 1
-    return 0
+    return exit_status_of(lambda: _run(arguments, argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -156,17 +142,14 @@ def _tuple(numbers: list[int] | None) -> tuple[int, ...] | None:
     return None if numbers is None else tuple(numbers)
 
 
-def _run(
-    figures: dict[str, list[str]],
-    settings: dict[str, Settings],
-    argv: Sequence[str],
-    json_file: Path | None,
-) -> None:
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+    figures = _figures(arguments)
+    settings = {name: _settings(arguments, name) for name in figures}
     report = RunReport(argv)
     for name, wanted in figures.items():
         tables, used = _RUN[name](settings[name], wanted)
         report.add(name, tables, used, asdict(settings[name]))
-    report.finish(json_file)
+    report.finish(arguments.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Dimension key:
 
 import argparse
 import json
-import logging
 import shlex
 import sys
 import time
@@ -29,7 +28,6 @@ from typing import get_args
 
 import numpy as np
 
-from persia_torchrec import env
 from persia_torchrec.bench.machine import (
     OtherWork,
     cores,
@@ -37,14 +35,13 @@ from persia_torchrec.bench.machine import (
     describe_versions,
     pinned,
 )
+from persia_torchrec.bench.run_report import exit_status_of
 from persia_torchrec.bench.workload import ids_of, weights_of
 from persia_torchrec.embedding.optim import SGD, Adagrad
-from persia_torchrec.errors import ConfigError, PersiaError, StoreError
+from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.engine_choice import Measured, kernel_name
 from persia_torchrec.table import TableSpec, WeightDtype
-
-logger = logging.getLogger("persia_torchrec.bench")
 
 _OPTIMIZERS = (SGD(0.05), Adagrad(0.05), Adagrad(0.05, vectorwise_shared=True))
 _FILL = 65_536
@@ -91,26 +88,22 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: the command line, behind the benchmark's name.
     """
-    logging.basicConfig(
-        level=env.log_level(), format="%(levelname)s %(name)s: %(message)s"
-    )
     arguments = _parser().parse_args(argv)
+    return exit_status_of(lambda: _run(arguments, argv))
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
     base = {"ids": 64, "rows": 256, "repeats": 2} if arguments.tiny else {}
     names = ("rows", "ids", "repeats")
     given = {name: getattr(arguments, name) for name in names}
     given["dims"] = tuple(arguments.dims) if arguments.dims else None
     given = {name: value for name, value in given.items() if value is not None}
     other_work = OtherWork()
-    try:
-        settings = EngineSettings(**{**base, **given})
-        allowed = cores()
-        with pinned(allowed[-1] if allowed else None):
-            measured = measure_engines(settings)
-        _report(settings, measured, other_work, argv, arguments.json)
-    except (PersiaError, OSError) as exc:
-        logger.error("%s: %s", type(exc).__name__, exc)
-        return 1
-    return 0
+    settings = EngineSettings(**{**base, **given})
+    allowed = cores()
+    with pinned(allowed[-1] if allowed else None):
+        measured = measure_engines(settings)
+    _report(settings, measured, other_work, argv, arguments.json)
 
 
 def measure_engines(settings: EngineSettings) -> list[Measured]:

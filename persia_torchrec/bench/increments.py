@@ -11,7 +11,6 @@ row of the training, equal to the last bit.
 """
 
 import argparse
-import logging
 import tempfile
 import threading
 import time
@@ -24,19 +23,16 @@ from statistics import median
 
 import numpy as np
 
-from persia_torchrec import env
 from persia_torchrec.bench.filled_server import FilledServer, server_and_client_cores
 from persia_torchrec.bench.machine import cpu_seconds, pinned
 from persia_torchrec.bench.report import Cell, Table
-from persia_torchrec.bench.run_report import RunReport
+from persia_torchrec.bench.run_report import RunReport, exit_status_of
 from persia_torchrec.bench.settings import IN_FLIGHT, Settings
 from persia_torchrec.bench.workload import Numbers, ids_of, zipf_requests
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.errors import ConfigError, PersiaError, StoreError
+from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.wire.memory import keep_freed_memory
-
-logger = logging.getLogger("persia_torchrec.bench")
 
 _QUIET_S = 0.5
 _DEADLINE_S = 120.0
@@ -101,26 +97,22 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: the command line, behind the benchmark's name.
     """
-    logging.basicConfig(
-        level=env.log_level(), format="%(levelname)s %(name)s: %(message)s"
-    )
     arguments = _parser().parse_args(argv)
+    return exit_status_of(lambda: _run(arguments, argv))
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
     names = ("dim", "rows", "batches", "repeats", "interval_s")
     given = {name: getattr(arguments, name) for name in names}
     base = _TINY if arguments.tiny else IncrementSettings()
     keep_freed_memory()  # as servers and workers do
-    try:
-        settings = replace(base, **{k: v for k, v in given.items() if v is not None})
-        report = RunReport(["increments", *argv])
-        tables = measure(settings)
-        server_core, client_core = server_and_client_cores()
-        used = f"servers that train on {server_core}, the rest on {client_core}"
-        report.add("increments", tables, used, asdict(settings))
-        report.finish(arguments.json)
-    except (PersiaError, OSError) as exc:
-        logger.error("%s: %s", type(exc).__name__, exc)
-        return 1
-    return 0
+    settings = replace(base, **{k: v for k, v in given.items() if v is not None})
+    report = RunReport(["increments", *argv])
+    tables = measure(settings)
+    server_core, client_core = server_and_client_cores()
+    used = f"servers that train on {server_core}, the rest on {client_core}"
+    report.add("increments", tables, used, asdict(settings))
+    report.finish(arguments.json)
 
 
 def _parser() -> argparse.ArgumentParser:

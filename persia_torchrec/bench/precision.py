@@ -12,23 +12,18 @@ Beside it: how long a conversion takes, on one core, of ours and of torch and fb
 """
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from persia_torchrec import env
 from persia_torchrec.bench.machine import cores, pinned
 from persia_torchrec.bench.precision_arms import ARMS
 from persia_torchrec.bench.precision_speed import measure_conversions
 from persia_torchrec.bench.precision_training import PrecisionSettings, train_arm
 from persia_torchrec.bench.report import Cell, Table
-from persia_torchrec.bench.run_report import RunReport
+from persia_torchrec.bench.run_report import RunReport, exit_status_of
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.errors import PersiaError
 from persia_torchrec.server.cluster import EmbeddingCluster
-
-logger = logging.getLogger("persia_torchrec.bench")
 
 _NORMAL = PrecisionSettings()
 _TINY = PrecisionSettings(
@@ -52,28 +47,24 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: the command line, behind the benchmark's name.
     """
-    logging.basicConfig(
-        level=env.log_level(), format="%(levelname)s %(name)s: %(message)s"
-    )
     arguments = _parser().parse_args(argv)
+    return exit_status_of(lambda: _run(arguments, argv))
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
     names = ("dim", "steps")
     given = {name: getattr(arguments, name) for name in names}
     given["seeds"] = tuple(arguments.seeds) if arguments.seeds else None
     base = _TINY if arguments.tiny else _NORMAL
-    try:
-        settings = replace(base, **{k: v for k, v in given.items() if v is not None})
-        report = RunReport(["precision", *argv])
-        tables = [measure_quality(settings)]
-        allowed = cores()
-        with pinned(allowed[-1] if allowed else None):
-            tables.append(measure_conversions(settings.floats))
-        used = f"{len(allowed) or 'all'} for the training, 1 for the conversions"
-        report.add("precision", tables, used, asdict(settings))
-        report.finish(arguments.json)
-    except (PersiaError, OSError) as exc:
-        logger.error("%s: %s", type(exc).__name__, exc)
-        return 1
-    return 0
+    settings = replace(base, **{k: v for k, v in given.items() if v is not None})
+    report = RunReport(["precision", *argv])
+    tables = [measure_quality(settings)]
+    allowed = cores()
+    with pinned(allowed[-1] if allowed else None):
+        tables.append(measure_conversions(settings.floats))
+    used = f"{len(allowed) or 'all'} for the training, 1 for the conversions"
+    report.add("precision", tables, used, asdict(settings))
+    report.finish(arguments.json)
 
 
 def measure_quality(settings: PrecisionSettings) -> Table:

@@ -1,17 +1,39 @@
 """What a run of benchmarks leaves behind: text on stdout, and a file of figures."""
 
 import json
+import logging
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from persia_torchrec import env
 from persia_torchrec.bench.machine import (
     OtherWork,
     describe_machine,
     describe_versions,
 )
 from persia_torchrec.bench.report import Table
+from persia_torchrec.errors import PersiaError
+
+logger = logging.getLogger("persia_torchrec.bench")
+
+
+def exit_status_of(run: Callable[[], None]) -> int:
+    """Run a benchmark; return the process's exit status, after an error that is told.
+
+    Args:
+        run: raises a PersiaError or an OSError if it fails.
+    """
+    logging.basicConfig(
+        level=env.log_level(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        run()
+    except (PersiaError, OSError) as exc:
+        logger.error("%s: %s", type(exc).__name__, exc)
+        return 1
+    return 0
 
 
 class RunReport:

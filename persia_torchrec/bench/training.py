@@ -13,7 +13,6 @@ row.
 """
 
 import argparse
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -22,10 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from persia_torchrec import env
 from persia_torchrec.bench.machine import cores
 from persia_torchrec.bench.report import Cell, Table
-from persia_torchrec.bench.run_report import RunReport
+from persia_torchrec.bench.run_report import RunReport, exit_status_of
 from persia_torchrec.bench.training_batches import draw_batches, ids_by_table
 from persia_torchrec.bench.training_settings import (
     DENSE_LAYERS,
@@ -36,9 +34,6 @@ from persia_torchrec.bench.training_settings import (
     TrainingSettings,
 )
 from persia_torchrec.bench.training_turns import measure_dim
-from persia_torchrec.errors import PersiaError
-
-logger = logging.getLogger("persia_torchrec.bench")
 
 _NORMAL = TrainingSettings()
 _TINY = TrainingSettings(
@@ -71,22 +66,18 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: the command line, behind the benchmark's name.
     """
-    logging.basicConfig(
-        level=env.log_level(), format="%(levelname)s %(name)s: %(message)s"
-    )
     arguments = _parser().parse_args(argv)
-    try:
-        settings = _settings(arguments)
-        report = RunReport(["training", *argv])
-        with _one_process_group():
-            tables = measure_training(settings)
-        used = f"{len(cores()) or 'all'}, shared by everything"
-        report.add("training", tables, used, asdict(settings))
-        report.finish(arguments.json)
-    except (PersiaError, OSError) as exc:
-        logger.error("%s: %s", type(exc).__name__, exc)
-        return 1
-    return 0
+    return exit_status_of(lambda: _run(arguments, argv))
+
+
+def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+    settings = _settings(arguments)
+    report = RunReport(["training", *argv])
+    with _one_process_group():
+        tables = measure_training(settings)
+    used = f"{len(cores()) or 'all'}, shared by everything"
+    report.add("training", tables, used, asdict(settings))
+    report.finish(arguments.json)
 
 
 def measure_training(settings: TrainingSettings) -> list[Table]:

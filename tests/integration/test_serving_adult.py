@@ -22,7 +22,7 @@ from persia_torchrec.embedding.data import (
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.utils import setup_seed
 from tests.local_job import Batches, LocalJob
-from tests.processes import Processes
+from tests.processes import Processes, wait_until
 from tests.serving.running import Serving
 
 pytestmark = [
@@ -91,10 +91,7 @@ def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, determinist
     job = LocalJob(tmp_path, monkeypatch, CONFIG.read_text(), capacity_rows=10_000)
     with job, job.train_ctx(model, Adagrad(lr=1e-2)) as ctx:
         train(ctx, data.train)
-        model.eval()
-        with eval_ctx() as evaluation, torch.no_grad():
-            looked_up = DataLoader(Batches(test))
-            expected = [evaluation.forward(batch)[0].numpy() for batch in looked_up]
+        expected = evaluate(model, test)
         job.client.checkpoints.dump(tmp_path / "run")
         torch.jit.script(model).save(tmp_path / "run" / "jit_dense.pt")
     arguments = ["--checkpoint", str(tmp_path / "run")]
@@ -102,6 +99,51 @@ def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, determinist
     with Processes(tmp_path) as processes:
         serving = Serving(processes, *arguments)
         answers = [predict(serving.address, batch) for batch in test]
+    check_auc(data, expected, answers)
+
+
+def test_a_server_that_was_there_before_the_training_predicts_as_well_after_it(
+    tmp_path, monkeypatch, deterministic
+):
+    data = adult.obtain_adult(os.environ["PERSIA_DATA_DIR"])
+    test = batches(data.test, 1024, requires_grad=False)
+    setup_seed(3)
+    model = DNN()
+    run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
+    writing = {"incremental_dir": logs, "incremental_interval_s": 0.5}
+    settings = {"capacity_rows": 10_000, **writing}
+    job = LocalJob(tmp_path, monkeypatch, CONFIG.read_text(), **settings)
+    with (
+        job,
+        job.train_ctx(model, Adagrad(lr=1e-2)) as ctx,
+        Processes(tmp_path) as processes,
+    ):
+        ctx.dump_checkpoint(run, with_jit_model=True)  # nothing is trained yet
+        arguments = ["--checkpoint", run, "--follow", logs]
+        serving = Serving(processes, *arguments, "--embedding-config", str(CONFIG))
+        before = predict(serving.address, test[0])
+        train(ctx, data.train)
+        ctx.dump_checkpoint(run, with_jit_model=True)
+        expected = evaluate(model, test)
+        assert not np.allclose(before, expected[0].reshape(-1), atol=1e-3)
+
+        def is_followed():
+            served = predict(serving.address, test[0])
+            return np.allclose(served, expected[0].reshape(-1), atol=1e-6)
+
+        wait_until(is_followed, "the server has what was trained")
+        answers = [predict(serving.address, batch) for batch in test]
+    check_auc(data, expected, answers)
+
+
+def evaluate(model, test):
+    model.eval()
+    with eval_ctx() as evaluation, torch.no_grad():
+        looked_up = DataLoader(Batches(test))
+        return [evaluation.forward(batch)[0].numpy() for batch in looked_up]
+
+
+def check_auc(data, expected, answers):
     of_job, served = np.concatenate(expected).reshape(-1), np.concatenate(answers)
     np.testing.assert_allclose(served, of_job, atol=1e-6)
     auc = adult.roc_auc(data.test.labels, served)
