@@ -24,7 +24,7 @@ from persia_torchrec.store.row_columns import PLACE_BITS
 Uses = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 
-_LAST_PLACE = 2**PLACE_BITS - 1
+_LAST_PLACE = np.uint64(2**PLACE_BITS - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,21 @@ class ChangedIds:
 
     Attributes:
         ids: uint64 ``(U,)``, each once; read-only.
-        uses: uint64 ``(U,)``, when each was last used, see ``RowColumns``; 0 where it
-            was not.
+        latest: uint64 ``(U,)``, when each was last used, so that the largest of
+            several counts: the tick of the request, and in the lowest 24 bits how far
+            before the last place it stood. 0 where it was not used.
         have_left: bool ``(U,)``, whether its row has left at some moment; it may be
             there again.
     """
 
     ids: Ids
-    uses: Uses
+    latest: Uses
     have_left: Bools
+
+    @property
+    def uses(self) -> Uses:
+        """When each was last used, as in ``RowColumns``; 0 where it was not."""
+        return np.where(self.latest == 0, self.latest, self.latest ^ _LAST_PLACE)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -50,7 +56,7 @@ class ChangedIds:
         """Yield all of it, so many ids at a time."""
         for start in range(0, len(self), num_ids):
             part = slice(start, start + num_ids)
-            yield ChangedIds(self.ids[part], self.uses[part], self.have_left[part])
+            yield ChangedIds(self.ids[part], self.latest[part], self.have_left[part])
 
 
 _NOTHING = ChangedIds(
@@ -83,9 +89,9 @@ class PendingChanges:
         pieces: dict[int, _Pieces] = {}
         for used in changes.used:
             ids_L = used.in_order()
-            places = np.minimum(np.arange(len(ids_L)), _LAST_PLACE).astype(np.uint64)
-            uses = np.uint64(used.tick << PLACE_BITS) + places
-            pieces.setdefault(used.table, _Pieces()).add(ids_L, uses)
+            places = np.minimum(np.arange(len(ids_L), dtype=np.uint64), _LAST_PLACE)
+            latest = np.uint64(used.tick << PLACE_BITS) | (_LAST_PLACE - places)
+            pieces.setdefault(used.table, _Pieces()).add(ids_L, latest)
         for table, ids_L in changes.updated:
             pieces.setdefault(table, _Pieces()).add(ids_L)
         for left in changes.left:
@@ -102,23 +108,24 @@ class _Pieces:
 
     def __init__(self) -> None:
         self._ids: list[Ids] = []
-        self._uses: list[Uses] = []
+        self._latest: list[Uses] = []
         self._have_left: list[Bools] = []
 
     def add(
-        self, ids_L: Ids, uses: Uses | None = None, *, have_left: bool = False
+        self, ids_L: Ids, latest: Uses | None = None, *, have_left: bool = False
     ) -> None:
+        unused = np.zeros(len(ids_L), np.uint64)
         self._ids.append(ids_L)
-        self._uses.append(np.zeros(len(ids_L), np.uint64) if uses is None else uses)
+        self._latest.append(unused if latest is None else latest)
         self._have_left.append(np.full(len(ids_L), have_left))
 
     def together(self, before: ChangedIds) -> ChangedIds:
         """Return all ids, each once with its latest use."""
         unique = unique_ids(np.concatenate([before.ids, *self._ids]))
-        uses_U = np.zeros(len(unique.ids), dtype=np.uint64)
-        uses_L = np.concatenate([before.uses, *self._uses])
-        np.maximum.at(uses_U, unique.inverse, uses_L)
+        latest_U = np.zeros(len(unique.ids), dtype=np.uint64)
+        latest_L = np.concatenate([before.latest, *self._latest])
+        np.maximum.at(latest_U, unique.inverse, latest_L)
         have_left_U = np.zeros(len(unique.ids), dtype=np.bool_)
         have_left_L = np.concatenate([before.have_left, *self._have_left])
         have_left_U[unique.inverse[have_left_L]] = True
-        return ChangedIds(read_only(unique.ids), uses_U, have_left_U)
+        return ChangedIds(read_only(unique.ids), latest_U, have_left_U)

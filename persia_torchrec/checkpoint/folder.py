@@ -125,8 +125,7 @@ class Folder:
         path = self._within(name)
         with _errors("write", self.path_of(name)):
             if not self._is_local:
-                with self._fs.open(path, "wb") as file:
-                    yield file
+                yield from self._created_elsewhere(path)
                 return
             unfinished = Path(f"{path}{_UNFINISHED}")
             try:
@@ -138,6 +137,20 @@ class Folder:
                 unfinished.unlink(missing_ok=True)
                 raise
             _sync_folder(Path(self._path))
+
+    def _created_elsewhere(self, path: str) -> Iterator[IO[bytes]]:
+        file = self._fs.open(path, "wb")
+        try:
+            yield file
+        except BaseException:
+            # To close it would complete it. What cannot be given up is deleted.
+            with contextlib.suppress(Exception):
+                file.discard()
+                file.closed = True
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(path)
+            raise
+        file.close()
 
     def path_of(self, name: str) -> str:
         """Return the path of a file, for messages."""

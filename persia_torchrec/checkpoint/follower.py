@@ -14,7 +14,8 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from persia_torchrec.checkpoint.folder import Folder
@@ -23,6 +24,7 @@ from persia_torchrec.checkpoint.increment_file import (
     increment_name,
     read_increment,
 )
+from persia_torchrec.checkpoint.increment_import import OwnChanges
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.checkpoint.log_folder import LogInfo, find_logs, increments_in
 from persia_torchrec.checkpoint.manifest import Manifest
@@ -38,6 +40,7 @@ POLL_S = 0.5
 
 _MAX_NEWS = 2
 _CHECK_S = 0.1
+_RETRY_S = 30.0
 _CLOSE_S = 10.0
 
 
@@ -59,18 +62,38 @@ class CaughtUp:
     """All that there was has been handed over."""
 
 
-News = Increment | OtherRows | CaughtUp
+News = OwnChanges | OtherRows | CaughtUp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowerConfig:
+    """Who follows, and what."""
+
+    logs: Folder
+    """The folder of all logs."""
+
+    run: Folder
+    """The folder of the training's checkpoints, or a single checkpoint."""
+
+    shard: int
+    """Of the server that follows."""
+
+    num_shards: int
+    """Of how many that follow."""
+
+    capacity_rows: int
+    """Of the server."""
+
+    is_lfu: bool
+    """Whether the server's least frequently used row leaves first."""
 
 
 class Follower:
     """A thread that follows a training. The server's thread calls all methods.
 
     Args:
-        logs: the folder of all logs.
-        run: the folder of the training's checkpoints, or a single checkpoint.
-        loaded: the checkpoint whose rows the server has.
-        shard: of the server.
-        num_shards: of how many that follow.
+        config: see :class:`FollowerConfig`.
+        created: of the checkpoint whose rows the server has, as its manifest says.
         make_store: returns an empty store like the server's.
 
     Attributes:
@@ -82,18 +105,14 @@ class Follower:
 
     def __init__(
         self,
-        logs: Folder,
-        run: Folder,
-        loaded: Folder,
-        shard: int,
-        num_shards: int,
+        config: FollowerConfig,
+        created: str,
         make_store: Callable[[], EmbeddingStore],
     ) -> None:
-        self._logs = logs
-        self._run_folder = run
-        self._created = Manifest.read(loaded).created
-        self._shard, self._num_shards = shard, num_shards
+        self._config = config
+        self._created = created
         self._make_store = make_store
+        self._failed: dict[str, float] = {}  # reloads, and when to try them again
         self._sources: list[Source] = []
         self._known: dict[str, LogInfo] = {}
         self._news: queue.Queue[News] = queue.Queue(_MAX_NEWS)
@@ -115,33 +134,38 @@ class Follower:
         """Whether anything has come."""
         return not self._news.empty()
 
+    def end(self) -> None:
+        """Make the thread end soon."""
+        self._ending.set()
+
     def close(self) -> None:
         """End the thread. May be called twice."""
-        self._ending.set()
+        self.end()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         has_caught_up = False
         told = ""
         while not self._ending.is_set():
+            has_come = False
             try:
                 has_come = self._look()
                 told = ""
-            except PersiaError as exc:
-                has_come = False
-                self.num_errors += 1
-                if str(exc) != told:  # once, however often it is looked for
-                    logger.warning("following %s: %s", self._logs.url, exc)
-                told = str(exc)
+                if not has_caught_up and not has_come:
+                    has_caught_up = self._tell(CaughtUp())
             except _EndedError:
                 return
-            except Exception:  # the server lives on with the rows that it has
-                has_come = False
+            except Exception as exc:  # the server lives on with the rows that it has
                 self.num_errors += 1
-                logger.exception("following %s failed", self._logs.url)
-            if not has_caught_up and not has_come:
-                has_caught_up = True
-                self._tell(CaughtUp())
+                if str(exc) != told:  # once, however often it is looked for
+                    logger.warning(
+                        "following %s: %s",
+                        *(self._config.logs.url, exc),
+                        exc_info=not isinstance(exc, PersiaError),
+                    )
+                told = str(exc)
+            if not has_caught_up and told:  # as far as that goes
+                has_caught_up = self._tell(CaughtUp())
             if not has_come:
                 self._ending.wait(POLL_S)
 
@@ -154,26 +178,22 @@ class Follower:
         """
         logs = self._latest_logs()
         names = [log.name for log in logs]
-        self.is_lost = False
-        if logs and names != [source.log for source in self._sources]:
-            start = self._find_start(logs, beyond=())
-            self.is_lost = start is None
-            if start is not None:
-                self._go_on_from(start)
+        is_lost = bool(logs) and names != [source.log for source in self._sources]
+        if is_lost:
+            is_lost = not self._go_on(logs, beyond=None)
         try:
             has_come = self._read_next()
-        except CheckpointError as exc:
-            start = self._find_start(logs, beyond=self._sources)
-            self.is_lost = start is None
-            if start is None:
-                raise
-            logger.warning("following %s: %s", self._logs.url, exc)
-            self._go_on_from(start)
+        except _BrokenError as exc:
+            self.is_lost = not self._go_on(logs, beyond=exc.source)
+            if self.is_lost:
+                raise CheckpointError(str(exc)) from exc
+            logger.warning("following %s: %s", self._config.logs.url, exc)
             return True
-        if self.is_lost and not has_come:
+        self.is_lost = is_lost
+        if is_lost and not has_come:
             raise CheckpointError(
                 f"The training goes on from rows of which there is no checkpoint in "
-                f"{self._run_folder.url}; until its next one, lookups read the rows of "
+                f"{self._config.run.url}; until its next one, lookups read the rows of "
                 "before."
             )
         return has_come
@@ -183,22 +203,39 @@ class Follower:
         for place, source in enumerate(self._sources):
             if not self._may_be_ours(place):
                 continue
-            folder = self._logs.child(source.log)
-            if folder.size_of(increment_name(source.number)) is None:
-                self._require_no_later(folder, source.number)
+            try:
+                increment = self._read(source)
+            except CheckpointError as exc:
+                raise _BrokenError(str(exc), source) from exc
+            if increment is None:
                 continue
-            increment = read_increment(folder, source.number)
-            head = increment.head
-            if (head.log, head.number) != (source.log, source.number):
-                path = folder.path_of(increment_name(source.number))
-                raise CheckpointError(
-                    f"{path} must be increment {source.number} of {source.log}. "
-                    f"Received: {head.number} of {head.log}."
+            config = self._config
+            self._tell(
+                OwnChanges.of(
+                    *(increment, config.shard, config.num_shards),
+                    capacity_rows=config.capacity_rows,
+                    is_lfu=config.is_lfu,
                 )
-            self._tell(increment)
+            )
             self._sources[place] = Source(source.log, source.number + 1)
             any_came = True
         return any_came
+
+    def _read(self, source: Source) -> Increment | None:
+        """Return the increment at a place in a log; None if it is not there yet."""
+        folder = self._config.logs.child(source.log)
+        name = increment_name(source.number)
+        if folder.size_of(name) is None:
+            self._require_no_later(folder, source.number)
+            return None
+        increment = read_increment(folder, source.number)
+        head = increment.head
+        if (head.log, head.number) != (source.log, source.number):
+            raise CheckpointError(
+                f"{folder.path_of(name)} must be increment {source.number} of "
+                f"{source.log}. Received: {head.number} of {head.log}."
+            )
+        return increment
 
     def _require_no_later(self, folder: Folder, number: int) -> None:
         later = [n for n in increments_in(folder) if n > number]
@@ -211,41 +248,52 @@ class Follower:
 
     def _may_be_ours(self, source: int) -> bool:
         """Whether rows of a server of the training may be of this server."""
-        common = math.gcd(len(self._sources), self._num_shards)
-        return source % common == self._shard % common
+        common = math.gcd(len(self._sources), self._config.num_shards)
+        return source % common == self._config.shard % common
 
     def _latest_logs(self) -> list[LogInfo]:
-        logs = find_logs(self._logs, self._known)
+        logs = find_logs(self._config.logs, self._known)
         self._known = {log.name: log for log in logs}
         return latest_logs(logs)
 
-    def _find_start(
-        self, logs: Sequence[LogInfo], beyond: Sequence[Source]
-    ) -> Start | None:
-        """Return from where to go on, with later increments than those at hand."""
-        checkpoints = (
-            (folder, Manifest.read(folder))
-            for folder in complete_checkpoints(self._run_folder)
-        )
-        start = find_start(logs, checkpoints)
-        if start is None:
-            return None
-        at = {source.log: source.number for source in beyond}
-        is_beyond = all(s.number > at.get(s.log, 0) for s in start.sources)
-        return start if is_beyond else None
+    def _go_on(self, logs: Sequence[LogInfo], beyond: Source | None) -> bool:
+        """Go on in some logs; return whether there is a checkpoint for that.
 
-    def _go_on_from(self, start: Start) -> None:
-        """Take the rows of a checkpoint, unless they are those of now."""
-        if self._sources or start.created != self._created:
-            self._reload(start)
+        Args:
+            logs: one of each server of the training.
+            beyond: a place in a log that cannot be read; None if all can.
+        """
+        start = find_start(logs, self._checkpoints())
+        if start is None:
+            return False
+        numbers = {source.log: source.number for source in start.sources}
+        if beyond is not None and numbers.get(beyond.log, beyond.number + 1) <= (
+            beyond.number
+        ):
+            return False
+        if (self._sources or start.created != self._created) and not self._reload(
+            start
+        ):
+            return False
         logger.info("following %s from %s", list(start.logs), start.folder.url)
         self._sources = list(start.sources)
         self._created = start.created
+        return True
 
-    def _reload(self, start: Start) -> None:
+    def _checkpoints(self) -> Iterator[tuple[Folder, Manifest]]:
+        """Yield the complete checkpoints, but for those that could not be read."""
+        now_s = time.monotonic()
+        for folder in complete_checkpoints(self._config.run):
+            if self._failed.get(folder.url, 0.0) <= now_s:
+                yield folder, Manifest.read(folder)
+
+    def _reload(self, start: Start) -> bool:
+        """Read a checkpoint into another store; return whether that went well."""
         store = self._make_store()
-        shard, num_shards = self._shard, self._num_shards
-        load = ShardLoad(start.folder, shard, num_shards, store, replaces=True)
+        config = self._config
+        load = ShardLoad(
+            start.folder, config.shard, config.num_shards, store, replaces=True
+        )
         while load.phase in ("checking", "checked", "loading"):
             if load.phase == "checked":
                 load.load()
@@ -253,19 +301,35 @@ class Follower:
                 load.cancel()
                 raise _EndedError
         if load.error is not None:
-            raise load.error
+            self.num_errors += 1
+            self._failed[start.folder.url] = time.monotonic() + _RETRY_S
+            logger.warning("going on from %s: %s", start.folder.url, load.error)
+            return False
         self.num_reloads += 1
         self._tell(OtherRows(store, start.folder))
+        return True
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: News) -> bool:
         while not self._ending.is_set():
             try:
                 self._news.put(news, timeout=_CHECK_S)
             except queue.Full:
                 continue
-            return
+            return True
         raise _EndedError
 
 
 class _EndedError(Exception):
     """The server ends."""
+
+
+class _BrokenError(Exception):
+    """An increment is missing or damaged.
+
+    Attributes:
+        source: its place.
+    """
+
+    def __init__(self, message: str, source: Source) -> None:
+        super().__init__(message)
+        self.source = source

@@ -44,7 +44,6 @@ _MAX_ASKED = 8
 _PART_BYTES = 2**18
 _NICE = 10
 _CHECK_S = 0.1
-_CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,10 @@ class IncrementLog:
     """A thread that writes one log. The server's thread calls all methods.
 
     Args:
-        folder: of the log, with its description.
-        info: of the log.
+        folder: of all logs.
+        info: of this one.
         max_cuts: cuts that may wait.
+        max_ids: different ids of these that may be put together meanwhile.
 
     Attributes:
         info: of this log.
@@ -97,12 +97,15 @@ class IncrementLog:
         error: what made it fail; None so far.
     """
 
-    def __init__(self, folder: Folder, info: LogInfo, max_cuts: int) -> None:
+    def __init__(
+        self, folder: Folder, info: LogInfo, *, max_cuts: int, max_ids: int
+    ) -> None:
         self.info = info
         self.number = 1
         self.num_rows = self.num_bytes = 0
         self.error: Exception | None = None
-        self._folder = folder
+        self._all = folder
+        self._max_ids = max_ids
         self._inbox: queue.Queue[Cut] = queue.Queue(max_cuts)
         self._dumps: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._asked: queue.Queue[Asked] = queue.Queue(_MAX_ASKED)
@@ -159,15 +162,8 @@ class IncrementLog:
         self._ending.set()
 
     def cancel(self) -> None:
-        """Give up what is not written, and wait for the thread. May be called twice.
-
-        A log that has no increment goes.
-        """
+        """Give up what is not written. Nobody has to wait for that."""
         self._cancelled.set()
-        self._thread.join(_CLOSE_S)
-        if self.number == 1 and self.error is None and self.is_over:
-            with contextlib.suppress(CheckpointError):  # it does no harm
-                self._folder.remove(LOG_FILE)
 
     @property
     def is_over(self) -> bool:
@@ -177,9 +173,15 @@ class IncrementLog:
     def _run(self) -> None:
         try:
             _yield_to_others()
+            self._folder = self._all.child(self.info.name)
+            self._folder.make()
+            self.info.write(self._folder)
             self._write_all()
         except _CancelledError:
             logger.debug("log %s was given up", self.info.name)
+            if self.number == 1:  # nothing is in it
+                with contextlib.suppress(Exception):  # it does no harm
+                    self._folder.remove(LOG_FILE)
         except Exception as exc:  # handed to whoever looks at the error
             if not isinstance(exc, CheckpointError):
                 logger.exception("writing log %s failed", self.info.name)
@@ -240,7 +242,7 @@ class IncrementLog:
             raise _CancelledError
         any_came = False
         with contextlib.suppress(queue.Empty):
-            while True:
+            while self._next.num_ids < self._max_ids:
                 if timeout_s and not any_came:
                     cut = self._inbox.get(timeout=timeout_s)
                 else:
@@ -260,7 +262,10 @@ class IncrementLog:
 
 
 class _Pruning:
-    """Deletes increments that nobody needs who follows a complete checkpoint."""
+    """Deletes increments that nobody needs who follows a complete checkpoint.
+
+    Of each folder of checkpoints the latest complete one counts.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -270,15 +275,15 @@ class _Pruning:
         """Note dumps that have begun; keep what is needed from the latest complete."""
         if not begun:
             return
-        complete = [
-            number
-            for url, number in self._dumps
-            if Folder(url).size_of(manifest.NAME) is not None
-        ]
+        latest: dict[str, int] = {}
+        for url, number in self._dumps:
+            run = url.rpartition("/")[0]
+            if Folder(url).size_of(manifest.NAME) is not None:
+                latest[run] = max(number, latest.get(run, 0))
         self._dumps += begun
-        if not complete:
+        if not latest:
             return
-        first = max(complete)
+        first = min(latest.values())
         for number in increments_in(self._folder):
             if number < first:
                 self._folder.remove(increment_name(number))

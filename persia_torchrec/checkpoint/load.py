@@ -22,8 +22,12 @@ import numpy.typing as npt
 
 from persia_torchrec.checkpoint.fitting import form_of, frequencies_of, with_metadata
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_file import read_increment
-from persia_torchrec.checkpoint.increment_import import IncrementImport
+from persia_torchrec.checkpoint.increment_file import Increment, read_increment
+from persia_torchrec.checkpoint.increment_import import (
+    IncrementImport,
+    OwnChanges,
+    require_fitting,
+)
 from persia_torchrec.checkpoint.log_folder import Base, find_logs, increments_in
 from persia_torchrec.checkpoint.manifest import Manifest, SavedShard, SavedTable
 from persia_torchrec.checkpoint.shard_file import (
@@ -110,7 +114,8 @@ class ShardLoad:
         """What the store holds when all is over, for a log of increments."""
         if self.phase != "loaded":
             return Base("empty")
-        if not self._replaces or self._logs is not None:
+        is_all = self.loaded is not None and not self.loaded.num_left_out
+        if not self._replaces or self._logs is not None or not is_all:
             return Base("unknown")
         return Base("checkpoint", self._folder.url, self._manifest.created)
 
@@ -202,8 +207,12 @@ class ShardLoad:
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
         for log, number in self._increments:
-            increment = read_increment(log, number)
-            moving = IncrementImport(store, increment, self._shard, self._num_shards)
+            changes = OwnChanges.of(
+                *(self._read(log, number), self._shard, self._num_shards),
+                capacity_rows=store.capacity_rows,
+                is_lfu=len(memory.logs.directory) > 1,
+            )
+            moving = IncrementImport(store, changes, follows=False)
             while moving.advance():
                 pass
         self.loaded = Loaded(
@@ -225,6 +234,8 @@ class ShardLoad:
                 f"{self._folder.url}. Received: {len(logs.names())} folders, none for "
                 "some server. Load the checkpoint without increments."
             )
+        specs = [*(table.spec for table in manifest.tables), *self._store.tables]
+        forms = {spec.name: form_of(spec) for spec in specs}
         for source in self._own(end.sources):
             log = logs.child(source.log)
             numbers = [n for n in increments_in(log) if n >= source.number]
@@ -234,8 +245,16 @@ class ShardLoad:
                     f"Received: {numbers}. Load the checkpoint without increments."
                 )
             for number in numbers:
-                read_increment(log, number)
+                require_fitting(self._read(log, number).head, forms)
                 self._increments.append((log, number))
+
+    def _read(self, log: Folder, number: int) -> Increment:
+        self._require_wanted()
+        return read_increment(log, number)
+
+    def _require_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise CheckpointError(f"Loading {self._folder.url}: given up.")
 
     def _files(self) -> list[SavedShard]:
         """Return the files that may hold rows of this server."""
@@ -261,8 +280,7 @@ class ShardLoad:
                 self._require_known(reader, saved)
                 before = self._num_read
                 for number, rows in reader.rows():
-                    if self._cancelled.is_set():
-                        raise CheckpointError(f"Loading {self._folder.url}: given up.")
+                    self._require_wanted()
                     self._num_read = before + reader.num_bytes
                     is_own_N = is_of_shard(rows.ids, self._shard, self._num_shards)
                     yield reader.tables[number].spec.name, rows, is_own_N

@@ -2,9 +2,9 @@
 
 A server of the training begins a new log whenever its rows are others, so that of each
 server the log that began last tells what is true now. It can be followed from a
-checkpoint that says where in the log its dump began, or which is what the log is based
-on. Where there are several such checkpoints, the latest has the fewest increments
-after it.
+checkpoint that says where in all of the logs its dump began, or which is what all of
+them are based on: not some so and some so, since these would be of two runs. Where
+there are several such checkpoints, the latest has the fewest increments after it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,13 +78,12 @@ def find_start(
     Returns:
         The latest checkpoint that fits, and the first increments after it; or None.
     """
-    if not logs:
-        return None
-    for folder, manifest in checkpoints:
-        sources = [_source(log, manifest) for log in logs]
-        found = tuple(source for source in sources if source is not None)
-        if len(found) == len(logs):
-            return Start(folder, manifest.created, found)
+    for folder, manifest in checkpoints if logs else ():
+        for source_of in (_by_place, _by_base):
+            found = [source_of(log, manifest) for log in logs]
+            sources = tuple(source for source in found if source is not None)
+            if len(sources) == len(logs):
+                return Start(folder, manifest.created, sources)
     return None
 
 
@@ -99,19 +98,27 @@ def find_end(
         manifest: of the checkpoint.
 
     Returns:
-        Of each server the last log that can be put on the checkpoint; or None.
+        The last logs, one of each server, that can be put on the checkpoint; or None.
     """
-    fitting = [log for log in logs if _source(log, manifest) is not None]
-    return find_start(latest_logs(fitting), [(folder, manifest)])
+    candidates = [
+        latest_logs([log for log in logs if source_of(log, manifest) is not None])
+        for source_of in (_by_place, _by_base)
+    ]
+    last = max(candidates, key=lambda found: found[0].begun if found else "")
+    return find_start(last, [(folder, manifest)])
 
 
-def _source(log: LogInfo, manifest: Manifest) -> Source | None:
-    shards = manifest.shards
-    if len(shards) == log.num_shards:
-        place: Mapping[str, object] = shards[log.shard].log or {}
-        number = place.get("number")
-        if place.get("log") == log.name and isinstance(number, int):
-            return Source(log.name, number)
-    if log.base.kind == "checkpoint" and log.base.created == manifest.created:
-        return Source(log.name, 1)
-    return None
+def _by_place(log: LogInfo, manifest: Manifest) -> Source | None:
+    """Return where the dump began in a log."""
+    if len(manifest.shards) != log.num_shards:
+        return None
+    place: Mapping[str, object] = manifest.shards[log.shard].log or {}
+    number = place.get("number")
+    is_of_it = place.get("log") == log.name and isinstance(number, int)
+    return Source(log.name, int(str(number))) if is_of_it else None
+
+
+def _by_base(log: LogInfo, manifest: Manifest) -> Source | None:
+    """Return the beginning of a log that was begun on the checkpoint."""
+    is_of_it = log.base.kind == "checkpoint" and log.base.created == manifest.created
+    return Source(log.name, 1) if is_of_it else None

@@ -98,8 +98,8 @@ class Checkpoints:
                 if self._load is None or self._load.phase != "checked":
                     raise CheckpointError("A checkpoint must be checked before a load.")
                 self._increments.suspend()
-                self._load.load()
                 self._is_filling = True
+                self._load.load()
             case {"do": "cancel", "task": task}:
                 if task == self._task:
                     self.cancel("it was cancelled")
@@ -132,8 +132,8 @@ class Checkpoints:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the store belongs to a load now."""
-        return self._load is not None and self._load.phase == "loading"
+        """Whether the store belongs to a load: until its changes are noted again."""
+        return self._is_filling
 
     @property
     def may_sweep(self) -> bool:
@@ -182,9 +182,10 @@ class Checkpoints:
 
     def work(self) -> None:
         """Do a slice of a dump, and of what increments want, if it is their turn."""
-        if self._is_filling and self._load is not None and not self.is_loading:
+        load = self._load
+        if self._is_filling and load is not None and load.phase != "loading":
             self._is_filling = False
-            self._increments.resume(self._load.base)
+            self._increments.resume(load.base)
         self._increments.work()
         if self._dump is None or self._dump.is_over or not self._may_dump():
             return
@@ -205,7 +206,8 @@ class Checkpoints:
     def _require_idle(self) -> None:
         is_dumping = self._dump is not None and self._dump.phase == "dumping"
         phases = ("checking", "loading")
-        if is_dumping or (self._load is not None and self._load.phase in phases):
+        is_loading = self._load is not None and self._load.phase in phases
+        if is_dumping or is_loading or self._is_filling:
             raise CheckpointError(
                 "A server dumps or loads one checkpoint at a time, and is at one. Wait "
                 "for its end, or cancel it."

@@ -18,7 +18,7 @@ from persia_torchrec.checkpoint.increment_file import IncrementHead
 from persia_torchrec.checkpoint.increment_log import Cut, IncrementLog
 from persia_torchrec.checkpoint.log_folder import Base, LogInfo
 from persia_torchrec.checkpoint.shard_file import FileTable
-from persia_torchrec.errors import CheckpointError, PersiaError
+from persia_torchrec.errors import CheckpointError
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.spare_time import WAIT_MS, SpareTime
@@ -36,6 +36,9 @@ _RETRY_S = 10.0
 """After a failure, how soon another log begins."""
 
 _CLOSE_S = 10.0
+
+_MAX_BUFFERS = 32
+"""How many times the buffer's rows may be put together for one increment."""
 
 
 class Increments:
@@ -61,6 +64,7 @@ class Increments:
         self._num_rows = self._num_bytes = 0  # of logs that have ended
         if config.incremental_dir is not None:
             self._folder = Folder(config.incremental_dir)
+            self._folder.make()
             self._begin(Base("empty"))
 
     def rows_are_asked_for(self) -> None:
@@ -83,10 +87,7 @@ class Increments:
     def resume(self, base: Base) -> None:
         """Begin another log, on the rows of now."""
         if self._config.incremental_dir is not None:
-            try:
-                self._begin(base)
-            except PersiaError as exc:
-                self._fail(exc)
+            self._begin(base)
 
     def wait_ms(self, idle_ms: int) -> int:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
@@ -134,10 +135,11 @@ class Increments:
         if log is None:
             return
         deadline = time.monotonic() + _CLOSE_S
-        if not self._store.journal.is_empty and log.has_room:
-            self._cut(log)
-        log.end()
         while not log.is_over and time.monotonic() < deadline:
+            if self._store.journal.is_empty:
+                log.end()
+            elif log.has_room:
+                self._cut(log)
             if not self._gather(log):
                 time.sleep(0.001)
         if log.error is not None or not log.is_over:
@@ -148,10 +150,12 @@ class Increments:
     def _begin(self, base: Base) -> None:
         config = self._config
         info = LogInfo.new(config.shard, config.num_shards, base)
-        child = self._folder.child(info.name)
-        child.make()
-        info.write(child)
-        self._log = IncrementLog(child, info, config.incremental_queue)
+        self._log = IncrementLog(
+            self._folder,
+            info,
+            max_cuts=config.incremental_queue,
+            max_ids=_MAX_BUFFERS * config.incremental_buffer_rows,
+        )
         self._store.journal.begin()
         self._cut_s = time.monotonic()
         logger.info("log %s begins, base=%s", info.name, base.kind)
@@ -183,7 +187,7 @@ class Increments:
         if is_full and not log.has_room:
             self._fail(
                 CheckpointError(
-                    f"{config.incremental_queue} packets of changes wait to be written "
+                    f"{config.incremental_queue} cuts of changes wait to be written "
                     f"to {self._folder.url}, as many as may. Give a faster file "
                     "system, or raise incremental_channel_capacity"
                 )

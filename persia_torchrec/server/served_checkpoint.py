@@ -23,13 +23,23 @@ import logging
 import time
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.follower import CaughtUp, Follower, News, OtherRows
-from persia_torchrec.checkpoint.increment_file import Increment
-from persia_torchrec.checkpoint.increment_import import IncrementImport
+from persia_torchrec.checkpoint.follower import (
+    CaughtUp,
+    Follower,
+    FollowerConfig,
+    News,
+    OtherRows,
+)
+from persia_torchrec.checkpoint.increment_import import IncrementImport, OwnChanges
 from persia_torchrec.checkpoint.load import Loaded, ShardLoad
 from persia_torchrec.checkpoint.manifest import Manifest
 from persia_torchrec.checkpoint.series import find_checkpoint
-from persia_torchrec.errors import CheckpointError, ConfigError, StoreError
+from persia_torchrec.errors import (
+    CheckpointError,
+    ConfigError,
+    PersiaError,
+    StoreError,
+)
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
@@ -86,11 +96,14 @@ class ServedCheckpoint:
         self._config = config
         self._store = store
         self._folder = find_checkpoint(config.checkpoint)
-        self.incarnation = _incarnation(config, Manifest.read(self._folder))
+        manifest = Manifest.read(self._folder)
+        self.incarnation = _incarnation(config, manifest)
+        self._created = manifest.created
         self._load: ShardLoad | None = None
         self._follower: Follower | None = None
         self._putting_in: IncrementImport | None = None
-        self._created_s = 0.0  # of the increment that is put in
+        self._has_stopped = False
+        self._begun_s = 0.0  # when the increment was begun that is put in
         self._spare_time = SpareTime(_SHARE_IN_USE)
         self._metrics = Metrics()
         self._is_ready = False
@@ -167,7 +180,8 @@ class ServedCheckpoint:
     def wait_ms(self, idle_ms: int) -> int:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
         follower = self._follower
-        if self._putting_in is not None or (follower is not None and follower.has_news):
+        has_news = follower is not None and follower.has_news and not self._has_stopped
+        if self._putting_in is not None or has_news:
             return self._spare_time.wait_ms(idle_ms)
         return idle_ms if self._is_ready else min(idle_ms, _LOADING_WAIT_MS)
 
@@ -189,10 +203,15 @@ class ServedCheckpoint:
         if config.incremental_dir is None or config.checkpoint is None:
             self._is_ready = True
             return
-        self._follower = Follower(
-            *(Folder(config.incremental_dir), Folder(config.checkpoint), self._folder),
-            *(config.shard, config.num_shards, self._empty_store),
+        following = FollowerConfig(
+            logs=Folder(config.incremental_dir),
+            run=Folder(config.checkpoint),
+            shard=config.shard,
+            num_shards=config.num_shards,
+            capacity_rows=config.capacity_rows,
+            is_lfu=config.eviction == "lfu",
         )
+        self._follower = Follower(following, self._created, self._empty_store)
 
     def _empty_store(self) -> EmbeddingStore:
         """Return a store like the server's, with the same numbers of tables."""
@@ -206,47 +225,57 @@ class ServedCheckpoint:
 
     def _follow(self, follower: Follower) -> None:
         """Put in a slice of an increment, or look what has come."""
-        if not self._spare_time.may_work():
+        if self._has_stopped or not self._spare_time.may_work():
             return
         begin_s = time.thread_time()
-        if self._putting_in is not None:
-            self._put_in(self._putting_in)
-        else:
-            self._take(follower.next_news())
-        self._spare_time.spend(time.thread_time() - begin_s)
-
-    def _begin_to_put_in(self, increment: Increment) -> None:
-        shard, num_shards = self._config.shard, self._config.num_shards
-        self._created_s = increment.head.created_s
         try:
-            importing = IncrementImport(self._store, increment, shard, num_shards)
-        except CheckpointError as exc:
-            logger.error("%s Lookups read the rows of before: start it anew.", exc)
-            self._metrics.count("following_stopped")
-            self.close()
-            self._is_ready = True
-        else:
-            self._putting_in = importing
+            if self._putting_in is not None:
+                self._put_in(self._putting_in)
+            else:
+                self._take(follower.next_news())
+        except PersiaError as exc:
+            self._stop_following(exc)
+        self._spare_time.spend(time.thread_time() - begin_s)
 
     def _put_in(self, increment: IncrementImport) -> None:
         if increment.advance():
             return
         self._putting_in = None
-        delay_s = time.time() - self._created_s  # noqa: TID251  # the writer's clock
+        delay_s = time.time() - self._begun_s  # noqa: TID251  # the writer's clock
         self._metrics.set_gauge("increment_delay_ms", max(int(1000 * delay_s), 0))
         self._metrics.count("increments_put_in")
         self._metrics.count("increment_rows_put_in", increment.num_rows)
 
     def _take(self, news: News | None) -> None:
         match news:
-            case Increment():
-                self._begin_to_put_in(news)
+            case OwnChanges():
+                self._begun_s = news.head.created_s
+                self._putting_in = IncrementImport(self._store, news, follows=True)
             case OtherRows():
+                self._require_same_tables(news.store)
                 logger.info("going on from %s", news.folder.url)
                 self._store.take_rows_of(news.store)
                 self._folder = news.folder
             case CaughtUp():
                 self._is_ready = True
+
+    def _require_same_tables(self, store: EmbeddingStore) -> None:
+        """Check that the tables keep their numbers, by which clients ask for them."""
+        names = [spec.name for spec in self._store.tables]
+        received = [spec.name for spec in store.tables]
+        if received[: len(names)] != names:
+            raise CheckpointError(
+                f"The training's tables must begin with {names}. Received: {received}."
+            )
+
+    def _stop_following(self, exc: PersiaError) -> None:
+        logger.error("%s Lookups read the rows of before: start it anew.", exc)
+        assert self._follower is not None
+        self._follower.end()
+        self._has_stopped = True
+        self._putting_in = None
+        self._metrics.count("following_stopped")
+        self._is_ready = True
 
     def _begin_load(self) -> ShardLoad:
         logger.info("loading %s", self._folder.url)

@@ -18,6 +18,9 @@ from persia_torchrec.serving.reader import SlotsReader
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 10.0
+_RETRY_S = 10.0
+
 Predictions = list[float] | list[list[float]]
 
 
@@ -108,7 +111,7 @@ class ModelFollower:
         self._name = name
         self._device = device
         self._poll_s = poll_s
-        self._tried = predictor.name
+        self._taken = predictor.name
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
@@ -116,23 +119,28 @@ class ModelFollower:
     def close(self) -> None:
         """End. May be called twice."""
         self._ending.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while not self._ending.wait(self._poll_s):
             try:
                 self._look()
-            except PersiaError as exc:
-                logger.warning("the model of before stays: %s", exc)
+            except Exception as exc:  # the model of before predicts on
+                logger.warning(
+                    "the model of before stays: %s",
+                    exc,
+                    exc_info=not isinstance(exc, PersiaError),
+                )
+                self._ending.wait(_RETRY_S)
 
     def _look(self) -> None:
         for folder in complete_checkpoints(self._run_folder):
             if self._name in folder.names():
                 path = folder.path_of(self._name)
-                if path != self._tried:
-                    self._tried = path
+                if path != self._taken:
                     model, name = load_model(folder.url, self._name, self._device)
                     self._predictor.use(model, name)
+                    self._taken = path
                     logger.info("serving model=%s", name)
                 return
 

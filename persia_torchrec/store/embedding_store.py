@@ -56,6 +56,7 @@ Eviction = Literal["lru", "lfu"]
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_PLACES = np.empty(0, dtype=np.int64)
+_NO_IDS = np.empty(0, dtype=np.uint64)
 
 
 class EmbeddingStore:
@@ -193,13 +194,13 @@ class EmbeddingStore:
         )
         missing = admitted = _NO_PLACES
         if num_missing:
-            missing = missing_N[:num_missing]
+            missing = missing_N[:num_missing].copy()  # the journal may keep it
             admitted = state.admit(ids_N, counts_N, missing, out_ND)
             self._memory.tally[REJECTED] += len(missing) - len(admitted)
             self._insert(state, ids_N, counts_N, admitted, out_ND, slots_N)
         if self.journal.is_on:
             when = table, int(self._memory.tally[TICK])
-            self.journal.used(UsedRows(*when, ids_N, missing.copy(), admitted))
+            self.journal.used(UsedRows(*when, ids_N, missing, admitted))
         return slots_N
 
     def update(
@@ -228,8 +229,8 @@ class EmbeddingStore:
         rows = self._memory.rows(state)
         if hints_N is None or len(hints_N) != len(ids_N):
             hints_N = find_slots(ids_N, *rows[1:], state.layout)
-        counts = state.apply(rows, ids_N, hints_N, grads_ND, self._clock())
         self.journal.updated(table, ids_N)
+        counts = state.apply(rows, ids_N, hints_N, grads_ND, self._clock())
         result = UpdateResult(*counts)
         self._num_missed += result.num_missed
         self._num_refused += result.num_refused
@@ -290,6 +291,7 @@ class EmbeddingStore:
     def set_step(self, table: int, step: int) -> None:
         """Go on counting a table's update requests from ``step``."""
         self._tables.states[table].num_updates = step
+        self.journal.updated(table, _NO_IDS)
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
         """Return how often ids were looked up, and when they were last updated.

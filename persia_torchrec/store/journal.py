@@ -36,7 +36,7 @@ class UsedRows:
     Attributes:
         table: number of the table.
         tick: of the request.
-        ids: uint64 ``(N,)``, as they were asked for; each once.
+        ids: uint64 ``(N,)``, as they were asked for.
         missing: int64, which of them had no row.
         made: int64, which of those got one.
     """
@@ -48,7 +48,10 @@ class UsedRows:
     made: Places
 
     def in_order(self) -> Ids:
-        """Return the ids of rows in the order in which they were used."""
+        """Return the ids of rows in the order in which they were used.
+
+        An id that was asked for twice was used at its first place.
+        """
         if len(self.missing) == 0:
             return self.ids
         were_there = np.ones(len(self.ids), dtype=np.bool_)
@@ -129,8 +132,9 @@ class ChangeJournal:
 
     def used(self, rows: UsedRows) -> None:
         """Note a training lookup, or a write."""
-        self._changes.used.append(rows)
-        self._changes.num_ids += len(rows.ids)
+        if len(rows.ids):
+            self._changes.used.append(rows)
+            self._changes.num_ids += len(rows.ids)
 
     def updated(self, table: int, ids_N: Ids) -> None:
         """Note an update."""

@@ -38,8 +38,9 @@ gets a fresh tick: records of the former row are skipped like any other old reco
 """
 
 import numpy as np
+import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, inlined
+from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.store.memory import (
     load_byte,
     load_half_word,
@@ -175,6 +176,19 @@ def class_of(frequency: np.uint64) -> np.uint64:
         frequency >>= _ONE
         class_ += _ONE
     return class_
+
+
+def classes_of(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+    """Return the class of each frequency; uint8 ``(N,)``."""
+    return _classes_of(read_only(frequencies_N))
+
+
+@compiled
+def _classes_of(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+    classes_N = np.empty(len(frequencies_N), dtype=np.uint8)
+    for n in range(len(frequencies_N)):
+        classes_N[n] = np.uint8(class_of(np.uint64(frequencies_N[n])))
+    return classes_N
 
 
 @inlined

@@ -12,11 +12,6 @@ done it:
 A row that comes twice keeps its later use. Rows that were in the store before count as
 used before all that come; they leave first, if the store is full.
 
-With ``continues`` the rows are what has changed since the last import (see
-``deltas.py``). Then their ticks go on from those of the store, as one server counted
-them; and a row whose use is 0 has changed without being used, so that it keeps its
-place in the order.
-
 Dimension key:
     R: rows that may come, numbered in the order in which they do
     N: those of one call
@@ -47,7 +42,7 @@ from persia_torchrec.store.memory import (
     store_word,
     unowned,
 )
-from persia_torchrec.store.recency import MARK_WORDS, class_of, touch
+from persia_torchrec.store.recency import MARK_WORDS, class_of, classes_of, touch
 from persia_torchrec.store.row_columns import PLACE_BITS, RowColumns
 from persia_torchrec.store.rows import (
     DIM,
@@ -76,8 +71,10 @@ Bools = npt.NDArray[np.bool_]
 NEVER = np.uint64(0)
 """The tick of a row that is left out."""
 
+_NONE_KEEP = np.empty(0, dtype=np.bool_)
+
 _CHUNK = 32
-_TOUCHES = 2**13
+_TOUCHES = 2**16
 _PLACE_BITS = np.uint64(PLACE_BITS)
 
 
@@ -90,11 +87,6 @@ class RowImport:
         uses_R: uint64, see :class:`RowColumns`.
         tables_R: uint16, number in the store of each row's table.
         frequencies_R: uint32, as the metadata say; only an LFU store reads it.
-        continues: the rows are changes of rows that are there.
-
-    Attributes:
-        num_kept: rows for which there is room.
-        is_kept: bool ``(R,)``, which those are.
     """
 
     def __init__(
@@ -104,29 +96,24 @@ class RowImport:
         uses_R: Words,
         tables_R: npt.NDArray[np.uint16],
         frequencies_R: Numbers,
-        *,
-        continues: bool = False,
     ) -> None:
         self._memory = memory
         self._capacity_rows = capacity_rows
         self._tables = tables_R
         self._order = np.argsort(uses_R, kind="stable")
-        self.is_kept = np.ones(len(uses_R), dtype=np.bool_)
         if len(uses_R) > capacity_rows:
             leaving = self._order
             if len(memory.logs.directory) > 1:
-                classes_R = _classes(read_only(frequencies_R))
+                classes_R = classes_of(frequencies_R)
                 leaving = np.lexsort((uses_R, classes_R))
-            self.is_kept[leaving[:-capacity_rows]] = False
-            self._order = self._order[self.is_kept[self._order]]
+            is_kept = np.ones(len(uses_R), dtype=np.bool_)
+            is_kept[leaving[:-capacity_rows]] = False
+            self._order = self._order[is_kept[self._order]]
         self.num_kept = len(self._order)
-        self._keeps_place = (uses_R == 0) & continues
         base = np.uint64(memory.tally[TICK])
-        self._offset = np.uint64(0) if continues else base
         self._ticks = np.zeros(len(uses_R), dtype=np.uint64)
-        _draw_ticks(self._order, uses_R, tables_R, base, self._offset, self._ticks)
+        _draw_ticks(self._order, uses_R, tables_R, base, self._ticks)
         self._slots = np.zeros(len(uses_R), dtype=np.uint32)
-        self._num_touched = 0
 
     def add(self, table: int, first: int, rows: RowColumns, is_own_N: Bools) -> int:
         """Put some rows into the store.
@@ -141,16 +128,14 @@ class RowImport:
             How many rows may have come by now.
         """
         ticks_N = np.zeros(len(rows), dtype=np.uint64)
-        keeps_place_N = np.zeros(len(rows), dtype=np.bool_)
         stop = first + int(is_own_N.sum())
         ticks_N[is_own_N] = self._ticks[first:stop]
-        keeps_place_N[is_own_N] = self._keeps_place[first:stop]
         slots_N = np.zeros(len(rows), dtype=np.uint32)
         memory = self._memory
         state = memory.tables.states[table]
         _, lines, cursor, directory = memory.rows(state)
-        _add_rows(
-            *(read_only(rows.ids), ticks_N, keeps_place_N, read_only(rows.metadata)),
+        add_rows(
+            *(read_only(rows.ids), ticks_N, _NONE_KEEP, read_only(rows.metadata)),
             *(read_only(rows.state), read_only(rows.weights).view(np.uint8), slots_N),
             *(lines, cursor, directory, memory.logs.directory),
             *(memory.tally, state.layout, self._capacity_rows),
@@ -165,34 +150,19 @@ class RowImport:
         Args:
             tick: of the last request before the checkpoint, as its server counted.
         """
-        while self.touch_some():
-            pass
-        last = max(int(self._ticks.max(initial=0)), int(self._offset) + tick)
-        self._memory.tally[TICK] = max(last, int(self._memory.tally[TICK]))
-
-    def touch_some(self) -> bool:
-        """Do a slice of :meth:`finish`; return whether there is more."""
-        part = self._order[self._num_touched :][:_TOUCHES]
-        if len(part) == 0:
-            return False
         memory = self._memory
+        base = int(memory.tally[TICK])
         layouts_T = np.stack([state.layout for state in memory.tables.states])
-        directory = memory.tables.directory
-        memory.logs.make_room(directory, (1 + MARK_WORDS) * len(part))
-        _touch_rows(
-            *(part, self._ticks, self._slots, self._tables, layouts_T),
-            *(directory, memory.logs.directory),
-        )
-        self._num_touched += len(part)
-        return True
-
-
-@compiled
-def _classes(frequencies_R: Numbers) -> npt.NDArray[np.uint8]:
-    classes = np.empty(len(frequencies_R), dtype=np.uint8)
-    for r in range(len(frequencies_R)):
-        classes[r] = np.uint8(class_of(np.uint64(frequencies_R[r])))
-    return classes
+        for start in range(0, len(self._order), _TOUCHES):
+            part = self._order[start : start + _TOUCHES]
+            directory = memory.tables.directory
+            memory.logs.make_room(directory, (1 + MARK_WORDS) * len(part))
+            _touch_rows(
+                *(part, self._ticks, self._slots, self._tables, layouts_T),
+                *(directory, memory.logs.directory),
+            )
+        last = int(self._ticks.max(initial=0))
+        memory.tally[TICK] = max(last, base + tick)
 
 
 @compiled
@@ -201,25 +171,24 @@ def _draw_ticks(
     uses_R: Words,
     tables_R: npt.NDArray[np.uint16],
     base: np.uint64,
-    offset: np.uint64,
     ticks_R: Words,
 ) -> None:
-    """Give rows of one request one tick, later requests later ones, all above base.
+    """Give rows of one request one tick, later requests later ones.
 
-    A tick is that of the checkpoint plus the offset, unless several tables share it, as
-    they may when rows come from several servers: in a log, a tick belongs to one arena.
+    A tick is that of the checkpoint, unless several tables share it, as they may when
+    rows come from several servers: in a log, a tick belongs to one arena.
     """
     tick, old, table = base, np.uint64(0), np.uint16(0)
     for r in order:
         of_row = uses_R[r] >> _PLACE_BITS
         if tick == base or of_row != old or tables_R[r] != table:
-            tick = max(tick + np.uint64(1), offset + of_row)
+            tick = max(tick + np.uint64(1), base + of_row)
             old, table = of_row, tables_R[r]
         ticks_R[r] = tick
 
 
 @compiled
-def _add_rows(
+def add_rows(
     ids_N: Words,
     ticks_N: Words,
     keeps_place_N: Bools,
@@ -237,8 +206,25 @@ def _add_rows(
 ) -> None:
     """Write rows into slots; those whose tick is ``NEVER`` are skipped.
 
-    A row that has come with the same or a later use, or that was there and keeps its
-    place in the order, gets the tick ``NEVER``.
+    A row that has come with the same or a later use gets the tick ``NEVER``.
+
+    Args:
+        ids_N: uint64 ``(N,)``.
+        ticks_N: uint64 ``(N,)``; changed.
+        keeps_place_N: bool ``(N,)``: a row that is there keeps its place in the order
+            in which rows leave; the others are touched at once. Or empty: none is
+            touched, and those that are written cannot leave until they are.
+        metadata_N: uint32 ``(N, 4)`` or ``(N, 0)``, as the table keeps it.
+        state_NS: float32 ``(N, S)``.
+        weights_N: the bytes of all weights.
+        slots_N: uint32 ``(N,)``, overwritten.
+        lines: of the index.
+        cursor: of the index.
+        arenas: the directory of arenas.
+        logs: the directory of logs, with room for N touches, if any is to be touched.
+        tally: int64 ``(12,)``, counted up.
+        layout: of the table's rows.
+        capacity: rows that the store may hold; the oldest leave.
     """
     arenas, logs = unowned(arenas), unowned(logs)
     rows = rows_at(arenas, layout)
@@ -261,21 +247,22 @@ def _add_rows(
             slot, before = _find_or_make(
                 ids_N[n], index, rows, cursor, arenas, logs, tally, capacity
             )
-            tick = ticks_N[n]
             slots_N[n] = np.uint32(slot)
-            if before >= tick:
+            if before >= ticks_N[n]:
                 ticks_N[n] = NEVER
             else:
-                if keeps_place_N[n] and before != NEVER:
-                    tick, ticks_N[n] = before, NEVER
                 address, row = rows.base + slot * rows.stride, np.uint64(n)
-                store_word(address + WORD, (rows.owner << OWNER_SHIFT) | tick)
                 metadata = from_metadata + row * metadata_bytes
                 copy_bytes(address + FREQUENCY, metadata, metadata_bytes)
                 state = from_state + row * state_bytes
                 copy_bytes(address + to_state, state, state_bytes)
                 weights = from_weights + row * weight_bytes
                 copy_bytes(address + to_weights, weights, weight_bytes)
+                keeps = len(keeps_place_N) > 0 and keeps_place_N[n] and before != NEVER
+                tick = before if keeps else ticks_N[n]
+                store_word(address + WORD, (rows.owner << OWNER_SHIFT) | tick)
+                if len(keeps_place_N) and not keeps:
+                    _touch(logs, rows, address, slot, tick)
 
 
 @inlined
@@ -304,6 +291,16 @@ def _find_or_make(
     return slot, NEVER
 
 
+@inlined
+def _touch(
+    logs: Words, rows: RowsAt, address: np.uint64, slot: np.uint64, tick: np.uint64
+) -> None:
+    class_ = np.uint64(0)
+    if len(logs) > 1:
+        class_ = class_of(load_half_word(address + FREQUENCY))
+    touch(np.uint64(logs.ctypes.data), class_, rows, address, slot, tick)
+
+
 @compiled
 def _touch_rows(
     order: Places,
@@ -314,15 +311,10 @@ def _touch_rows(
     arenas: Words,
     logs: Words,
 ) -> None:
-    log, num_classes = np.uint64(logs.ctypes.data), len(logs)
     for r in order:
         if ticks_R[r] == NEVER:
             continue
         layout = layouts_T[tables_R[r]]
         rows = rows_at(arenas, layout)
         slot = np.uint64(slots_R[r])
-        address = rows.base + slot * rows.stride
-        class_ = np.uint64(0)
-        if num_classes > 1:
-            class_ = class_of(load_half_word(address + FREQUENCY))
-        touch(log, class_, rows, address, slot, ticks_R[r])
+        _touch(logs, rows, rows.base + slot * rows.stride, slot, ticks_R[r])

@@ -14,7 +14,7 @@ from persia_torchrec.checkpoint.increment_file import (
     read_increment,
     write_increment,
 )
-from persia_torchrec.checkpoint.increment_import import IncrementImport
+from persia_torchrec.checkpoint.increment_import import IncrementImport, OwnChanges
 from persia_torchrec.checkpoint.shard_file import FileTable
 from persia_torchrec.embedding import AdmitFrequency, Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad
@@ -114,10 +114,15 @@ class Journaled:
         return increment
 
 
-def put_in(store, increment, shard=0, num_shards=1, between=lambda: None):
-    moving = IncrementImport(store, increment, shard, num_shards)
+def put_in(store, increment, shard=0, num_shards=1):
+    changes = OwnChanges.of(
+        *(increment, shard, num_shards),
+        capacity_rows=store.capacity_rows,
+        is_lfu=len(store.memory.logs.directory) > 1,
+    )
+    moving = IncrementImport(store, changes, follows=True)
     while moving.advance():
-        between()
+        store.check()
     store.check()
 
 
