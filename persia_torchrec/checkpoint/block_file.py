@@ -1,4 +1,4 @@
-"""Files of blocks with checksums: what shard files and packets of a log share.
+"""Files of blocks with checksums: what shard files and increments share.
 
     offset  size
     0       8     bytes that say what kind of file it is

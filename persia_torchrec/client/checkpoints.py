@@ -262,7 +262,8 @@ class Checkpoints:
                 used later.
             increments: what the servers that dumped it were given as
                 ``incremental_dir``: put on it what has changed after, up to where the
-                last of them ended.
+                training that came last from it ended. A load without it begins such a
+                training.
             timeout_s: seconds that it may take.
 
         Raises:

@@ -47,7 +47,8 @@ The JSON values of an embedding server; what is not named here is null:
                          gradient was not finite}
     reply to COUNTERS    {name: number}
     CHECKPOINT           {"do": "dump", "task": chosen by the client, "folder": path or
-                         URL}, {"do": "check", "task", "folder", "replace": bool}, or
+                         URL}, {"do": "check", "task", "folder", "replace": bool,
+                         "increments": path, URL or null}, or
                          {"do": "load" | "cancel", "task"}
     PROGRESS             {"task"}
     reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,

@@ -1,5 +1,7 @@
 """Increments: a copy that gets them becomes equal to the store that made them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,6 +62,7 @@ class Journaled:
     def __init__(self, eviction="lru", capacity_rows=20):
         self.store = store_of(capacity_rows, eviction, SPECS)
         self.increments = []
+        self.ids_a_part = 3
 
     def begin(self):
         self.store.journal.begin()
@@ -104,7 +107,7 @@ class Journaled:
         pending.add(store.journal.cut())
         increment = Increment(IncrementHead(was_cleared=pending.was_cleared, **head))
         for table, changed in pending.tables.items():
-            for part in changed.parts(3):
+            for part in changed.parts(self.ids_a_part):
                 rows, found = gather_rows(store.memory, table, part.ids)
                 rows.uses[:] = part.uses[found]
                 increment.rows.append((table, rows))
@@ -219,6 +222,78 @@ def test_a_smaller_server_keeps_what_was_used_last():
     assert (
         small.read(0, ids_of(8)).tobytes() == source.store.read(0, ids_of(8)).tobytes()
     )
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_a_full_copy_lets_go_of_what_leaves_while_rows_are_gathered(eviction):
+    source = Journaled(eviction, capacity_rows=2)
+    source.begin()
+    source.ids_a_part = 1
+    for _ in range(5):
+        use(source.store, 0, [100])
+    use(source.store, 0, [2])
+    copy = store_of(2, eviction, SPECS)
+    put_in(copy, source.cut())
+    use(source.store, 0, [100])
+    use(source.store, 0, [3])  # takes the place of 2
+    returning = iter([[2]])  # which takes it back when 3 has been gathered
+    put_in(copy, source.cut(lambda: [use(source.store, 0, i) for i in returning]))
+    put_in(copy, source.cut())
+    assert_same(copy, source.store)
+    assert copy.has(0, ids_of(100))[0] == (eviction == "lfu")
+
+
+def test_an_id_that_a_request_names_twice_was_used_at_its_first_place():
+    source = Journaled()
+    source.begin()
+    use(source.store, 0, [1, 2])
+    copy = copy_of(source.store, specs=SPECS)
+    source.store.journal.cut()
+    use(source.store, 0, [1, 2, 1])
+    put_in(copy, source.cut())
+    assert_same(copy, source.store)
+
+
+def test_settings_of_known_tables_stay():
+    source = Journaled()
+    source.begin()
+    use(source.store, 0, [1])
+    copy = store_of(20, specs=[TableSpec(name="a", dim=4, optimizer=SGD(0.001))])
+    put_in(copy, source.cut())
+    assert copy.tables[0].optimizer == SGD(0.001)
+    assert [spec.name for spec in copy.tables] == [spec.name for spec in SPECS]
+
+
+def test_tables_that_keep_metadata_and_tables_that_do_not_take_each_others_rows():
+    source = Journaled()
+    source.begin()
+    with_metadata = SPECS.index(TABLES[1])
+    use(source.store, with_metadata, [1])
+    use(source.store, 0, [2])
+    increment = source.cut()
+    others = [
+        replace(TABLES[0], keeps_metadata=True),
+        replace(TABLES[1], keeps_metadata=False),
+    ]
+    copy = store_of(20, specs=others)
+    put_in(copy, increment)
+    assert copy.metadata(0, ids_of(2)).frequency.tolist() == [1]
+    for table, id_ in ((0, 2), (1, 1)):
+        rows = [store.read(table, ids_of(id_)) for store in (copy, source.store)]
+        assert rows[0].tobytes() == rows[1].tobytes()
+
+
+def test_a_file_that_is_given_up_is_not_there():
+    folder = Folder("memory://increments-given-up")
+
+    def give_up():
+        with folder.created("one") as file:
+            file.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        give_up()
+    assert folder.names() == []
 
 
 def test_rows_that_have_expired_leave_the_copy_too():

@@ -2,38 +2,44 @@
 
 import contextlib
 import shutil
+import threading
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_file import increment_name
+from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.checkpoint.log_folder import find_logs, increments_in
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.embedding import Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.table import TableSpec
 from tests.processes import wait_until
-from tests.servers import ids_of
+from tests.servers import DEADLINE_S, ids_of
 
 ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
 OTHER = TableSpec(name="other", dim=2, optimizer=SGD(0.5))
+NEVER = Expiry(steps_to_live=1_000_000)
 WRITING = {"incremental_interval_s": 0.02}
 
 
 class Training:
     """A client of servers that write increments, and the rows as they are there."""
 
-    def __init__(self, servers, folder, num_servers=2, **settings):
+    def __init__(self, servers, folder, num_servers=2, specs=(ITEM, OTHER), **settings):
         self.folder = folder
         self.logs = str(folder / "increments")
         self.run = str(folder / "run")
         settings = {**WRITING, "incremental_dir": self.logs, **settings}
         self.running = servers.start(num_servers, **settings)
         self.client = servers.client(self.running)
-        self.client.add_tables([ITEM, OTHER])
+        self.client.add_tables(list(specs))
         self._num_batches = 0
         self._rng = np.random.default_rng(7)
 
@@ -190,6 +196,49 @@ def test_a_missing_increment_is_noticed_and_mended_by_the_next_checkpoint(
     become_equal(client, training)
 
 
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_gap_in_the_log_of_one_server_is_mended(servers, training, shard):
+    training.train(*range(20))
+    training.dump()
+    for _ in range(2):
+        training.train(*range(20))
+        wait_until(lambda: is_quiet(training), "all is written")
+    logs = Folder(training.logs)
+    log = logs.child(find_logs(logs, {})[shard].name)
+    log.remove(increment_name(increments_in(log)[-2]))
+    client = follow(servers, training)
+    wait_until(
+        lambda: client.counters()[0]["following_lost"] == 1, "the gap is noticed"
+    )
+    training.dump()
+    become_equal(client, training)
+    training.train(*range(15))
+    become_equal(client, training)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_read_again_and_again(
+    servers, tmp_path
+):
+    first = Training(servers, tmp_path)
+    first.train(*range(20))
+    first.dump()
+    client = follow(servers, first)
+    for server in first.running:
+        server.stop()
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    second = Training(servers, tmp_path)
+    second.client.checkpoints.load(checkpoint)
+    for path in checkpoint.glob("*.rows"):
+        path.write_bytes(path.read_bytes()[:-3])
+    second.train(5)
+    wait_until(lambda: client.counters()[0]["following_errors"] > 0, "it is noticed")
+    wait_until(lambda: client.counters()[0]["following_lost"] == 1, "it is lost")
+    assert client.counters()[0]["following_reloads"] == 0
+    second.dump()
+    become_equal(client, second)
+    assert client.counters()[0]["following_reloads"] == 1
+
+
 def test_a_damaged_increment_is_not_put_in(servers, training):
     training.train(*range(20))
     training.dump()
@@ -312,6 +361,133 @@ def test_training_goes_on_when_increments_cannot_be_written(
     )
     training.dump()
     become_equal(client, training)
+
+
+def test_a_file_system_that_hangs_holds_nobody_up(servers, tmp_path, monkeypatch):
+    training = Training(
+        servers, tmp_path, 1, incremental_buffer_rows=5, incremental_queue=1
+    )
+    training.dump()
+    hanging, created = threading.Event(), Folder.created
+
+    @contextlib.contextmanager
+    def hangs(folder, name):
+        if name.endswith(".increment"):
+            assert hanging.wait(DEADLINE_S)
+        with created(folder, name) as file:
+            yield file
+
+    monkeypatch.setattr(Folder, "created", hangs)
+    longest_s = 0.0
+    deadline = time.monotonic() + DEADLINE_S
+    while training.total("increment_logs_failed") == 0:
+        began_s = time.monotonic()
+        training.train(*range(10))
+        longest_s = max(longest_s, time.monotonic() - began_s)
+        assert began_s < deadline
+    training.train(*range(30))
+    assert longest_s < 5  # where the log was waited for, it was ten
+    hanging.set()
+
+
+def test_errors_of_any_kind_of_a_file_system_do_not_end_the_training(
+    servers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("persia_torchrec.server.increments._RETRY_S", 0.05)
+    training = Training(servers, tmp_path, 1)
+
+    def fails(folder, name):
+        raise LookupError("no such bucket")
+
+    monkeypatch.setattr(Folder, "created", fails)
+    training.train(1, 2)
+    wait_until(lambda: training.total("increment_logs_failed") >= 3, "logs fail")
+    training.train(1, 2)
+    monkeypatch.undo()
+
+    def is_written():
+        training.train(1)
+        return training.total("increments") > 0
+
+    wait_until(is_written, "a log is written again")
+
+
+def test_what_expires_after_a_load_is_in_the_log(servers, tmp_path, monkeypatch):
+    fill = ShardLoad._fill
+    monkeypatch.setattr(ShardLoad, "_fill", lambda load: (fill(load), time.sleep(0.6)))
+    expiry = Expiry(steps_to_live=3)
+    expiring = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1), expiry=expiry)
+    first = Training(servers, tmp_path, 1, specs=(replace(expiring, expiry=NEVER),))
+    first.train(*range(30))
+    for _ in range(5):
+        first.train(40)
+    first.dump()
+    for server in first.running:
+        server.stop()
+    second = Training(servers, tmp_path, 1, specs=(expiring,))
+    second.client.checkpoints.load(second.run)
+    wait_until(lambda: second.client.num_rows() == [1], "rows expire")
+    client = follow(servers, second)
+    wait_until(lambda: client.num_rows() == [1], "they leave the follower")
+
+
+def test_a_training_without_room_for_all_is_not_followed_from_its_checkpoint(
+    servers, tmp_path
+):
+    first = Training(servers, tmp_path, 1)
+    first.train(*range(40))
+    first.dump()
+    for server in first.running:
+        server.stop()
+    second = Training(servers, tmp_path, 1, capacity_rows=25)
+    second.client.checkpoints.load(second.run)
+    client = follow(servers, second)
+    second.train(1, 2)
+    wait_until(
+        lambda: client.counters()[0]["following_lost"] == 1, "the follower is lost"
+    )
+    second.dump()
+    become_equal(client, second)
+
+
+def test_a_restart_keeps_its_own_settings(servers, tmp_path):
+    first = Training(servers, tmp_path, 1)
+    first.train(*range(20))
+    first.dump()
+    first.train(*range(20))
+    for server in first.running:
+        server.stop()
+    slower = TableSpec(name="item", dim=4, optimizer=Adagrad(0.001))
+    second = Training(servers, tmp_path, 1, specs=(slower, OTHER))
+    second.client.checkpoints.load(second.run, increments=second.logs)
+    assert second.client.num_rows() == [20]
+    before = second.client.read("item", ids_of(1))[:, :4]
+    second.train(1)
+    moved = np.abs(second.client.read("item", ids_of(1))[:, :4] - before)
+    assert 0 < moved.max() < 0.01
+
+
+def test_all_is_written_at_the_end_though_much_waits(servers, tmp_path, monkeypatch):
+    training = Training(
+        servers, tmp_path, 1, incremental_interval_s=0.001, incremental_queue=1
+    )
+    training.dump()
+    created = Folder.created
+
+    @contextlib.contextmanager
+    def slowly(folder, name):
+        time.sleep(0.1)
+        with created(folder, name) as file:
+            yield file
+
+    monkeypatch.setattr(Folder, "created", slowly)
+    for step in range(20):
+        training.train(step)
+    ids = np.arange(60, dtype=np.uint64)
+    expected = training.client.read("item", ids)[:, :4]
+    training.running[0].stop()
+    client = follow(servers, training)
+    assert weights_of(client, "item", 4).tobytes() == expected.tobytes()
 
 
 def test_an_abandoned_batch_changes_followers_too(servers, training):
