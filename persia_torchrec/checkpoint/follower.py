@@ -112,6 +112,7 @@ class Follower:
         self._config = config
         self._created = created
         self._make_store = make_store
+        self._manifests: dict[str, Manifest] = {}
         self._failed: dict[str, float] = {}  # reloads, and when to try them again
         self._sources: list[Source] = []
         self._known: dict[str, LogInfo] = {}
@@ -285,7 +286,9 @@ class Follower:
         now_s = time.monotonic()
         for folder in complete_checkpoints(self._config.run):
             if self._failed.get(folder.url, 0.0) <= now_s:
-                yield folder, Manifest.read(folder)
+                if folder.url not in self._manifests:  # which never change
+                    self._manifests[folder.url] = Manifest.read(folder)
+                yield folder, self._manifests[folder.url]
 
     def _reload(self, start: Start) -> bool:
         """Read a checkpoint into another store; return whether that went well."""
