@@ -24,7 +24,10 @@ START_S = 120.0
 
 def serve(folder, trained, *arguments):
     (folder / "global_config.yml").write_text(
-        "embedding_parameter_server_config: {capacity: 1000}"
+        "embedding_parameter_server_config:\n"
+        "  capacity: 1000\n"
+        "  enable_incremental_update: true\n"
+        f"  incremental_dir: {folder / 'increments'}\n"
     )
     return TorchxJob(
         folder,
@@ -49,6 +52,7 @@ def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained)
     port = free_port()  # and hopefully the next one too
     arguments = ["--checkpoint", str(trained.checkpoint), "--http_port", str(port)]
     arguments += ["--embedding_servers", "2", "--predictors", "2"]
+    arguments += ["--follow_model", "True"]
     with serve(tmp_path, trained, *arguments) as job:
         for number in range(2):
             line = f"ready http://127.0.0.1:{port + number}"
