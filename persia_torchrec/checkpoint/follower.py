@@ -10,6 +10,7 @@ from which it can go on, reads that into a store of its own, and hands the store
 so lookups are answered all the time.
 """
 
+import contextlib
 import logging
 import math
 import queue
@@ -145,6 +146,10 @@ class Follower:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
+        with contextlib.suppress(_EndedError):
+            self._follow()
+
+    def _follow(self) -> None:
         has_caught_up = False
         told = ""
         while not self._ending.is_set():
@@ -152,10 +157,8 @@ class Follower:
             try:
                 has_come = self._look()
                 told = ""
-                if not has_caught_up and not has_come:
-                    has_caught_up = self._tell(CaughtUp())
             except _EndedError:
-                return
+                raise
             except Exception as exc:  # the server lives on with the rows that it has
                 self.num_errors += 1
                 if str(exc) != told:  # once, however often it is looked for
@@ -165,9 +168,9 @@ class Follower:
                         exc_info=not isinstance(exc, PersiaError),
                     )
                 told = str(exc)
-            if not has_caught_up and told:  # as far as that goes
-                has_caught_up = self._tell(CaughtUp())
             if not has_come:
+                if not has_caught_up:  # or as far as that goes
+                    has_caught_up = self._tell(CaughtUp())
                 self._ending.wait(POLL_S)
 
     def _look(self) -> bool:

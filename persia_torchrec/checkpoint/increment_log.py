@@ -164,6 +164,9 @@ class IncrementLog:
     def cancel(self) -> None:
         """Give up what is not written. Nobody has to wait for that."""
         self._cancelled.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()
 
     @property
     def is_over(self) -> bool:

@@ -6,8 +6,9 @@ when the server has nothing else to do. While rows are asked for, that takes a t
 a processor.
 
 When the log cannot be written the training goes on. The log ends, which is counted and
-logged, and some seconds later another begins: whoever follows needs the next checkpoint
-then. A load of a checkpoint ends the log too; the next one can be followed from that.
+logged, and some seconds later another begins, once the first hangs no more: whoever
+follows needs the next checkpoint then. A load of a checkpoint ends the log too; the
+next one can be followed from that.
 """
 
 import logging
@@ -59,6 +60,7 @@ class Increments:
         self._spare_time = SpareTime(_SHARE_IN_USE)
         self._metrics = Metrics()
         self._log: IncrementLog | None = None
+        self._failed: IncrementLog | None = None  # the last one that did
         self._begin_s = float("inf")  # when the next log begins, if there is none
         self._cut_s = 0.0
         self._num_rows = self._num_bytes = 0  # of logs that have ended
@@ -101,7 +103,9 @@ class Increments:
     def work(self) -> None:
         """Do what is due: hand over what has changed, gather some rows."""
         if self._log is None:
-            if time.monotonic() >= self._begin_s:
+            # One thread at most hangs with a file system.
+            is_over = self._failed is None or self._failed.is_over
+            if is_over and time.monotonic() >= self._begin_s:
                 self.resume(Base("unknown"))
             return
         if self._log.error is not None:
@@ -177,6 +181,7 @@ class Increments:
             *(name, exc, _RETRY_S),
         )
         self._metrics.count("increment_logs_failed")
+        self._failed = self._log
         self._end()
         self._begin_s = time.monotonic() + _RETRY_S
 

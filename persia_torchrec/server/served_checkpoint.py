@@ -128,7 +128,6 @@ class ServedCheckpoint:
         kind = header.kind
         if kind in _ALWAYS:
             return
-        self._spare_time.rows_are_asked_for()
         is_training = bool(header.flags & TRAINING)
         if kind not in _WHEN_READY or is_training:
             what = f"{'training ' if is_training else ''}{kind.name}"
@@ -148,6 +147,7 @@ class ServedCheckpoint:
                 f"The server loads {self._folder.url}, {progress:.0%} of it so far. "
                 "Wait until it is ready."
             )
+        self._spare_time.rows_are_asked_for()
 
     def answer(self, kind: Kind, request: object) -> dict[str, object]:
         """Answer what :meth:`admit` has refused."""

@@ -364,6 +364,7 @@ def test_training_goes_on_when_increments_cannot_be_written(
 
 
 def test_a_file_system_that_hangs_holds_nobody_up(servers, tmp_path, monkeypatch):
+    monkeypatch.setattr("persia_torchrec.server.increments._RETRY_S", 0.01)
     training = Training(
         servers, tmp_path, 1, incremental_buffer_rows=5, incremental_queue=1
     )
@@ -387,7 +388,16 @@ def test_a_file_system_that_hangs_holds_nobody_up(servers, tmp_path, monkeypatch
         assert began_s < deadline
     training.train(*range(30))
     assert longest_s < 5  # where the log was waited for, it was ten
+    for _ in range(30):
+        training.train(*range(10))
+    assert training.total("increment_logs_failed") == 1  # no other hangs beside it
     hanging.set()
+
+    def is_written():
+        training.train(1)
+        return training.total("increments") > 0
+
+    wait_until(is_written, "a log is written again")
 
 
 def test_errors_of_any_kind_of_a_file_system_do_not_end_the_training(
