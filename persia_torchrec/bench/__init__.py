@@ -1,1 +1,1 @@
-"""Benchmarks of this package: ``python -m persia_torchrec.bench store`` and others."""
+"""Benchmarks: ``python -m persia_torchrec.bench NAME``."""

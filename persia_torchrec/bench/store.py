@@ -1,48 +1,225 @@
-"""The questions about the store itself: in process, on one core, without a network."""
+"""How fast is the store in process, on one core, and where does the time go?
 
-from collections.abc import Callable
+rates     rows per second that are looked up and updated
+limits    the same beside plain loops that know where each row stands (limits.py)
+eviction  a new row in a full store, next to a hit
+stages    index, gather, copy, recency, arithmetic
+sizes     a hit in a small store and in a large one
+overhead  bytes per row beyond weights and state (limits.py)
+startup   time and memory of a server's start, by its capacity (limits.py)
+"""
 
-from persia_torchrec.bench.eviction import measure_eviction
-from persia_torchrec.bench.limits import measure_limits
-from persia_torchrec.bench.machine import cores, pinned
-from persia_torchrec.bench.overhead import measure_overhead
-from persia_torchrec.bench.rates import measure_rates
-from persia_torchrec.bench.report import Table
-from persia_torchrec.bench.settings import Settings
-from persia_torchrec.bench.sizes import measure_sizes
-from persia_torchrec.bench.stages import measure_stages
-from persia_torchrec.bench.startup import measure_startup
-from persia_torchrec.store.warm_up import warm_up
-from persia_torchrec.wire.memory import keep_freed_memory
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
-STORE_FIGURES: dict[str, Callable[[Settings], list[Table]]] = {
-    "rates": measure_rates,
-    "limits": measure_limits,
-    "eviction": measure_eviction,
-    "stages": measure_stages,
-    "sizes": measure_sizes,
-    "overhead": measure_overhead,
-    "startup": measure_startup,
+import numpy as np
+
+from persia_torchrec.bench import harness, limits
+from persia_torchrec.bench.filled import FilledStore
+from persia_torchrec.bench.harness import RATES, Benchmark, Table, Timings, interleave
+from persia_torchrec.bench.reference import Numbers, ids_of, require
+from persia_torchrec.bench.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
+
+RATES_HEADER = f"{RATES} | of memory copy"
+_SIZES_DIM, _HEADER_BYTES, _CACHED_BYTES, _NO_SLOT = 16, 16, 2**19, 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings(Workload):
+    """What to measure."""
+
+    sizes: Annotated[tuple[int, ...], "rows of the stores compared"] = (10**6, 10**7)
+    capacities: Annotated[tuple[int, ...], "of the servers started"] = (10**3, 10**9)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("sizes", min(self.sizes) >= self.ids, f">= ids ({self.ids})")
+
+
+@harness.per_dim
+def _measure_rates(settings: StoreSettings, dim: int) -> Table:
+    zipf = settings.draw_zipf((settings.num_turns() + 1) * (TURN + 1))
+    filled = FilledStore(settings.table(dim), zipf.num_numbers)
+    copy = MemoryCopy(settings, dim)
+
+    def turn(timings: Timings) -> None:
+        popular = [zipf.requests.pop() for _ in range(TURN + 1)]
+        filled.steady("zipf", popular, timings)
+        copy.turn(timings)
+        uniform = [filled.draw(settings.ids) for _ in range(TURN + 1)]
+        filled.steady("uniform", uniform, timings)
+
+    rows = interleave(turn, settings.num_turns()).rows(lambda _: MEMORY_COPY)
+    question = f"Million unique rows/s, all ids present, {TURN} requests in turn."
+    return Table("rates", question, RATES_HEADER, rows)
+
+
+class Evictions:
+    """A full store, and requests of which some ids are new; each evicts the oldest."""
+
+    def __init__(self, settings: StoreSettings, dim: int) -> None:
+        self._num_ids, self._now = settings.ids, 0
+        num_new = (settings.num_turns() + 1) * (TURN + 1) * 2 * settings.ids
+        self.filled = FilledStore(settings.table(dim), settings.rows, num_new)
+        self._present, self._next_new = np.arange(settings.rows), settings.rows
+        self._last_use = np.zeros(settings.rows + num_new, dtype=np.int64)
+        self._use(self._present)
+        self._copy = MemoryCopy(settings, dim)
+
+    def turn(self, timings: Timings) -> None:
+        """Time requests of each kind, and check which rows were evicted."""
+        num = self._num_ids
+        for kind, num_new in (
+            ("all present", 0),
+            ("half new", num // 2),
+            ("all new", num),
+        ):
+            drawn = [self._draw(num_new) for _ in range(TURN + 1)]
+            self.filled.steady(kind, [numbers for numbers, _ in drawn], timings)
+            oldest = ids_of(np.concatenate([left for _, left in drawn]))
+            kept = int(self.filled.store.has(0, oldest).sum())
+            require("least recently used rows still there", received=kept, expected=0)
+            self._copy.turn(timings)
+
+    def _draw(self, num_new: int) -> tuple[Numbers, Numbers]:
+        """Return the next request, and the rows that it evicts."""
+        new = np.arange(self._next_new, self._next_new + num_new)
+        self._next_new += num_new
+        slots = np.argpartition(self._last_use[self._present], num_new)[:num_new]
+        left, stayed = self._present[slots], np.delete(self._present, slots)
+        self._present[slots] = new
+        rng = self.filled.rng
+        old = rng.choice(stayed, self._num_ids - num_new, replace=False)
+        numbers_N = rng.permutation(np.concatenate([new, old]))
+        # Rows that are there count as used before those that are made.
+        is_new = numbers_N >= self._next_new - num_new
+        self._use(numbers_N[~is_new])
+        self._use(numbers_N[is_new])
+        return numbers_N, left
+
+    def _use(self, numbers_N: Numbers) -> None:
+        self._last_use[numbers_N] = np.arange(self._now, self._now + len(numbers_N))
+        self._now += len(numbers_N)
+
+
+@harness.per_dim
+def _measure_eviction(settings: StoreSettings, dim: int) -> Table:
+    timings = interleave(Evictions(settings, dim).turn, settings.num_turns())
+    hit, new = (timings.ns_per_row(f"all {x} | lookup") for x in ("present", "new"))
+    note = (
+        f"D = {dim}: a hit takes {hit.median:.1f} ns, an insert {new.median:.1f} ns, "
+        f"{new.median / hit.median:.2f} times; {new.mean / hit.mean:.2f} of means."
+    )
+    question = "New rows at a full store, million rows/s; each evicts the oldest row."
+    rows = timings.rows(lambda _: MEMORY_COPY)
+    return Table("eviction", question, RATES_HEADER, rows, [note])
+
+
+_STAGES = {
+    ("lookup", "index"): ["find"],
+    ("lookup", "copy"): ["copy"],
+    ("lookup", "gather"): ["read", "find", "copy"],
+    ("lookup", "recency"): ["lookup", "read"],
+    ("lookup", "all"): ["lookup"],
+    ("update", "arithmetic"): ["cached"],
+    ("update", "rows"): ["update", "cached"],
+    ("update", "all"): ["update"],
+    ("update", "index, without hints"): ["unhinted", "update"],
 }
+"""Requests and their stages: an operation, less the others where there are any."""
 
 
-def run_store(settings: Settings, figures: list[str]) -> tuple[list[Table], str]:
-    """Measure the store.
+@harness.per_dim
+def _measure_stages(settings: StoreSettings, dim: int) -> Table:
+    spec, num = settings.table(dim), settings.ids
+    filled, copy = FilledStore(spec, settings.rows), MemoryCopy(settings, dim)
+    store, rows_ND = filled.store, filled.grads(num)
+    row_bytes = _HEADER_BYTES + 4 * (dim + spec.num_state_floats)
+    cached = FilledStore(spec, max(min(_CACHED_BYTES // row_bytes, num), 1))
+    times = max(num // cached.num_rows, 1)
 
-    Args:
-        settings: see there.
-        figures: of ``STORE_FIGURES``.
+    def turn(timings: Timings) -> None:
+        numbers, others = filled.draw(num), filled.draw(num)
+        ids, other_ids = ids_of(numbers), ids_of(others)
+        seconds, slots = harness.timed(lambda: store.find(0, ids))
+        timings.add("find", num, seconds)
+        require("slots", received=len(set(slots) - {_NO_SLOT}), expected=num)
+        read = partial(store.lookup, 0, other_ids, rows_ND, training=False)
+        seconds, _ = harness.timed(read)
+        timings.add("read", num, seconds)
+        filled.expected.check("read", others, rows_ND)
+        timings.add("copy", num, copy.seconds())
+        for name in ("update", "unhinted"):
+            filled.gives_hints = name == "update"
+            [(lookup_s, update_s)] = filled.run(filled.draw(num))
+            timings.add("lookup", num, lookup_s)
+            timings.add(name, num, update_s)
+        _time_cached(cached, times, timings)
 
-    Returns:
-        The tables, and which cores were used.
+    timings = interleave(turn, settings.repeats)
+    rows = []
+    for (request, name), operations in _STAGES.items():
+        ns, *others = (timings.ns_per_row(operation) for operation in operations)
+        median = ns.median - sum(other.median for other in others)
+        mean = ns.mean - sum(other.mean for other in others)
+        fraction = median / timings.ns_per_row(request).median
+        slowest = None if others else ns.slowest
+        rows.append([request, name, median, fraction, mean, slowest])
+    question = (
+        "Where the time goes, ns per row, uniform ids; differences are of medians."
+    )
+    header = "request | stage | median | fraction | mean | slowest request"
+    return Table("stages", question, header, rows)
 
-    Raises:
-        StoreError: a row is not what it should be, or there is no memory.
-    """
-    warm_up()
-    keep_freed_memory()  # as a server does
-    allowed = cores()
-    core = allowed[-1] if allowed else None
-    with pinned(core):
-        tables = [t for figure in figures for t in STORE_FIGURES[figure](settings)]
-    return tables, "not pinned" if core is None else f"all on core {core}"
+
+def _time_cached(cached: FilledStore, times: int, timings: Timings) -> None:
+    """Update rows that are in the core's cache, again and again in one request."""
+    numbers = np.arange(cached.num_rows)
+    ids, out_ND = np.tile(ids_of(numbers), times), cached.grads(cached.num_rows)
+    slots = cached.store.lookup(0, ids[: len(numbers)], out_ND, training=True)
+    hints, grads = np.tile(slots, times), cached.grads(len(ids))
+    seconds, _ = harness.timed(lambda: cached.store.update(0, ids, grads, hints))
+    timings.add("cached", len(ids), seconds)
+    cached.expected.update(numbers, grads, times)
+    cached.check_update(numbers)
+
+
+def _measure_sizes(settings: StoreSettings) -> list[Table]:
+    spec, sizes = settings.table(_SIZES_DIM), sorted(settings.sizes)
+    stores = {size: FilledStore(spec, size) for size in sizes}
+
+    def turn(timings: Timings) -> None:
+        for size, filled in stores.items():
+            requests = [filled.draw(settings.ids) for _ in range(TURN + 1)]
+            filled.steady(str(size), requests, timings)
+
+    timings = interleave(turn, settings.num_turns())
+    rows = []
+    for operation in ("lookup", "update"):
+        base = timings.ns_per_row(f"{sizes[0]} | {operation}").median
+        for size in sizes:
+            ns = timings.ns_per_row(f"{size} | {operation}")
+            gigabytes = stores[size].store.counters()["bytes"] / 1e9
+            rows.append([size, operation, *ns[:3], ns.median / base, gigabytes])
+    question = f"A hit by the number of rows, ns per row: D = {_SIZES_DIM}, uniform."
+    header = "rows | operation | median | mean | slowest | of the smallest | store, GB"
+    return [Table("sizes", question, header, rows)]
+
+
+BENCHMARK = Benchmark(
+    name="store",
+    normal=StoreSettings(dims=(16, 64, 128)),
+    tiny=StoreSettings.tiny(sizes=(1024, 4096), capacities=(1000, 10**6)),
+    figures={
+        "rates": _measure_rates,
+        "limits": lambda s: [*limits.measure_limits(s), limits.measure_memory(s)],
+        "eviction": _measure_eviction,
+        "stages": _measure_stages,
+        "sizes": _measure_sizes,
+        "overhead": limits.measure_overhead,
+        "startup": lambda s: limits.measure_startup(s, s.capacities),
+    },
+    core=-1,
+    only_for={"sizes": "sizes", "capacities": "startup"},
+)

@@ -1,154 +1,276 @@
-"""Does a model train as fast on the servers as with its tables in this process?
+"""Does a model train as fast on a server as with its tables in this process?
 
-    python -m persia_torchrec.bench training --json training.json
-
-TorchRec's DLRM trains on the same batches in plain TorchRec, whose tables are in this
-process, and on server processes. All of it shares the cores of this machine: the
-servers, the threads that pull and push, and torch's own. The models take turns, some
-steps each, so that the same moments of the machine are compared.
-
-The servers begin with plain TorchRec's rows. Before anything is timed, the losses of
-the first steps must agree at staleness 0; in the end no gradient may have missed its
-row.
+TorchRec's DLRM trains on the same batches in plain TorchRec and on server processes,
+all on the cores of this machine, some steps each in turn. The servers begin with plain
+TorchRec's rows; at staleness 0 the first losses must agree, and in the end no gradient
+may have missed its row.
 """
 
-import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle, islice
+from statistics import median
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from persia_torchrec.bench.machine import cores
-from persia_torchrec.bench.report import Cell, Table
-from persia_torchrec.bench.run_report import RunReport, exit_status_of
-from persia_torchrec.bench.training_batches import draw_batches, ids_by_table
-from persia_torchrec.bench.training_settings import (
-    DENSE_LAYERS,
-    NUM_DENSE,
-    NUM_TABLES,
-    OVER_LAYERS,
-    ZIPF_EXPONENT,
-    TrainingSettings,
-)
-from persia_torchrec.bench.training_turns import measure_dim
+from persia_torchrec.bench import harness
+from persia_torchrec.bench.harness import Benchmark, Settings, Table
+from persia_torchrec.bench.reference import Numbers, chunks, require, scattered
+from persia_torchrec.bench.workload import zipf_ranks
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import StoreError
+from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
 
-_NORMAL = TrainingSettings()
-_TINY = TrainingSettings(
-    dims=(4,),
-    rows=(2048, 4096),
-    table_rows=100,
-    batch_size=32,
-    batches=3,
-    steps=4,
-    repeats=2,
-    checked_steps=3,
-)
-_COLUMNS = {
-    "dim": "D",
-    "model": "model",
-    "rows": "rows on the server",
-    "median": "samples/s, median",
-    "slowest": "slowest",
-    "fastest": "fastest",
-    "relative": "of plain TorchRec's",
-    "step_ms": "ms a step, median",
-    "trainer_ms": "processor ms a step: trainer",
-    "server_ms": "server",
-}
+TABLES = tuple(f"table{f}" for f in range(26))
+"""Names of the tables, and of their features, one id each."""
+
+_NUM_DENSE, _RATE, _EPS = 13, 0.05, 1e-8
+_CPU = torch.device("cpu")
+_NUM_WARM_STEPS, _CHECKED_STEPS = 2, 5
+_LOST = dict.fromkeys(("gradients_missed", "gradients_refused", "evictions"), 0)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; return the process's exit status.
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(Settings):
+    """What to measure: all of ``rows`` with the first dim, the first with others."""
 
-    Args:
-        argv: the command line, behind the benchmark's name.
-    """
-    arguments = _parser().parse_args(argv)
-    return exit_status_of(lambda: _run(arguments, argv))
+    dims: Annotated[tuple[int, ...], "embedding dims, multiples of 4"] = (16, 64)
+    rows: Annotated[tuple[int, ...], "rows on the servers"] = (10**6, 10**7, 5 * 10**7)
+    staleness: Annotated[tuple[int, ...], "bounds; the last with more rows"] = (0, 8)
+    table_rows: Annotated[int, "rows per table of plain TorchRec"] = 1_000_000
+    batch_size: Annotated[int, "samples per batch"] = 4096
+    batches: Annotated[int, "different batches, used again and again"] = 32
+    steps: Annotated[int, "steps timed together"] = 16
+    repeats: Annotated[int, "turns of each model; the median counts"] = 7
 
-
-def _run(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
-    settings = _settings(arguments)
-    report = RunReport(["training", *argv])
-    with _one_process_group():
-        tables = measure_training(settings)
-    used = f"{len(cores()) or 'all'}, shared by everything"
-    report.add("training", tables, used, asdict(settings))
-    report.finish(arguments.json)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("dims", all(d % 4 == 0 for d in self.dims), "multiples of 4")
 
 
-def measure_training(settings: TrainingSettings) -> list[Table]:
-    """Train on plain TorchRec and on servers, in turn.
+def draw_batches(settings: TrainingSettings) -> list[Batch]:
+    """Draw the batches, always the same: Zipf ids, and labels that follow from them."""
+    rng, batches = np.random.default_rng(20_235), []
+    num, num_rows = settings.batch_size, settings.table_rows
+    for _ in range(settings.batches):
+        ranks = zipf_ranks(rng, num_rows, len(TABLES) * num)
+        dense = rng.standard_normal((num, _NUM_DENSE), dtype=np.float32)
+        is_even = (ranks.reshape(-1, num) % 2 == 0).sum(axis=0)
+        logits = dense[:, 0] + 0.5 * (is_even - is_even.mean())
+        labels = (logits + rng.logistic(size=num) > 0).astype(np.float32)
+        # Popular ids stand anywhere in a table, as they do after hashing.
+        values = torch.from_numpy(scattered(ranks, num_rows))
+        lengths = torch.ones(len(values), dtype=torch.int32)
+        features = KeyedJaggedTensor(list(TABLES), values, lengths=lengths)
+        tensors = torch.from_numpy(dense), features, torch.from_numpy(labels)
+        batches.append(Batch(*tensors))
+    return batches
 
-    A process group must be there, of this process alone.
 
-    Raises:
-        StoreError: a model on the servers computes something else than plain TorchRec.
-        ServerError: a server does not start, fails, or does not answer.
-    """
-    batches = draw_batches(settings)
-    rows: list[dict[str, Cell]] = []
-    for dim in settings.dims:
-        rows += measure_dim(settings, dim, batches)
-    num_unique = sum(map(len, ids_by_table(batches[:1])))
-    layers = "-".join(map(str, DENSE_LAYERS))
-    question = (
-        f"DLRM, {NUM_DENSE} dense features, MLPs {layers}-D and "
-        f"{'-'.join(map(str, OVER_LAYERS))}, batch {settings.batch_size}, {NUM_TABLES} "
-        f"tables, Zipf {ZIPF_EXPONENT} over {settings.table_rows} ids each (about "
-        f"{num_unique} unique a batch), rowwise Adagrad."
-    )
-    notes = [
-        f"plain TorchRec: in this process, {settings.table_rows} rows a table, "
-        "fbgemm's fused rowwise Adagrad.",
-        "on the server: one server process, on the same cores. With a staleness of 2 "
-        "or more, TrainPipelineSparseDist begins the lookup of a batch a step ahead.",
-        f"Turns of {settings.steps} steps, {settings.repeats} of each model, to the "
-        f"acknowledgement of the last update; torch with {torch.get_num_threads()} "
-        "threads. processor ms: of all threads of the process.",
+def ids_by_table(batches: Sequence[Batch]) -> list[Numbers]:
+    """Return the ids that occur in the batches, int64, ascending, for each table."""
+    ids = [b.sparse_features.values().numpy().reshape(len(TABLES), -1) for b in batches]
+    return [np.unique(of_table) for of_table in np.concatenate(ids, axis=1)]
+
+
+class Server(NamedTuple):
+    """A server process, a client of it, its capacity, and the bound of a model."""
+
+    client: EmbeddingClient
+    pid: int
+    num_rows: int
+    staleness: int
+
+
+class Arm:
+    """DLRM in plain TorchRec, or on a server: from staleness 2 on, a step ahead."""
+
+    def __init__(self, settings: TrainingSettings, dim: int, at: Server | None) -> None:
+        self.server, self._turns = at, list[Sequence[float]]()
+        self._pipeline: Any = None
+        self.flush: Callable[[], None] = lambda: None
+        if at is None:
+            rowwise = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+            params = {"optimizer": rowwise, "learning_rate": _RATE, "eps": _EPS}
+            plain = EmbeddingBagCollectionSharder(fused_params=params)
+            self.model = _dlrm(settings, dim, plain)
+        else:
+            adagrad = Adagrad(_RATE, 0, eps=_EPS, vectorwise_shared=True)
+            sharder = RemoteEmbeddingBagCollectionSharder
+            remote = sharder(at.client, adagrad, at.staleness)
+            self.model, self.flush = _dlrm(settings, dim, remote), remote.flush
+            self.close = remote.close
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self._optimizer = torch.optim.SGD(dense.values(), _RATE)
+        if at is not None and at.staleness >= 2:
+            self._pipeline = TrainPipelineSparseDist(self.model, self._optimizer, _CPU)
+
+    def train(self, batches: Sequence[Batch]) -> list[float]:
+        """Take a step per batch; return the losses when every update is applied."""
+        rest = iter(batches)
+        if self._pipeline is None:
+            losses = [self._step(batch) for batch in rest]
+        else:
+            losses = [float(self._pipeline.progress(rest)[0]) for _ in batches]
+        self.flush()
+        return losses
+
+    def _step(self, batch: Batch) -> float:
+        self._optimizer.zero_grad()
+        loss, _ = self.model(batch)
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach())
+
+    def take_turn(self, batches: Sequence[Batch]) -> None:
+        """Time some steps, after two that are not timed."""
+        self.train(batches[:_NUM_WARM_STEPS])
+        start = self._seconds()
+        self.train(batches[_NUM_WARM_STEPS:])
+        self._turns.append(np.subtract(self._seconds(), start).tolist())
+
+    def _seconds(self) -> tuple[float, float, float]:
+        server_s = harness.cpu_seconds(self.server.pid) if self.server else 0.0
+        return time.perf_counter(), time.process_time(), server_s
+
+    def rates(self, settings: TrainingSettings) -> list[float]:
+        """Return the samples per second of each turn."""
+        return [settings.steps * settings.batch_size / turn[0] for turn in self._turns]
+
+    def row(self, settings: TrainingSettings, base: float) -> list[object]:
+        """Return the row of the table, relative to the median rate of another model."""
+        rates, middle = self.rates(settings), median(self.rates(settings))
+        ms = [1e3 * median(t) / settings.steps for t in zip(*self._turns, strict=True)]
+        cells = [middle, min(rates), max(rates), middle / base, *ms]
+        if self.server is None:
+            return ["plain TorchRec", None, *cells[:-1], None]
+        name = f"on the server, staleness {self.server.staleness}"
+        return [name, self.server.num_rows, *cells]
+
+
+def _dlrm(
+    settings: TrainingSettings, dim: int, sharder: ModuleSharder[EmbeddingBagCollection]
+) -> DistributedModelParallel:
+    """Return DLRM, sharded, its first dense weights always the same."""
+    torch.manual_seed(20_236)
+    num, meta = settings.table_rows, torch.device("meta")
+    tables = [
+        EmbeddingBagConfig(num, dim, name, feature_names=[name]) for name in TABLES
     ]
-    return [Table("training", question, _COLUMNS, rows, notes)]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m persia_torchrec.bench training",
-        description="Train DLRM in plain TorchRec and on servers, in turn.",
+    dlrm = DLRM(
+        EmbeddingBagCollection(tables=tables, device=meta),
+        dense_in_features=_NUM_DENSE,
+        dense_arch_layer_sizes=[512, 256, dim],
+        over_arch_layer_sizes=[512, 512, 256, 1],
+        dense_device=_CPU,
     )
-    add = parser.add_argument
-    base = _NORMAL
-    add("--dims", type=int, nargs="+", help=f"embedding dims {list(base.dims)}")
-    rows = f"rows on the servers, all of them with the first dim {list(base.rows)}"
-    add("--rows", type=int, nargs="+", help=rows)
-    staleness = f"bounds; the last with more rows {list(base.staleness)}"
-    add("--staleness", type=int, nargs="+", help=staleness)
-    add("--table-rows", type=int, help=f"rows a table [{base.table_rows}]")
-    add("--batch-size", type=int, help=f"samples a batch [{base.batch_size}]")
-    add("--steps", type=int, help=f"steps timed together [{base.steps}]")
-    add("--repeats", type=int, help=f"the median counts [{base.repeats}]")
-    add("--json", type=Path, help="file for all figures")
-    add("--tiny", action="store_true", help="small numbers, to see that it works")
-    return parser
+    topology, model = Topology(world_size=1, compute_device="cpu"), DLRMTrain(dlrm)
+    is_plain = isinstance(sharder, EmbeddingBagCollectionSharder)
+    fused = dict.fromkeys(TABLES, ParameterConstraints(["table_wise"], ["fused"]))
+    constraints = fused if is_plain else None
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    plan = planner.plan(model, [sharder])
+    return DistributedModelParallel(model, sharders=[sharder], plan=plan, device=_CPU)
 
 
-def _settings(arguments: argparse.Namespace) -> TrainingSettings:
-    many = ("dims", "rows", "staleness")
-    one = ("table_rows", "batch_size", "steps", "repeats")
-    given = {name: getattr(arguments, name) for name in (*many, *one)}
-    given = {k: tuple(v) if k in many and v else v for k, v in given.items()}
-    base = _TINY if arguments.tiny else _NORMAL
-    return replace(base, **{k: v for k, v in given.items() if v is not None})
+def _start_servers(
+    settings: TrainingSettings, dim: int, num_ids: int, stack: ExitStack
+) -> Iterator[Arm]:
+    """Start a server for each number of rows; yield the models on it."""
+    for rows in settings.rows if dim == settings.dims[0] else settings.rows[:1]:
+        num_rows, is_first = max(rows, num_ids), rows == settings.rows[0]
+        cluster = stack.enter_context(EmbeddingCluster.local(1, num_rows))
+        client, pid = (
+            EmbeddingClient.connect(cluster.addresses),
+            cluster.processes[0].pid,
+        )
+        stack.callback(client.close)
+        for staleness in settings.staleness if is_first else settings.staleness[-1:]:
+            arm = Arm(settings, dim, Server(client, pid, num_rows, staleness))
+            stack.callback(arm.close)
+            yield arm
 
 
-@contextmanager
-def _one_process_group() -> Iterator[None]:
-    """Be the only trainer, as ``DistributedModelParallel`` wants to know."""
+def fill(server: Server, plain: Arm, ids: list[Numbers]) -> None:
+    """Write plain TorchRec's rows of ids, and other rows until the server is full."""
+    rng = np.random.default_rng(20_237)
+    ends = np.linspace(0, server.num_rows - sum(map(len, ids)), len(TABLES) + 1)
+    for name, ids_N, num in zip(TABLES, ids, np.diff(ends.astype(int)), strict=True):
+        path = f"model.sparse_arch.embedding_bag_collection.embedding_bags.{name}"
+        [shard] = plain.model.state_dict()[f"{path}.weight"].local_shards()
+        weights = shard.tensor.numpy()
+        others_N = np.arange(len(weights), len(weights) + num)
+        # Mixed, so that the rows of the batches lie among all others.
+        all_N = rng.permutation(np.concatenate([ids_N, others_N]))
+        for some_N in (all_N[some] for some in chunks(len(all_N))):
+            rows_ND = weights[np.minimum(some_N, len(weights) - 1)]
+            server.client.write(name, some_N.view(np.uint64), rows_ND)
+
+
+@harness.per_dim
+def measure(settings: TrainingSettings, dim: int) -> Table:
+    """Train on plain TorchRec and on servers, in turn."""
+    batches, rows = draw_batches(settings), []
+    ids, first = ids_by_table(batches), batches[:_CHECKED_STEPS]
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, not in __all__
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with ExitStack() as stack:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+        stack.callback(dist.destroy_process_group)
+        plain = Arm(settings, dim, None)
+        remote = list(_start_servers(settings, dim, sum(map(len, ids)), stack))
+        for server in {
+            arm.server.pid: arm.server for arm in remote if arm.server
+        }.values():
+            fill(server, plain, ids)
+        expected = plain.train(first)
+        for arm in remote:
+            if arm.server and arm.server.staleness == 0:
+                losses = arm.train(first)
+                text = f"Plain TorchRec's losses are {expected}. Received: {losses}."
+                if not np.allclose(losses, expected, rtol=1e-5, atol=0):
+                    raise StoreError(text)
+        endless = cycle(batches)
+        for _ in range(settings.repeats):
+            turn = list(islice(endless, settings.steps + _NUM_WARM_STEPS))
+            for arm in (plain, *remote):
+                arm.take_turn(turn)
+        for arm in (plain, *remote):
+            counters = arm.server.client.counters()[0] if arm.server else {}
+            lost = {name: counters.get(name, 0) for name in _LOST}
+            require("gradients that missed a row", received=lost, expected=_LOST)
+            rows.append(arm.row(settings, median(plain.rates(settings))))
+    question = (
+        f"DLRM, {len(TABLES)} tables; torch with {torch.get_num_threads()} threads."
+    )
+    header = (
+        "model | rows on the server | samples/s, median | slowest | fastest | of plain"
+    )
+    header += " TorchRec's | ms per step, median | trainer's processor ms | server's"
+    return Table("training", question, header, rows)
+
+
+BENCHMARK = Benchmark(
+    name="training",
+    normal=TrainingSettings(),
+    tiny=TrainingSettings(
+        dims=(4,), rows=(2048, 4096), table_rows=99, batch_size=32, steps=4, repeats=2
+    ),
+    figures={"training": measure},
+)

@@ -1,39 +1,253 @@
-"""The questions about a server over the loopback interface: one client, a core each."""
+"""How fast is one server over loopback, with a core for it and one for the client?
 
-from collections.abc import Callable
+rates   rows per second that are looked up and updated: one request after the other,
+        and several in flight, as a trainer with staleness has them
+stages  where the time of a request goes: client, server by stage, send
+redis   the same next to Redis (--redis PROGRAM): a row with its state is a value; a
+        trainer fetches values (MGET), applies the optimizer, and stores them
+        (MSET). Ids in flight all differ: Redis would lose updates of shared ones.
+"""
 
-from persia_torchrec.bench.filled_server import server_and_client_cores
-from persia_torchrec.bench.redis import measure_redis
-from persia_torchrec.bench.report import Table
-from persia_torchrec.bench.settings import Settings
-from persia_torchrec.bench.wire_rates import measure_wire_rates
-from persia_torchrec.bench.wire_stages import measure_wire_stages
-from persia_torchrec.wire.memory import keep_freed_memory
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any, TypeVar
 
-WIRE_FIGURES: dict[str, Callable[[Settings], list[Table]]] = {
-    "rates": measure_wire_rates,
-    "stages": measure_wire_stages,
-    "redis": measure_redis,
-}
+import numpy as np
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from persia_torchrec.bench import harness
+from persia_torchrec.bench.filled import IN_FLIGHT, Filled, FilledServer, filled_server
+from persia_torchrec.bench.harness import RATES, Benchmark, Table, Timings, interleave
+from persia_torchrec.bench.reference import Numbers, ids_of, require
+from persia_torchrec.bench.store import RATES_HEADER
+from persia_torchrec.bench.workload import MEMORY_COPY, MemoryCopy, Workload
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import ConfigError, ServerError
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.ports import free_port
+from persia_torchrec.wire.precision import Floats
+
+T = TypeVar("T")
+Sample = dict[str, float]
 
 
-def run_wire(settings: Settings, figures: list[str]) -> tuple[list[Table], str]:
-    """Measure a server.
+_STAGES = ("receive", "decode", "lookup", "update", "encode", "send", "sweep", "other")
+"""The server's counters ``receive_us`` and so on hold microseconds."""
 
-    Args:
-        settings: see there.
-        figures: of ``WIRE_FIGURES``.
+_PERSIA = {8: {"lookup": 1.27, "update": 1.32}, 64: {"lookup": 1.04, "update": 0.61}}
+"""Million rows per second of the original PERSIA's server, by dim: training lookup and
+Adagrad update, one server and one connection on two shared cores."""
 
-    Returns:
-        The tables, and which cores were used.
+_STREAM = f"lookup + update, {IN_FLIGHT} in flight"
+_PULLS = f"lookup alone, {IN_FLIGHT} in flight"
+_OURS, _THEIRS = "ours: lookup + update", "Redis: MGET, NumPy, MSET"
+_TIMEOUT_S = 30.0
 
-    Raises:
-        StoreError: a row is not what it should be.
-        ServerError: a server does not start, fails, or does not answer.
-    """
-    keep_freed_memory()  # as servers and workers do
-    tables = [t for figure in figures for t in WIRE_FIGURES[figure](settings)]
-    server_core, client_core = server_and_client_cores()
-    if server_core is None:
-        return tables, "not pinned"
-    return tables, f"server on core {server_core}, client on core {client_core}"
+
+@dataclass(frozen=True, kw_only=True)
+class WireSettings(Workload):
+    """What to measure."""
+
+    in_flight_batches: Annotated[int, "batches of a stream"] = 12
+    redis: Annotated[Path | None, "program of a Redis server"] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = (1 + self.in_flight_batches) * self.ids
+        self.require("rows", self.rows >= least, f">= {least}, all ids in flight")
+
+
+@harness.per_dim
+def _rates(settings: WireSettings, dim: int) -> Table:
+    num, ids, copy = settings.in_flight_batches, settings.ids, MemoryCopy(settings, dim)
+    zipf = settings.draw_zipf(settings.repeats + 1 + num)
+
+    def turn(timings: Timings) -> None:
+        # The same batches in flight again and again: they need not be new ones.
+        draws: dict[str, Callable[[], list[Numbers]]] = {
+            "zipf": lambda: [zipf.requests.pop(), *zipf.requests[:num]],
+            "uniform": lambda: np.split(server.draw((1 + num) * ids), 1 + num),
+        }
+        for kind, draw in draws.items():
+            one, *many = draw()
+            timings.add(MEMORY_COPY, ids, copy.seconds())
+            timings.add_both(kind, len(one), server.run(one)[0])
+            num_rows = sum(map(len, many))
+            timings.add(f"{kind} | {_STREAM}", num_rows, server.stream(many))
+            timings.add(f"{kind} | {_PULLS}", num_rows, server.pull_at_once(many))
+
+    with filled_server(settings.table(dim), zipf.num_numbers) as server:
+        timings = interleave(turn, settings.repeats)
+    notes = []
+    for name, rate in _PERSIA.get(dim, {}).items() if settings.ids >= 20_000 else ():
+        times = timings.rate(f"uniform | {name}").median / rate
+        text = f"The original PERSIA (D = {dim}, Adagrad, 2 cores): {name} {rate} "
+        notes.append(f"{text}million rows/s; ours, uniform: {times:.1f} times that.")
+    question = "One server and one client over loopback, million unique rows/s."
+    rows = timings.rows(lambda _: MEMORY_COPY)
+    return Table("rates", question, RATES_HEADER, rows, notes)
+
+
+@harness.per_dim
+def _stages(settings: WireSettings, dim: int) -> Table:
+    copy, samples = MemoryCopy(settings, dim), list[tuple[Sample, Sample]]()
+    with filled_server(settings.table(dim), settings.rows) as server:
+        for _ in range(settings.repeats + 1):
+            staged = partial(_staged, server, copy)
+            samples += server.run(server.draw(settings.ids), timer=staged)
+    rows = []
+    # The first request touches new memory.
+    kinds = dict(zip(("lookup", "update"), zip(*samples[1:], strict=True), strict=True))
+    for kind, taken in kinds.items():
+        total_ms = 1e3 * sum(sample["all"] for sample in taken)
+        for stage in taken[0]:
+            ms = [1e3 * sample[stage] for sample in taken]
+            if any(ms):
+                times = mean(ms), sum(ms) / total_ms, median(ms), max(ms)
+                rows.append([kind, stage, *times])
+    question = "Where the time of a request over loopback goes, ms; uniform ids."
+    header = "request | stage | mean | fraction | median | longest"
+    return Table("stages", question, header, rows)
+
+
+def _staged(
+    server: FilledServer, copy: MemoryCopy, request: Callable[[], T]
+) -> tuple[Sample, T]:
+    """Make a request; return its seconds by stage, and its result."""
+    copy_s, idle = copy.seconds(), server.client.counters()[0]
+    before = server.client.counters()[0]
+    server_s, client_s = harness.cpu_seconds(server.pid), time.process_time()
+    all_s, result = harness.timed(request)
+    client_s = time.process_time() - client_s
+    server_s = harness.cpu_seconds(server.pid) - server_s
+    seconds = {"all": all_s, "client": client_s, "server": server_s}
+    after = server.client.counters()[0]
+    for stage in _STAGES:
+        first, second, third = (c.get(f"{stage}_us", 0) for c in (idle, before, after))
+        seconds[f"server: {stage}"] = (third - 2 * second + first) / 1e6
+    neither = all_s - client_s - server_s
+    return seconds | {"neither": neither, "copy": copy_s}, result
+
+
+class FilledRedis(Filled):
+    """Rows in Redis, each with its state one value, which the client steps."""
+
+    def __init__(self, spec: TableSpec, num_rows: int, port: int) -> None:
+        retry = Retry(ConstantBackoff(0.05), int(_TIMEOUT_S / 0.05))
+        self.client = redis.Redis(port=port, socket_timeout=_TIMEOUT_S, retry=retry)
+        self.step_s = 0.0
+        super().__init__(spec, num_rows)
+
+    def _write(self, ids_N: Ids, rows_NW: Floats) -> None:
+        values = rows_NW.view(f"V{rows_NW.shape[1] * 4}").ravel().tolist()
+        self.client.mset(dict(zip(ids_N.view("V8").tolist(), values, strict=True)))
+
+    def _read(self, ids_N: Ids) -> Floats:
+        values: Any = self.client.mget(ids_N.view("V8").tolist())
+        require("missing keys", received=values.count(None), expected=0)
+        rows: Floats = np.frombuffer(b"".join(values), np.float32)
+        return rows.reshape(len(ids_N), -1)
+
+    def _look_up(self, ids_N: Ids) -> Floats:
+        self._rows_NW = self._read(ids_N)
+        return self._rows_NW
+
+    def _update(self, ids_N: Ids, grads_ND: Floats) -> None:
+        self.step_s, rows_NW = harness.timed(
+            lambda: self._stepped(self._rows_NW, grads_ND)
+        )
+        self._write(ids_N, rows_NW)
+
+    def stream(self, requests: Sequence[Numbers]) -> float:
+        """Do both, several at once, no id in two requests; return the seconds."""
+        ids, grads = map(ids_of, requests), [self.grads(len(n)) for n in requests]
+
+        def take(ids_N: Ids, grads_ND: Floats) -> None:
+            self._write(ids_N, self._stepped(self._read(ids_N), grads_ND))
+
+        with ThreadPoolExecutor(IN_FLIGHT) as threads:
+            seconds, _ = harness.timed(lambda: list(threads.map(take, ids, grads)))
+        for numbers_N, grads_ND in zip(requests, grads, strict=True):
+            self.expected.update(numbers_N, grads_ND)
+            self.check_update(numbers_N)
+        return seconds
+
+    def _stepped(self, rows_NW: Floats, grads_ND: Floats) -> Floats:
+        """Adagrad in single precision, as a trainer would do it."""
+        optimizer, dim = self.spec.optimizer, self.spec.dim
+        assert isinstance(optimizer, Adagrad)
+        state_ND = rows_NW[:, dim:] + grads_ND * grads_ND
+        step_ND = grads_ND / (np.sqrt(state_ND) + np.float32(optimizer.eps))
+        weights_ND = rows_NW[:, :dim] - np.float32(optimizer.lr) * step_ND
+        return np.concatenate([weights_ND, state_ND], axis=1)
+
+
+@contextmanager
+def redis_server(settings: WireSettings) -> Iterator[int]:
+    """Start a Redis server on the loopback interface; yield its port."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--bind", "127.0.0.1", "--save", "", "--dir", folder, "--port"]
+        command = [str(settings.redis), *options, str(port)]
+        with harness.pinned(0):
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            yield port
+        except redis.RedisError as exc:
+            raise ServerError(str(exc), server=f"Redis on port {port}") from exc
+        finally:
+            process.terminate()
+            process.wait(_TIMEOUT_S)
+
+
+@harness.per_dim
+def _redis(settings: WireSettings, dim: int) -> Table:
+    if settings.redis is None or settings.optimizer != "adagrad":
+        raise ConfigError(
+            "The figure 'redis' needs --redis PROGRAM and the optimizer adagrad. "
+            f"Received: {settings.redis} and {settings.optimizer}."
+        )
+    spec, zipf = settings.table(dim), settings.draw_zipf(settings.repeats + 1)
+    num, ids = settings.in_flight_batches, settings.ids
+
+    def turn(timings: Timings) -> None:
+        for kind, one in (("zipf", zipf.requests.pop()), ("uniform", ours.draw(ids))):
+            ours_s, theirs_s = (sum(filled.run(one)[0]) for filled in (ours, theirs))
+            timings.add(f"{kind} | {_OURS}", len(one), ours_s)
+            moved_s = theirs_s - theirs.step_s
+            timings.add(f"{kind} | Redis: MGET + MSET alone", len(one), moved_s)
+            timings.add(f"{kind} | {_THEIRS}", len(one), theirs_s)
+        many = np.split(ours.draw(num * ids), num)
+        timings.add(f"in flight | {_OURS}", num * ids, ours.stream(many))
+        timings.add(f"in flight | {_THEIRS}", num * ids, theirs.stream(many))
+
+    with filled_server(spec, zipf.num_numbers) as ours, redis_server(settings) as port:
+        theirs = FilledRedis(spec, zipf.num_numbers, port)
+        with closing(theirs.client) as client:
+            timings = interleave(turn, settings.repeats)
+            version = client.info("server")["redis_version"]
+    rows = timings.rows(lambda key: f"{key.split(' | ')[0]} | {_OURS}")
+    question = "Against Redis, the same rows in the same run, million unique rows/s."
+    notes = [f"Redis {version}, no persistence; redis-py with hiredis."]
+    header = f"{RATES} | of ours"
+    return Table("redis", question, header, rows, notes)
+
+
+BENCHMARK = Benchmark(
+    name="wire",
+    normal=WireSettings(repeats=11),
+    tiny=WireSettings.tiny(in_flight_batches=6),
+    figures={"rates": _rates, "stages": _stages, "redis": _redis},
+    only_for={"redis": "redis"},
+)

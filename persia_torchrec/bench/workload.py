@@ -1,127 +1,121 @@
-"""What the benchmarks do to rows: which ids, with which weights.
+"""Which requests a benchmark makes: rows, dims, Zipf-distributed ids, a memory copy.
 
-Every id has a number, counted from 0; a fixed mixing of the number's bits is the id.
-So ids are spread over all 64 bits, no two numbers give the same one, and whoever knows
-the number knows the row: its weights are made from the id, so that a row that is not
-the one asked for is noticed.
-
-Dimension key:
-    L: ids of a batch, repeats included
-    N: ids of one request, without repeats
-    D: embedding dim
+A batch of 4096 samples with 26 features has 106,496 ids, Zipf 1.2 over 10 million, of
+which about 20,480 are unique; uniform requests have as many, which no cache helps.
 """
 
+import time
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from persia_torchrec.bench.settings import ZIPF_EXPONENT, Settings
+from persia_torchrec.bench.harness import Settings, Timings
+from persia_torchrec.bench.reference import Numbers, scattered, table_of
 from persia_torchrec.routing.dedup import unique_ids
-from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.wire.precision import Floats
+from persia_torchrec.table import TableSpec
 
-Numbers = npt.NDArray[np.int64]
+TURN = 5
+"""Requests of one kind to a store that follow one another, and are timed."""
 
-_MUL_A = np.uint64(0xFF51AFD7ED558CCD)
-_MUL_B = np.uint64(0xC4CEB9FE1A85EC53)
-_ONE = np.uint64(1)
-_S33 = np.uint64(33)
-_S41 = np.uint64(41)
+ZIPF_EXPONENT = 1.2
 
-_STEP = 2_654_435_761
-"""A prime above every number of rows: its multiples modulo that number come once."""
+MEMORY_COPY = "- | memory copy"
+
+_COPY_SOURCE_BYTES = 2**28
 
 
-def ids_of(numbers_N: Numbers) -> Ids:
-    """Return the ids of numbers.
+@dataclass(frozen=True, kw_only=True)
+class ZipfLoad(Settings):
+    """Which rows there are, and how Zipf batches ask for them."""
 
-    Args:
-        numbers_N: int64 ``(N,)``, none negative.
+    rows: Annotated[int, "rows before anything is timed"] = 1_000_000
+    zipf_draws: Annotated[int, "ids of a Zipf batch, repeats included"] = 106_496
+    zipf_range: Annotated[int, "ids that Zipf batches draw from"] = 10_000_000
 
-    Returns:
-        uint64 ``(N,)``; different numbers have different ids.
-    """
-    ids_N = numbers_N.astype(np.uint64)
-    ids_N = (ids_N ^ (ids_N >> _S33)) * _MUL_A  # each step can be undone
-    ids_N = (ids_N ^ (ids_N >> _S33)) * _MUL_B
-    return ids_N ^ (ids_N >> _S33)
+    def draw_zipf(self, num_requests: int) -> "ZipfRequests":
+        """Draw Zipf batches, always the same, and make their ids unique.
 
-
-def weights_of(ids_N: Ids, dim: int) -> Floats:
-    """Return the weights that the rows of ids are filled with.
-
-    Args:
-        ids_N: uint64 ``(N,)``.
-        dim: weights a row.
-
-    Returns:
-        float32 ``(N, D)``, in ``[-1, 1)``.
-    """
-    factors_D = ids_of(np.arange(1, dim + 1)) | _ONE  # odd: keeps all bits of the id
-    bits_ND = (ids_N[:, None] * factors_D) >> _S41
-    return bits_ND.astype(np.float32) * np.float32(2.0**-22) - np.float32(1)
+        The rows of popular ids lie scattered, as in a trained table; rare ones follow.
+        """
+        rng = np.random.default_rng(20_232)
+        ranks = []
+        for _ in range(num_requests):
+            drawn = zipf_ranks(rng, self.zipf_range, self.zipf_draws)
+            ranks.append(unique_ids(drawn.view(np.uint64)).ids.view(np.int64))
+        every_rank = np.unique(np.concatenate(ranks))
+        rare = every_rank[every_rank >= self.rows]
+        requests = []
+        for ranks_N in ranks:
+            behind_N = self.rows + np.searchsorted(rare, ranks_N)
+            is_rare_N, popular_N = ranks_N >= self.rows, scattered(ranks_N, self.rows)
+            requests.append(np.where(is_rare_N, behind_N, popular_N))
+        return ZipfRequests(requests, self.rows + len(rare))
 
 
-def zipf_ranks(
-    rng: np.random.Generator, exponent: float, num_ranks: int, num_draws: int
-) -> Numbers:
-    """Draw ranks of which the k-th is about as frequent as ``(k + 1)**-exponent``.
+@dataclass(frozen=True, kw_only=True)
+class Workload(ZipfLoad):
+    """A table, and uniform requests beside those of Zipf batches."""
 
-    Args:
-        rng: where the randomness comes from.
-        exponent: above 1; larger makes the first ranks more frequent.
-        num_ranks: the ranks are in ``[0, num_ranks)``; a draw of a later one, since
-            the distribution has no end, counts as its remainder.
-        num_draws: how many to draw.
+    dims: Annotated[tuple[int, ...], "embedding dims"] = (16, 64)
+    ids: Annotated[int, "unique ids of a uniform request"] = 20_480
+    repeats: Annotated[int, "requests of each kind"] = 25
+    optimizer: Annotated[
+        Literal["adagrad", "rowwise_adagrad", "sgd", "adam"], "of the table"
+    ] = "adagrad"
 
-    Returns:
-        int64 ``(num_draws,)``, with repeats.
-    """
-    return (rng.zipf(exponent, num_draws).astype(np.int64) - 1) % num_ranks
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("ids", self.ids >= 2, ">= 2")
+        self.require("rows", self.rows >= 2 * self.ids, f">= {2 * self.ids} (2 * ids)")
+
+    @classmethod
+    def tiny(cls, **more: Any) -> Self:
+        """Return settings of a run that only shows that it works."""
+        common: dict[str, Any] = {"rows": 4096, "ids": 512, "repeats": 2}
+        return cls(dims=(16,), **common, zipf_draws=2048, zipf_range=10_000, **more)
+
+    def num_turns(self) -> int:
+        """Return how many turns have as many requests as ``repeats``, or more."""
+        return -(-self.repeats // TURN)
+
+    def table(self, dim: int) -> TableSpec:
+        """Return the table that is measured."""
+        return table_of(dim, self.optimizer)
 
 
-def scattered(numbers_N: Numbers, num: int) -> Numbers:
-    """Put numbers below ``num`` into another order, each in its own place."""
-    return numbers_N * _STEP % num
-
-
-@dataclass(frozen=True, slots=True)
-class ZipfRequests:
-    """Requests with Zipf-distributed ids, and how many rows they are drawn from.
-
-    Attributes:
-        requests: numbers of the unique ids of a batch, in the order of their first
-            appearance, int64 ``(N,)`` each.
-        num_numbers: bound above all numbers: what must be present for all to be hits.
-    """
+class ZipfRequests(NamedTuple):
+    """Numbers of the unique ids of batches, int64 ``(N,)``, and a bound above all."""
 
     requests: list[Numbers]
     num_numbers: int
 
 
-def zipf_requests(
-    rng: np.random.Generator, settings: Settings, num_requests: int
-) -> ZipfRequests:
-    """Draw Zipf batches and make their ids unique.
+def zipf_ranks(rng: np.random.Generator, num_ranks: int, num_draws: int) -> Numbers:
+    """Draw ranks, the k-th about ``(k + 1)**-1.2`` as often; the tail wraps around."""
+    return (rng.zipf(ZIPF_EXPONENT, num_draws).astype(np.int64) - 1) % num_ranks
 
-    Popular ids get numbers anywhere below ``settings.rows``, so that their rows lie
-    scattered, as in a table that has been trained; ids that are too rare for that
-    follow behind them.
-    """
-    draws = [
-        zipf_ranks(rng, ZIPF_EXPONENT, settings.zipf_range, settings.zipf_draws)
-        for _ in range(num_requests)
-    ]
-    ranks = [unique_ids(d.view(np.uint64)).ids.view(np.int64) for d in draws]
-    every_rank = np.unique(np.concatenate(ranks)) if ranks else np.empty(0, np.int64)
-    rare = every_rank[every_rank >= settings.rows]
-    requests = [
-        np.where(
-            r < settings.rows,
-            scattered(r, settings.rows),
-            settings.rows + np.searchsorted(rare, r),
-        )
-        for r in ranks
-    ]
-    return ZipfRequests(requests, settings.rows + len(rare))
+
+class MemoryCopy:
+    """Copies the bytes of uniform requests from a large array, stretch by stretch."""
+
+    def __init__(self, workload: Workload, dim: int) -> None:
+        enough = max(workload.ids, _COPY_SOURCE_BYTES // (4 * dim))
+        self._source = np.ones((min(workload.rows, enough), dim), dtype=np.float32)
+        self._target = np.zeros((workload.ids, dim), dtype=np.float32)
+        self._next = 0
+
+    def seconds(self) -> float:
+        """Copy once, from memory that is in no cache; return the seconds."""
+        if self._next + len(self._target) > len(self._source):
+            self._next = 0
+        stretch = self._source[self._next : self._next + len(self._target)]
+        self._next += len(self._target)
+        start = time.perf_counter()
+        np.copyto(self._target, stretch)
+        return time.perf_counter() - start
+
+    def turn(self, timings: Timings) -> None:
+        """Time some copies as ``MEMORY_COPY``."""
+        for _ in range(TURN):
+            timings.add(MEMORY_COPY, len(self._target), self.seconds())
