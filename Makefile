@@ -22,7 +22,7 @@ ifneq ($(wildcard $(ADULT)),)
 export PERSIA_DATA_DIR ?= $(abspath $(ADULT))
 endif
 
-.PHONY: help install train test lint unit bench clean
+.PHONY: help install train test lint unit clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -45,7 +45,7 @@ $(STAMP): Makefile pyproject.toml
 train: $(STAMP)  ## train the example; ARGS="--embedding_servers 3" overrides
 	PATH="$(BIN):$$PATH" TORCHXCONFIG=.torchxconfig $(BIN)/torchx run $(if $(ARGS),-- $(ARGS))
 
-test: lint bench unit  ## check everything
+test: lint unit  ## check everything
 
 lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check --quiet .
@@ -53,14 +53,8 @@ lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/lint-imports --no-logo
 
-bench: $(STAMP)  ## the benchmarks, tiny, so that they cannot rot
-	$(BIN)/python -m persia_torchrec.bench --tiny
-	$(BIN)/python -m persia_torchrec.bench training --tiny
-	$(BIN)/python -m persia_torchrec.bench precision --tiny
-	$(BIN)/python -m persia_torchrec.bench increments --tiny
-
-unit: $(STAMP)  ## the tests; ARGS="-k wire" chooses
-	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clean:  ## remove all that the other targets made
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

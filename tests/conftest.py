@@ -1,11 +1,15 @@
-"""How Hypothesis searches, and the servers that tests of several folders start.
+"""Hypothesis profiles, the compiled loops, and the servers that several folders use.
 
 ``pytest --hypothesis-profile=nightly`` searches longer and with new random numbers.
 """
 
+import signal
+
 import pytest
 from hypothesis import settings
 
+from persia_torchrec.store.warm_up import warm_up as warm_up_store
+from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
 from tests.servers import Servers
 
 settings.register_profile(
@@ -24,6 +28,21 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("ci")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the loops before the first test, whose deadline is too short for it.
+
+    The workers of pytest-xdist start later and find the machine code on disk.
+    """
+    # A shell ignores it in what runs in the background, and processes of tests inherit
+    # that; some tests send it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    is_worker = hasattr(session.config, "workerinput")
+    if not (is_worker or session.config.option.collectonly):
+        warm_up_store()
+        warm_up_worker()
 
 
 @pytest.fixture
