@@ -67,11 +67,15 @@ if TYPE_CHECKING:
     from persia_torchrec.sharding.placement import (
         Placement,
     )
+    from persia_torchrec.sharding.remote_sharders import (
+        remote_sharders,
+    )
     from persia_torchrec.sharding.sequence_sharder import (
         RemoteEmbeddingCollectionSharder,
     )
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
+        RemoteSharder,
     )
     from persia_torchrec.sharding.table_tensors import (
         plain_state_dict,
@@ -128,6 +132,8 @@ _HOME = {
     "Placement": "sharding.placement",
     "RemoteEmbeddingCollectionSharder": "sharding.sequence_sharder",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
+    "RemoteSharder": "sharding.sharder",
+    "remote_sharders": "sharding.remote_sharders",
     "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
     "join": "sharding.joining",
     "plain_state_dict": "sharding.table_tensors",
@@ -167,6 +173,7 @@ __all__ = [
     "RemoteEmbeddingCollectionSharder",
     "RemoteFeatureProcessedEmbeddingBagCollectionSharder",
     "RemoteFusedEmbeddingBagCollectionSharder",
+    "RemoteSharder",
     "RowBlock",
     "RowwiseAdam",
     "RowwiseLAMB",
@@ -180,6 +187,7 @@ __all__ = [
     "load_tables",
     "plain_state_dict",
     "read_table",
+    "remote_sharders",
     "save_checkpoint",
 ]
 

@@ -14,7 +14,10 @@ The settings, and why:
   and inf keep their meaning.
 """
 
-from collections.abc import Callable
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +26,10 @@ from typing import ParamSpec, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core import event
 from numba.core.caching import FunctionCache
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=np.generic)
@@ -77,6 +83,53 @@ def sources_stamp(folder: Path) -> str:
         if any(mark in source for mark in _MARKS):
             stamp.update(source)
     return stamp.hexdigest()
+
+
+@contextlib.contextmanager
+def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[None]:
+    """Say so if loops have to be compiled within a block, which calls each of them.
+
+    A line is logged when the first one is compiled, and one at the end. Loops that are
+    only loaded are not worth a word.
+
+    Args:
+        tell: called with True when the first one is compiled, and with False at the
+            end; in the thread that does so.
+    """
+    compilation = _Compilation(tell)
+    with event.install_listener("numba:compile", compilation):
+        try:
+            yield
+        finally:
+            compilation.end()
+
+
+class _Compilation(event.Listener):  # type: ignore[misc]  # untyped
+    """Hears from numba of each loop that it compiles, and did not find on disk."""
+
+    def __init__(self, tell: Callable[[bool], object]) -> None:
+        self._tell = tell
+        self._start_s: float | None = None
+        self._num_loops = 0
+
+    def on_start(self, _event: event.Event) -> None:
+        self._num_loops += 1
+        if self._start_s is None:
+            self._start_s = time.monotonic()
+            logger.info(
+                "compiling loops, once for this machine and version; it takes up to "
+                "half a minute of processor time"
+            )
+            self._tell(True)
+
+    def on_end(self, _event: event.Event) -> None:
+        pass
+
+    def end(self) -> None:
+        if self._start_s is not None:
+            seconds = time.monotonic() - self._start_s
+            logger.info("compiled %d loops in %.1f s", self._num_loops, seconds)
+            self._tell(False)
 
 
 class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped

@@ -11,6 +11,7 @@ that is set to nothing counts as unset, for launchers that write out every varia
     PERSIA_STORE_PORT                          port of the job's address book
     PERSIA_STORE_HOST                          its host, or else
     PERSIA_STORE_HOST_ENV                      the name of a variable that holds it
+    PERSIA_JOB_ID                              the job's id; drawn when unset
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
@@ -28,6 +29,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from persia_torchrec.errors import ConfigError
 
@@ -37,6 +39,15 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 MAX_PORT = 65_535
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+class JobStore(NamedTuple):
+    """Where a job's address book is, and which job it must be."""
+
+    host: str
+    port: int
+    job_id: str
+    """As ``job_id()`` tells; empty: whichever job is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +141,17 @@ def set_env(name: str, value: str | int) -> None:
     os.environ[name] = str(value)
 
 
-def job_store() -> tuple[str, int] | None:
-    """Return host and port of the job's address book.
+def job_id() -> str:
+    """Return the id of this process's job, ``PERSIA_JOB_ID``; empty when unset.
+
+    Every process of a job has the same one, and no other job has it. Where it is unset
+    the coordinator draws one, and the others take that of the job that they find.
+    """
+    return _text("PERSIA_JOB_ID") or ""
+
+
+def job_store() -> JobStore | None:
+    """Return host and port of the job's address book, and the job's id.
 
     A scheduler that knows the host only when the job runs writes it to a variable of
     its own, whose name ``PERSIA_STORE_HOST_ENV`` gives; while that variable is unset,
@@ -139,8 +159,7 @@ def job_store() -> tuple[str, int] | None:
     hosts, as in Slurm's ``node[03-07],node12``, it is the first.
 
     Returns:
-        Host and port, or None when ``PERSIA_STORE_PORT`` is unset: the process
-        belongs to no job.
+        None when ``PERSIA_STORE_PORT`` is unset: the process belongs to no job.
 
     Raises:
         ConfigError: the port is not in ``[1, 65535]``.
@@ -150,7 +169,7 @@ def job_store() -> tuple[str, int] | None:
     port = _integer("PERSIA_STORE_PORT", default=0, minimum=1)
     if port > MAX_PORT:
         raise ConfigError(f"PERSIA_STORE_PORT must be <= {MAX_PORT}. Received: {port}.")
-    return _store_host(), port
+    return JobStore(_store_host(), port, job_id())
 
 
 def is_local_job() -> bool:
@@ -161,6 +180,17 @@ def is_local_job() -> bool:
     """
     by_torchx = (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
     return by_torchx or _text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
+
+
+def is_one_local_app() -> bool:
+    """Return whether torchx has started all of the job here, as one app.
+
+    So it is when ``TORCHX_JOB_ID`` names the local scheduler, and the address book is
+    where the app's first role runs (``PERSIA_STORE_HOST_ENV``).
+    """
+    by_torchx = (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
+    has_host = _text("PERSIA_STORE_HOST") is not None
+    return by_torchx and not has_host and _text("PERSIA_STORE_HOST_ENV") is not None
 
 
 def is_started_by_torchrun() -> bool:

@@ -9,9 +9,11 @@
     - FrameError            bytes that are not a message of ours
   + ServerError             a server, or an embedding worker, did not do what was asked
     - RequestTimeoutError   no reply in time                    (also a TimeoutError)
+    - NotReadyError         it compiles its loops still
     - RemoteError           the other side answered with an error of its own
   + StalenessError          no staleness permit became free     (also a TimeoutError)
   + DataflowError           a batch did not get from loader to trainer
+  + JobMismatchError        this process met a job, or a place in it, of others
   + JobError                another part of the job failed or ended
     - DiscoveryError        a role did not register in time     (also a TimeoutError)
 
@@ -64,6 +66,10 @@ class RequestTimeoutError(ServerError, TimeoutError):
     """No reply came within the deadline."""
 
 
+class NotReadyError(ServerError):
+    """The server is there, and will take requests when its loops are compiled."""
+
+
 class RemoteError(ServerError):
     """The other side raised; its own message follows.
 
@@ -82,6 +88,13 @@ class StalenessError(PersiaError, TimeoutError):
 
 class DataflowError(PersiaError):
     """A batch did not get from the data loader to the trainer."""
+
+
+class JobMismatchError(PersiaError):
+    """The job that was met is another one, or the place in it is taken.
+
+    It concerns the process that comes; the job that it has met goes on.
+    """
 
 
 class JobError(PersiaError):

@@ -28,6 +28,7 @@ from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.utils import dump_yaml
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.ports import LOOPBACK, reserved_port_from
 
 Config = Mapping[str, object]
@@ -127,7 +128,11 @@ class PersiaServiceCtx:
             self._children = Children()
             stack.callback(self._children.end)
             self._start_services(port, stack)
-            book = AddressBook.join(LOOPBACK, port, timeout_s=_COORDINATOR_TIMEOUT_S)
+            book = AddressBook.join(
+                *(LOOPBACK, port, env.job_id()),
+                timeout_s=_COORDINATOR_TIMEOUT_S,
+                look=self._children.require_all_well,
+            )
             stack.callback(book.close)
             self._start_scripts()
             self._watch = Watch(book, self._children)
@@ -164,9 +169,10 @@ class PersiaServiceCtx:
                 path = folder / f"{name}.yml"
                 dump_yaml(config, path)
             paths.append(str(path.absolute()))
-        load_embedding_config(paths[0])
+        load_embedding_config(paths[0], warns=False)
         refuse_inference("PersiaServiceCtx", paths[1])
         return {
+            "PERSIA_JOB_ID": Greeting.draw().job_id,
             "PERSIA_STORE_PORT": str(port),
             "PERSIA_STORE_HOST": LOOPBACK,
             "PERSIA_EMBEDDING_CONFIG": paths[0],

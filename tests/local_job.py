@@ -20,6 +20,7 @@ from persia_torchrec.data import IterableDataset
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Optimizer
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.buffers import IdBuffer
@@ -45,6 +46,7 @@ class LocalJob:
     """Servers, embedding workers and the address book; the environment names them.
 
     Trainers and data loaders of the test find the job as those of a real one do.
+    Servers and workers belong to it, unless ``greeting`` is that of another.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class LocalJob:
         num_workers: int = 1,
         forward_buffer_size: int = 1000,
         gate: "Gate | None" = None,
+        greeting: Greeting | None = None,
         **server_settings: object,
     ) -> None:
         self._monkeypatch = monkeypatch
@@ -69,7 +72,10 @@ class LocalJob:
         self.book = AddressBook.host(0, loopback=True)
         self._stack.callback(self.book.close)
         cluster = self._stack.enter_context(Servers())
-        self.servers = cluster.start(num_servers, **server_settings)
+        self._greeting = greeting or self.book.greeting
+        self.servers = cluster.start(
+            num_servers, greeting=self._greeting, **server_settings
+        )
         for shard, server in enumerate(self.servers):
             self.book.register("server", shard, num_servers, server.address)
         self.workers: list[Service] = []
@@ -86,7 +92,9 @@ class LocalJob:
         buffer = IdBuffer(buffer_size, expires_s=60)
         worker = SlotsLookup(client, features_of(self.schema))
         answer = self._gate.before(WorkerProcess(worker, buffer).answer)
-        service = Service("embedding worker", answer, num_threads=16)
+        service = Service(
+            "embedding worker", answer, num_threads=16, greeting=self._greeting
+        )
         self._stack.callback(service.close)
         self.book.register("worker", index, size, service.address)
         self.workers.append(service)

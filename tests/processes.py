@@ -1,6 +1,7 @@
 """Real processes for tests, quickly: forked from one that has imported torch."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -84,6 +85,8 @@ class Processes:
         self.started: list[Running] = []
 
     def __enter__(self) -> "Processes":
+        # Before a job of the test, whose variables later tests would inherit from it.
+        multiprocessing.forkserver.ensure_running()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import WireError
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 
 T = TypeVar("T")
 
@@ -65,8 +66,8 @@ class RecordingStore(EmbeddingStore):
 class RunningServer:
     """One server, in a thread."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.server = EmbeddingServer(config)
+    def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
+        self.server = EmbeddingServer(config, greeting)
         self.address = self.server.address
         self._thread = threading.Thread(target=self.server.serve, name="server")
         self._thread.start()
@@ -100,11 +101,15 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, num_shards: int = 1, **settings: int) -> list[RunningServer]:
+    def start(
+        self, num_shards: int = 1, *, greeting: Greeting = NO_JOB, **settings: int
+    ) -> list[RunningServer]:
         """Start the servers of one job."""
         settings.setdefault("capacity_rows", 1000)
         running = [
-            RunningServer(ServerConfig(shard=shard, num_shards=num_shards, **settings))
+            RunningServer(
+                ServerConfig(shard=shard, num_shards=num_shards, **settings), greeting
+            )
             for shard in range(num_shards)
         ]
         self._stack.callback(_stop_all, running)

@@ -1,3 +1,5 @@
+import importlib.util
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from persia_torchrec.compiled import (
     inlined,
     read_only,
     sources_stamp,
+    telling_of_compilation,
 )
 
 
@@ -50,3 +53,23 @@ def test_an_array_that_was_passed_through_cannot_be_written_to():
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 1
     array[0] = 7
+
+
+def test_a_loop_that_is_compiled_is_told_of_and_one_that_is_loaded_is_not(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text(
+        "from persia_torchrec.compiled import compiled\n\n\n"
+        "@compiled\ndef double(x):\n    return 2 * x\n"
+    )
+
+    def told():
+        spec = importlib.util.spec_from_file_location("loop", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        said = []
+        with telling_of_compilation(said.append):
+            assert module.double(np.float32(1.5)) == 3
+        return said
+
+    assert told() == [True, False]
+    assert told() == []

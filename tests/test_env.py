@@ -67,13 +67,22 @@ def test_without_a_port_the_process_belongs_to_no_job(monkeypatch):
 
 def test_the_store_is_on_this_machine_unless_the_host_is_given(monkeypatch):
     monkeypatch.setenv("PERSIA_STORE_PORT", "29400")
-    assert env.job_store() == ("localhost", 29400)
+    assert env.job_store() == ("localhost", 29400, "")
     monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "NODES")
-    assert env.job_store() == ("localhost", 29400)
+    assert env.job_store() == ("localhost", 29400, "")
     monkeypatch.setenv("NODES", "first")
-    assert env.job_store() == ("first", 29400)
+    assert env.job_store() == ("first", 29400, "")
     monkeypatch.setenv("PERSIA_STORE_HOST", "coordinator")
-    assert env.job_store() == ("coordinator", 29400)
+    assert env.job_store() == ("coordinator", 29400, "")
+
+
+def test_the_store_is_that_of_the_job_of_this_process(monkeypatch):
+    monkeypatch.setenv("PERSIA_STORE_PORT", "29400")
+    monkeypatch.setenv("PERSIA_JOB_ID", "ads-7")
+    assert env.job_id() == "ads-7"
+    assert env.job_store() == ("localhost", 29400, "ads-7")
+    monkeypatch.setenv("PERSIA_JOB_ID", "")
+    assert env.job_id() == ""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,7 @@ def test_of_several_hosts_the_first_has_the_store(monkeypatch, nodes, first):
     monkeypatch.setenv("PERSIA_STORE_PORT", "29400")
     monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "NODES")
     monkeypatch.setenv("NODES", nodes)
-    assert env.job_store() == (first, 29400)
+    assert env.job_store() == (first, 29400, "")
 
 
 @pytest.mark.parametrize(

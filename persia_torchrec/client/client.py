@@ -34,8 +34,10 @@ from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
 from persia_torchrec.store.metadata import Metadata as Metadata
 from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     COUNTS,
+    MAX_MEMBER_CHARS,
     SHARE,
     TRAINING,
     Frames,
@@ -44,6 +46,7 @@ from persia_torchrec.wire.messages import (
     Precision,
     Share,
     decode_json,
+    encode_json,
 )
 from persia_torchrec.wire.precision import Floats
 
@@ -71,7 +74,11 @@ class EmbeddingClient:
 
     @classmethod
     def connect(
-        cls, addresses: Sequence[str], *, timeout_s: float = 30.0
+        cls,
+        addresses: Sequence[str],
+        *,
+        timeout_s: float = 30.0,
+        greeting: Greeting = NO_JOB,
     ) -> "EmbeddingClient":
         """Connect to all servers of a job.
 
@@ -79,6 +86,8 @@ class EmbeddingClient:
             addresses: one a server, as ``"tcp://127.0.0.1:7000"``, in the order of
                 their shards.
             timeout_s: seconds that any request may take, this one included.
+            greeting: of this process; the servers must belong to the same job, or to
+                none. Without one, those of any job answer.
 
         Raises:
             ConfigError: an address cannot be read, or the servers are not the shards
@@ -86,7 +95,7 @@ class EmbeddingClient:
             RequestTimeoutError: a server does not answer.
             WireError: what answers is no embedding server of this version.
         """
-        return cls(Servers.connect(addresses, timeout_s))
+        return cls(Servers.connect(addresses, timeout_s, greeting))
 
     @property
     def num_servers(self) -> int:
@@ -229,6 +238,34 @@ class EmbeddingClient:
         flags = SHARE if batch.share else 0
         header = batch.stamp(Header(Kind.UPDATE, precision=precision), flags)
         return self._requests.send(header, tables, grads, share=batch.share)
+
+    def join(
+        self, share: Share, who: str, ended: str = "", timeout_s: float | None = None
+    ) -> str:
+        """Introduce a trainer of a group, or say that it has ended.
+
+        From then on a joint step that waits for this trainer when it has ended, or has
+        lost its connection, is refused with an error that names it.
+
+        Args:
+            share: the first that it will give.
+            who: process and host.
+            ended: why no share will come.
+            timeout_s: seconds that it may take, if not as many as any other request.
+
+        Returns:
+            Which other trainers of the group are gone, and why; empty if none is.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        value = {"who": who[:MAX_MEMBER_CHARS], "ended": ended[:MAX_MEMBER_CHARS]}
+        frames: Frames = [encode_json(value), share.encode()]
+        replies = self._servers.send(
+            Header(Kind.JOIN), lambda _: frames, "joining the trainers", timeout_s
+        )
+        answers = [decode_json(self._servers.wait(r, timeout_s)) for r in replies]
+        return next((answer for answer in answers if isinstance(answer, str)), "")
 
     def leave(self, share: Share) -> None:
         """Give no share of a joint step, nor of later ones; the others go on without.

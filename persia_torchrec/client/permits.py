@@ -21,6 +21,7 @@ failed, or dropped without a backward pass.
 """
 
 import threading
+from dataclasses import dataclass, replace
 
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 
@@ -62,18 +63,38 @@ class Permit:
         self._permits.give_back(self)
 
 
+@dataclass(slots=True)
+class LookupCounts:
+    """How stale the rows of lookups were, of all permits that share it.
+
+    Attributes:
+        num: permits that were taken, one a lookup.
+        num_waited: of these, how many had to wait.
+        num_lacking: batches that were pulled and not acknowledged when a permit was
+            taken, added up: the updates that the rows of this lookup lack.
+    """
+
+    num: int = 0
+    num_waited: int = 0
+    num_lacking: int = 0
+
+
 class Permits:
     """The permits of one stream of batches. Any thread may call any method.
 
     Args:
         num: how many batches may be between pull and acknowledgement, at least 1.
         timeout_s: seconds to wait for a permit.
+        counts: what is counted so far, by permits of before that are not used any
+            more; handed over.
 
     Raises:
         ConfigError: ``num`` is below 1.
     """
 
-    def __init__(self, num: int, timeout_s: float) -> None:
+    def __init__(
+        self, num: int, timeout_s: float, counts: LookupCounts | None = None
+    ) -> None:
         if num < 1:
             raise ConfigError(f"There must be at least one permit. Received: {num}.")
         self.num = num
@@ -81,6 +102,12 @@ class Permits:
         self._changed = threading.Condition()
         self._out: set[Permit] = set()  # guarded by _changed
         self._is_closed = False  # guarded by _changed
+        self._counts = counts or LookupCounts()  # guarded by _changed
+
+    def counts(self) -> LookupCounts:
+        """Return what is counted so far; a copy."""
+        with self._changed:
+            return replace(self._counts)
 
     def ask(self) -> Permit:
         """Return the permit of one more batch, which has yet to be taken."""
@@ -89,6 +116,7 @@ class Permits:
     def take(self, permit: Permit) -> None:
         """Wait until a batch may be pulled; :class:`Permit` calls this."""
         with self._changed:
+            has_to_wait = not self._may_go(permit)
             self._changed.wait_for(
                 lambda: self._may_go(permit) or self._is_closed, self._timeout_s
             )
@@ -100,6 +128,9 @@ class Permits:
                     f"{self._timeout_s:g} s, as many as the staleness bound allows. "
                     "Does every training batch get its backward pass?"
                 )
+            self._counts.num += 1
+            self._counts.num_waited += has_to_wait
+            self._counts.num_lacking += len(self._out)
             self._out.add(permit)
 
     def holder_changed(self) -> None:

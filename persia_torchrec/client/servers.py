@@ -1,10 +1,13 @@
 """All servers of a job: the way to them, and which start of each is meant."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
 from persia_torchrec.client.answers import Hello
+from persia_torchrec.errors import ConfigError, NotReadyError, RemoteError
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     Frame,
     Frames,
@@ -13,9 +16,12 @@ from persia_torchrec.wire.messages import (
     decode_json,
     encode_json,
 )
+from persia_torchrec.wire.patience import MAX_COMPILING_S
 from persia_torchrec.wire.transport import Connections
 
 Reply = Future[tuple[Header, Frames]]
+
+_RETRY_S = 0.2
 
 
 class Servers:
@@ -41,8 +47,12 @@ class Servers:
         self.names = connections.names
 
     @classmethod
-    def connect(cls, addresses: Sequence[str], timeout_s: float) -> Self:
+    def connect(
+        cls, addresses: Sequence[str], timeout_s: float, greeting: Greeting = NO_JOB
+    ) -> Self:
         """Connect, and ask each server which shard it is.
+
+        The time in which a server compiles its loops does not count.
 
         Raises:
             ConfigError: an address cannot be read, or the servers are not the shards
@@ -50,24 +60,21 @@ class Servers:
             RequestTimeoutError: a server does not answer.
             WireError: what answers is no embedding server of this version.
         """
-        connections = Connections("embedding server", addresses)
+        if isinstance(addresses, str):
+            raise ConfigError(
+                "addresses must be a list, with the address of each server. "
+                f"Received: the str {addresses!r}; is [{addresses!r}] meant?"
+            )
+        connections = Connections("embedding server", addresses, greeting=greeting)
+        give_up_s = time.monotonic() + MAX_COMPILING_S
         try:
             replies = [
-                connections.submit(
-                    server,
-                    Header(Kind.HELLO),
-                    [encode_json(None)],
-                    timeout_s=timeout_s,
-                    what="connecting",
-                )
+                _ask_hello(connections, server, timeout_s)
                 for server in range(len(connections))
             ]
             hellos = [
-                Hello.read(
-                    reply.result(timeout_s + 5)[1],
-                    *(shard, len(connections), connections.names[shard]),
-                )
-                for shard, reply in enumerate(replies)
+                _hello(connections, server, reply, timeout_s, give_up_s)
+                for server, reply in enumerate(replies)
             ]
         except BaseException:
             connections.close()
@@ -134,3 +141,34 @@ class Servers:
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self._connections.close()
+
+
+def _ask_hello(connections: Connections, server: int, timeout_s: float) -> Reply:
+    return connections.submit(
+        server,
+        Header(Kind.HELLO),
+        [encode_json(None)],
+        timeout_s=timeout_s,
+        what="connecting",
+    )
+
+
+def _hello(
+    connections: Connections,
+    server: int,
+    reply: Reply,
+    timeout_s: float,
+    give_up_s: float,
+) -> Hello:
+    """Return what a server says of itself, once it has compiled its loops."""
+    while True:
+        try:
+            frames = reply.result(timeout_s + 5)[1]
+        except RemoteError as exc:
+            if exc.kind != NotReadyError.__name__ or time.monotonic() > give_up_s:
+                raise
+            time.sleep(_RETRY_S)
+            reply = _ask_hello(connections, server, timeout_s)
+        else:
+            name = connections.names[server]
+            return Hello.read(frames, server, len(connections), name)

@@ -3,8 +3,9 @@
 ``embedding_config.yml`` says which features are embedded and how,
 ``global_config.yml`` what the servers and embedding workers may use. Their keys and
 defaults are PERSIA's; what PERSIA ignores in them is refused here: unknown keys, keys
-given twice, values of another type. ``differences.py`` lists the settings of PERSIA
-that have one value only, or no effect.
+given twice, values of another type. Keys that PERSIA's own files and pages have and
+that do nothing there, or nothing here, are the exception: ``differences.py`` lists
+them, and each is a warning.
 """
 
 from persia_torchrec.config.embedding_config import (

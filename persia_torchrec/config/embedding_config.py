@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from persia_torchrec.config.differences import check_differences, refuse_mistaken_keys
+from persia_torchrec.config.differences import check_differences, with_present_keys
 from persia_torchrec.config.yaml_file import (
     Place,
     hint,
@@ -94,32 +94,42 @@ class EmbeddingSchema:
     """In the order of their numbers."""
 
 
-def load_embedding_config(path: str | Path) -> EmbeddingSchema:
+def load_embedding_config(path: str | Path, *, warns: bool = True) -> EmbeddingSchema:
     """Read ``embedding_config.yml``.
+
+    Args:
+        path: of the file.
+        warns: whether keys that do not do what they say are logged, see
+            ``differences.py``. False for a role beside another that logs them: in a
+            job, embedding worker 0 does.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or missing, a value is
             of another type or out of its range, or the groups do not fit the slots.
             The message names the file and the key path.
     """
-    return parse_embedding_config(read_text(path), path)
+    return parse_embedding_config(read_text(path), path, warns=warns)
 
 
-def parse_embedding_config(text: str, path: str | Path) -> EmbeddingSchema:
+def parse_embedding_config(
+    text: str, path: str | Path, *, warns: bool = True
+) -> EmbeddingSchema:
     """Read the text of ``embedding_config.yml``.
 
     Args:
         text: of the file.
         path: of the file, for messages.
+        warns: as of :func:`load_embedding_config`.
 
     Raises:
         ConfigError: as :func:`load_embedding_config`.
     """
     place = Place(Path(path))
-    content = parse_yaml(text, path)
-    refuse_mistaken_keys(place.path, content)
+    content = with_present_keys(
+        place.path, parse_yaml(text, path), is_embedding_config=True, warns=warns
+    )
     file = read_section(_File, content, place)
-    check_differences(place.path, content)
+    check_differences(place.path, content, warns=warns)
     groups = _number_groups(file, place)
     group_of = {slot: group for group in groups for slot in group.slots}
     slots = {

@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from persia_torchrec.config.differences import check_differences, refuse_mistaken_keys
+from persia_torchrec.config.differences import check_differences, with_present_keys
 from persia_torchrec.config.yaml_file import Place, read_section, read_yaml
 from persia_torchrec.errors import ConfigError
 
@@ -221,8 +221,14 @@ class GlobalSettings:
     """Of the servers."""
 
 
-def load_global_config(path: str | Path) -> GlobalSettings:
+def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSettings:
     """Read ``global_config.yml``; an empty file gives the defaults.
+
+    Args:
+        path: of the file.
+        warns: whether keys that do not do what they say are logged, see
+            ``differences.py``. False for a role beside another that logs them: in a
+            job and in inference, server 0 does.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is of
@@ -230,10 +236,11 @@ def load_global_config(path: str | Path) -> GlobalSettings:
             path.
     """
     place = Place(Path(path))
-    content = read_yaml(path)
-    refuse_mistaken_keys(place.path, content)
+    content = with_present_keys(
+        place.path, read_yaml(path), is_embedding_config=False, warns=warns
+    )
     settings = read_section(GlobalSettings, content, place)
-    check_differences(place.path, content)
+    check_differences(place.path, content, warns=warns)
     return settings
 
 

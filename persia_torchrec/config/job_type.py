@@ -16,6 +16,8 @@ def inference_settings(
 ) -> GlobalSettings | None:
     """Return the settings of an inference job, or None: the role belongs to another.
 
+    No key is warned of: a server reads the file again, to act on it.
+
     Args:
         path: of ``global_config.yml``, if there is one.
         in_job: the environment names a job. A file that cannot be read is no error
@@ -28,7 +30,7 @@ def inference_settings(
     if path is None:
         return None
     try:
-        settings = load_global_config(path)
+        settings = load_global_config(path, warns=False)
     except ConfigError:
         if in_job:
             return None

@@ -61,9 +61,12 @@ class DataCtx(BaseCtx):
         workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
         trainers = book.addresses("trainer", timeout_s=_DISCOVERY_TIMEOUT_S)
         book.close()
-        self._workers = RemoteWorkers(workers)
+        self._workers = RemoteWorkers(workers, greeting=book.greeting)
         self._sender = BatchSender(
-            trainers, loader=self._loader, num_loaders=self._num_loaders
+            trainers,
+            loader=self._loader,
+            num_loaders=self._num_loaders,
+            greeting=book.greeting,
         )
         self._num_sent = 0
 

@@ -56,7 +56,7 @@ class EmbeddingSource(Protocol):
         """Begin to look up a batch."""
 
     def embed(self, pull: Any) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings, a tensor a slot."""
+        """Wait for a batch's embeddings, a tensor a slot, in the order of the batch."""
 
 
 class LookupCtx(BaseCtx):
@@ -121,11 +121,11 @@ class LookupCtx(BaseCtx):
         only :meth:`forward` averages the dense gradients.
 
         Returns:
-            Dense features; embeddings, float32, a tensor a slot in the order of the
-            embedding config, which want a gradient in training; labels, or None, as in
-            inference. A pooled slot is ``(B, dim)``. A raw one is
-            ``(B, sample_fixed_size, dim + 1)``: a vector for each id of a sample, and
-            a last channel that is 1 where there is an id.
+            Dense features; embeddings, float32, a tensor a slot of the batch, in the
+            order of its ``id_type_features``, which want a gradient in training;
+            labels, or None, as in inference. A pooled slot is ``(B, dim)``. A raw one
+            is ``(B, sample_fixed_size, dim + 1)``: a vector for each id of a sample,
+            and a last channel that is 1 where there is an id.
         """
         non_id_tensors, labels = self._dense_tensors(batch)
         embeddings = self._source.embed(batch.pull)

@@ -51,9 +51,9 @@ class Onlooker(SideBySide):
     """
 
     def __init__(self, device: torch.device) -> None:
-        workers, servers = find_job()
-        self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
-        self._workers = RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
+        job = find_job()
+        self.client = job.connect_client()
+        self._workers = job.connect_workers()
         self._job_reader = JobReader(self._workers, self.client, device)
         super().__init__(self._job_reader, timeout_s=2 * REQUEST_TIMEOUT_S)
         self.checkpoints = JobCheckpoints(self.client, self.flush)
@@ -151,7 +151,7 @@ class JobReader(SlotsReader):
             return super().start_pull(batch, is_training=is_training)
         slots = self.slots()
         outputs, handle = self._workers.pull(BatchReference(*batch.origin), None)
-        return LookedUp(slots, outputs, handle.places)
+        return LookedUp(slots, handle.slots, outputs, handle.places)
 
 
 class JobCheckpoints(ContextCheckpoints):

@@ -1,6 +1,5 @@
 """The trainer's context: both halves of the model, stepped together."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +23,7 @@ from persia_torchrec.table import TableSettings
 from persia_torchrec.training.context_checkpoints import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine, EngineConfig
 from persia_torchrec.worker.slots_of_job import ask_for_slots
-
-logger = logging.getLogger(__name__)
+from persia_torchrec.worker.tally import TrainingSummary
 
 _DISCOVERY_TIMEOUT_S = 300.0
 _TRAINING = "training.pt"
@@ -46,7 +44,8 @@ class TrainCtx(EmbeddingCtx):
             may follow a schedule, see the attribute of the same name.
         dense_optimizer: of the model's parameters.
         grad_scalar_update_factor: by how much the loss scale falls when an embedding
-            gradient was not finite.
+            gradient was not finite, on any trainer whose dense gradients are averaged
+            with this one's.
         backward_buffer_size: updates that may wait when the ``DataLoader`` sets no
             staleness bound.
         backward_workers_size: updates that may be on their way to the servers at once,
@@ -61,7 +60,8 @@ class TrainCtx(EmbeddingCtx):
         distributed_option: how several trainers keep their dense models alike;
             ``get_default_distributed_option(device_id)`` by default.
         model: the dense model, already on its device; it must be given. Its ``forward``
-            takes a list of dense tensors and a list of embedding tensors.
+            takes a list of dense tensors and a list of embedding tensors, these in the
+            order of the batch's ``id_type_features``.
         embedding_config: how rows start, and how far weights may go.
         threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
             once, if its ``num_workers`` does not allow fewer.
@@ -183,6 +183,13 @@ class TrainCtx(EmbeddingCtx):
         self.dense_optimizer.zero_grad()
         return loss
 
+    def summary(self) -> TrainingSummary:
+        """Return what became of this trainer's batches so far: how stale rows were.
+
+        The end of the block logs it.
+        """
+        return self._embeddings.sharder.summary()
+
     def dump_checkpoint(  # type: ignore[override]  # PERSIA names them otherwise here
         self,
         dst_dir: str,
@@ -271,15 +278,15 @@ class TrainCtx(EmbeddingCtx):
         num_skipped = self._embeddings.num_skipped
         scaled.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         scaler.step(self.dense_optimizer)
-        if self._embeddings.num_skipped == num_skipped:
-            scaler.update()
-        else:
+        if self._embeddings.has_skipped(since=num_skipped):
             scaler.update(scale / self._update_factor)
+        else:
+            scaler.update()
         return scaled
 
     def _begin(self) -> None:
         """Begin to step with the other trainers, which do so too."""
-        self._in_step = self._embeddings.in_step()
+        self._in_step = self._embeddings.in_step(self._scaler)
         self._in_step.__enter__()
 
     def _end(self, exc: BaseException | None) -> None:
@@ -290,13 +297,7 @@ class TrainCtx(EmbeddingCtx):
             if exc is None:
                 self._embeddings.flush()
                 self._embeddings.checkpoints.wait_for_dump()
-                missed = self._embeddings.num_missed
-                if missed:
-                    logger.warning(
-                        "%d gradients came after their rows had been evicted; raise "
-                        "the servers' capacity if that is a large part",
-                        missed,
-                    )
+                self._embeddings.sharder.report_at_end()
         finally:
             self._embeddings.close()
 
@@ -305,7 +306,7 @@ def _slots() -> EmbeddingSchema:
     """Return the slots: of this process's file, or else of the embedding workers'."""
     path = env.embedding_config_path()
     if path is not None:
-        return load_embedding_config(path)
+        return load_embedding_config(path, warns=False)
     store = env.job_store()
     if store is None:
         raise ConfigError(

@@ -20,6 +20,7 @@ from persia_torchrec.data.inbox import Inbox
 from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest
 from persia_torchrec.embedding.data import BatchRest, PersiaBatch
 from persia_torchrec.errors import FrameError
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     Frames,
     Header,
@@ -53,15 +54,22 @@ class BatchReceiver:
     Args:
         inbox: where batches go.
         host: address to listen on.
+        greeting: of the job whose loaders may send.
 
     Raises:
         WireError: the address cannot be listened on.
     """
 
-    def __init__(self, inbox: Inbox[ReferencedBatch], host: str) -> None:
+    def __init__(
+        self, inbox: Inbox[ReferencedBatch], host: str, greeting: Greeting = NO_JOB
+    ) -> None:
         self._inbox = inbox
         self._service = Service(
-            "batch receiver", self._receive, host=host, num_threads=_MAX_LOADERS_AT_ONCE
+            "batch receiver",
+            self._receive,
+            host=host,
+            num_threads=_MAX_LOADERS_AT_ONCE,
+            greeting=greeting,
         )
         self.address = self._service.address
 
@@ -95,6 +103,7 @@ class BatchSender:
         loader: number of this data loader.
         num_loaders: how many there are.
         timeout_s: seconds that one message may take.
+        greeting: of this process; the trainers must belong to the same job, or to none.
     """
 
     def __init__(
@@ -104,8 +113,9 @@ class BatchSender:
         loader: int,
         num_loaders: int,
         timeout_s: float = 60.0,
+        greeting: Greeting = NO_JOB,
     ) -> None:
-        self._connections = Connections("trainer", addresses)
+        self._connections = Connections("trainer", addresses, greeting=greeting)
         self._loader = loader
         self._num_loaders = num_loaders
         self._timeout_s = timeout_s

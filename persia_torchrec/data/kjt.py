@@ -1,11 +1,13 @@
 """Ids between PERSIA's world and TorchRec's.
 
 PERSIA's ids are uint64, torch's int64; they are the same 64 bits, viewed the one way or
-the other and never converted by value: the id 2**64 - 1 is -1 on torch's side.
+the other and never converted by value: the id 2**64 - 1 is -1 on torch's side. Ids that
+a ``KeyedJaggedTensor`` holds in fewer bits are int64 ids of the same value first.
 
 A ``KeyedJaggedTensor`` holds the ids of all features of a batch: the values of the
 first feature, then of the second, and the lengths of all bags in the same order. It may
-also have a weight for each id, and keep samples that are equal in a feature once.
+also have a weight for each id, and keep samples that are equal in a feature once. A
+``TensorDict`` holds a nested tensor, or a ``JaggedTensor``, for each feature instead.
 
 Dimension key:
     B: samples
@@ -20,10 +22,14 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.errors import BatchError
+
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class JaggedIds(NamedTuple):
@@ -53,9 +59,18 @@ class JaggedBatch:
     features: dict[str, JaggedIds]
 
     @classmethod
-    def of(cls, kjt: KeyedJaggedTensor, keys: Iterable[str]) -> Self:
-        """Take the ids out; see :func:`to_jagged_ids`."""
-        return cls(kjt, to_jagged_ids(kjt, keys))
+    def of(cls, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]) -> Self:
+        """Take the ids out; see :func:`to_jagged_ids`.
+
+        Raises:
+            BatchError: as there, or a ``TensorDict`` lacks a key.
+        """
+        if isinstance(batch, TensorDict):
+            received = list(map(str, batch.keys()))
+            for key in keys:
+                _require_feature(key, received)
+            batch = maybe_td_to_kjt(batch, list(keys))
+        return cls(batch, to_jagged_ids(batch, keys))
 
     def weights(self) -> torch.Tensor:
         """Return the weights of all ids, in their order, in the autograd graph.
@@ -73,7 +88,7 @@ class JaggedBatch:
         return weights
 
     def ids(self, key: str) -> torch.Tensor:
-        """Return the ids of a feature as they were given, int64 ``(L,)``."""
+        """Return the ids of a feature as they were given, ``(L,)``, int64 as a rule."""
         return self.features[key].part_of(self.kjt.values())
 
 
@@ -110,25 +125,32 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Jagg
     once, they are repeated as ``inverse_indices`` says: then all have B.
 
     Args:
-        kjt: int64 values on any device; weights are not read.
+        kjt: values of int64, or of fewer bits, on any device; weights are not read.
         keys: the features wanted; others are left out.
 
     Returns:
         For each key its ids and lengths. The ids are views of the tensor where it is
-        on the CPU; the lengths, which the backward pass needs again, are copies.
+        int64 and on the CPU; the lengths, which the backward pass needs again, are
+        copies.
 
     Raises:
-        BatchError: a key is missing, the values are not int64, the features have
-            different numbers of samples without ``inverse_indices`` that fit, or the
-            lengths do not sum up to the number of ids.
+        BatchError: a key is missing or comes twice, the values are no such integers,
+            the features have different numbers of samples without ``inverse_indices``
+            that fit, or the lengths do not sum up to the number of ids.
     """
     values = kjt.values()
-    if values.dtype != torch.int64:
+    if values.dtype not in _ID_DTYPES:
         raise BatchError(
             "A KeyedJaggedTensor's ids must be int64, the same 64 bits as PERSIA's "
-            f"uint64. Received: {values.dtype}. Use values.long()."
+            f"uint64, or int32, int16, int8 or uint8. Received: {values.dtype}. Use "
+            "values.long()."
         )
-    ids_L = values.detach().cpu().numpy().view(np.uint64)
+    if len(set(kjt.keys())) < len(kjt.keys()):
+        raise BatchError(
+            "A KeyedJaggedTensor's keys must be unique, or nobody knows which ids a "
+            f"key means. Received: {kjt.keys()}."
+        )
+    ids_L = values.detach().cpu().long().numpy().view(np.uint64)
     flat = kjt.lengths().detach().to("cpu", torch.int32, copy=True).numpy()
     lengths = np.split(flat, np.cumsum(kjt.stride_per_key())[:-1])
     stops = np.cumsum([of_key.sum(dtype=np.int64) for of_key in lengths])
@@ -142,16 +164,20 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Jagg
     places = {key: f for f, key in enumerate(kjt.keys())}
     features = {}
     for key in keys:
-        if key not in places:
-            raise BatchError(
-                f"The batch must have the feature {key!r}. Received: {kjt.keys()}."
-            )
+        _require_feature(key, places)
         f = places[key]
         start = 0 if f == 0 else int(stops[f - 1])
         place = slice(start, int(stops[f]))
         jagged = JaggedIds(ids_L[place], lengths[f], place)
         features[key] = _repeated(key, jagged, repeats[key]) if repeats else jagged
     return features
+
+
+def _require_feature(key: str, keys: Iterable[str]) -> None:
+    if key not in keys:
+        raise BatchError(
+            f"The batch must have the feature {key!r}. Received: {list(keys)}."
+        )
 
 
 def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:

@@ -41,7 +41,8 @@ class PersiaBatch:
     """One batch of training, evaluation or inference.
 
     Args:
-        id_type_features: at least one; their names differ.
+        id_type_features: at least one; their names differ. Any of the slots of the
+            job, in any order; the model gets their embeddings in this one.
         non_id_type_features: the dense features, in the model's order.
         labels: in the order of the training loop; needed to train.
         batch_size: number of samples in ``[1, 65535]``; taken from the first id type

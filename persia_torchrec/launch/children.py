@@ -28,6 +28,7 @@ Work = Callable[[], object] | str | Path
 
 _LOOK_S = 0.1
 _END_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 60.0  # of a coordinator that has closed the book; torch is slow
 
 
 class Children:
@@ -96,6 +97,16 @@ class Children:
             if status:
                 return f"{name} ended with status {status}; its error stands above."
         return None
+
+    def require_all_well(self) -> None:
+        """Raise if a process has ended badly.
+
+        Raises:
+            JobError: which one.
+        """
+        failure = self.failed()
+        if failure is not None:
+            raise JobError(f"The job failed: {failure}")
 
     def end(self) -> None:
         """End what still runs."""
@@ -170,7 +181,7 @@ class Watch:
             state, reason = self._book.state()
         except JobError as exc:
             with contextlib.suppress(JobError):
-                if self._children.wait_for_coordinator(_END_TIMEOUT_S) == 0:
+                if self._children.wait_for_coordinator(_EXIT_TIMEOUT_S) == 0:
                     return None  # the job is finished
             return f"the coordinator is gone: {exc}"
         if state == "running":

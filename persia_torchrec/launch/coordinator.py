@@ -5,20 +5,21 @@
 It runs first and leaves last. The job is finished when every trainer has said that its
 work is done; where it has inference servers and no trainers, when the coordinator is
 told to end. It has failed when a member reports a failure, does not join in time,
-ends without a word, or is silent for too long; also when the process that started the
-coordinator is gone, or the coordinator of trainers is told to end. Then it stays until
-all members have left, so that each of them learns why.
+ends without a word, also before it has joined where that can be seen (a job of torchx
+on this machine), or is silent for too long; also when the process that started the
+coordinator is gone, or the coordinator of trainers is told to end (SIGTERM, SIGINT).
+Then it stays until all members have left, so that each of them learns why. It kills a
+member on its own machine that does not leave in time, as one that is stopped, since
+torchx waits for every process.
 """
 
 import argparse
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
 from persia_torchrec import env
 from persia_torchrec.config import refuse_inference
@@ -27,10 +28,15 @@ from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.discovery import AddressBook, JobState
 from persia_torchrec.wire.membership import JobTimings
 from persia_torchrec.wire.roll import Roll, Signature
+from persia_torchrec.wire.siblings import Siblings
+from persia_torchrec.wire.signals import EndSignals, end_by_signals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
 
 NAME = "coordinator"
+
+_KILL_TIMEOUT_S = 10.0
+_START_S = 5.0  # within which torchx has started all roles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +49,9 @@ class CoordinatorConfig:
 
     port: int
     """TCP port of the address book; 0 takes a free one."""
+
+    job_id: str = ""
+    """Of the job; empty: one is drawn."""
 
     num_trainers: int = 0
     """How many NN workers the job has; it is finished when all are done."""
@@ -67,7 +76,8 @@ class CoordinatorConfig:
     """How long after the start a member may join."""
 
     leave_timeout_s: float = 30.0
-    """How long after the end of the job a member may take to leave."""
+    """How long after the end of the job a member may take to leave. One on the
+    coordinator's machine is killed then; others are left to their scheduler."""
 
     linger_s: float = 1.5
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
@@ -96,14 +106,17 @@ class CoordinatorConfig:
 
     def members(self) -> list[tuple[str, int]]:
         """Return role and index of every member of the job."""
-        counts = {
+        return [(role, index) for role, n in self.sizes().items() for index in range(n)]
+
+    def sizes(self) -> dict[str, int]:
+        """Return how many members each role has."""
+        return {
             "server": self.num_servers,
             "worker": self.num_workers,
             "loader": self.num_loaders,
             "trainer": self.num_trainers,
             "predictor": self.num_predictors,
         }
-        return [(role, index) for role, n in counts.items() for index in range(n)]
 
 
 class Coordinator:
@@ -118,16 +131,26 @@ class Coordinator:
             for role, index in config.members()
         ]
         self._parent = os.getppid()
-        self._was_told_to_end = False
+        self._siblings = Siblings()
+        self._lacking_since: float | None = None
+        self._end_signal = ""
 
-    def end(self) -> None:
-        """End the job, because somebody ends the coordinator: it fails if it trains."""
-        self._was_told_to_end = True
+    def end(self, signal_name: str) -> None:
+        """End the job, because somebody ends the coordinator: it fails if it trains.
+
+        Any thread may call this.
+        """
+        self._end_signal = signal_name
 
     def run(self) -> JobState:
         """Watch the job until it has ended and all members have left."""
+        for role, size in self._config.sizes().items():
+            if size:
+                self._book.claim_size(role, 0, size)
+        Roll(self._book, NAME, 0).sign(self._config.timings.silent_s)
         self._config.timings.publish(self._book)
-        logger.info("the address book is open at port %d", self._book.port)
+        job_id, port = self._book.greeting.job_id, self._book.port
+        logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
         if state == "failed":
             logger.error("the job failed: %s", reason)
@@ -156,12 +179,12 @@ class Coordinator:
     def _is_over(self) -> bool:
         trainers = [m for m in self._members if m.role == "trainer"]
         if not trainers:
-            return self._was_told_to_end
+            return bool(self._end_signal)
         return all(trainer.roll.is_done() for trainer in trainers)
 
     def _failure(self, joining_is_over: bool) -> str | None:
-        if self._was_told_to_end and self._config.num_trainers:
-            return "it was told to end (SIGTERM)"
+        if self._end_signal and self._config.num_trainers:
+            return f"it was told to end ({self._end_signal})"
         if os.getppid() != self._parent:
             return "the process that started it is gone"
         for member in self._members:
@@ -172,17 +195,46 @@ class Coordinator:
         if absent and joining_is_over:
             within = f"within {self._config.join_timeout_s:g} s"
             return f"{', '.join(absent)} did not join {within}; see their logs"
+        if self._lacks_a_process(len(absent)):
+            return (
+                f"a process ended before it joined, of {', '.join(absent)}; see their "
+                "logs. (To start one by hand, give JobSettings a host.)"
+            )
         return None
+
+    def _lacks_a_process(self, num_absent: int) -> bool:
+        """Return whether fewer processes run beside this one than are yet to join."""
+        running = self._siblings.running()
+        signed = {m.signature.pid for m in self._members if m.signature is not None}
+        if running is None or len(running - signed - {os.getpid()}) >= num_absent:
+            self._lacking_since = None
+            return False
+        now = time.monotonic()
+        self._lacking_since = self._lacking_since or now
+        return now - self._lacking_since > _START_S
 
     def _see_off(self) -> list[str]:
         """Wait until all members have left; return those that have not in time.
 
         A member that has not joined yet is waited for as well: it would look for the
-        address book long after the book is gone.
+        address book long after the book is gone. Not if it is known that such a one
+        has ended.
         """
-        deadline = time.monotonic() + self._config.leave_timeout_s
+        late = self._wait_until_gone(self._members, self._config.leave_timeout_s)
+        killed = [member for member in late if member.kill()]
+        self._wait_until_gone(killed, _KILL_TIMEOUT_S)
+        return [member.who for member in late]
+
+    def _wait_until_gone(
+        self, members: "list[_Member]", timeout_s: float
+    ) -> "list[_Member]":
+        """Wait until the members are gone; return those that are not in time."""
+        deadline = time.monotonic() + timeout_s
         while True:
-            remaining = [m.who for m in self._members if not m.is_gone()]
+            remaining = [member for member in members if not member.is_gone()]
+            absent = [member for member in remaining if member.signature is None]
+            if self._lacks_a_process(len(absent)):
+                remaining = [m for m in remaining if m not in absent]
             if not remaining or time.monotonic() >= deadline:
                 return remaining
             time.sleep(self._tick_s)
@@ -224,24 +276,30 @@ class _Member:
             self.roll.has_left(self.signature) or self.signature.process_is_gone()
         )
 
+    def kill(self) -> bool:
+        """Kill the member's process, if it is for sure the one that has joined."""
+        if self.signature is None or not self.signature.kill():
+            return False
+        logger.warning("killed %s (process %d)", self.who, self.signature.pid)
+        return True
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the coordinator of one job; return 0 if the job was finished."""
+    end_by_signals()
     get_default_logger()
     try:
         refuse_inference("coordinator", env.global_config_path())
         config = _config_from(argv)
-        book = AddressBook.host(config.port, loopback=config.loopback)
+        book = AddressBook.host(
+            config.port, loopback=config.loopback, job_id=config.job_id
+        )
     except PersiaError as exc:
         logger.error("%s", exc)
         return 1
     coordinator = Coordinator(config, book)
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        coordinator.end()
-
-    signal.signal(signal.SIGTERM, end)
-    return 0 if coordinator.run() == "finished" else 1
+    with EndSignals(coordinator.end):
+        return 0 if coordinator.run() == "finished" else 1
 
 
 def _config_from(argv: Sequence[str] | None) -> CoordinatorConfig:
@@ -263,8 +321,12 @@ def _config_from(argv: Sequence[str] | None) -> CoordinatorConfig:
     timings = JobTimings(
         heartbeat_s=arguments.pop("heartbeat_s"), silent_s=arguments.pop("silent_s")
     )
-    loopback = env.is_local_job()
-    return CoordinatorConfig(timings=timings, loopback=loopback, **arguments)
+    return CoordinatorConfig(
+        timings=timings,
+        loopback=env.is_local_job(),
+        job_id=env.job_id(),
+        **arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ starts nats-server. A whole job on one machine::
     persia-launcher data-loader data_loader.py &
     persia-launcher nn-worker train.py
 
-On several machines ``PERSIA_STORE_HOST`` names the coordinator's, for all of them. The
+On several machines ``PERSIA_STORE_HOST`` names the coordinator's, for all of them. With
+``PERSIA_JOB_ID`` in the environment, of the coordinator too, a process that comes to
+another job's port is told so; without it, when it finds its place taken. The
 coordinator must be told how many processes each role has: it ends the job when all NN
 workers are done, or when one process of any role fails.
 
@@ -25,6 +27,7 @@ output are that process's own. Torchx starts the same processes, see ``component
 
 import argparse
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -36,12 +39,13 @@ from persia_torchrec.config import (
     load_embedding_config,
     refuse_inference,
 )
-from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
 _MEETING_TIMEOUT_S = 300.0
 _MASTER = "nn-worker/master"
+_MACHINE = "machine of NN workers"
 
 Command = list[str]
 
@@ -168,6 +172,7 @@ def _meet(node: int, num_nodes: int) -> tuple[str, str]:
     if num_nodes == 1:
         return LOOPBACK, str(free_port())
     book = AddressBook.join(*store, timeout_s=_MEETING_TIMEOUT_S)
+    _take_place(book, node, num_nodes)
     if node == 0:
         address = local_address(book.host_name)
         book.tell(_MASTER, f"{address} {free_port(address)}")
@@ -175,6 +180,18 @@ def _meet(node: int, num_nodes: int) -> tuple[str, str]:
     book.close()
     address, _, port = master.rpartition(" ")
     return address, port
+
+
+def _take_place(book: AddressBook, node: int, num_nodes: int) -> None:
+    """Be the machine of that number; refuse a second one, of another job."""
+    book.claim_size(_MACHINE, node, num_nodes)
+    own = secrets.token_hex(8)
+    if book.claim_note(f"{_MACHINE}/{node}", own) != own:
+        raise JobMismatchError(
+            f"The NN workers of --node-rank {node} must be started once in a job. "
+            f"Received: job {book.greeting.job_id!r}, at port {book.port}, has them "
+            f"already. {book.another_port()}"
+        )
 
 
 def _data_loader(arguments: argparse.Namespace) -> Command:
@@ -201,7 +218,7 @@ def _embedding_parameter_server(arguments: argparse.Namespace) -> Command:
     _export_replica(arguments)
     # A server learns its tables from the trainers. What is wrong with the file is
     # said here all the same, as by PERSIA's server.
-    load_embedding_config(embedding_config)
+    load_embedding_config(embedding_config, warns=False)
     return [
         *("-m", "persia_torchrec.server", "--port", str(arguments.port)),
         *("--global-config", global_config),
@@ -210,7 +227,7 @@ def _embedding_parameter_server(arguments: argparse.Namespace) -> Command:
 
 def _coordinator(arguments: argparse.Namespace) -> Command:
     refuse_inference("coordinator", env.global_config_path())
-    port = _job_store()[1] if arguments.port is None else arguments.port
+    port = _job_store().port if arguments.port is None else arguments.port
     if env.is_local_job():
         sys.stderr.write(
             "persia-launcher: the coordinator listens for this machine only. For a "
@@ -265,7 +282,7 @@ def _require_job_or_inference(global_config: str) -> None:
         _job_store()
 
 
-def _job_store() -> tuple[str, int]:
+def _job_store() -> env.JobStore:
     store = env.job_store()
     if store is None:
         raise ConfigError(

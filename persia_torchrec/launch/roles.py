@@ -40,7 +40,8 @@ class JobSettings:
     """TCP port of the job's address book, in ``[1, 65535]``."""
 
     host: str = ""
-    """Host of the address book; empty: where torchx puts the first role."""
+    """Host of the address book; empty: where torchx puts the first role, of an app that
+    holds the whole job."""
 
     python: str = "python3"
     """The interpreter, looked up in PATH where the role runs."""
@@ -72,14 +73,18 @@ class JobSettings:
 
     def _discovery(self, num_replicas: int) -> dict[str, str]:
         """Return the variables by which a process finds its place in the job."""
-        where = (
+        # A role by itself joins the job that is at the host, whatever its id is.
+        job = (
             {"PERSIA_STORE_HOST": self.host}
             if self.host
-            else {"PERSIA_STORE_HOST_ENV": specs.macros.rank0_env}
+            else {
+                "PERSIA_STORE_HOST_ENV": specs.macros.rank0_env,
+                "PERSIA_JOB_ID": specs.macros.app_id,
+            }
         )
         return {
             "PERSIA_STORE_PORT": str(self.port),
-            **where,
+            **job,
             "REPLICA_INDEX": specs.macros.replica_id,
             "REPLICA_SIZE": str(num_replicas),
             "PERSIA_EMBEDDING_CONFIG": self.embedding_config,

@@ -23,6 +23,7 @@ from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.launch.rendezvous import set_up_rendezvous
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.signals import end_by_signals
 
 logger = logging.getLogger("persia_torchrec.launch.script")  # also as __main__
 
@@ -58,6 +59,7 @@ def take_part(role: str, name: str, work: Callable[[], object]) -> int:
     Returns:
         The status to exit with.
     """
+    end_by_signals()
     get_default_logger()
     # torchrun has numbered the trainers and brought them together already.
     by_torchrun = role == "trainer" and env.is_started_by_torchrun()
@@ -67,7 +69,7 @@ def take_part(role: str, name: str, work: Callable[[], object]) -> int:
         refuse_inference(_ROLE_NAMES[role], env.global_config_path())
         is_expendable = role == "loader"
         member = JobMember.join(
-            role, index, store=_job_store(), expendable=is_expendable
+            role, index, size, store=_job_store(), expendable=is_expendable
         )
     except PersiaError as exc:
         logger.error("%s", exc)
@@ -119,7 +121,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, str, list[str]]:
     return parsed.role, parsed.script, parsed.arguments
 
 
-def _job_store() -> tuple[str, int]:
+def _job_store() -> env.JobStore:
     store = env.job_store()
     if store is None:
         raise ConfigError(

@@ -14,12 +14,14 @@ from persia_torchrec import env
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.signals import end_by_signals
 
 logger = logging.getLogger("persia_torchrec.launch.stand_in")  # also as __main__
 
 
 def main() -> int:
     """Be trainer 0 of the job; return the status to exit with."""
+    end_by_signals()
     get_default_logger()
     try:
         store = env.job_store()
@@ -28,7 +30,7 @@ def main() -> int:
                 "PERSIA_STORE_PORT must name the port of the job's address book. "
                 "Received: none."
             )
-        with JobMember.join("trainer", 0, store=store) as member:
+        with JobMember.join("trainer", 0, 1, store=store) as member:
             sys.stdin.read()
             member.report_done()
             member.wait_for_end()

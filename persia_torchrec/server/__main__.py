@@ -17,9 +17,11 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from persia_torchrec import env
+from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config import (
     GlobalSettings,
     inference_settings,
@@ -28,12 +30,14 @@ from persia_torchrec.config import (
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.config import ServerConfig, config_of_job
 from persia_torchrec.server.inference import inference_config, serve_inference
-from persia_torchrec.server.readiness import tell_ready
+from persia_torchrec.server.readiness import tell_compiling, tell_ready
 from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.memory import keep_freed_memory
+from persia_torchrec.wire.signals import EndSignals, end_by_signals
 
 logger = logging.getLogger("persia_torchrec.server")
 
@@ -42,6 +46,7 @@ _PARENT_CHECK_S = 1.0
 
 def main() -> int:
     """Run the server; return the process's exit status."""
+    end_by_signals()
     arguments = _parser().parse_args()
     logging.basicConfig(
         level=env.log_level("WARNING" if arguments.standalone else "INFO"),
@@ -57,7 +62,11 @@ def main() -> int:
             # Only a job needs torch (for its address book), which takes two seconds.
             from persia_torchrec.server.job import serve_in_job
 
-            serve_in_job(_shard(arguments), lambda host: _make_server(arguments, host))
+            serve_in_job(
+                _shard(arguments),
+                _num_shards(arguments),
+                lambda host, job, tell: _started(_config(arguments, host), job, tell),
+            )
     except PersiaError as exc:
         logger.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -134,15 +143,18 @@ def _num_shards(arguments: argparse.Namespace) -> int:
     return env.get_replica_size() if num_shards is None else int(num_shards)
 
 
-def _make_server(arguments: argparse.Namespace, host: str) -> EmbeddingServer:
-    return _started(_config(arguments, host))
-
-
-def _started(config: ServerConfig) -> EmbeddingServer:
+def _started(
+    config: ServerConfig,
+    greeting: Greeting = NO_JOB,
+    tell: Callable[[bool], object] = bool,
+) -> EmbeddingServer:
+    """Make a server; ``tell`` as in ``telling_of_compilation``."""
     logger.info("settings %s", config)
-    precision.warm_up()
-    warm_up()
-    return EmbeddingServer(config)
+    server = EmbeddingServer(config, greeting)
+    with server.not_ready(), telling_of_compilation(tell):
+        precision.warm_up()
+        warm_up()
+    return server
 
 
 def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
@@ -157,7 +169,8 @@ def _config(arguments: argparse.Namespace, host: str) -> ServerConfig:
     )
     path = _global_config(arguments)
     if path is not None:
-        config = config_of_job(config, load_global_config(path))
+        settings = load_global_config(path, warns=config.shard == 0)
+        config = config_of_job(config, settings)
     given = {
         "capacity_rows": arguments.capacity,
         "incremental_dir": arguments.incremental_dir,
@@ -193,14 +206,14 @@ def _serve_inference(arguments: argparse.Namespace, settings: GlobalSettings) ->
 
 def _serve_standalone(arguments: argparse.Namespace) -> None:
     parent = os.getppid()
-    server = _make_server(arguments, "127.0.0.1")
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    server = _started(_config(arguments, "127.0.0.1"), tell=tell_compiling)
     watch = threading.Thread(
         target=_stop_with_parent, args=(server, parent), daemon=True
     )
     watch.start()
-    serve_and_push(server, tell_ready)
+    with EndSignals(lambda _: server.stop()):
+        serve_and_push(server, tell_ready)
 
 
 def _stop_with_parent(server: EmbeddingServer, parent: int) -> None:

@@ -19,10 +19,13 @@ from persia_torchrec.checkpoint.series import find_checkpoint
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS
+from persia_torchrec.wire.patience import MAX_COMPILING_S
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
+_LINE_S = 0.5
+"""For a line that a server has written already."""
 
 
 class EmbeddingCluster:
@@ -64,7 +67,7 @@ class EmbeddingCluster:
                 :meth:`of_checkpoint`, and for a restart that loses little.
             incremental_interval_s: how often they do, in seconds.
             start_timeout_s: seconds until all must be ready. The first start on a
-                machine compiles the store's loops, which takes some twenty seconds.
+                machine compiles the store's loops, which does not count.
 
         Raises:
             ConfigError: ``num_servers`` or ``capacity`` is out of its range.
@@ -145,10 +148,9 @@ class EmbeddingCluster:
         cluster = cls([_start(config) for config in configs])
         deadline = time.monotonic() + timeout_s
         try:
-            cluster.addresses = [
-                _address_of(shard, process, deadline)
-                for shard, process in enumerate(cluster.processes)
-            ]
+            for shard, process in enumerate(cluster.processes):
+                address, deadline = _address_of(shard, process, deadline)
+                cluster.addresses.append(address)
         except BaseException:
             cluster.close()
             raise
@@ -198,21 +200,38 @@ def _start(config: ServerConfig) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def _address_of(shard: int, process: "subprocess.Popen[str]", deadline: float) -> str:
-    """Wait for the line ``ready ADDRESS`` that a server prints."""
+def _address_of(
+    shard: int, process: "subprocess.Popen[str]", deadline: float
+) -> tuple[str, float]:
+    """Wait for the line ``ready ADDRESS`` that a server prints.
+
+    Returns:
+        The address, and the deadline without the time in which the server compiled.
+    """
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     stdout = process.stdout
     assert stdout is not None
-    reader = threading.Thread(
-        target=lambda: lines.put(stdout.readline()), name="server start", daemon=True
-    )
-    reader.start()
+
+    def read() -> None:
+        line = "compiling"
+        while line in ("compiling", "compiled"):
+            line = stdout.readline().strip()
+            lines.put(line)
+
+    threading.Thread(target=read, name="server start", daemon=True).start()
     name = f"embedding server {shard}"
     try:
-        line = lines.get(timeout=max(deadline - time.monotonic(), 0.1))
+        line = lines.get(timeout=max(deadline - time.monotonic(), _LINE_S))
+        if line == "compiling":
+            logger.info("%s compiles its loops, once for this machine", name)
+            begun = time.monotonic()
+            line = lines.get(timeout=MAX_COMPILING_S)
+            deadline += time.monotonic() - begun
+        if line == "compiled":
+            line = lines.get(timeout=max(deadline - time.monotonic(), _LINE_S))
     except queue.Empty:
         raise ServerError("not ready in time.", server=name) from None
-    word, _, address = line.strip().partition(" ")
+    word, _, address = line.partition(" ")
     if word != "ready":
         code = process.wait(_STOP_TIMEOUT_S)
         raise ServerError(
@@ -220,4 +239,4 @@ def _address_of(shard: int, process: "subprocess.Popen[str]", deadline: float) -
             "stands above.",
             server=name,
         )
-    return address
+    return address, deadline

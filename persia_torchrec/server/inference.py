@@ -7,7 +7,6 @@ and what is refused, is in ``served_checkpoint.py``.
 """
 
 import dataclasses
-import signal
 from collections.abc import Callable
 
 from persia_torchrec.config import InferSettings
@@ -16,6 +15,7 @@ from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.readiness import tell_ready
 from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
+from persia_torchrec.wire.signals import EndSignals
 
 
 def inference_config(
@@ -55,16 +55,6 @@ def serve_inference(make_server: Callable[[], EmbeddingServer]) -> None:
         ConfigError: a setting is out of its range.
         WireError: the address cannot be listened on.
     """
-    _at_signal(_exit)
     server = make_server()
-    _at_signal(server.stop)
-    serve_and_push(server, tell_ready)
-
-
-def _at_signal(end: Callable[[], None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: end())
-
-
-def _exit() -> None:
-    raise SystemExit(0)  # while the server is made there is nothing to see off
+    with EndSignals(lambda _: server.stop()):
+        serve_and_push(server, tell_ready)

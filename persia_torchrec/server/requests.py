@@ -14,6 +14,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
+    MAX_MEMBER_CHARS,
     Frame,
     Frames,
     Precision,
@@ -155,6 +156,22 @@ class RequestReader:
         if not 0 <= step < 2**63:
             raise FrameError(f"A step must be in [0, 2**63). Received: {step}.")
         return table, step
+
+    def member(self, value: object) -> tuple[str, str]:
+        """Read who a trainer is, and why it has ended if it has.
+
+        Raises:
+            FrameError: a field is missing, or no short text.
+        """
+        fields = value if isinstance(value, dict) else {}
+        who, ended = fields.get("who"), fields.get("ended")
+        for text in (who, ended):
+            if not isinstance(text, str) or len(text) > MAX_MEMBER_CHARS:
+                raise FrameError(
+                    "JOIN must have the texts who and ended, of at most "
+                    f"{MAX_MEMBER_CHARS} characters. Received: {value!r:.100}."
+                )
+        return str(who), str(ended)
 
     def num_weights(self, t: TableIds) -> int:
         """Return how many weights the rows of some ids have."""

@@ -23,15 +23,17 @@ Dimension key:
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig as ServerConfig
-from persia_torchrec.server.joint_steps import JointSteps
+from persia_torchrec.server.joint_steps import JointSteps, Member
+from persia_torchrec.server.readiness import refusing_requests
 from persia_torchrec.server.requests import (
     RequestReader,
     error_to_tell,
@@ -44,6 +46,7 @@ from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import (
     COUNTS,
@@ -82,6 +85,7 @@ class EmbeddingServer:
 
     Args:
         config: see :class:`ServerConfig`.
+        greeting: of the job whose processes are served.
 
     Attributes:
         snapshots: of the counters, for another thread.
@@ -92,7 +96,7 @@ class EmbeddingServer:
         WireError: the address cannot be listened on.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
         self.config = config
         self._store = EmbeddingStore(
             config.capacity_rows,
@@ -101,7 +105,7 @@ class EmbeddingServer:
         )
         self._reader = RequestReader(self._store, config.max_request_ids)
         self._checkpoints = checkpoints_of(config, self._store)
-        self._listener = Listener(config.host, config.port)
+        self._listener = Listener(config.host, config.port, greeting=greeting)
         self.address = self._listener.address
         self._metrics = Metrics()
         self.snapshots = Snapshots()
@@ -111,12 +115,17 @@ class EmbeddingServer:
             self._metrics,
             self._queue,
             self._refuse_update,
+            is_connected=self._listener.is_connected,
             max_bytes=config.joint_update_bytes,
         )
         self._num_overtaking = self._num_since_sweep = 0
         self._must_sweep_on = False
         self._stages = Stages()
         self._stopping = threading.Event()
+
+    def not_ready(self) -> AbstractContextManager[None]:
+        """Return a block within which requests are refused as ``NotReadyError``."""
+        return refusing_requests(self._listener)
 
     def serve(self, when_ready: Callable[[str], None] | None = None) -> None:
         """Answer requests until :meth:`stop` is called or a client asks to shut down.
@@ -159,15 +168,17 @@ class EmbeddingServer:
             self._stages.lap("idle")
             self._num_overtaking += bool(self._updates)
             self._num_since_sweep += 1
-            peer, frames = self._listener.take()
+            message = self._listener.take()
             self._stages.lap("receive")
-            self._answer(peer, frames)
+            if message is not None:
+                self._answer(*message)
             if self._num_since_sweep >= _MESSAGES_A_SWEEP:
                 self._sweep()
         elif self._updates:
             self._apply_oldest_update()
         else:
             self._stages.lap("idle")
+            self._joint_steps.has_read_all()
             self._sweep()
 
     def _wait_ms(self) -> int:
@@ -224,6 +235,11 @@ class EmbeddingServer:
             case Kind.UPDATE:
                 self._queue_update(peer, header, frames)
                 return None
+            case Kind.JOIN:
+                who, ended = self._reader.member(decode_json(frames[:2]))
+                share = Share.decode(frames, num_frames=3)
+                gone = self._joint_steps.join(share, Member(peer, who, ended))
+                return [encode_json(", ".join(gone))]
             case Kind.LEAVE:
                 self._joint_steps.leave(Share.decode(frames, num_frames=2))
                 return [encode_json(None)]
@@ -372,14 +388,16 @@ class EmbeddingServer:
     def _apply(self, updates: list[Update]) -> dict[str, int]:
         applied = [u.header for u in updates if u.tables]
         self._open_batches.rows.applied([(h.stream, h.batch) for h in applied])
-        num_missed = num_refused = 0
+        counts = Counter(missed=0, refused=0, unadmitted=0, gradients=0)
         for part in gradients_of(updates, self._open_batches.hints):
             self._metrics.count("updates_hinted", part.hints is not None)
             result = self._store.update(part.table, part.ids, part.grads, part.hints)
-            num_missed += result.num_missed
-            num_refused += result.num_refused
-        self._metrics.count("gradients_refused", num_refused)
-        return {"missed": num_missed, "refused": num_refused}
+            counts["missed"] += result.num_missed
+            counts["refused"] += result.num_refused
+            counts["unadmitted"] += result.num_unadmitted
+            counts["gradients"] += len(part.ids)
+        self._metrics.count("gradients_refused", counts["refused"])
+        return counts
 
     def _write(self, header: Header, frames: Frames) -> None:
         tables = self._reader.tables(frames, num_frames=4)

@@ -14,7 +14,6 @@ under way are answered. See ``http_server.py`` for what it answers.
 import argparse
 import contextlib
 import logging
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,8 +28,10 @@ from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.local import embeddings_of_checkpoint
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from persia_torchrec.serving.reader import SlotsReader
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.ports import tcp_address
+from persia_torchrec.wire.signals import EndSignals, end_by_signals
 from persia_torchrec.worker.remote import RemoteWorkers
 
 logger = logging.getLogger("persia_torchrec.serving")
@@ -40,19 +41,19 @@ _WORKERS_TIMEOUT_S = 600.0
 
 def main() -> int:
     """Run the server; return the process's exit status."""
+    end_by_signals()
     arguments = _parser().parse_args()
     logging.basicConfig(
         level=env.log_level(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
     try:
         if arguments.workers_of_job:
             _serve_in_job(arguments, ending)
         else:
-            _serve(arguments, ending, arguments.workers)
+            signals = EndSignals(lambda _: ending.set())
+            _serve(arguments, ending, arguments.workers, signals)
     except PersiaError as exc:
         logger.error("%s: %s", type(exc).__name__, exc)
         return 1
@@ -131,19 +132,23 @@ def _serve_in_job(arguments: argparse.Namespace, ending: threading.Event) -> Non
             "--workers-of-job. Received: none. Start the job with torchx, which sets "
             "it."
         )
-    index = env.get_replica_index()
+    index, size = env.get_replica_index(), env.get_replica_size()
     if arguments.port:
         arguments.port += index
-    with JobMember.join("predictor", index, store=store) as member:
+    with JobMember.join("predictor", index, size, store=store) as member:
         member.call_at_end(ending.set)
         workers = member.book.addresses("worker", timeout_s=_WORKERS_TIMEOUT_S)
-        _serve(arguments, ending, workers)
+        # The member hears the signals, from here on.
+        signals = contextlib.nullcontext()
+        _serve(arguments, ending, workers, signals, member.book.greeting)
 
 
 def _serve(
     arguments: argparse.Namespace,
     ending: threading.Event,
     workers: Sequence[str] | None,
+    signals: contextlib.AbstractContextManager[object],
+    greeting: Greeting = NO_JOB,
 ) -> None:
     config = HttpConfig(
         host=arguments.host,
@@ -154,7 +159,7 @@ def _serve(
     device = torch.device("cpu")
     model, path = load_model(arguments.checkpoint, arguments.model, device)
     with (
-        _reader(arguments, device, workers) as reader,
+        _reader(arguments, device, workers, greeting) as reader,
         contextlib.ExitStack() as stack,
     ):
         predictor = Predictor(reader, model, path)
@@ -163,6 +168,7 @@ def _serve(
             stack.callback(ModelFollower(predictor, run, name, device).close)
         server = PredictionServer(predictor, config)
         logger.info("serving model=%s address=%s", path, server.address)
+        stack.enter_context(signals)
         try:
             sys.stdout.write(f"ready {server.address}\n")
             sys.stdout.flush()
@@ -176,6 +182,7 @@ def _reader(
     arguments: argparse.Namespace,
     device: torch.device,
     addresses: Sequence[str] | None,
+    greeting: Greeting,
 ) -> Iterator[SlotsReader]:
     if addresses is None:
         path = arguments.embedding_config or env.embedding_config_path()
@@ -198,7 +205,7 @@ def _reader(
             "Their servers follow by --incremental-dir, or by their global_config.yml; "
             "give --follow-model for the dense model."
         )
-    workers = RemoteWorkers([tcp_address(address) for address in addresses])
+    workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     try:
         reader = SlotsReader(workers, device)
         reader.wait_until_ready(_WORKERS_TIMEOUT_S)

@@ -3,12 +3,15 @@
     {"id_type_features": {"item": [[7, 8], []], "user": [[3], [4]]},
      "non_id_type_features": [[[0.5, 1.0], [0.0, 2.0]]]}
 
-An ID feature has a list of ids, integers in ``[0, 2**64)``, for each sample. The dense
-features stand in the model's order; each has a number, or a list of numbers, for each
-sample, and comes to the model as float32. They may be left out.
+An ID feature has a list of ids, integers in ``[0, 2**64)``, for each sample. The model
+gets the embeddings in the order in which the ID features stand in the text, so it must
+be the model's: write the text without sorting its keys. The dense features stand in the
+model's order too; each has a number, or a list of numbers, for each sample, and comes
+to the model as float32. They may be left out.
 """
 
 import json
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -34,7 +37,7 @@ def batch_of_json(data: bytes) -> PersiaBatch:
         (2, [7, 8])
     """
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_object_of)
     except (ValueError, RecursionError) as exc:
         raise BatchError(f"A batch must be JSON in UTF-8 ({exc}).") from exc
     if not isinstance(value, dict) or not value.keys() <= _KEYS:
@@ -53,6 +56,15 @@ def batch_of_json(data: bytes) -> PersiaBatch:
         [_dense_of(number, samples) for number, samples in enumerate(dense)],
         requires_grad=False,
     )
+
+
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON in the order of the text, each key once."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"each key must stand there once. Received: {twice!r} twice")
+    return value
 
 
 def _ids_of(name: str, samples: object) -> IDTypeFeature:

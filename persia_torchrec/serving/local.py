@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.serving.reader import SlotsReader
@@ -48,7 +49,8 @@ def embeddings_of_checkpoint(
             cluster.addresses, timeout_s=_REQUEST_TIMEOUT_S
         )
         try:
-            warm_up()
+            with telling_of_compilation():
+                warm_up()
             client.learn_tables()
             lookup = SlotsLookup(client, features_of(schema))
             follows = incremental_dir is not None

@@ -29,9 +29,9 @@ class Predictor:
 
     Args:
         reader: where embeddings are looked up.
-        model: takes a list of dense tensors and a list of embedding tensors, returns
-            a float tensor ``(B, ...)``; on the reader's device. It is put into
-            evaluation mode.
+        model: takes a list of dense tensors and a list of embedding tensors, in the
+            order of the batch's ID features; returns a float tensor ``(B, ...)``; on
+            the reader's device. It is put into evaluation mode.
         name: of the model, for people.
 
     Attributes:
@@ -62,13 +62,17 @@ class Predictor:
         device = self._reader.device
         dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         with torch.inference_mode():
+            embeddings = self._reader.embed(looked_up)
             try:
-                output = self._model(dense, self._reader.embed(looked_up))
+                output = self._model(dense, embeddings)
             except (RuntimeError, IndexError) as exc:
                 reason = str(exc).strip().splitlines()[-1:]
+                shapes = [tuple(embedding.shape) for embedding in embeddings]
+                slots = map("{} {}".format, looked_up.names, shapes)
                 raise BatchError(
                     "The model must be able to take the batch. Received: "
-                    f"{[tuple(tensor.shape) for tensor in dense]} as dense features; "
+                    f"{[tuple(tensor.shape) for tensor in dense]} as dense features, "
+                    f"{', '.join(slots)} as embeddings; "
                     f"{type(exc).__name__}: {''.join(reason)}"
                 ) from exc
         return _predictions(output, batch.batch_size)

@@ -31,6 +31,10 @@ class Handle(Protocol):
     def places(self) -> Sequence[Positions]:
         """For each raw slot, where its ids stand."""
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots that the batch has, in its order."""
+
 
 class Lookup(Protocol):
     """A ``SlotsLookup`` in this process, or ``RemoteWorkers``."""
@@ -44,9 +48,17 @@ class Lookup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The embeddings of one batch, on the CPU."""
+    """The embeddings of one batch, on the CPU.
+
+    Attributes:
+        slots: all that there are.
+        names: of those that the batch has, in its order.
+        outputs: what the lookup gave for these.
+        places: for each raw slot of the batch, where its ids stand.
+    """
 
     slots: tuple[Slot, ...]
+    names: tuple[str, ...]
     outputs: Outputs
     places: Sequence[Positions]
 
@@ -117,7 +129,7 @@ class SlotsReader:
             settings: of a ``DataLoader``; they hold for training batches.
 
         Raises:
-            BatchError: the batch's ID features are not the slots, or its ids wait
+            BatchError: an ID feature of the batch is no slot, or its ids wait
                 elsewhere.
             ServerError: a worker or a server failed, or did not answer in time.
         """
@@ -131,13 +143,16 @@ class SlotsReader:
         features = {feature.name: feature for feature in batch.id_type_features}
         require_slots(list(features), [slot.name for slot in slots])
         outputs, handle = self._lookup.pull(bags_of(features), None)
-        return LookedUp(slots, outputs, handle.places)
+        return LookedUp(slots, handle.slots, outputs, handle.places)
 
     def embed(self, pull: LookedUp) -> list[torch.Tensor]:
-        """Return a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
+        """Return a batch's embeddings, a tensor a slot; see ``slot_tensors.py``.
+
+        They have the order of the batch's ID features.
+        """
         outputs = [
             torch.from_numpy(output).to(self._device, non_blocking=True)
             for output in pull.outputs
         ]
-        tensors = slot_tensors(pull.slots, outputs, pull.places)
-        return [tensors[slot.name] for slot in pull.slots]
+        tensors = slot_tensors(pull.slots, pull.names, outputs, pull.places)
+        return list(tensors.values())

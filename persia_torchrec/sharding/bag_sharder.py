@@ -15,7 +15,9 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
     ModuleSharder,
+    ParameterSharding,
     ParameterStorage,
     ShardingEnv,
     ShardingType,
@@ -27,6 +29,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.joining import Joint, meet
 from persia_torchrec.sharding.remote_lookup import (
@@ -38,33 +41,27 @@ from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
 from persia_torchrec.sharding.remote_tables import RemoteTables
 from persia_torchrec.table import TableChange
 from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.tally import TrainingSummary
 
 _ADD_TABLES_TIMEOUT_S = 120.0
+
+_SHARDING_TYPE = ShardingType.ROW_WISE.value
 
 Module = TypeVar("Module", bound=nn.Module)
 Sharded = TypeVar("Sharded", bound=ShardedRemoteCollection[Any, Any])
 
 
-class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
-    """Replace a collection of TorchRec's by its remote counterpart.
+class TableControl:
+    """What a trainer does with its tables on the servers, beside training them.
 
     Args:
+        tables: of the collections that are sharded, and of those yet to be.
         timeout_s: seconds that a pull or a push may take.
-        gradient_division: divide gradients by the number of trainers.
-        joint: how trainers update jointly; None where each updates by itself.
     """
 
-    weights_in: ClassVar[str] = "embedding_bags"
-    """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
-
-    def __init__(
-        self, *, timeout_s: float, gradient_division: bool, joint: Joint | None = None
-    ) -> None:
-        super().__init__()
-        self._timeout_s = timeout_s + (joint.timeout_s if joint else 0)
-        self._gradient_division = gradient_division
-        self._joint = joint
-        self._tables = RemoteTables()
+    def __init__(self, tables: RemoteTables, timeout_s: float) -> None:
+        self._tables = tables
+        self._timeout_s = timeout_s
 
     def flush(self) -> None:
         """Wait until every update of the collections sharded so far is applied.
@@ -76,10 +73,26 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
             PersiaError: one of the updates failed, or was not acknowledged in time.
         """
         self._tables.flush()
+        self._tables.report()
 
     def close(self) -> None:
         """Stop the threads of the collections sharded so far. May be called twice."""
+        self.report_at_end()
         self._tables.close()
+
+    def summary(self) -> TrainingSummary:
+        """Return what became of this trainer's batches so far: how stale rows were.
+
+        :meth:`flush` logs it.
+        """
+        return self._tables.summary()
+
+    def report_at_end(self) -> None:
+        """Log :meth:`summary`, and warn of gradients of evicted rows; once.
+
+        Call it before the end of a training. :meth:`close` does.
+        """
+        self._tables.report_at_end()
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables on the servers; returns at once.
@@ -122,10 +135,21 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
         ``scaler.step(sharder.optimizer)`` too, between ``backward`` and ``update``, and
         ``zero_grad`` of it as of the dense optimizer.
 
+        Several trainers agree at the end of each backward pass: when one of them has
+        gradients that are not finite, the scalers of all find it. So every trainer does
+        as many backward passes, and each goes through a table of this sharder; within
+        ``join(model)`` trainers may end. The finite gradients of the others, and of
+        other collections, have left for the servers by then, and are applied.
+
         Args:
             scaler: what scales the loss; for all collections, sharded or to be.
         """
-        self._tables.grad_scaler = scaler
+        self._tables.use_grad_scaler(scaler)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What trainers agree on; None where there is but one, or nothing sharded."""
+        return self._tables.agreement
 
     @property
     def optimizer(self) -> RemoteOptimizer:
@@ -137,6 +161,29 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
             ConfigError: no collection is sharded, or one more since the first time.
         """
         return self._tables.optimizer()
+
+
+class CollectionSharder(TableControl, ModuleSharder[Module], Generic[Module, Sharded]):
+    """Replace a collection of TorchRec's by its remote counterpart.
+
+    Args:
+        timeout_s: seconds that a pull or a push may take.
+        gradient_division: divide gradients by the number of trainers.
+        joint: how trainers update jointly; None where each updates by itself.
+    """
+
+    fused_params: ClassVar[None] = None
+    """TorchRec's settings of its kernels: none. Planners of torchrec up to 1.6 read it
+    of every sharder; those of 1.7 to 1.9 ask first whether it is there."""
+
+    def __init__(
+        self, *, timeout_s: float, gradient_division: bool, joint: Joint | None = None
+    ) -> None:
+        ModuleSharder.__init__(self)
+        joint_s = joint.timeout_s if joint else 0
+        TableControl.__init__(self, RemoteTables(), timeout_s + joint_s)
+        self._gradient_division = gradient_division
+        self._joint = joint
 
     @property
     @abstractmethod
@@ -177,24 +224,33 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
 
         Args:
             module: the collection; its weights, if it has any, are not used.
-            params: the plan; it must name all tables of the collection.
+            params: the plan of all tables of the collection, made with this sharder.
             env: gives the number of trainers.
             device: where the embeddings are wanted; the CPU by default.
             module_fqn: the module's path in the model; not needed.
 
         Raises:
-            ConfigError: a setting of the collection that the servers cannot honour.
+            ConfigError: the plan was made without this sharder, or a setting of the
+                collection is one that the servers cannot honour.
             ServerError: a server refuses a table, or does not answer.
         """
-        _require_whole_plan(self.configs_of(module), params)
+        require_own_plan(self.configs_of(module), params, _SHARDING_TYPE)
+        return self.put_on_servers(module, env, device)
+
+    def put_on_servers(
+        self, module: Module, env: ShardingEnv, device: torch.device | None
+    ) -> Sharded:
+        """Do what :meth:`shard` does, for a plan that is known to be this sharder's."""
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
         device = device or torch.device("cpu")
         pipeline = self.make_pipeline(spec, device)
-        tables = self._tables.add(pipeline, spec.tables)
+        tables = self._tables.add(pipeline, spec.tables, device)
+        if env.world_size > 1:
+            self._tables.meet(env.process_group, device)
         if self._joint is not None and (trainers := meet(env, device, self._joint)):
             pipeline.set_trainers(trainers)
-        return self.sharded_type(
+        sharded = self.sharded_type(
             pipeline,
             spec,
             device=device,
@@ -205,9 +261,14 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
             ),
             # A table of two collections stands in the optimizer of the first.
             optimizer=self._tables.optimizer_of(
-                {f"{self.weights_in}.{name}.weight": name for name in tables}
+                {
+                    f"{self.sharded_type.weights_in}.{name}.weight": name
+                    for name in tables
+                }
             ),
         )
+        sharded.agreement = self._tables.agreement
+        return sharded
 
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
         """Return a stand-in of one row for each table."""
@@ -220,7 +281,7 @@ class CollectionSharder(ModuleSharder[Module], Generic[Module, Sharded]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the one type: rows are spread over servers."""
-        return [ShardingType.ROW_WISE.value]
+        return [_SHARDING_TYPE]
 
     def compute_kernels(
         self, sharding_type: str, compute_device_type: str
@@ -261,12 +322,52 @@ class BagSharder(
         return module.embedding_bag_configs()
 
 
-def _require_whole_plan(
-    configs: Sequence[BaseEmbeddingConfig], params: EmbeddingModuleShardingPlan
+def require_own_plan(
+    configs: Sequence[BaseEmbeddingConfig],
+    params: EmbeddingModuleShardingPlan,
+    sharding_type: str,
 ) -> None:
+    """Refuse a plan that was made without the sharder.
+
+    Args:
+        configs: of the collection's tables.
+        params: the plan.
+        sharding_type: of the plans of this sharder.
+
+    Raises:
+        ConfigError: the plan names other tables, or plans one for the trainers.
+    """
     tables = {config.name for config in configs}
     if set(params) != tables:
         raise ConfigError(
             f"The plan must name the tables {sorted(tables)}. "
             f"Received: {sorted(params)}."
         )
+    for name, sharding in params.items():
+        if not is_planned_on_servers(sharding, sharding_type):
+            raise ConfigError(
+                f"The plan must have table {name!r} on the servers, where this sharder "
+                f"puts it: {sharding_type}, with one row as a stand-in. "
+                f"Received: {sharding}. Pass the sharders that the model gets to the "
+                "planner: planner.collective_plan(model, sharders, pg)."
+            )
+
+
+def is_planned_on_servers(
+    sharding: ParameterSharding, sharding_type: str = _SHARDING_TYPE
+) -> bool:
+    """Return whether a plan is of a table's stand-in, as this project's sharders offer.
+
+    Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
+    """
+    spec = sharding.sharding_spec
+    return (
+        sharding.sharding_type == sharding_type
+        and isinstance(spec, EnumerableShardingSpec)
+        and num_rows(spec) == 1
+    )
+
+
+def num_rows(spec: EnumerableShardingSpec) -> int:
+    """Return the rows of a planned table, or of its stand-in."""
+    return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)

@@ -27,6 +27,7 @@ from torchrec.modules.fp_embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from persia_torchrec.sharding.bag_sharder import require_own_plan
 from persia_torchrec.sharding.remote_lookup import (
     RemoteContext,
     ShardedRemoteEmbeddingBagCollection,
@@ -34,6 +35,8 @@ from persia_torchrec.sharding.remote_lookup import (
 )
 from persia_torchrec.sharding.through_bags import ThroughBags
 from persia_torchrec.sharding.when_used import WhenUsedModule
+
+_SHARDING_TYPE = ShardingType.TABLE_WISE.value
 
 
 class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
@@ -140,7 +143,7 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(
         They fear for row-wise shards that positions of ids are lost. Here they are not:
         the processors get the whole batch.
         """
-        return [ShardingType.TABLE_WISE.value]
+        return [_SHARDING_TYPE]
 
     def shard(
         self,
@@ -157,5 +160,7 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(
             ServerError: a server refuses a table, or does not answer.
         """
         device = device or torch.device("cpu")
-        bags = self._bags.shard(self.bags_of(module), params, env, device, module_fqn)
+        bags_only = self.bags_of(module)
+        require_own_plan(bags_only.embedding_bag_configs(), params, _SHARDING_TYPE)
+        bags = self._bags.put_on_servers(bags_only, env, device)
         return ShardedRemoteFeatureProcessedEmbeddingBagCollection(module, bags, device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ShardingEnv
 
@@ -45,9 +46,10 @@ def join(model: nn.Module) -> Iterator[None]:
     A trainer that comes to the end of the block, even without a batch, does not hold
     the others up any more: it answers the all-reduces of their dense gradients, and
     the servers do without its share of the joint updates. The block ends when all
-    trainers are there; the dense model of the last one is then that of all, and the
-    next steps are joint again. Gradients are divided by the number of all trainers
-    throughout, as in ``torch.nn.parallel.DistributedDataParallel.join``.
+    trainers are there; the dense model of the last one, and its loss scale, are then
+    those of all, and the next steps are joint again. Gradients are divided by the
+    number of all trainers throughout, as in
+    ``torch.nn.parallel.DistributedDataParallel.join``.
 
     An exception ends the block at once, on this trainer alone.
 
@@ -76,8 +78,18 @@ def join(model: nn.Module) -> Iterator[None]:
             "was wrapped with it. Give DistributedModelParallel(data_parallel_wrapper="
             "DefaultDataParallelWrapper(static_graph=False))."
         )
-    are_several = bool(replicas) and dist.get_world_size(replicas[0].process_group) > 1
-    with replicas[0].join() if are_several else contextlib.nullcontext():
+    agreements = {
+        c.agreement: None for c in collections if c.agreement and c.agreement.is_used
+    }
+    joinables: list[Joinable] = [*replicas[:1], *agreements]
+    are_several = (
+        bool(joinables) and dist.get_world_size(joinables[0].join_process_group) > 1
+    )
+    with (
+        Join(joinables, divide_by_initial_world_size=True)
+        if are_several
+        else contextlib.nullcontext()
+    ):
         yield
         for collection in collections:
             collection.pipeline.leave()
@@ -96,6 +108,7 @@ def meet(env: ShardingEnv, device: torch.device, joint: Joint) -> Trainers | Non
 
     Raises:
         ConfigError: there are several and no process group.
+        ServerError: a server failed, refused, or did not answer in time.
     """
     if env.world_size == 1:
         return None
@@ -108,8 +121,14 @@ def meet(env: ShardingEnv, device: torch.device, joint: Joint) -> Trainers | Non
     dist.broadcast_object_list(
         group, group_src=0, group=env.process_group, device=device
     )
-    return Trainers(
+    trainers = Trainers(
         *(group[0], env.rank, env.world_size),
         client=joint.client,
         timeout_s=joint.timeout_s,
     )
+    trainers.join()
+    # The servers know all of them before one begins: who is lost is missed then.
+    are_here = torch.zeros(1, device=device)
+    dist.all_reduce(are_here, group=env.process_group)
+    are_here.item()  # on a GPU, the wait for it
+    return trainers

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torchrec.distributed.embedding import (
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
@@ -44,7 +45,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.part import Collection, columns_of
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
-from persia_torchrec.sharding.when_used import WhenUsed
+from persia_torchrec.sharding.when_used import when_used
+
+_HALF = "remote."
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,25 @@ class Halves:
     columns: Sequence[Column]
 
 
+def _leave_half(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Give the state of the remote half the keys that an unsharded collection has."""
+    half = f"{prefix}{_HALF}"
+    for key in [key for key in state_dict if key.startswith(half)]:
+        state_dict[prefix + key.removeprefix(half)] = state_dict.pop(key)
+
+
+def _enter_half(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Give the state of the remote half the keys that the half expects."""
+    assert isinstance(module, MixedCollection)
+    for key in module.remote.tables_by_key():
+        if prefix + key in state_dict:
+            state_dict[f"{prefix}{_HALF}{key}"] = state_dict.pop(prefix + key)
+
+
 class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
     """Adds the remote half to TorchRec's sharded module of the local one."""
 
@@ -182,11 +204,18 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
             "another device. Build a second DistributedModelParallel there."
         )
 
+    def _add_remote(self, halves: Halves) -> None:
+        """Hang on the remote half, whose state stands beside the local one's."""
+        self.remote = halves.remote
+        self._columns = halves.columns
+        self.register_state_dict_post_hook(_leave_half)
+        self.register_load_state_dict_pre_hook(_enter_half)
+
     def _joined(self, local: Awaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
         started = ctx.remote_input.wait().wait()
         remote = self.remote.compute_and_output_dist(ctx.remote_context, started)
         columns = self._columns
-        return WhenUsed(lambda: self.join(columns, local.wait(), remote.wait()))
+        return when_used(lambda: self.join(columns, local.wait(), remote.wait()))
 
     @staticmethod
     @abstractmethod
@@ -228,8 +257,7 @@ class ShardedMixedEmbeddingBagCollection(
             module_fqn=module_fqn,
             sharded_module_order_overwrite=sharder._sharded_module_order_overwrite,
         )
-        self.remote = halves.remote
-        self._columns = halves.columns
+        self._add_remote(halves)
 
     join = staticmethod(join_pooled)
 
@@ -270,8 +298,7 @@ class ShardedMixedEmbeddingCollection(MixedCollection, ShardedEmbeddingCollectio
             use_index_dedup=sharder._use_index_dedup,
             module_fqn=module_fqn,
         )
-        self.remote = halves.remote
-        self._columns = halves.columns
+        self._add_remote(halves)
 
     join = staticmethod(join_sequences)
 

@@ -28,7 +28,6 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardedModule,
     ShardingEnv,
-    ShardingType,
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
@@ -37,7 +36,11 @@ from torchrec.modules.embedding_modules import (
 )
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.bag_sharder import CollectionSharder
+from persia_torchrec.sharding.bag_sharder import (
+    CollectionSharder,
+    is_planned_on_servers,
+    num_rows,
+)
 from persia_torchrec.sharding.mixed_lookup import (
     Halves,
     ShardedMixedEmbeddingBagCollection,
@@ -265,13 +268,12 @@ def _fits(
     sharding: ParameterSharding, config: BaseEmbeddingConfig, *, is_remote: bool
 ) -> bool:
     """Return whether a table was planned for where it lies."""
+    if is_remote:
+        return is_planned_on_servers(sharding)
     spec = sharding.sharding_spec
     if not isinstance(spec, EnumerableShardingSpec):  # data parallel
-        return not is_remote
-    rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)
-    if is_remote:
-        return rows == 1 and sharding.sharding_type == ShardingType.ROW_WISE.value
-    return rows == config.num_embeddings or config.use_virtual_table
+        return True
+    return num_rows(spec) == config.num_embeddings or config.use_virtual_table
 
 
 def _of(

@@ -53,18 +53,19 @@ def part_of(collection: Collection, names: Iterable[str]) -> Collection:
     return part
 
 
-def columns_of(collection: Collection) -> dict[tuple[str, str], str]:
-    """Return the name in the output of each (table, feature), in the output's order.
+def columns_of(collection: Collection) -> dict[tuple[str, int], str]:
+    """Return the name of each (table, number of its feature), in the output's order.
 
-    A feature that several tables of the collection have is called "feature@table".
+    A feature that the tables of the collection have more than once is called
+    "feature@table".
     """
     configs = configs_of(collection)
     return {
-        (config.name, feature): name
+        (config.name, f): name
         for config, names in zip(
             configs, get_embedding_names_by_table(configs), strict=True
         )
-        for feature, name in zip(config.feature_names, names, strict=True)
+        for f, name in enumerate(names)
     }
 
 

@@ -10,7 +10,7 @@ The last two are put off until the output is used.
 
 In the backward pass the gradients of the embeddings leave through the same place; what
 the servers do with them does not concern autograd. The module has no parameters: rows
-and optimizer state stay on the servers.
+and optimizer state stay on the servers, as its state dict says in their place.
 
 Dimension key:
     B: samples
@@ -20,9 +20,10 @@ Dimension key:
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from tensordict import TensorDict
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
@@ -38,10 +39,12 @@ from torchrec.streamable import Multistreamable
 
 from persia_torchrec.data.kjt import JaggedBatch
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
+from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.pool_rows import pool_rows
 from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
-from persia_torchrec.sharding.when_used import WhenUsedModule
+from persia_torchrec.sharding.state_entries import add_entries, take_entries
+from persia_torchrec.sharding.when_used import Here, WhenUsedModule, not_traced
 from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
@@ -60,7 +63,7 @@ class Hooks:
         before_push: in the backward pass, before the gradient leaves.
         loss_scale: in the backward pass; returns what the loss was multiplied by, or
             None where nothing scales it.
-        after_check: in the backward pass under a loss scale; is told whether the
+        after_check: in the backward pass under ``loss_scale``; is told whether the
             gradients were finite.
     """
 
@@ -169,7 +172,15 @@ class ShardedRemoteCollection(
         gradient_scale: multiplied into every gradient before it is pushed.
         hooks: what to call before pulls and pushes.
         optimizer: of the tables, for schedules; none where it is left out.
+
+    Attributes:
+        agreement: with other trainers, on whether gradients were finite, if there are.
     """
+
+    weights_in: ClassVar[str] = "embedding_bags"
+    """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
+
+    agreement: Agreement | None = None
 
     def __init__(
         self,
@@ -193,21 +204,25 @@ class ShardedRemoteCollection(
         self._device = device
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
+        self.register_state_dict_post_hook(add_entries)
+        self.register_load_state_dict_pre_hook(take_entries)
 
+    @not_traced
     def start(self, batch: object, *, is_training: bool) -> StartedPull[Any]:
         """Begin to pull a batch; returns at once.
 
         Args:
-            batch: a KeyedJaggedTensor, or what this collection's pipeline takes.
+            batch: a KeyedJaggedTensor, a TensorDict of nested tensors, or what this
+                collection's pipeline takes.
             is_training: make missing rows, and expect a backward pass.
 
         Raises:
-            BatchError: features are missing, or ids are not int64.
+            BatchError: features are missing or come twice, or ids are no integers.
             PersiaError: an earlier push failed.
         """
         self._hooks.before_pull()
         source = None
-        if isinstance(batch, KeyedJaggedTensor):
+        if isinstance(batch, KeyedJaggedTensor | TensorDict):
             source = JaggedBatch.of(batch, self._keys)
             batch = {
                 key: Bags(jagged.ids, jagged.lengths)
@@ -263,7 +278,8 @@ class ShardedRemoteCollection(
         scaled = [_scaled(grad, factor) for grad in grads]
         if self.skip_non_finite or scale is not None:
             is_finite = all(map(_is_finite, scaled))
-            self._hooks.after_check(is_finite)
+            if scale is not None:
+                self._hooks.after_check(is_finite)
             if not is_finite:
                 self.num_skipped += 1
                 pulled.give_up()  # the graph, and with it the batch, may live on
@@ -288,6 +304,11 @@ class ShardedRemoteCollection(
     def fused_optimizer(self) -> KeyedOptimizer:
         """The tables' learning rates; DistributedModelParallel asks for it."""
         return self._optimizer
+
+    def tables_by_key(self) -> dict[str, str]:
+        """Return the tables' names, by the keys that TorchRec gives their weights."""
+        names = [table.name for table in self.tables]
+        return {f"{self.weights_in}.{name}.weight": name for name in names}
 
     def copy(self, device: torch.device) -> "ShardedRemoteCollection[CompOut, Out]":
         """Refuse: a copy would push the same batches twice."""
@@ -361,17 +382,6 @@ class ShardedRemoteEmbeddingBagCollection(
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """What this module was before it was sharded."""
         return EmbeddingBagCollection
-
-
-class Here(LazyAwaitable[Out]):
-    """An output that is already there."""
-
-    def __init__(self, output: Out) -> None:
-        super().__init__()
-        self._output = output
-
-    def _wait_impl(self) -> Out:
-        return self._output
 
 
 def _scaled(grad: torch.Tensor, scale: float) -> torch.Tensor:

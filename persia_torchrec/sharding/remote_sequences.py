@@ -9,7 +9,7 @@ Dimension key:
     D: embedding dim
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -18,12 +18,12 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from persia_torchrec.sharding.remote_lookup import (
-    Here,
     RemoteContext,
     ShardedRemoteCollection,
     StartedPull,
 )
 from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
+from persia_torchrec.sharding.when_used import Here
 
 Sequences = dict[str, JaggedTensor]
 
@@ -33,9 +33,12 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection[Sequences, Sequen
 
     Its output is a ``JaggedTensor`` a feature: values float32 ``(L, D)`` in the order
     of the batch's ids, lengths int32 ``(B,)`` and, where the collection needs indices,
-    the ids as weights, int64 ``(L,)``. For the settings see
-    :class:`ShardedRemoteCollection`.
+    the ids as weights, ``(L,)``, as the batch has them. A feature that a table names
+    twice has its rows twice side by side, ``(L, 2 * D)``, as TorchRec's sharded module
+    gives them. For the settings see :class:`ShardedRemoteCollection`.
     """
+
+    weights_in: ClassVar[str] = "embeddings"
 
     def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> Sequences:
         """Wait for the embeddings of each feature."""
@@ -46,15 +49,21 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection[Sequences, Sequen
             embeddings = _gathered(embeddings, pulled.handle)
         else:
             lengths = [torch.from_numpy(n) for n in pulled.handle.lengths]
+        features = self._spec.features
+        places: dict[str, list[int]] = {}
+        for f, feature in enumerate(features):
+            places.setdefault(feature.name, []).append(f)
         return {
-            feature.name: JaggedTensor(
-                values=embeddings[f],
-                lengths=lengths[f].to(self._device, non_blocking=True),
-                weights=dist_input.source.ids(feature.key)
+            name: JaggedTensor(
+                values=_side_by_side([embeddings[f] for f in of_name]),
+                lengths=lengths[of_name[0]].to(self._device, non_blocking=True),
+                weights=dist_input.source.ids(features[of_name[0]].key).to(
+                    self._device, non_blocking=True
+                )
                 if self._spec.needs_ids
                 else None,
             )
-            for f, feature in enumerate(self._spec.features)
+            for name, of_name in places.items()
         }
 
     def output_dist(
@@ -67,6 +76,10 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection[Sequences, Sequen
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
         """What this module was before it was sharded."""
         return EmbeddingCollection
+
+
+def _side_by_side(blocks: list[torch.Tensor]) -> torch.Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
 def _gathered(rows: Tensors, batch: DeviceBatch) -> Tensors:

@@ -6,21 +6,32 @@ Learning rates change here, by hand or by a schedule, and other settings too:
       -> the queue of each pipeline, behind the pushes so far -> the servers
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.agreement import (
+    Agreement,
+    after_backward,
+    backward_pass,
+)
 from persia_torchrec.sharding.remote_optimizer import (
     RemoteOptimizer,
     learning_rates,
 )
 from persia_torchrec.table import TableChange, TableSpec
 from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.tally import TrainingSummary
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteTables:
@@ -30,6 +41,8 @@ class RemoteTables:
 
     Attributes:
         grad_scaler: scales the loss, if anything does.
+        agreement: with the other trainers, on whether gradients were finite; None where
+            there are no others.
     """
 
     def __init__(self) -> None:
@@ -37,12 +50,26 @@ class RemoteTables:
         self._pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
         self._groups: dict[str, dict[str, Any]] = {}
         self._optimizer: RemoteOptimizer | None = None
+        self._reported = TrainingSummary()
+        self._has_ended = False  # the last report is made
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.agreement: Agreement | None = None
+        self._cannot_agree = False
+        # Whether the gradients of backward passes under way are finite so far.
+        self._are_finite: dict[int, bool] = {}
 
     def add(
-        self, pipeline: BatchPipeline[Any, Any], specs: Sequence[TableSpec]
+        self,
+        pipeline: BatchPipeline[Any, Any],
+        specs: Sequence[TableSpec],
+        device: torch.device,
     ) -> list[str]:
         """Add a collection's pipeline, its tables known to the servers.
+
+        Args:
+            pipeline: of the collection.
+            specs: its tables.
+            device: where its embeddings are wanted, and stand-ins for its tables are.
 
         Returns:
             The names of the tables that no earlier collection has.
@@ -52,7 +79,7 @@ class RemoteTables:
         added = [spec for spec in specs if spec.name not in self._groups]
         for spec in added:
             self._groups[spec.name] = {
-                "params": [nn.Parameter(torch.zeros(()))],
+                "params": [nn.Parameter(torch.zeros((), device=device))],
                 "lr": spec.optimizer.lr,
                 "table": spec.name,
             }
@@ -116,8 +143,48 @@ class RemoteTables:
         scaler = self.grad_scaler
         return scaler.get_scale() if scaler and scaler.is_enabled() else None
 
+    def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Divide gradients by a loss scale; it finds whether they were finite."""
+        self.grad_scaler = scaler
+        if self.agreement is not None:
+            self.agreement.scaler = scaler
+
+    def meet(self, trainers: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Agree with other trainers from now on.
+
+        Args:
+            trainers: all of them; None if they have no process group.
+            device: on which it communicates.
+        """
+        if trainers is None:
+            self._cannot_agree = True
+        elif self.agreement is None:
+            self.agreement = Agreement(trainers, device)
+            self.agreement.scaler = self.grad_scaler
+
     def after_check(self, are_finite: bool) -> None:
-        """Let a ``GradScaler`` find whether gradients of this step were finite."""
+        """Note whether gradients were finite; a backward pass under a scale calls this.
+
+        At its end the ``GradScaler`` can find whether all were, on all trainers.
+
+        Raises:
+            ConfigError: there are several without a process group.
+        """
+        if self._cannot_agree:
+            raise ConfigError(
+                "Several trainers under a loss scale must have a process group, to "
+                "agree on it. Received: none."
+            )
+        number = backward_pass()
+        if number not in self._are_finite:
+            self._are_finite[number] = True
+            after_backward(partial(self._end_backward, number))
+        self._are_finite[number] &= are_finite
+
+    def _end_backward(self, number: int) -> None:
+        are_finite = self._are_finite.pop(number)
+        if self.agreement is not None:
+            are_finite = not self.agreement.any(not are_finite)
         for group in self._groups.values():
             (stand_in,) = group["params"]
             if stand_in.grad is None or not are_finite:
@@ -152,6 +219,38 @@ class RemoteTables:
         """Wait until every push and every change so far is applied."""
         for pipeline, _ in self._pipelines:
             pipeline.flush()
+
+    def summary(self) -> TrainingSummary:
+        """Return what became of the training batches of all pipelines so far."""
+        return TrainingSummary.total(p.summary() for p, _ in self._pipelines)
+
+    def report(self) -> TrainingSummary:
+        """Log how stale rows were, if there were lookups since the last report."""
+        summary = self.summary()
+        if summary.num_lookups > self._reported.num_lookups:
+            logger.info(
+                "lookups=%d mean_staleness=%.2f: so many earlier batches had no update "
+                "yet, of at most %d by the bound; %.0f %% of the lookups waited for it",
+                *(summary.num_lookups, summary.mean_staleness, summary.max_lacking),
+                100 * summary.share_waited,
+            )
+            self._reported = summary
+        return summary
+
+    def report_at_end(self) -> None:
+        """Log as :meth:`report`, and warn of gradients of evicted rows; once."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        summary = self.report()
+        if summary.num_evicted:
+            logger.warning(
+                "%d gradients (%.2f %% of %d) came after their rows had been evicted, "
+                "and moved none; raise the servers' capacity, add servers, or lower "
+                "the staleness, if that is a large part",
+                *(summary.num_evicted, 100 * summary.share_evicted),
+                summary.num_gradients,
+            )
 
     def close(self) -> None:
         """Stop the threads of the pipelines. May be called twice."""

@@ -27,7 +27,6 @@ class RemoteEmbeddingCollectionSharder(
         RemoteEmbeddingCollectionSharder(client, Adam(1e-3), staleness=1)])``
     """
 
-    weights_in: ClassVar[str] = "embeddings"
     host_lookup: ClassVar[type[EmbeddingWorker]] = SequenceLookup
 
     @property

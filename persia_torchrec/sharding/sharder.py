@@ -26,6 +26,7 @@ from persia_torchrec.sharding.joining import Joint
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
 from persia_torchrec.sharding.rows_on_device import RowsOnDevice
 from persia_torchrec.sharding.warm_start import OptimizerState, load_tables
+from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.embedding_worker import EmbeddingWorker
@@ -117,6 +118,16 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         self._settings = dict(tables or {})
         self._planned: set[str] = set()
         self._described: set[str] = set()
+        watch_models()
+
+    def share_tables(self, other: "RemoteSharder[Any, Any]") -> None:
+        """Keep one account of the tables with another sharder of the same model.
+
+        Flushes, rates, the loss scale and settings of either are then those of both.
+        Call it before a model is planned.
+        """
+        self._tables = other._tables
+        self._planned, self._described = other._planned, other._described
 
     @abstractmethod
     def spec_of(self, module: Module) -> CollectionSpec:
@@ -154,9 +165,18 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
 
         The arguments, what is returned and what is raised are those of
         ``warm_start.load_tables``.
+
+        Raises:
+            ConfigError: no model is sharded yet, and so there are no tables.
         """
-        self.flush()
         names = self._tables.names()
+        if not names:
+            raise ConfigError(
+                "Weights can be loaded when the model is sharded, into its tables. "
+                "Received: no table yet. Call load_weights after "
+                "DistributedModelParallel(model, sharders=...)."
+            )
+        self.flush()
         return load_tables(
             *(self._client, state_dict, names),
             optimizer_state=optimizer_state,
@@ -194,8 +214,9 @@ class RemoteEmbeddingBagCollectionSharder(
 ):
     """Put every ``EmbeddingBagCollection`` of a model on the embedding servers.
 
-    Args and errors are those of :class:`RemoteSharder`: ``client``, ``optimizer``,
-    ``staleness``, ``wire_dtype``, ``tables``, ``gradient_division``.
+    Args and errors are those of :class:`persia_torchrec.RemoteSharder`: ``client``,
+    ``optimizer``, ``staleness``, ``wire_dtype``, ``tables``, ``gradient_division``,
+    ``update``, ``joint_timeout_s``.
 
     Example:
         ``RemoteEmbeddingBagCollectionSharder(client, Adagrad(), tables={"user":

@@ -4,6 +4,8 @@
     raw slot      (B, F, D + 1)   a vector for each place; the last channel is 1.0 where
                                   an id stands, and 0.0, as all others, where none does
 
+The model gets one for each slot that the batch has, in the order of the batch.
+
 Dimension key:
     B: samples
     T: sum of the dims of the pooled slots
@@ -18,34 +20,46 @@ import torch
 from torch.nn import functional
 
 from persia_torchrec.routing.dedup import Positions
-from persia_torchrec.worker.hello import Slot
+from persia_torchrec.worker.hello import Slot, require_slots
 
 Slots = dict[str, torch.Tensor]
 
 
 def slot_tensors(
-    slots: Sequence[Slot], outputs: Sequence[torch.Tensor], places: Sequence[Positions]
+    slots: Sequence[Slot],
+    names: Sequence[str],
+    outputs: Sequence[torch.Tensor],
+    places: Sequence[Positions],
 ) -> Slots:
-    """Give each slot its tensor.
+    """Give each slot of a batch its tensor.
 
     Args:
-        slots: in the order of their columns, and of the raw outputs.
+        slots: all that there are, in any order.
+        names: of the slots that the batch has, in its order, which is also that of the
+            columns and of the raw slots.
         outputs: float32 ``(B, T)``, and ``(N, D)`` for each raw slot: what a
             ``SlotsLookup`` gave.
         places: int32 ``(B, F)`` for each raw slot, see ``worker/raw_ids.py``.
 
     Returns:
-        float32, on the device of the outputs, in their autograd graph.
+        float32, in the order of ``names``, on the device of the outputs, in their
+        autograd graph.
+
+    Raises:
+        BatchError: a name is none of a slot.
     """
+    slot_of = {slot.name: slot for slot in slots}
+    require_slots(names, [*slot_of])
+    slots = [slot_of[name] for name in names]
     pooled_BT, *raw = outputs
     pooled = [slot for slot in slots if not slot.num_places]
     columns = pooled_BT.split([slot.dim for slot in pooled], dim=1)
     tensors = {slot.name: part for slot, part in zip(pooled, columns, strict=True)}
-    names = [slot.name for slot in slots if slot.num_places]
-    for name, rows_ND, of_slot in zip(names, raw, places, strict=True):
+    raw_slots = [slot for slot in slots if slot.num_places]
+    for slot, rows_ND, of_slot in zip(raw_slots, raw, places, strict=True):
         places_BF = torch.from_numpy(of_slot).to(rows_ND.device, non_blocking=True)
-        tensors[name] = laid_out(rows_ND, places_BF)
-    return tensors
+        tensors[slot.name] = laid_out(rows_ND, places_BF)
+    return {name: tensors[name] for name in names}
 
 
 def laid_out(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:

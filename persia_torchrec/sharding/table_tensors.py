@@ -66,7 +66,6 @@ def read_table(
         ids: the id of each row; by default a row's number.
         missing: what a row is whose id the servers do not have, because it never came
             or was evicted: what it would start with, weights and state, or zeros.
-        block_rows: rows that come from a server at once.
 
     Raises:
         BatchError: the servers have an id that belongs to none of the rows, or ids

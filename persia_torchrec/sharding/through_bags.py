@@ -4,7 +4,7 @@ So all bags of a model have the same settings, and are flushed and scheduled tog
 """
 
 from abc import abstractmethod
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ class ThroughBags(ModuleSharder[Module]):
     Args:
         bags: puts the bags on the servers.
     """
+
+    fused_params: ClassVar[None] = None
+    """As of ``CollectionSharder``: planners of torchrec up to 1.6 read it."""
 
     def __init__(self, bags: BagSharder) -> None:
         super().__init__()

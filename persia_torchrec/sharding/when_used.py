@@ -17,6 +17,13 @@ from torchrec.streamable import Multistreamable
 CompOut = TypeVar("CompOut", bound=Multistreamable)
 Out = TypeVar("Out", bound=Multistreamable)
 Context = TypeVar("Context", bound=Multistreamable)
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def not_traced(function: Function) -> Function:
+    """Leave a function, and all that it calls, out of what torch.compile traces."""
+    untraced: Function = torch.compiler.disable(function)
+    return untraced
 
 
 class WhenUsedModule(ShardedModule[Any, CompOut, Out, Context]):
@@ -32,9 +39,33 @@ class WhenUsedModule(ShardedModule[Any, CompOut, Out, Context]):
             input: what ``input_dist`` leads to: a list of one started pull.
         """
         (started,) = input
-        return WhenUsed(
-            lambda: self.output_dist(ctx, self.compute(ctx, started)).wait()
-        )
+        return when_used(lambda: self._output_of(ctx, started))
+
+    @not_traced
+    def _output_of(self, ctx: Context, started: Any) -> Out:
+        return self.output_dist(ctx, self.compute(ctx, started)).wait()
+
+
+def when_used(make: Callable[[], Out]) -> LazyAwaitable[Out]:
+    """Return an output to come, or the output where torch.compile traces the call.
+
+    Dynamo cannot break a graph at the first use of an awaitable: it would leave the
+    function that uses it, with its dense layers, to Python.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return Here(make())
+    return WhenUsed(make)
+
+
+class Here(LazyAwaitable[Out]):
+    """An output that is already there."""
+
+    def __init__(self, output: Out) -> None:
+        super().__init__()
+        self._output = output
+
+    def _wait_impl(self) -> Out:
+        return self._output
 
 
 class WhenUsed(LazyAwaitable[Out]):

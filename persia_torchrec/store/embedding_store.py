@@ -17,6 +17,7 @@ Dimension key:
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -232,6 +233,11 @@ class EmbeddingStore:
         self.journal.updated(table, ids_N)
         counts = state.apply(rows, ids_N, hints_N, grads_ND, self._clock())
         result = UpdateResult(*counts)
+        if result.num_missed and state.admission is not None:
+            # Its lookup left it without a row, if what that found is known.
+            num_without = int(np.count_nonzero(hints_N == MISSING))
+            num_unadmitted = min(num_without, result.num_missed)
+            result = replace(result, num_unadmitted=num_unadmitted)
         self._num_missed += result.num_missed
         self._num_refused += result.num_refused
         return result

@@ -65,10 +65,12 @@ class UpdateResult:
     Attributes:
         num_missed: ids without a row, which was evicted or never admitted.
         num_refused: gradients with NaN or an infinity.
+        num_unadmitted: of the missed, those that were never admitted.
     """
 
     num_missed: int
     num_refused: int
+    num_unadmitted: int = 0
 
 
 @compiled

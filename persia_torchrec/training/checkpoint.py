@@ -14,11 +14,16 @@ still the latest.
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torchrec.optim.fused import FusedOptimizer
@@ -34,10 +39,12 @@ from persia_torchrec.checkpoint.series import (
 from persia_torchrec.client.checkpoints import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.sharding.state_entries import is_state_entry
 
 T = TypeVar("T")
 
 
+@runtime_checkable
 class Flushing(Protocol):
     """What sends updates to the servers, as a sharder does."""
 
@@ -49,7 +56,7 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     state: dict[str, Any],
     client: EmbeddingClient,
-    sharders: Iterable[Flushing],
+    sharders: Flushing | Iterable[Flushing],
     *,
     step: int | None = None,
     timeout_s: float = 3600.0,
@@ -66,7 +73,8 @@ def save_checkpoint(
             has a ``state_dict`` (the ``DistributedModelParallel``, its dense optimizer,
             schedulers, ``sharder.optimizer``), tensors, numbers.
         client: of the servers.
-        sharders: those that put tables on the servers.
+        sharders: what puts tables on the servers: ``remote_sharders(...)``, or the
+            sharders one by one.
         step: of the training, kept in the manifest.
         timeout_s: seconds that the servers may take.
 
@@ -143,8 +151,8 @@ def load_checkpoint(
     return saved
 
 
-def _flush_all(sharders: Iterable[Flushing]) -> None:
-    for sharder in sharders:
+def _flush_all(sharders: Flushing | Iterable[Flushing]) -> None:
+    for sharder in [sharders] if isinstance(sharders, Flushing) else sharders:
         sharder.flush()
 
 
@@ -157,10 +165,46 @@ def _begun(state: Mapping[str, object]) -> tuple[str, ...]:
     )
 
 
+class _SavePlanner(DefaultSavePlanner):
+    """Leaves out what stands for tables on the servers, which save their rows."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.state_dict = _dense_only(self.state_dict)
+        self.mappings = {key: self.mappings[key] for key in self.state_dict}
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Looks for nothing in place of tables on the servers; their entries stay."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = _dense_only(self.state_dict)
+
+
+def _dense_only(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not is_state_entry(value)}
+
+
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
     folder.make()
     try:
-        save_state(state, checkpoint_id=folder.url, no_dist=not dist.is_initialized())
+        save_state(
+            state,
+            checkpoint_id=folder.url,
+            planner=_SavePlanner(),
+            no_dist=not dist.is_initialized(),
+        )
     except CheckpointException as exc:  # no Exception, and of all trainers
         raise CheckpointError(f"Saving the dense half to {folder.url}: {exc}") from exc
 
@@ -171,7 +215,9 @@ def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> 
             _make_state(optimizer)
     no_dist = not dist.is_initialized()
     try:
-        load_state(state, checkpoint_id=folder.url, no_dist=no_dist)
+        load_state(
+            state, checkpoint_id=folder.url, planner=_LoadPlanner(), no_dist=no_dist
+        )
     except CheckpointException as exc:  # no Exception, and of all trainers
         raise CheckpointError(f"Loading the dense half of {folder.url}: {exc}") from exc
 

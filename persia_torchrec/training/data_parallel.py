@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,9 @@ Hook = Callable[[dist.ProcessGroup, GradBucket], torch.futures.Future[torch.Tens
 class Replication(DataParallelWrapper):
     """Keeps the copies of a dense model alike; one per trainer, of its main thread."""
 
+    averages_gradients: ClassVar[bool]
+    """Whether all trainers have equal dense gradients after a backward pass."""
+
     @abstractmethod
     def after_step(self) -> None:
         """Do what has to follow a step of the dense optimizer."""
@@ -72,6 +76,8 @@ class ReducedGradients(DefaultDataParallelWrapper, Replication):
         hook: averages a bucket of gradients; None is torch's own all-reduce.
         bucket_bytes: gradients that are sent at once.
     """
+
+    averages_gradients: ClassVar[bool] = True
 
     def __init__(
         self, hook: Hook | None = None, bucket_bytes: int = 25 * 1024**2
@@ -114,6 +120,8 @@ class AveragedWeights(Replication, Joinable):
         dense: the trainer's copy of the model.
         period: steps from one average to the next.
     """
+
+    averages_gradients: ClassVar[bool] = False
 
     def __init__(self, dense: nn.Module, period: int) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ a TorchRec user's model takes. The engine belongs to one trainer process and is 
 by its main thread; only :meth:`Engine.start_pull` may be called by another.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,6 @@ from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.data.dataflow import ReferencedBatch
-from persia_torchrec.data.kjt import to_keyed_jagged_tensor
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding import EmbeddingConfig
@@ -42,6 +41,8 @@ from persia_torchrec.training.measured import (
 from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.greeting import Greeting
+from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.hello import require_slots, wait_until_ready
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
 
@@ -58,17 +59,14 @@ class HybridModel(nn.Module):
 
     Args:
         embeddings: one table a feature group, on the meta device.
-        dense: takes a list of dense tensors and a list of embedding tensors.
-        slots: names of the slots, in the order in which ``dense`` gets them.
+        dense: takes a list of dense tensors and a list of embedding tensors, these in
+            the order of the batch.
     """
 
-    def __init__(
-        self, embeddings: nn.Module, dense: nn.Module, slots: Sequence[str]
-    ) -> None:
+    def __init__(self, embeddings: nn.Module, dense: nn.Module) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.dense = dense
-        self._slots = list(slots)
 
     def forward(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model on one batch."""
@@ -76,8 +74,7 @@ class HybridModel(nn.Module):
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
         """Wait for a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
-        embeddings = self.embeddings(pull)
-        return [embeddings[slot] for slot in self._slots]
+        return list(self.embeddings(pull).values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,10 +130,10 @@ class Engine:
         self._settings: LookupSettings | None = None
         settings = metrics_settings()
         self._measures = make_measures(settings)
-        workers, servers = find_job()
+        job = find_job()
         init_process_group(config.distributed, config.device)
-        self.client = EmbeddingClient.connect(servers, timeout_s=REQUEST_TIMEOUT_S)
-        self._workers = _connect(workers, self._measures)
+        self.client = job.connect_client()
+        self._workers = _connect(job, self._measures)
         self.sharder = SlotsSharder(
             self._workers,
             config.schema,
@@ -145,9 +142,7 @@ class Engine:
             config.tables,
             timeout_s=REQUEST_TIMEOUT_S,
         )
-        hybrid = HybridModel(
-            make_collection(config.schema), model, list(config.schema.slots)
-        )
+        hybrid = HybridModel(make_collection(config.schema), model)
         self._replication = replication_of(config.distributed, model)
         self.dmp = DistributedModelParallel(
             hybrid,
@@ -156,6 +151,10 @@ class Engine:
             data_parallel_wrapper=self._replication,
         )
         self._hybrid = hybrid
+        # Trainers that average weights have each a loss scale of its own.
+        self._agreement = (
+            self.sharder.agreement if self._replication.averages_gradients else None
+        )
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
@@ -173,13 +172,19 @@ class Engine:
         return self._config.device
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
         """Keep trainers in step whose data do not end at the same batch.
 
         A trainer that comes to the end of the block answers the collectives of those
-        that go on, until all are there; then all have the same dense model. An
-        exception ends the block at once.
+        that go on, until all are there; then all have the same dense model, and the
+        same loss scale where their dense gradients were. An exception ends the block
+        at once.
+
+        Args:
+            scaler: scales the loss, if anything does.
         """
+        if self._agreement is not None:
+            self._agreement.scaler = scaler
         with self._replication.in_step(), join(self.dmp):
             yield
 
@@ -202,7 +207,7 @@ class Engine:
             settings: of the loader that the batch comes from.
 
         Raises:
-            BatchError: the batch's ID features are not the slots.
+            BatchError: an ID feature of the batch is no slot.
             ConfigError: other settings than before while batches are under way, or a
                 batch of this process where only those of data loaders are looked up.
             PersiaError: an earlier push failed.
@@ -218,8 +223,12 @@ class Engine:
         if isinstance(batch, PersiaBatch):
             names = [feature.name for feature in batch.id_type_features]
             require_slots(names, list(self._config.schema.slots))
-            kjt = to_keyed_jagged_tensor(batch.id_type_features)
-            return self._sharded.start(kjt, is_training=is_training)
+            # Copied: the pull is put off, and the user's arrays may change meanwhile.
+            bags = {
+                feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
+                for feature in batch.id_type_features
+            }
+            return self._sharded.start(bags, is_training=is_training)
         reference = BatchReference(*batch.origin)
         return self._sharded.start(reference, is_training=is_training)
 
@@ -248,6 +257,20 @@ class Engine:
         self._sharded.gradient_scale = 1 / scale
         self._sharded.skip_non_finite = scale != 1
 
+    def has_skipped(self, since: int) -> bool:
+        """Return whether any trainer's gradients were not finite; all call it together.
+
+        Args:
+            since: ``num_skipped`` before the backward pass.
+
+        Raises:
+            JobError: another trainer is gone.
+        """
+        has_skipped = self.num_skipped > since
+        if self._agreement is None:
+            return has_skipped
+        return self._agreement.any(has_skipped)
+
     @property
     def num_skipped(self) -> int:
         """Batches so far whose gradients were not finite."""
@@ -255,7 +278,7 @@ class Engine:
 
     @property
     def num_missed(self) -> int:
-        """Ids so far whose row had been evicted when their gradient came."""
+        """Ids so far without a row when their gradient came: evicted, not admitted."""
         return self._sharded.pipeline.num_missed
 
     def configure(self, config: EmbeddingConfig) -> None:
@@ -327,18 +350,48 @@ class Engine:
         self._settings = settings
 
 
-def _connect(workers: Sequence[str], measures: Measures | None) -> RemoteWorkers:
+@dataclass(frozen=True, slots=True)
+class FoundJob:
+    """Where the embeddings of this process's job are.
+
+    Attributes:
+        workers: addresses of the embedding workers.
+        servers: addresses of the embedding servers.
+        greeting: of the job.
+    """
+
+    workers: list[str]
+    servers: list[str]
+    greeting: Greeting
+
+    def connect_client(self) -> EmbeddingClient:
+        """Connect to the servers."""
+        return EmbeddingClient.connect(
+            self.servers, timeout_s=REQUEST_TIMEOUT_S, greeting=self.greeting
+        )
+
+    def connect_workers(self) -> RemoteWorkers:
+        """Connect to the embedding workers."""
+        return RemoteWorkers(
+            self.workers, timeout_s=REQUEST_TIMEOUT_S, greeting=self.greeting
+        )
+
+
+def _connect(job: FoundJob, measures: Measures | None) -> RemoteWorkers:
     if measures is None:
-        return RemoteWorkers(workers, timeout_s=REQUEST_TIMEOUT_S)
-    return MeasuredWorkers(workers, REQUEST_TIMEOUT_S, measures.observed)
+        return job.connect_workers()
+    return MeasuredWorkers(
+        job.workers, REQUEST_TIMEOUT_S, measures.observed, job.greeting
+    )
 
 
-def find_job() -> tuple[list[str], list[str]]:
-    """Return the addresses of the job's embedding workers and servers.
+def find_job() -> FoundJob:
+    """Return where the job's embedding workers and servers are.
 
     Raises:
         ConfigError: this process belongs to no job.
         DiscoveryError: workers or servers did not register in time.
+        JobMismatchError: another job has the port.
     """
     store = env.job_store()
     if store is None:
@@ -352,4 +405,4 @@ def find_job() -> tuple[list[str], list[str]]:
         workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
     finally:
         book.close()
-    return workers, servers
+    return FoundJob(workers, servers, book.greeting)

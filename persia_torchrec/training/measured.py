@@ -14,6 +14,7 @@ from persia_torchrec.config import MetricsSettings, load_global_config
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.metrics import Observations, Reading
 from persia_torchrec.wire.gateway import Pushes, is_pushed, push_metrics
+from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import PulledBatch
 from persia_torchrec.worker.pulled import Outputs
@@ -89,12 +90,17 @@ class MeasuredWorkers(RemoteWorkers):
         addresses: of the workers, in their order.
         timeout_s: seconds that a request may take.
         observed: where the numbers go.
+        greeting: of this process.
     """
 
     def __init__(
-        self, addresses: Sequence[str], timeout_s: float, observed: Observations
+        self,
+        addresses: Sequence[str],
+        timeout_s: float,
+        observed: Observations,
+        greeting: Greeting,
     ) -> None:
-        super().__init__(addresses, timeout_s=timeout_s)
+        super().__init__(addresses, timeout_s=timeout_s, greeting=greeting)
         self._observed = observed
 
     def pull(
@@ -134,7 +140,7 @@ def metrics_settings() -> MetricsSettings:
     path = env.global_config_path()
     if path is None or env.metrics_gateway() is None:
         return MetricsSettings()
-    return load_global_config(path).common.metrics
+    return load_global_config(path, warns=False).common.metrics
 
 
 def make_measures(settings: MetricsSettings) -> Measures | None:

@@ -95,7 +95,7 @@ class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
         return module.embedding_bag_configs()
 
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
-        """Return the slots, in the order of the file."""
+        """Return the slots; a batch has any of them, in an order of its own."""
         tables = tables_of(self._schema, self._config, self._optimizer, self._settings)
         return CollectionSpec(tables, features_of(self._schema))
 

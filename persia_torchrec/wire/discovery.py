@@ -9,6 +9,7 @@ verdict stands.
 
 What lies in the store:
 
+    job/id                      whose book it is; written first of all
     address/<role>/size         how many the role has
     address/<role>/<index>      the address of one of them
     note/<name>                 what one process tells the others: rendezvous, timings
@@ -21,21 +22,29 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Literal
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch has no __all__
 
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.patience import Patience
 from persia_torchrec.wire.ports import LOOPBACK
 
 JobState = Literal["running", "finished", "failed"]
 
+COMPILING = "compiling"
+"""A number that grows while a process of the job compiles its loops."""
+
+_JOB_ID = "job/id"
 _STATE = "job/state"
 _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
+_ANSWER_S = 10.0
 _OPERATION_TIMEOUT = timedelta(seconds=30)
+_GREETING_TIMEOUT_S = 10.0
 
 
 class AddressBook:
@@ -45,6 +54,9 @@ class AddressBook:
     call waits while another thread's is under way, so a thread of its own rhythm
     takes a :meth:`clone`. Every method raises :class:`JobError` when the coordinator
     is gone.
+
+    Attributes:
+        greeting: of the job, with which its processes greet each other.
     """
 
     def __init__(self, store: TCPStore, host: str) -> None:
@@ -52,10 +64,16 @@ class AddressBook:
         self._store: TCPStore | None = store
         self.host_name = host
         self.port = int(store.port)
+        self.greeting = NO_JOB
 
     @classmethod
     def host(
-        cls, port: int, *, loopback: bool = False, timeout_s: float = 60.0
+        cls,
+        port: int,
+        *,
+        loopback: bool = False,
+        timeout_s: float = 60.0,
+        job_id: str = "",
     ) -> "AddressBook":
         """Open the address book of a new job; only the coordinator does.
 
@@ -64,13 +82,15 @@ class AddressBook:
                 ``.port`` tells.
             loopback: listen for this machine only, instead of on every interface.
             timeout_s: how long opening may take.
+            job_id: of the job; empty: one is drawn.
 
         Raises:
-            ConfigError: the port is out of its range.
+            ConfigError: the port is out of its range, or the id is none.
             JobError: the port cannot be listened on.
         """
         if not 0 <= port <= 65_535:
             raise ConfigError(f"port must be in [0, 65535]. Received: {port}.")
+        greeting = Greeting(job_id) if job_id else Greeting.draw()
         try:
             listener = None
             if loopback:
@@ -89,18 +109,42 @@ class AddressBook:
                 f"The address book must be able to listen on port {port}. "
                 f"Received: {_first_line(exc)}. Does another job use the port?"
             ) from exc
-        return cls(store, LOOPBACK)
+        book = cls(store, LOOPBACK)
+        book.put(_JOB_ID, greeting.job_id)
+        book.greeting = greeting
+        return book
 
     @classmethod
-    def join(cls, host: str, port: int, *, timeout_s: float = 60.0) -> "AddressBook":
+    def join(
+        cls,
+        host: str,
+        port: int,
+        job_id: str = "",
+        *,
+        timeout_s: float = 60.0,
+        look: Callable[[], None] = lambda: None,
+    ) -> "AddressBook":
         """Connect to the address book of a job, which may not be there yet.
 
+        Args:
+            host: where it is.
+            port: at which it listens.
+            job_id: of this process's job; empty: it belongs to the job that is there.
+            timeout_s: how long to wait for it. What listens must answer in 10 s.
+            look: called several times a second meanwhile; raises to give up.
+
         Raises:
+            ConfigError: the id is none.
             DiscoveryError: no address book answered within ``timeout_s``.
+            JobMismatchError: it is that of another job.
         """
+        own = Greeting(job_id)
         deadline = time.monotonic() + timeout_s
-        address = _await_listener(host, port, deadline)
-        return cls(_connect(address, host, port, deadline), host)
+        address = _await_listener(host, port, deadline, look)
+        deadline = min(deadline, time.monotonic() + _ANSWER_S)
+        book = cls(_connect(address, host, port, deadline, look), host)
+        book._meet(own)
+        return book
 
     def clone(self) -> "AddressBook":
         """Open a further connection, for another thread."""
@@ -108,7 +152,9 @@ class AddressBook:
             address = store.host
         deadline = time.monotonic() + _OPERATION_TIMEOUT.total_seconds()
         store = _connect(address, self.host_name, self.port, deadline)
-        return AddressBook(store, self.host_name)
+        book = AddressBook(store, self.host_name)
+        book._meet(self.greeting)
+        return book
 
     def close(self) -> None:
         """Close the connection; the host's book is gone for everybody with it."""
@@ -126,8 +172,22 @@ class AddressBook:
             address: as ``"tcp://10.0.0.7:18000"``.
 
         Raises:
+            ConfigError: as :meth:`claim_size`.
+        """
+        self.claim_size(role, index, size)
+        self.put(f"address/{role}/{index}", address)
+
+    def claim_size(self, role: str, index: int, size: int) -> None:
+        """Say how many a role has, unless another has said so; they must agree.
+
+        Args:
+            role: as ``"server"``.
+            index: which of the role says so.
+            size: how many there are.
+
+        Raises:
             ConfigError: ``index`` is out of its range, or ``size`` is not what
-                another process of the role said.
+                another process, or the coordinator, said.
         """
         if not 0 <= index < size:
             raise ConfigError(
@@ -136,10 +196,10 @@ class AddressBook:
         known = self.claim(f"address/{role}/size", str(size))
         if known != str(size):
             raise ConfigError(
-                f"Every {role} must say how many there are alike. "
-                f"Received: {size} from {role} {index}, {known} from another."
+                f"Every {role} must say how many there are alike, as the coordinator. "
+                f"Received: {size} from {role} {index}, {known} from another. "
+                f"Start {known}. {self.another_port()}"
             )
-        self.put(f"address/{role}/{index}", address)
 
     def addresses(self, role: str, *, timeout_s: float) -> list[str]:
         """Return the addresses of a role, by index, once all of it has registered.
@@ -226,22 +286,48 @@ class AddressBook:
 
     def claim(self, key: str, value: str) -> str:
         """Set a key unless it is set; return what it holds then."""
+        return self.swap(key, "", value)
+
+    def swap(self, key: str, expected: str, value: str) -> str:
+        """Set a key if it holds what is expected; return what it holds then."""
         with self._store_errors() as store:
-            return str(store.compare_set(key, "", value).decode())
+            return str(store.compare_set(key, expected, value).decode())
 
     def increase(self, key: str) -> None:
         """Add 1 to a number, which starts at 0."""
         with self._store_errors() as store:
             store.add(key, 1)
 
+    def _meet(self, own: Greeting) -> None:
+        """Learn whose book it is, and whether that is our job."""
+        where = f"the address book at {self.host_name}:{self.port}"
+        if not self._wait_for([_JOB_ID], time.monotonic() + _GREETING_TIMEOUT_S):
+            raise DiscoveryError(
+                f"The coordinator must say whose is {where}. Received: nothing for "
+                f"{_GREETING_TIMEOUT_S:g} s. Is it a coordinator, of the same version "
+                "of persia_torchrec?"
+            )
+        greeting = Greeting(self.peek(_JOB_ID) or "")
+        greeting.require_same_job(own, where, self.another_port())
+        self.greeting = greeting
+
+    def another_port(self) -> str:
+        """Return what to do if another job has this port, for an error."""
+        return (
+            f"If another job uses port {self.port}, give this one another (--port, or "
+            "PERSIA_STORE_PORT)."
+        )
+
     def _wait_for(self, keys: Sequence[str], deadline: float) -> bool:
         """Wait until all keys are set; False when they are not at the deadline."""
         # Polled: the store's own wait writes a stack trace for every time-out.
+        patience = Patience(deadline, time.monotonic())
         while not self._are_set(keys):
             state, reason = self.state()
             if state == "failed":
                 raise JobError(f"The job failed: {reason}")
-            if time.monotonic() >= deadline:
+            num_beats = int(self.peek(COMPILING) or 0)
+            if patience.is_over(num_beats, time.monotonic()):
                 return False
             time.sleep(_POLL_S)
         return True
@@ -265,11 +351,14 @@ class AddressBook:
             ) from exc
 
 
-def _await_listener(host: str, port: int, deadline: float) -> str:
+def _await_listener(
+    host: str, port: int, deadline: float, look: Callable[[], None]
+) -> str:
     """Return the IP address of ``host`` once something listens on the port there."""
     # A TCPStore would wait as well, but twice as long, and with stack traces.
     started = time.monotonic()
     while True:
+        look()
         remaining = max(deadline - time.monotonic(), 0.1)
         try:
             with socket.create_connection((host, port), timeout=remaining) as probe:
@@ -285,7 +374,13 @@ def _await_listener(host: str, port: int, deadline: float) -> str:
         time.sleep(_CONNECT_RETRY_S)
 
 
-def _connect(address: str, host: str, port: int, deadline: float) -> TCPStore:
+def _connect(
+    address: str,
+    host: str,
+    port: int,
+    deadline: float,
+    look: Callable[[], None] = lambda: None,
+) -> TCPStore:
     """Connect to the store, in a thread: one that never answers is waited for."""
     answer: queue.Queue[TCPStore | DistError] = queue.Queue(maxsize=1)
     remaining = max(deadline - time.monotonic(), 0.1)
@@ -305,10 +400,11 @@ def _connect(address: str, host: str, port: int, deadline: float) -> TCPStore:
             answer.put(exc)
 
     threading.Thread(target=connect, name="join-job", daemon=True).start()
-    try:
-        store = answer.get(timeout=remaining)
-    except queue.Empty:
-        store = None
+    store = None
+    while store is None and time.monotonic() < deadline:
+        look()
+        with contextlib.suppress(queue.Empty):
+            store = answer.get(timeout=_CONNECT_RETRY_S)
     if isinstance(store, TCPStore):
         return store
     why = "no answer" if store is None else _first_line(store)

@@ -11,11 +11,15 @@ the job is finished or has failed, and then ends, whatever its main thread does:
     the job has failed, the   the reason is logged; ``call_at_end``; the main thread
     coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
     parent process is gone    ends with status 1, even if its main thread is stuck.
-    this process raised, or   the others are told why, and the exception goes on.
-    got a SIGTERM
+    this process raised       the others are told why, and the exception goes on.
+    this process got SIGTERM  the main thread is interrupted, by SystemExit or by
+    or SIGINT                 KeyboardInterrupt. If it has not left the block after
+                              ``grace_s``, the job has failed, and so on as above.
 
 Two threads see to it. One beats, on a connection of its own, and may get stuck if the
-network does; the other touches no network and watches the first.
+network does; the other touches no network and watches the first. A third hears signals,
+which the main thread may miss: see ``signals.py``. A script that handles a signal by
+itself sets its own handler.
 """
 
 import contextlib
@@ -30,9 +34,13 @@ from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
+from torch.distributed import DistError
+
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.wire.discovery import AddressBook, JobState
 from persia_torchrec.wire.roll import Roll
+from persia_torchrec.wire.siblings import Siblings
+from persia_torchrec.wire.signals import EndSignals, is_in_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,11 @@ _TIMINGS = "timings"
 _TIMINGS_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
+_RETRY_S = 0.1
+
+_CAUSE_S = 1.0
+"""How long an error of a process group, which another member's end may have caused and
+which does not name it, waits to hear of that end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +110,7 @@ class JobMember:
 
     Example::
 
-        with JobMember.join("server", 0, store=("10.0.0.7", 29400)) as member:
+        with JobMember.join("server", 0, 1, store=env.job_store()) as member:
             member.book.register("server", 0, num_servers, address)
             member.call_at_end(server.stop)
             server.serve()                    # returns once stop() was called
@@ -111,7 +124,9 @@ class JobMember:
         self._role = role
         self._index = index
         self._expendable = expendable
+        self._roll = Roll(book.clone(), role, index)
         self._timings = JobTimings.of_job(book)
+        self._coordinator = Roll(book, "coordinator", 0).signature()
         self._pid = os.getpid()
         self._parent = os.getppid()
         self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
@@ -122,6 +137,8 @@ class JobMember:
         self._ended = threading.Event()
         self._waiting = threading.Event()
         self._leaving = threading.Event()
+        self._is_compiling = False
+        self._is_deferred = False  # whether the last signal could interrupt nothing
         self._num_beats = 0  # written by the beating thread only
         self._beating: threading.Thread | None = None
 
@@ -130,25 +147,37 @@ class JobMember:
         cls,
         role: str,
         index: int,
+        size: int,
         *,
-        store: tuple[str, int],
+        store: tuple[str, int, str],
         expendable: bool = False,
         timeout_s: float = 120.0,
     ) -> "JobMember":
-        """Connect to the job; the ``with`` block makes the process a member.
+        """Connect to the job, and take a place in it; enter the block at once.
+
+        Who is refused here is no member: it ends alone, and the job goes on.
 
         Args:
-            role: ``"server"``, ``"worker"``, ``"loader"`` or ``"trainer"``.
+            role: ``"server"``, ``"worker"``, ``"loader"``, ``"trainer"`` or
+                ``"predictor"``.
             index: which of the role.
-            store: host and port of the address book, as ``env.job_store()`` tells.
+            size: how many the role has.
+            store: where the address book is, as ``env.job_store()`` tells.
             expendable: the process may be interrupted once the job is finished.
             timeout_s: how long to wait for the coordinator.
 
         Raises:
+            ConfigError: the role has another number of processes in this job.
             DiscoveryError: no coordinator answered in time.
+            JobMismatchError: another job is there, or another process has the place.
+            JobError: torchx has started one beside this process, and it has ended.
         """
-        book = AddressBook.join(*store, timeout_s=timeout_s)
-        return cls(role, index, book, expendable=expendable)
+        look = Siblings().require_coordinator
+        book = AddressBook.join(*store, timeout_s=timeout_s, look=look)
+        member = cls(role, index, book, expendable=expendable)
+        book.claim_size(role, index, size)
+        member._roll.sign(member._timings.silent_s)
+        return member
 
     @property
     def job_has_ended(self) -> bool:
@@ -165,6 +194,13 @@ class JobMember:
             too_late = self._has_called_back
         if too_late:
             callback()
+
+    def tell_compiling(self, is_compiling: bool) -> None:
+        """Say that this process compiles its loops, or does not any more.
+
+        The waits of the others for addresses and notes are extended by that time.
+        """
+        self._is_compiling = is_compiling
 
     def report_done(self) -> None:
         """Say that the work is done; the job is finished when all trainers say so."""
@@ -183,13 +219,13 @@ class JobMember:
             raise JobError(f"The job failed: {reason}")
 
     def __enter__(self) -> Self:
-        roll = Roll(self.book.clone(), self._role, self._index)
-        roll.sign()
+        roll = self._roll
         self._beating = threading.Thread(
             target=self._keep_beating, args=(roll,), name="job-heartbeat", daemon=True
         )
         self._beating.start()
-        self._previous_handler = signal.signal(signal.SIGTERM, self._interrupt)
+        self._signals = EndSignals(self._hear, handler=self._interrupt)
+        self._signals.__enter__()
         threading.Thread(target=self._guard, name="job-guard", daemon=True).start()
         logger.info("%s joined the job at %s", self.who, self.book.host_name)
         return self
@@ -205,6 +241,8 @@ class JobMember:
         failure = None if exc is None else _failure_of(exc)
         if failure is not None:
             self._ask_for_verdict()  # which may be the reason for the exception
+            if type(exc) is RuntimeError or isinstance(exc, DistError):
+                self._ask_for_cause()
         elif self._state()[0] == "running":
             failure = "it left before the job had ended"
         is_of_no_matter = self._expendable and self._state()[0] == "finished"
@@ -214,25 +252,40 @@ class JobMember:
             self._fail(failure)
         self._say_why()
         self._leave()
-        if signal.getsignal(signal.SIGTERM) == self._interrupt:
-            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
+        self._signals.__exit__(exc_type, exc, traceback)
         state, reason = self._state()
         if exc is None and state == "failed":
             raise JobError(f"The job failed: {reason}")
         return failure is not None and is_of_no_matter
 
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """Make the main thread leave the block; the handler of SIGTERM."""
-        if os.getpid() != self._pid:  # a forked child: as if nothing were set up
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _hear(self, name: str) -> None:
+        """See to it that the process ends, in the thread that hears signals."""
+        deadline = time.monotonic() + self._timings.grace_s
+        while time.monotonic() < deadline:
+            if self._ended.is_set() or self._leaving.wait(_RETRY_S):
+                return
+            if self._is_deferred:  # the main thread must be interrupted once more
+                _interrupt_main(signal.Signals[name])
+        self._ask_for_verdict()
+        state, reason = self._state()
+        if state == "running":
+            self._fail(_from_outside(name))
+        else:
+            self._end(state, reason)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Make the main thread leave the block; the handler of signals."""
+        self._is_deferred = is_in_compiler(frame)
+        if self._is_deferred:
             return
         # Slurm sends the signal as soon as another process has failed: ask why. Not
         # by _end(): this thread may be interrupted inside the event that _end() sets.
         self._ask_for_verdict()
         state, _ = self._state()
         if state == "running":
-            raise SystemExit("ended from outside (SIGTERM)")
+            why = _from_outside(signal.Signals(number).name)
+            is_ctrl_c = number == signal.SIGINT
+            raise KeyboardInterrupt(why) if is_ctrl_c else SystemExit(why)
         if state == "failed":
             raise SystemExit(1)
         if self._expendable and not self._waiting.is_set():
@@ -256,6 +309,13 @@ class JobMember:
         """Take note of how the job ended, without waiting for the next heartbeat."""
         with contextlib.suppress(JobError):  # the coordinator is gone: nobody to ask
             self._note(*self.book.state())
+
+    def _ask_for_cause(self) -> None:
+        """Give the others, and the coordinator, a moment to say what has happened."""
+        deadline = time.monotonic() + _CAUSE_S
+        while self._state()[0] == "running" and time.monotonic() < deadline:
+            time.sleep(_CAUSE_S / 10)
+            self._ask_for_verdict()
 
     def _note(self, state: JobState, reason: str) -> None:
         """Take note of how the job ended, if it has; the first verdict stands."""
@@ -283,6 +343,8 @@ class JobMember:
         try:
             while not self._leaving.is_set():
                 roll.beat()
+                if self._is_compiling:
+                    roll.compile()
                 state, reason = roll.job_state()
                 self._num_beats += 1
                 self._end(state, reason)
@@ -317,10 +379,14 @@ class JobMember:
             if os.getppid() != self._parent:
                 self._end("failed", f"{self.who} lost the process that started it")
             elif silent_ticks * tick_s > self._timings.silent_s:
-                silent = f"for {self._timings.silent_s:g} s"
-                self._end(
-                    "failed", f"{self.who}: no answer of the coordinator {silent}"
-                )
+                self._give_the_coordinator_up()
+
+    def _give_the_coordinator_up(self) -> None:
+        silent = f"for {self._timings.silent_s:g} s"
+        self._end("failed", f"{self.who}: no answer of the coordinator {silent}")
+        # One that is stopped, on this machine, would stay, and torchx with it.
+        if self._coordinator is not None and self._coordinator.kill():
+            logger.warning("killed the coordinator (%d)", self._coordinator.pid)
 
     def _see_to_the_end(self) -> None:
         """Make this process end within its time, now that the job has ended."""
@@ -349,9 +415,7 @@ class JobMember:
 
     def _interrupt_unless_leaving(self, *, after_s: float) -> None:
         if not self._leaving.wait(after_s):
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGTERM)
+            _interrupt_main(signal.SIGTERM)
 
     def _exit_after(self, seconds: float, *, status: int) -> None:
         """End the process, which should have ended by itself before."""
@@ -362,8 +426,20 @@ class JobMember:
         os._exit(status)
 
 
+def _interrupt_main(number: signal.Signals) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, number)
+
+
+def _from_outside(signal_name: str) -> str:
+    return f"ended from outside ({signal_name})"
+
+
 def _failure_of(exc: BaseException) -> str | None:
     """Say what went wrong, or None if nothing did."""
+    if isinstance(exc, KeyboardInterrupt) and exc.args:
+        return str(exc)
     if not isinstance(exc, SystemExit):
         text = str(exc)
         name = type(exc).__name__

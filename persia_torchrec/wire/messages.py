@@ -26,6 +26,9 @@ The frames after it, by kind:
                         batch; without this frame, each counts once
                      4: (UPDATE with bit 2) the share: of which joint step, see Share
     LEAVE            1: a share: this trainer gives none of that step, nor of later ones
+    JOIN             1: JSON {"who": process and host of a trainer, "ended": why it
+                        gives no more shares, or ""}
+                     2: a share: the first that this trainer will give
     reply to LOOKUP  1: rows of the ids, in the precision of the header
     reply to READ    1, one a segment: float32 weights and optimizer state
     reply to         1, one a segment: uint32 (N, 4): frequency, first step, last step,
@@ -43,8 +46,9 @@ The JSON values of an embedding server; what is not named here is null:
     ADD_TABLES           list of tables, each as TableSpec.to_json describes it
     reply to ADD_TABLES  list, one a table: {"number", "wants_counts": whether lookups
                          of this table should carry counts, "spec": as it was added}
-    reply to UPDATE      {"missed": ids without a row any more, "refused": rows whose
-                         gradient was not finite}
+    reply to UPDATE      {"missed": ids without a row, "refused": rows whose gradient
+                         was not finite, "unadmitted": of the missed, those that never
+                         had a row, "gradients": ids of the update}
     reply to COUNTERS    {name: number}
     CHECKPOINT           {"do": "dump", "task": chosen by the client, "folder": path or
                          URL}, {"do": "check", "task", "folder", "replace": bool,
@@ -55,6 +59,7 @@ The JSON values of an embedding server; what is not named here is null:
       and PROGRESS       "result"}; see server/checkpoints.py
     EXPORT               {"table": number, "start": 0, or "next" of the reply before,
                          "max_rows": rows at most}
+    reply to JOIN        text: which other trainers of the group are gone, and why
     STEP                 {"table": number, "step": how many updates the table shall
                          have had, or null to only ask}
     reply to STEP        how many updates the table has had
@@ -94,6 +99,8 @@ COUNTS = 2
 SHARE = 4
 STATE = 8
 METADATA_COLUMNS = 4
+MAX_MEMBER_CHARS = 500
+"""Of each text of a JOIN."""
 
 Frame = bytes | memoryview
 Frames = list[Frame]
@@ -134,6 +141,7 @@ class Kind(IntEnum):
     STEP = 20
     CHECKPOINT = 21
     PROGRESS = 22
+    JOIN = 23
 
 
 class Precision(IntEnum):

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import zmq
 
 from persia_torchrec.errors import PersiaError, WireError
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.listener import Listener, require_sendable
 from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
 from persia_torchrec.wire.wakeup import Wakeup
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Header, Frames], Frames]
 """Takes a request, returns the frames of the reply, or raises."""
+
+MAX_WAITING = 1024
+"""Requests to one service that may wait."""
 
 _POLL_MS = 200
 
@@ -35,8 +39,9 @@ class Service:
         handler: called from several threads at once.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
-        num_threads: requests answered at once; further ones wait.
-        max_waiting: requests that may wait; more are refused with an error.
+        num_threads: requests answered at once; ``MAX_WAITING`` further ones wait, and
+            more are refused with an error.
+        greeting: of the job whose processes are served.
 
     Raises:
         WireError: the address cannot be listened on.
@@ -50,11 +55,11 @@ class Service:
         host: str = "127.0.0.1",
         port: int = 0,
         num_threads: int = 4,
-        max_waiting: int = 1024,
+        greeting: Greeting = NO_JOB,
     ) -> None:
         self._wakeup = Wakeup()
         try:
-            self._listener = Listener(host, port, self._wakeup)
+            self._listener = Listener(host, port, self._wakeup, greeting)
         except WireError:
             self._wakeup.close()
             raise
@@ -65,7 +70,7 @@ class Service:
             queue.SimpleQueue()
         )
         self._num_open = 0  # owned by the socket's thread
-        self._max_open = num_threads + max_waiting
+        self._max_open = num_threads + MAX_WAITING
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

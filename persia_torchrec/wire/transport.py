@@ -35,8 +35,10 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.listener import (
     MAX_MESSAGE_BYTES,
+    end_when_silent,
     receive_frames,
     require_sendable,
     send_frames,
@@ -72,13 +74,19 @@ class Connections:
         role: what the servers are called in errors, as ``"embedding server"``.
         addresses: one a server, as ``"tcp://127.0.0.1:7000"``.
         max_pending: requests that may wait for replies; one more makes its caller wait.
+        greeting: of this process; the servers must belong to the same job, or to none.
 
     Raises:
         ConfigError: no address, or one that cannot be read.
     """
 
     def __init__(
-        self, role: str, addresses: Sequence[str], *, max_pending: int = 256
+        self,
+        role: str,
+        addresses: Sequence[str],
+        *,
+        max_pending: int = 256,
+        greeting: Greeting = NO_JOB,
     ) -> None:
         if not addresses:
             raise ConfigError(f"At least one address of an {role} is needed.")
@@ -92,7 +100,7 @@ class Connections:
         self._lost: set[int] = set()  # guarded by _lock
         self._numbers = itertools.count(1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._sockets = _connect_all(context, addresses)
+        self._sockets = _connect_all(context, addresses, greeting)
         self._monitors = [
             socket.get_monitor_socket(_CHANGES) for socket in self._sockets
         ]
@@ -324,11 +332,13 @@ class Connections:
 
 
 def _connect_all(
-    context: "zmq.Context[zmq.Socket[bytes]]", addresses: Sequence[str]
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    addresses: Sequence[str],
+    greeting: Greeting,
 ) -> "list[zmq.Socket[bytes]]":
     sockets: list[zmq.Socket[bytes]] = []
     try:
-        sockets.extend(_connect(context, address) for address in addresses)
+        sockets.extend(_connect(context, address, greeting) for address in addresses)
     except ConfigError:
         for socket in sockets:
             socket.close(linger=0)
@@ -337,12 +347,14 @@ def _connect_all(
 
 
 def _connect(
-    context: "zmq.Context[zmq.Socket[bytes]]", address: str
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, greeting: Greeting
 ) -> "zmq.Socket[bytes]":
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, 0)  # max_pending is the bound
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.ROUTING_ID, greeting.encode())
+    end_when_silent(socket)
     try:
         socket.connect(address)
     except zmq.ZMQError as exc:

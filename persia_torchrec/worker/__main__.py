@@ -18,6 +18,7 @@ from pathlib import Path
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config import (
     EmbeddingSchema,
     GlobalSettings,
@@ -31,6 +32,7 @@ from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
 from persia_torchrec.wire.ports import local_address
 from persia_torchrec.wire.service import Service
+from persia_torchrec.wire.signals import end_by_signals
 from persia_torchrec.worker.buffers import buffer_of
 from persia_torchrec.worker.measured import make_lookup, pushing_metrics
 from persia_torchrec.worker.process import WorkerProcess
@@ -47,6 +49,7 @@ _REQUEST_TIMEOUT_S = 60.0
 
 def main() -> int:
     """Run the worker; return the process's exit status."""
+    end_by_signals()
     arguments = _parser().parse_args()
     logging.basicConfig(
         level=env.log_level(),
@@ -97,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve_beside_a_job(arguments: argparse.Namespace) -> None:
-    settings = _settings(arguments)
+    settings = _settings(arguments, warns=True)
     serve_standalone(
         arguments.servers,
         load_embedding_config(_embedding_config(arguments)),
@@ -136,10 +139,12 @@ def _serve(arguments: argparse.Namespace) -> None:
     index = env.get_replica_index() if arguments.index is None else arguments.index
     size = arguments.num_workers or env.get_replica_size()
     # Joined before anything can go wrong, so that the others learn of it.
-    with JobMember.join("worker", index, store=store) as member:
-        schema = tell_slots(member.book, _embedding_config(arguments))
-        settings = _settings(arguments)
-        warm_up()
+    with JobMember.join("worker", index, size, store=store) as member:
+        path = _embedding_config(arguments)
+        schema = tell_slots(member.book, path, warns=index == 0)
+        settings = _settings(arguments, warns=False)
+        with telling_of_compilation(member.tell_compiling):
+            warm_up()
         metrics = settings.common.metrics
         learns = arguments.learn_tables
         client, lookup = _lookup(member, schema, metrics, learns=learns)
@@ -148,9 +153,10 @@ def _serve(arguments: argparse.Namespace) -> None:
             service = Service(
                 "embedding worker",
                 process.answer,
-                host=arguments.host or local_address(store[0]),
+                host=arguments.host or local_address(store.host),
                 port=arguments.port,
                 num_threads=8,
+                greeting=member.book.greeting,
             )
             member.book.register("worker", index, size, service.address)
             sys.stdout.write(f"ready {service.address}\n")
@@ -170,11 +176,17 @@ def _lookup(
     """Connect to the job's servers; their tables come from trainers or are learnt."""
     servers = member.book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
     if not learns:
-        client = EmbeddingClient.connect(servers, timeout_s=_REQUEST_TIMEOUT_S)
+        client = EmbeddingClient.connect(
+            servers, timeout_s=_REQUEST_TIMEOUT_S, greeting=member.book.greeting
+        )
         return client, make_lookup(client, schema, metrics)
     ending = threading.Event()
     member.call_at_end(ending.set)
-    ready = ready_lookup(servers, schema, metrics, ending, await_tables=False)
+    ready = ready_lookup(
+        *(servers, schema, metrics, ending),
+        await_tables=False,
+        greeting=member.book.greeting,
+    )
     if ready is None:
         raise JobError("The job ended before its servers were ready.")
     return ready
@@ -187,9 +199,9 @@ def _embedding_config(arguments: argparse.Namespace) -> Path:
     return Path(path)
 
 
-def _settings(arguments: argparse.Namespace) -> GlobalSettings:
+def _settings(arguments: argparse.Namespace, *, warns: bool) -> GlobalSettings:
     path = _global_config(arguments)
-    return GlobalSettings() if path is None else load_global_config(path)
+    return GlobalSettings() if path is None else load_global_config(path, warns=warns)
 
 
 def _inference_settings(arguments: argparse.Namespace) -> GlobalSettings | None:

@@ -7,7 +7,8 @@ sample. Three samples with the ids (7, 8), () and (7):
     lengths  2  0  1
 
 On the wire a batch is three frames: the features' names and numbers of ids and samples
-as JSON, the lengths of all features, the ids of all features.
+as JSON, in the order of the batch, which the model's embeddings have too; the lengths
+of all features; the ids of all features.
 
 Dimension key:
     B: samples
@@ -45,7 +46,7 @@ class FeatureSpec:
     """One feature: which table its ids belong to, and how a bag becomes one vector."""
 
     name: str
-    """Unique in its collection: of the columns in the pooled array."""
+    """Of the columns in the pooled array; no other feature of its collection has it."""
 
     key: str
     """Name of its ids in a batch; features of several tables may share it."""
@@ -127,15 +128,16 @@ def encode_bags(bags: Mapping[str, Bags]) -> Frames:
     """
     for name, bag in bags.items():
         bag.check(name)
-    names = sorted(bags)
-    shapes = [[name, len(bags[name].ids), len(bags[name].lengths)] for name in names]
-    lengths = np.concatenate([_NO_LENGTHS, *(bags[name].lengths for name in names)])
-    ids = np.concatenate([_NO_IDS, *(bags[name].ids for name in names)])
+    shapes = [[name, len(bag.ids), len(bag.lengths)] for name, bag in bags.items()]
+    lengths = np.concatenate([_NO_LENGTHS, *(bag.lengths for bag in bags.values())])
+    ids = np.concatenate([_NO_IDS, *(bag.ids for bag in bags.values())])
     return [encode_json(shapes), bytes_of(lengths), bytes_of(ids)]
 
 
 def decode_bags(frames: Sequence[Frame]) -> dict[str, Bags]:
     """Read the frames that :func:`encode_bags` made; the arrays are views of them.
+
+    The features have the order in which they were sent.
 
     Raises:
         FrameError: these are not such frames.

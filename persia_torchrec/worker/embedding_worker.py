@@ -25,11 +25,13 @@ Dimension key:
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.dedup import Counts, Positions, count_repeats
 from persia_torchrec.routing.hashing import Ids, add_prefix, hash_stack
@@ -40,6 +42,35 @@ from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.pooling import FeatureBags, Floats, Lengths
 from persia_torchrec.worker.pulled import Outputs
+from persia_torchrec.worker.warm_up import warm_up
+
+
+class BatchFeatures:
+    """The features of a batch, and how their ids are routed.
+
+    Args:
+        specs: in the order of the outputs, or of their columns.
+
+    Attributes:
+        specs: as given.
+        tables: names of the tables of these features, each once.
+        table_of: for each feature, which of these tables is its own.
+        by_table: numbers of the features in the order of their tables.
+    """
+
+    def __init__(self, specs: Sequence[FeatureSpec]) -> None:
+        self.specs = tuple(specs)
+        self.tables = list(dict.fromkeys(spec.table for spec in self.specs))
+        numbers = {table: number for number, table in enumerate(self.tables)}
+        self.table_of = [numbers[spec.table] for spec in self.specs]
+        self.by_table = sorted(range(len(self.specs)), key=self.table_of.__getitem__)
+
+    @cached_property
+    def pooled_and_raw(self) -> list[list[int]]:
+        """Numbers of all pooled features; then, by itself, that of each raw one."""
+        numbered = list(enumerate(self.specs))
+        pooled = [f for f, spec in numbered if not spec.num_places]
+        return [pooled, *([f] for f, spec in numbered if spec.num_places)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +79,7 @@ class RoutedBatch:
 
     Attributes:
         number: which batch it is, or None when it is not for training.
+        features: of the batch; only their tables are asked and updated.
         tables: names of tables with their unique ids.
         inverses: for each feature, int32 ``(L,)``: which of its table's grouped ids
             each id is.
@@ -56,15 +88,18 @@ class RoutedBatch:
         counts: for each table, uint32 ``(U,)``: how often each of its grouped ids
             occurs in the batch; None where nobody wants to know.
         places: for each raw feature, int32 ``(B, F)``, see ``worker/raw_ids.py``.
+        slots: names of the features, where the lookup lets a batch choose them.
     """
 
     number: BatchNumber | None
+    features: BatchFeatures
     tables: list[tuple[str, ShardedIds]]
     inverses: list[Positions]
     lengths: list[Lengths]
     num_samples: int
     counts: list[Counts | None] | None = None
     places: Sequence[Positions] = ()
+    slots: tuple[str, ...] = ()
 
 
 class EmbeddingWorker(ABC):
@@ -74,15 +109,16 @@ class EmbeddingWorker(ABC):
 
     Args:
         client: of the servers; the worker does not close it.
-        features: in the order of the outputs, or of their columns.
+        features: in the order of the outputs, or of their columns; one may stand there
+            more than once, as a feature that a table names twice.
         precision: how rows and gradients travel.
 
     Attributes:
         features: as given.
-        table_of: for each feature, which of the batch's tables is its own.
+        table_of: for each feature, which of the tables is its own.
 
     Raises:
-        ConfigError: no feature, or two of the same name.
+        ConfigError: no feature, or two different ones of the same name.
     """
 
     def __init__(
@@ -92,20 +128,18 @@ class EmbeddingWorker(ABC):
         *,
         precision: Precision = Precision.FP32,
     ) -> None:
-        self.features = tuple(features)
-        names = [feature.name for feature in self.features]
-        if not names or len(set(names)) < len(names):
+        self._all = BatchFeatures(features)
+        self.features = self._all.specs
+        self.table_of = self._all.table_of
+        different = [feature.name for feature in dict.fromkeys(self.features)]
+        if not different or len(set(different)) < len(different):
             raise ConfigError(
-                f"There must be features, each of its own name. Received: {names}."
+                f"There must be features, each of its own name. Received: {different}."
             )
         self._client = client
         self._precision = precision
-        self._tables = list(dict.fromkeys(feature.table for feature in self.features))
-        self.table_of = [self._tables.index(feature.table) for feature in self.features]
-        # The features in the order of their tables, as ids are routed.
-        self._by_table = sorted(
-            range(len(self.features)), key=self.table_of.__getitem__
-        )
+        with telling_of_compilation():  # before the first batch waits for it
+            warm_up()
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make the tables known to the servers; see ``EmbeddingClient.add_tables``.
@@ -113,7 +147,7 @@ class EmbeddingWorker(ABC):
         Raises:
             ConfigError: a feature's table is not among them.
         """
-        missing = set(self._tables) - {spec.name for spec in specs}
+        missing = set(self._all.tables) - {spec.name for spec in specs}
         if missing:
             raise ConfigError(
                 f"No table {sorted(missing)[0]!r}, which a feature names."
@@ -139,13 +173,14 @@ class EmbeddingWorker(ABC):
         Raises:
             ServerError: a server refuses, failed, or did not answer in time.
         """
-        known = [self._client.table(name) for name in self._tables]
+        known = [self._client.table(name) for name in self._all.tables]
         if changed := changed_tables(known, change):
             self._client.add_tables(changed)
 
-    def dims(self) -> list[int]:
-        """Return the dim of each feature."""
-        return [self._client.table(feature.table).dim for feature in self.features]
+    def dims(self, features: BatchFeatures | None = None) -> list[int]:
+        """Return the dim of each feature; of all by default."""
+        specs = self.features if features is None else features.specs
+        return [self._client.table(feature.table).dim for feature in specs]
 
     @abstractmethod
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
@@ -189,7 +224,7 @@ class EmbeddingWorker(ABC):
         """
         num_samples = self.check(bags)
         bags_of = {feature.name: bags[feature.key] for feature in self.features}
-        batch = self.route(bags_of, num_samples, number)
+        batch = self.route(self._all, bags_of, num_samples, number)
         return self.outputs_of(self.rows_of(batch), batch), batch
 
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
@@ -227,16 +262,17 @@ class EmbeddingWorker(ABC):
         Args:
             rows: float32 ``(U, D)`` a table of the batch.
             batch: which row each id is.
-            features: numbers of the features; all by default.
+            features: numbers of features of the batch; all of them by default.
         """
+        of_batch = batch.features
         return [
             FeatureBags(
-                rows[self.table_of[f]],
+                rows[of_batch.table_of[f]],
                 batch.inverses[f],
                 batch.lengths[f],
-                self.features[f].pooling,
+                of_batch.specs[f].pooling,
             )
-            for f in (range(len(self.features)) if features is None else features)
+            for f in (range(len(of_batch.specs)) if features is None else features)
         ]
 
     def row_shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
@@ -282,6 +318,15 @@ class EmbeddingWorker(ABC):
                 f"A batch must have the features {sorted(keys)}. Received: missing "
                 f"{sorted(keys - bags.keys())}, unknown {sorted(bags.keys() - keys)}."
             )
+        return self.check_bags(bags)
+
+    @staticmethod
+    def check_bags(bags: Mapping[str, Bags]) -> int:
+        """Check that features fit together; return their number of samples.
+
+        Raises:
+            BatchError: they do not.
+        """
         num_samples = {name: len(bag.lengths) for name, bag in bags.items()}
         if len(set(num_samples.values())) > 1:
             raise BatchError(
@@ -302,39 +347,43 @@ class EmbeddingWorker(ABC):
         )
 
     def route(
-        self, bags_of: Mapping[str, Bags], num_samples: int, number: BatchNumber | None
+        self,
+        features: BatchFeatures,
+        bags_of: Mapping[str, Bags],
+        num_samples: int,
+        number: BatchNumber | None,
     ) -> RoutedBatch:
         """Make the ids unique by table, and group them by server.
 
         Args:
+            features: of the batch.
             bags_of: by name of the features.
             num_samples: B.
             number: as in :meth:`pull`.
         """
-        bags_of = {f.name: _stacked(bags_of[f.name], f) for f in self.features}
-        pieces = [
-            _prefixed(bags_of[self.features[f].name], self.features[f])
-            for f in self._by_table
-        ]
-        num_ids = [0] * len(self._tables)
-        for f, piece in zip(self._by_table, pieces, strict=True):
-            num_ids[self.table_of[f]] += len(piece)
+        specs, by_table = features.specs, features.by_table
+        bags_of = {f.name: _stacked(bags_of[f.name], f) for f in specs}
+        pieces = [_prefixed(bags_of[specs[f].name], specs[f]) for f in by_table]
+        num_ids = [0] * len(features.tables)
+        for f, piece in zip(by_table, pieces, strict=True):
+            num_ids[features.table_of[f]] += len(piece)
         routed = route_ids(np.concatenate(pieces), num_ids, self._client.num_servers)
         of_tables = np.split(routed.inverse, np.cumsum(num_ids)[:-1])
         of_features = np.split(routed.inverse, np.cumsum([*map(len, pieces)])[:-1])
-        inverse_of = dict(zip(self._by_table, of_features, strict=True))
+        inverse_of = dict(zip(by_table, of_features, strict=True))
         return RoutedBatch(
             number,
-            list(zip(self._tables, routed.tables, strict=True)),
-            [inverse_of[f] for f in range(len(self.features))],
-            [bags_of[feature.name].lengths for feature in self.features],
+            features,
+            list(zip(features.tables, routed.tables, strict=True)),
+            [inverse_of[f] for f in range(len(specs))],
+            [bags_of[feature.name].lengths for feature in specs],
             num_samples,
             [
                 count_repeats(inverse_L, len(split.ids))
                 if number is not None and self._client.wants_counts(table)
                 else None
                 for table, split, inverse_L in zip(
-                    self._tables, routed.tables, of_tables, strict=True
+                    features.tables, routed.tables, of_tables, strict=True
                 )
             ],
         )

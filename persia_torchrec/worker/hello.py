@@ -34,7 +34,7 @@ class Hello:
     """The answer of a lookup that is ready.
 
     Attributes:
-        slots: in the order of the model's embeddings.
+        slots: all that a batch may have.
         num_rows: of each embedding server, in the order of their shards.
     """
 
@@ -95,19 +95,19 @@ def wait_until_ready(ask: Callable[[], Hello], timeout_s: float) -> Hello:
 
 
 def require_slots(received: Sequence[str], expected: Sequence[str]) -> None:
-    """Check that a batch has the slots, each of them and no others.
+    """Check that a batch has slots, any of them and no others.
 
     Args:
         received: names of the ID features of the batch.
         expected: names of the slots.
 
     Raises:
-        BatchError: a slot is missing or unknown.
+        BatchError: a slot is unknown, or there is none.
     """
-    names, slots = set(received), set(expected)
-    if names != slots:
+    unknown = set(received).difference(expected)
+    if unknown or not received:
         raise BatchError(
-            "A batch must have the ID features of the embedding config, "
-            f"{sorted(slots)}. Received: missing {sorted(slots - names)}, unknown "
-            f"{sorted(names - slots)}."
+            "The ID features of a batch must be slots of the embedding config, at "
+            f"least one of {sorted(expected)}. Received: {sorted(received)}, unknown "
+            f"{sorted(unknown)}."
         )

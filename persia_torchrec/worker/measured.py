@@ -50,7 +50,7 @@ class MeasuredLookup(SlotsLookup):
 
     Args:
         client: of the servers; the worker does not close it.
-        features: in the order of the outputs, or of their columns.
+        features: one a slot.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MeasuredLookup(SlotsLookup):
         with self._observed.timed("update_gradient_time_cost_sec"):
             outcome = super().update(batch, grads)
         if outcome.num_refused:  # else all of them were finite
-            self._note_not_finite(grads)
+            self._note_not_finite(batch, grads)
         return outcome
 
     def read(self) -> list[Reading]:
@@ -107,7 +107,7 @@ class MeasuredLookup(SlotsLookup):
         ]
 
     def _note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:
-        for f, feature in enumerate(self.features):
+        for f, feature in enumerate(batch.features.specs):
             ids = bags[feature.key].ids
             if len(ids) == 0:
                 continue
@@ -120,16 +120,16 @@ class MeasuredLookup(SlotsLookup):
 
     def _unique_ids(self, batch: RoutedBatch, f: int) -> Ids:
         """Return the different ids of a feature, of all those of its table."""
-        table = self.table_of[f]
-        ids_U = batch.tables[table][1].ids
-        if self.table_of.count(table) == 1:
+        table_of = batch.features.table_of
+        ids_U = batch.tables[table_of[f]][1].ids
+        if table_of.count(table_of[f]) == 1:
             return ids_U
         is_used_U = np.zeros(len(ids_U), dtype=np.bool_)
         is_used_U[batch.inverses[f]] = True
         return ids_U[is_used_U]
 
-    def _note_not_finite(self, grads: Outputs) -> None:
-        for feature, grad in self.gradients_of_slots(grads):
+    def _note_not_finite(self, batch: RoutedBatch, grads: Outputs) -> None:
+        for feature, grad in self.gradients_of_slots(batch, grads):
             is_bad = ~np.isfinite(grad)
             if num := int(np.count_nonzero(is_bad)):
                 num_embeddings = int(np.count_nonzero(is_bad.any(axis=1)))

@@ -22,13 +22,14 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.client.permits import Permit, Permits
+from persia_torchrec.client.permits import LookupCounts, Permit, Permits
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableChange
 from persia_torchrec.worker.pulled import HeldPull, Outputs
 from persia_torchrec.worker.pulled import PulledBatch as PulledBatch
 from persia_torchrec.worker.puller import Puller
 from persia_torchrec.worker.pusher import Push, Pusher, Updates
+from persia_torchrec.worker.tally import TrainingSummary
 from persia_torchrec.worker.trainers import Trainers
 
 _PERMIT_TIMEOUT_S = 3600.0
@@ -79,6 +80,7 @@ class BatchPipeline(Generic[Source, Handle]):
         self._lock = threading.Lock()
         self._num_started = 0  # guarded by _lock
         self._pusher: Pusher[Handle] = Pusher(lookup, timeout_s)
+        self._lookups = LookupCounts()
         self._training = Puller("training pulls")
         self._evaluation = Puller("evaluation pulls")
         self.set_staleness(staleness)
@@ -102,7 +104,7 @@ class BatchPipeline(Generic[Source, Handle]):
             )
         with self._lock:
             self._waits_for_ack = staleness == 0
-            self._permits = Permits(max(staleness, 1), _PERMIT_TIMEOUT_S)
+            self._permits = Permits(max(staleness, 1), _PERMIT_TIMEOUT_S, self._lookups)
 
     def set_num_pullers(self, num: int) -> None:
         """Change how many training batches may be pulled at once; before the first.
@@ -210,13 +212,30 @@ class BatchPipeline(Generic[Source, Handle]):
 
     @property
     def num_missed(self) -> int:
-        """Ids so far whose row had been evicted when their gradient came."""
-        return self._pusher.num_missed
+        """Ids so far without a row when their gradient came: evicted, not admitted."""
+        return self._pusher.tally.total.num_missed
 
     @property
     def num_refused(self) -> int:
         """Rows so far whose gradient was not finite, so that no server applied it."""
-        return self._pusher.num_refused
+        return self._pusher.tally.total.num_refused
+
+    def summary(self) -> TrainingSummary:
+        """Return what became of the training batches so far."""
+        tally = self._pusher.tally
+        total = tally.total
+        with self._lock:
+            permits = self._permits
+        lookups = permits.counts()
+        return TrainingSummary(
+            num_lookups=lookups.num,
+            num_waited=lookups.num_waited,
+            num_lacking=lookups.num_lacking,
+            max_lacking=permits.num - 1,
+            num_dropped=tally.num_dropped,
+            num_gradients=total.num_gradients,
+            num_evicted=total.num_evicted,
+        )
 
     def flush(self) -> None:
         """Wait until every push and every change of tables so far is applied.
@@ -233,6 +252,9 @@ class BatchPipeline(Generic[Source, Handle]):
         with self._lock:
             self._permits.close()
         self._put_leave()
+        if self._trainers is not None:
+            end = partial(self._trainers.end, "it has closed its tables")
+            self._pusher.put_message(end)
         self._training.close()
         self._evaluation.close()
         self._pusher.close(self._timeout_s)
@@ -263,15 +285,18 @@ class BatchPipeline(Generic[Source, Handle]):
             outputs,
             handle,
             lambda grads: self._push(Push(handle, grads, permit)),
-            lambda: self._give_up(Push(handle, None, permit)),
+            partial(self._give_up, handle, permit),
         )
 
     def _push(self, push: Push[Handle]) -> None:
         push.permit.let_go()
         self._pusher.put(push, waits_for_ack=self._waits_for_ack)
 
-    def _give_up(self, push: Push[Handle]) -> None:
-        push.permit.let_go()
+    def _give_up(self, handle: Handle, permit: Permit, was_dropped: bool) -> None:
+        """Give a batch up; takes no lock, as a garbage collection may call it."""
+        was_used = permit.holder is not None  # or was only pulled ahead
+        permit.let_go()
+        push = Push(handle, None, permit, was_dropped=was_dropped and was_used)
         self._pusher.put_given_up(push)
 
 

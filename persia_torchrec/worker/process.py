@@ -8,12 +8,13 @@
                          BACKWARD    floats, a frame an output       -> outcome
                          ABANDON     nothing                         -> outcome
 
-Embeddings are the shapes of all arrays as JSON, {"outputs", "places"}, a frame of
-floats for each output, and a frame of int32 for the places of each raw slot.
+Embeddings are, as JSON, {"slots", "outputs", "places"}: the slots of the batch, and the
+shapes of all arrays; then a frame of floats for each output, and a frame of int32 for
+the places of each raw slot. All have the order of the batch, and slots that it has not
+take no bytes.
 
 In BUFFER_IDS the header's stream is the number of the data loader. BACKWARD is answered
-when the servers have applied the update, with what they answer to it together:
-{"missed", "refused"}.
+when the servers have applied the update, with what they answer to it together.
 """
 
 import logging
@@ -122,8 +123,13 @@ class WorkerProcess:
         outputs, batch = self._worker.pull(bags, number)
         if number is not None:
             self._open.put(number, batch)
+        described = {
+            "slots": batch.slots,
+            "outputs": _shapes(outputs),
+            "places": _shapes(batch.places),
+        }
         return [
-            encode_json({"outputs": _shapes(outputs), "places": _shapes(batch.places)}),
+            encode_json(described),
             *(encode_floats(output, header.precision) for output in outputs),
             *map(bytes_of, batch.places),
         ]

@@ -33,14 +33,15 @@ class PulledBatch(Generic[Handle]):
         outputs: Outputs,
         handle: Handle,
         push: Callable[[Outputs], None] | None,
-        give_up: Callable[[], None] | None,
+        give_up: Callable[[bool], None] | None,
     ) -> None:
         self.outputs = outputs
         self.handle = handle
         self.is_training = push is not None
         self._push = push
         # Runs at most once: when this object is no longer used, unless push() came.
-        self._give_up = weakref.finalize(self, give_up) if give_up else None
+        # It is told whether nobody asked for it, so that a backward pass is missing.
+        self._give_up = weakref.finalize(self, give_up, True) if give_up else None
         if self._give_up is not None:
             self._give_up.atexit = False
 
@@ -66,8 +67,9 @@ class PulledBatch(Generic[Handle]):
 
         Does nothing after a push. A batch that nobody uses any more gives itself up.
         """
-        if self._give_up is not None:
-            self._give_up()
+        if self._give_up is not None and (finalizer := self._give_up.detach()):
+            _, give_up, _, _ = finalizer
+            give_up(False)
 
 
 class HeldPull(Future[PulledBatch[Handle]]):

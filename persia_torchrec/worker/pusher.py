@@ -29,6 +29,7 @@ from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.table import TableChange
 from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.puller import CLOSED
+from persia_torchrec.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Push(Generic[Handle]):
     handle: Handle
     grads: Outputs | None
     permit: Permit
+    was_dropped: bool = False  # a model used it, and no backward pass came
     done: "Future[None]" = field(default_factory=Future)
 
 
@@ -90,14 +92,14 @@ class Pusher(Generic[Handle]):
 
     Attributes:
         timeout_s: the same; not to be changed while a push is under way.
+        tally: what became of the pushes.
     """
 
     def __init__(self, updates: Updates[Handle], timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.tally = Tally()
         self._updates = updates
         self._lock = threading.Lock()
-        self._num_missed = 0  # guarded by _lock
-        self._num_refused = 0  # guarded by _lock
         self._error: BaseException | None = None  # guarded by _lock
         self._num_open = 0  # guarded by _lock
         self._one_finished = threading.Condition(self._lock)
@@ -198,18 +200,6 @@ class Pusher(Generic[Handle]):
             self._queue.put(_Change(change, done))
         return done
 
-    @property
-    def num_missed(self) -> int:
-        """Ids so far whose row had been evicted when their gradient came."""
-        with self._lock:
-            return self._num_missed
-
-    @property
-    def num_refused(self) -> int:
-        """Rows so far whose gradient was not finite, so that no server applied it."""
-        with self._lock:
-            return self._num_refused
-
     def flush(self) -> None:
         """Wait until everything so far is applied.
 
@@ -301,7 +291,10 @@ class Pusher(Generic[Handle]):
         )
 
     def _send_push(self, push: Push[Handle]) -> None:
+        if push.was_dropped:
+            self.tally.dropped()
         if push.grads is not None:
+            self.tally.pushed()
             with self._lock:
                 has_room = self._wait_for_room(lambda: len(self._sent) < self._max_sent)
                 self._sent.add(push.done)
@@ -325,16 +318,15 @@ class Pusher(Generic[Handle]):
         except Exception as exc:  # noqa: BLE001  # handed to the next caller
             self._finish(push, exc)
             return
-        with self._lock:
-            num_before = self._num_refused
-            self._num_missed += outcome.num_missed
-            self._num_refused += outcome.num_refused
-        if outcome.num_refused and _digits(num_before) < _digits(self._num_refused):
-            logger.warning(
-                "refused=%d gradients of rows so far, which were not finite: they "
-                "were dropped. Does the training diverge?",
-                num_before + outcome.num_refused,
-            )
+        if push.grads is not None:
+            total = self.tally.applied(outcome).num_refused
+            num_before = total - outcome.num_refused
+            if _digits(num_before) < _digits(total):
+                logger.warning(
+                    "refused=%d gradients of rows so far, which were not finite: they "
+                    "were dropped. Does the training diverge?",
+                    total,
+                )
         self._finish(push, None)
 
     def _finish(self, push: Push[Handle], error: Exception | None) -> None:

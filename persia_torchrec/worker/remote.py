@@ -16,6 +16,7 @@ from persia_torchrec.client.outcome import PushOutcome
 from persia_torchrec.errors import ConfigError, FrameError
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     TRAINING,
     Frames,
@@ -59,6 +60,9 @@ class RemoteBatch:
     places: tuple[Positions, ...] = ()
     """For each raw slot, int32 ``(B, F)``, see ``worker/raw_ids.py``."""
 
+    slots: tuple[str, ...] = ()
+    """Names of the slots that it has, in its order."""
+
 
 class RemoteWorkers:
     """Connections to all embedding workers. Any thread may call any method.
@@ -67,6 +71,7 @@ class RemoteWorkers:
         addresses: of the workers, in their order.
         timeout_s: seconds that a request may take.
         precision: how embeddings and gradients travel to and from the workers.
+        greeting: of this process; the workers must belong to the same job, or to none.
     """
 
     def __init__(
@@ -75,8 +80,11 @@ class RemoteWorkers:
         *,
         timeout_s: float = 60.0,
         precision: Precision = Precision.FP32,
+        greeting: Greeting = NO_JOB,
     ) -> None:
-        self._connections = Connections("embedding worker", addresses)
+        self._connections = Connections(
+            "embedding worker", addresses, greeting=greeting
+        )
         self._timeout_s = timeout_s
         self._precision = precision
         self._num_direct = 0
@@ -179,7 +187,8 @@ class RemoteWorkers:
         """Have a batch pulled and pooled; see ``SlotsLookup.pull``.
 
         Args:
-            source: where its ids wait, or the ids themselves.
+            source: where its ids wait, or the ids themselves, in the order of the
+                batch.
             number: which batch of which stream, when it is for training.
         """
         assert number is None or number.share is None, "no joint steps through workers"
@@ -194,7 +203,7 @@ class RemoteWorkers:
         handle = RemoteBatch(worker, number or BatchNumber(0, 0))
         header = self._header(Kind.FORWARD, handle, TRAINING if number else 0)
         reply = self._wait(self._send(worker, header, frames, "lookup"))
-        shapes, places_shapes = _shapes_of(reply)
+        slots, shapes, places_shapes = _described(reply)
         # Copied: the frames are read-only, and torch wants memory that can be written.
         outputs = tuple(
             decode_floats(frame, math.prod(shape), self._precision)
@@ -208,7 +217,7 @@ class RemoteWorkers:
                 reply[2 + len(shapes) :], places_shapes, strict=True
             )
         )
-        return outputs, replace(handle, places=places)
+        return outputs, replace(handle, places=places, slots=slots)
 
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""
@@ -254,14 +263,18 @@ class RemoteWorkers:
         return reply.result(self._timeout_s + 5)[1]
 
 
-def _shapes_of(reply: Frames) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the shapes of the outputs in a reply, and of the places."""
+def _described(
+    reply: Frames,
+) -> tuple[tuple[str, ...], list[list[int]], list[list[int]]]:
+    """Return the slots of a reply, the shapes of its outputs, and of the places."""
     answer = decode_json(reply[:2])
-    shapes = answer if isinstance(answer, dict) else {}
-    outputs, places = shapes.get("outputs", []), shapes.get("places", [])
-    if not outputs or len(reply) != 2 + len(outputs) + len(places):
+    parts = answer if isinstance(answer, dict) else {}
+    slots, outputs = parts.get("slots", []), parts.get("outputs", [])
+    places = parts.get("places", [])
+    are_names = bool(slots) and all(isinstance(name, str) for name in slots)
+    if not are_names or not outputs or len(reply) != 2 + len(outputs) + len(places):
         raise FrameError(
-            "The reply must have the shapes of its arrays, and as many arrays. "
-            f"Received: {len(reply)} frames, {answer!r:.100}."
+            "The reply must have the slots of the batch, the shapes of its arrays, and "
+            f"as many arrays. Received: {len(reply)} frames, {answer!r:.100}."
         )
-    return outputs, places
+    return tuple(slots), outputs, places

@@ -1,5 +1,8 @@
 """The lookup of PERSIA's slots: some are pooled, some are raw.
 
+A batch may have any of the slots, in any order. Only its own are looked up, updated and
+sent, and all of that has the order of the batch.
+
     pooled slots -> one array (B, T), each slot in its own columns
     a raw slot   -> one array (N, D), a vector for each of its different ids, and where
                     these stand in the samples (see ``raw_ids.py``)
@@ -19,12 +22,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.outcome import PushOutcome
-from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker, RoutedBatch
-from persia_torchrec.worker.hello import Hello, Slot
+from persia_torchrec.worker.embedding_worker import (
+    BatchFeatures,
+    EmbeddingWorker,
+    RoutedBatch,
+)
+from persia_torchrec.worker.hello import Hello, Slot, require_slots
 from persia_torchrec.worker.pooling import Floats, add_gradients, pool
 from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.raw_ids import raw_ids
@@ -33,47 +39,40 @@ from persia_torchrec.worker.raw_ids import raw_ids
 class SlotsLookup(EmbeddingWorker):
     """Pools the pooled slots of a batch, and gives a vector for each id of the others.
 
-    Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` a raw slot, in
-    the order of the features.
+    Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` a raw slot, of
+    the slots that the batch has, in the order of the batch.
 
     Args:
         client: of the servers; the worker does not close it.
-        features: in the order of the outputs, or of their columns.
+        features: one a slot.
         precision: how rows and gradients travel.
     """
-
-    def __init__(
-        self,
-        client: EmbeddingClient,
-        features: Sequence[FeatureSpec],
-        *,
-        precision: Precision = Precision.FP32,
-    ) -> None:
-        super().__init__(client, features, precision=precision)
-        numbered = list(enumerate(self.features))
-        self._pooled = [f for f, feature in numbered if not feature.num_places]
-        self._raw = [f for f, feature in numbered if feature.num_places]
-        # The features of each output.
-        self._parts = [self._pooled, *([f] for f in self._raw)]
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
     ) -> tuple[Outputs, RoutedBatch]:
         """Fetch the rows of a batch; see :meth:`EmbeddingWorker.pull`.
 
+        Args:
+            bags: by slot, at least one, in the order of the batch.
+            number: as there.
+
         Returns:
-            The outputs; and what :meth:`push` needs, with the places of the raw slots.
+            The outputs; and what :meth:`push` needs, with the names of the slots and
+            the places of the raw ones.
         """
         num_samples = self.check(bags)
-        bags_of = {feature.name: bags[feature.key] for feature in self.features}
+        feature_of = {feature.key: feature for feature in self.features}
+        features = BatchFeatures([feature_of[key] for key in bags])
+        bags_of = {feature.name: bags[feature.key] for feature in features.specs}
         places = []
-        for f in self._raw:
-            feature = self.features[f]
-            raw = raw_ids(bags_of[feature.name], feature.num_places)
-            bags_of[feature.name] = raw.bags()
-            places.append(raw.places)
-        batch = self.route(bags_of, num_samples, number)
-        batch = replace(batch, places=places)
+        for feature in features.specs:
+            if feature.num_places:
+                raw = raw_ids(bags_of[feature.name], feature.num_places)
+                bags_of[feature.name] = raw.bags()
+                places.append(raw.places)
+        batch = self.route(features, bags_of, num_samples, number)
+        batch = replace(batch, places=places, slots=tuple(bags))
         return self.outputs_of(self.rows_of(batch), batch), batch
 
     def update(self, batch: RoutedBatch, grads: Outputs) -> PushOutcome:
@@ -84,19 +83,28 @@ class SlotsLookup(EmbeddingWorker):
         """
         return self.outcome(self.push(batch, grads))
 
+    def check(self, bags: Mapping[str, Bags]) -> int:
+        """Check a batch against the slots; return its number of samples.
+
+        Raises:
+            BatchError: a slot is unknown, there is none, or they do not fit together.
+        """
+        require_slots(list(bags), [feature.key for feature in self.features])
+        return self.check_bags(bags)
+
     def gradients_of_slots(
-        self, grads: Sequence[Floats]
+        self, batch: RoutedBatch, grads: Sequence[Floats]
     ) -> Iterator[tuple[FeatureSpec, Floats]]:
-        """Yield each slot with its part of the outputs, or of their gradients."""
-        dims = self.dims()
-        for part, grad in zip(self._parts, grads, strict=True):
+        """Yield each slot of a batch with its part of the outputs' gradients."""
+        dims = self.dims(batch.features)
+        for part, grad in zip(batch.features.pooled_and_raw, grads, strict=True):
             ends = np.cumsum([dims[f] for f in part])[:-1]
             pieces = np.split(grad, ends, axis=1) if part else []
             for f, piece in zip(part, pieces, strict=True):
-                yield self.features[f], piece
+                yield batch.features.specs[f], piece
 
     def hello(self) -> Hello:
-        """Tell the slots, and how many rows the servers hold.
+        """Tell all slots, and how many rows the servers hold.
 
         Raises:
             ConfigError: the tables are not known yet.
@@ -111,20 +119,25 @@ class SlotsLookup(EmbeddingWorker):
 
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
         """Return the shape of each output."""
-        dims = self.dims()
-        raw = [(len(batch.lengths[f]), dims[f]) for f in self._raw]
-        return [(batch.num_samples, sum(dims[f] for f in self._pooled)), *raw]
+        dims = self.dims(batch.features)
+        pooled, *raw = batch.features.pooled_and_raw
+        return [
+            (batch.num_samples, sum(dims[f] for f in pooled)),
+            *((len(batch.lengths[f]), dims[f]) for (f,) in raw),
+        ]
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Sum the rows of each bag, or of each id's buckets."""
         return tuple(
             pool(self.feature_bags(rows, batch, part), num)
-            for part, (num, _) in zip(self._parts, self.shapes(batch), strict=True)
+            for part, (num, _) in zip(
+                batch.features.pooled_and_raw, self.shapes(batch), strict=True
+            )
         )
 
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> list[Floats]:
         """Sum the gradients of each row."""
         sums = self.no_gradients(batch)
-        for part, grad in zip(self._parts, grads, strict=True):
+        for part, grad in zip(batch.features.pooled_and_raw, grads, strict=True):
             add_gradients(grad, self.feature_bags(sums, batch, part))
         return sums

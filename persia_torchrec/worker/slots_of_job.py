@@ -15,17 +15,25 @@ from persia_torchrec.wire.discovery import AddressBook
 _NOTE = "embedding_config"
 
 
-def tell_slots(book: AddressBook, path: Path) -> EmbeddingSchema:
+def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> EmbeddingSchema:
     """Read the file, and leave it in the address book; each embedding worker does.
+
+    Args:
+        book: of the job.
+        path: of ``embedding_config.yml``.
+        warns: as of :func:`load_embedding_config`.
 
     Raises:
         ConfigError: the file cannot be read or has a mistake, or another worker of the
             job has other slots.
     """
     text = read_text(path)
-    schema = parse_embedding_config(text, path)  # before anybody else reads it
-    known = book.claim_note(_NOTE, text)
-    if parse_embedding_config(known, "that of another embedding worker") != schema:
+    # Before anybody else reads it.
+    schema = parse_embedding_config(text, path, warns=warns)
+    known = parse_embedding_config(
+        book.claim_note(_NOTE, text), "that of another embedding worker", warns=False
+    )
+    if known != schema:
         raise ConfigError(
             "All embedding workers of a job must have the same slots. Received: "
             f"{path}, which differs from that of another worker. Give all of them the "
@@ -34,11 +42,11 @@ def tell_slots(book: AddressBook, path: Path) -> EmbeddingSchema:
     return schema
 
 
-def ask_for_slots(store: tuple[str, int], *, timeout_s: float) -> EmbeddingSchema:
+def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> EmbeddingSchema:
     """Return the slots that the embedding workers of a job have told.
 
     Args:
-        store: host and port of the address book, as ``env.job_store()`` tells.
+        store: where the address book is, as ``env.job_store()`` tells.
         timeout_s: seconds to wait for the first worker.
 
     Raises:
@@ -50,4 +58,4 @@ def ask_for_slots(store: tuple[str, int], *, timeout_s: float) -> EmbeddingSchem
         (text,) = book.ask([_NOTE], timeout_s=timeout_s)
     finally:
         book.close()
-    return parse_embedding_config(text, "embedding_config.yml of the job")
+    return parse_embedding_config(text, "embedding_config.yml of the job", warns=False)

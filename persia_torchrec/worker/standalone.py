@@ -6,7 +6,6 @@ Servers that are not there yet, or not ready, are waited for.
 """
 
 import logging
-import signal
 import sys
 import threading
 import time
@@ -14,10 +13,13 @@ from collections.abc import Callable, Sequence
 
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config import EmbeddingSchema, GlobalSettings, MetricsSettings
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.wire.service import Service
+from persia_torchrec.wire.signals import EndSignals
 from persia_torchrec.worker.buffers import buffer_of
 from persia_torchrec.worker.hello import Slot
 from persia_torchrec.worker.measured import make_lookup, pushing_metrics
@@ -59,17 +61,19 @@ def serve_standalone(
         WireError: the address cannot be listened on.
     """
     ending = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ending.set())
-    warm_up()
+    with telling_of_compilation():
+        warm_up()
     metrics = settings.common.metrics
-    ready = ready_lookup(servers, schema, metrics, ending, await_tables=await_tables)
-    if ready is not None:
-        client, lookup = ready
-        process = WorkerProcess(lookup, buffer_of(settings.embedding_worker))
-        with pushing_metrics(process, lookup, env.get_replica_index(), metrics):
-            _serve(process, host, port, ending)
-        client.close()
+    with EndSignals(lambda _: ending.set()):
+        ready = ready_lookup(
+            servers, schema, metrics, ending, await_tables=await_tables
+        )
+        if ready is not None:
+            client, lookup = ready
+            process = WorkerProcess(lookup, buffer_of(settings.embedding_worker))
+            with pushing_metrics(process, lookup, env.get_replica_index(), metrics):
+                _serve(process, host, port, ending)
+            client.close()
 
 
 def ready_lookup(
@@ -79,6 +83,7 @@ def ready_lookup(
     ending: threading.Event,
     *,
     await_tables: bool,
+    greeting: Greeting = NO_JOB,
 ) -> tuple[EmbeddingClient, SlotsLookup] | None:
     """Wait until all servers have their tables, which belong to them.
 
@@ -88,6 +93,7 @@ def ready_lookup(
         metrics: whether the lookup is measured.
         ending: set when the process is to end.
         await_tables: tables that are missing may still come, from a job that trains.
+        greeting: of this process.
 
     Returns:
         The client, and the lookup over it; None if the process is to end.
@@ -96,7 +102,8 @@ def ready_lookup(
         ConfigError: as :func:`serve_standalone`.
         ServerError: the same.
     """
-    client = _connect([tcp_address(server) for server in servers], ending)
+    addresses = [tcp_address(server) for server in servers]
+    client = _connect(addresses, ending, greeting)
     if client is None:
         return None
     lookup = make_lookup(client, schema, metrics)
@@ -117,15 +124,18 @@ def ready_lookup(
 
 
 def _connect(
-    addresses: Sequence[str], ending: threading.Event
+    addresses: Sequence[str], ending: threading.Event, greeting: Greeting
 ) -> EmbeddingClient | None:
     """Connect when all servers are there; return None if the process is to end."""
-    is_there = _wait(
-        lambda: EmbeddingClient.connect(addresses, timeout_s=_CONNECT_S).close(), ending
-    )
-    if not is_there:
+
+    def connect(timeout_s: float) -> EmbeddingClient:
+        return EmbeddingClient.connect(
+            addresses, timeout_s=timeout_s, greeting=greeting
+        )
+
+    if not _wait(lambda: connect(_CONNECT_S).close(), ending):
         return None
-    return EmbeddingClient.connect(addresses, timeout_s=_REQUEST_TIMEOUT_S)
+    return connect(_REQUEST_TIMEOUT_S)
 
 
 def _learn_tables(client: EmbeddingClient, lookup: SlotsLookup) -> None:

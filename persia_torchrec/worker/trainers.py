@@ -6,13 +6,26 @@ pass of each rank is one collective. So every trainer must start as many, or lea
 
 Trainers that have left, each at its own number, come together again in the next group
 (the number of the group plus one), where all begin at step 1.
+
+The servers notice when the connection of a trainer is lost. A process that ends by
+itself tells them why, so that the others hear it too.
 """
 
+import atexit
 import contextlib
+import logging
+import os
+import platform
+import sys
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.wire.messages import Share
+
+logger = logging.getLogger(__name__)
+
+_FAREWELL_S = 1.0
+"""What the end of a process may wait for servers that do not answer."""
 
 
 class Trainers:
@@ -37,7 +50,45 @@ class Trainers:
     ) -> None:
         self.timeout_s = timeout_s
         self._client = client
+        self._pid = os.getpid()
+        self._who = f"process {self._pid} on {platform.node()}"
         self._next = Share(group, 1, rank, num_ranks, round(1000 * timeout_s))
+
+    def join(self) -> None:
+        """Introduce this trainer to the servers, which then notice if it is lost.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        self._client.join(self._next, self._who)
+        atexit.register(self._say_that_the_process_ends)
+
+    def end(self, why: str) -> None:
+        """Tell the servers that no share will come any more.
+
+        Args:
+            why: for the errors of trainers that wait for one.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        atexit.unregister(self._say_that_the_process_ends)
+        self._client.join(self._next, self._who, why)
+
+    def _say_that_the_process_ends(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child
+        error = getattr(sys, "last_value", None)  # what the main thread has raised
+        why = "its script has ended"
+        if error is not None:
+            why = f"it raised {type(error).__name__}: {error}"
+        try:
+            gone = self._client.join(self._next, self._who, why, _FAREWELL_S)
+        except PersiaError:
+            return  # the servers notice it by themselves
+        if error is not None and gone:
+            # It may be why the process group, which names no rank, has failed.
+            logger.error("trainers that were gone before this one: %s", gone)
 
     def next_share(self) -> Share:
         """Return this trainer's share of its next step."""

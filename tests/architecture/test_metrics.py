@@ -10,12 +10,21 @@ from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.table import TableSpec
+from persia_torchrec.worker.tally import TrainingSummary
 from tests.processes import wait_until
 from tests.servers import ids_of
 
 PAGE = Path(__file__).parents[2] / "persia_torchrec/server/METRICS.md"
-CELLS = re.findall(r"^\| (.*?) \|", PAGE.read_text(), flags=re.MULTILINE)
-DESCRIBED = {name for cell in CELLS for name in re.findall(r"`(\w+)`", cell)}
+OF_SERVERS, _, OF_TRAINERS = PAGE.read_text().partition("## Of a trainer")
+
+
+def names_in(text):
+    """Return the names in the first column of the tables of a text."""
+    cells = re.findall(r"^\| (.*?) \|", text, flags=re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+DESCRIBED = names_in(OF_SERVERS)
 
 
 @pytest.fixture
@@ -59,3 +68,10 @@ def test_what_is_described_is_counted(counters):
         *("requests_refused", "following_stopped", "increment_delay_ms_max")
     }
     assert DESCRIBED - counters.keys() - only_when_it_happens == set()
+
+
+def test_every_number_of_a_trainer_is_described():
+    public = {name for name in dir(TrainingSummary) if not name.startswith("_")}
+    assert names_in(OF_TRAINERS) <= public
+    spoken_of = set(re.findall(r"`(\w+)`", OF_TRAINERS))
+    assert public - spoken_of == {"total", "num_waited", "num_lacking"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec import env
-from persia_torchrec.config.differences import MISTAKEN
+from persia_torchrec.config.differences import IGNORED, RENAMED
 from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
 from persia_torchrec.launch import persia_launcher
 
@@ -78,10 +78,20 @@ def test_what_is_called_the_same_has_the_same_arguments_and_defaults(modules, na
             assert parameter.default == default
 
 
-def test_every_mistaken_key_and_no_other_is_explained():
-    keys = re.search(r"\| key \| what was meant \|.*?\n\n", PAGE, re.S)
-    explained = re.findall(r"^\| `(\w+)`", keys[0], re.M)
-    assert explained == [row.key_path.rpartition(".")[2] for row in MISTAKEN]
+@pytest.mark.parametrize(
+    ("title", "table"), [("other name", RENAMED), ("ignored key", IGNORED)]
+)
+def test_every_key_that_does_not_do_what_it_says_and_no_other_is_explained(
+    title, table
+):
+    text = PAGE.partition(f"| {title} |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `([\w.*]+)`.*? \| (.*) \|$", text, re.M))
+    assert list(rows) == [row.key_path for row in table]
+    for row in table:
+        if row.right_key:
+            assert row.right_key.rpartition(".")[2] in rows[row.key_path] or (
+                "the same" in rows[row.key_path]
+            )
 
 
 def test_every_variable_that_is_refused_and_no_other_is_called_so():

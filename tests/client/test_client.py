@@ -281,6 +281,11 @@ def test_servers_in_another_order_or_number_are_refused(servers, order, message)
         EmbeddingClient.connect([addresses[place] for place in order])
 
 
+def test_one_address_alone_is_still_a_list():
+    with pytest.raises(ConfigError, match=r"Received: the str 'tcp://127\.0\.0\.1:7'"):
+        EmbeddingClient.connect("tcp://127.0.0.1:7")
+
+
 def test_nobody_at_an_address_is_said_within_the_deadline(servers):
     server, _ = servers.start(2)
     address = f"tcp://127.0.0.1:{free_port()}"

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from persia_torchrec.client.permits import Permits
+from persia_torchrec.client.permits import LookupCounts, Permits
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from tests.servers import DEADLINE_S
 
@@ -128,3 +128,28 @@ def test_closing_fails_who_waits_and_who_comes_later():
 def test_no_permits_at_all_are_refused():
     with pytest.raises(ConfigError, match=r"at least one permit\. Received: 0\."):
         Permits(0, timeout_s=1.0)
+
+
+def test_a_permit_counts_what_its_batch_lacks_and_whether_it_waited():
+    permits = Permits(2, timeout_s=DEADLINE_S)
+    first, second = take(permits), take(permits)
+    assert permits.counts() == LookupCounts(num=2, num_waited=0, num_lacking=1)
+    waiting = threading.Thread(target=lambda: take(permits))
+    waiting.start()
+    waiting.join(0.05)
+    assert permits.counts().num == 2
+    second.give_back()
+    waiting.join(DEADLINE_S)
+    assert permits.counts() == LookupCounts(num=3, num_waited=1, num_lacking=2)
+    following = Permits(1, timeout_s=DEADLINE_S, counts=permits.counts())
+    take(following)
+    assert following.counts() == LookupCounts(num=4, num_waited=1, num_lacking=2)
+    first.give_back()
+
+
+def test_a_permit_that_never_came_is_no_lookup():
+    permits = Permits(1, timeout_s=0.05)
+    take(permits)
+    with pytest.raises(StalenessError):
+        take(permits)
+    assert permits.counts() == LookupCounts(num=1)

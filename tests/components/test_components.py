@@ -88,6 +88,7 @@ def test_every_role_can_find_the_job_and_its_place_in_it():
         assert role.env == {
             "PERSIA_STORE_PORT": "29400",
             "PERSIA_STORE_HOST_ENV": "${rank0_env}",
+            "PERSIA_JOB_ID": "${app_id}",
             "REPLICA_INDEX": "${replica_id}",
             "REPLICA_SIZE": str(role.num_replicas),
             "PERSIA_EMBEDDING_CONFIG": "embedding.yml",
@@ -144,6 +145,7 @@ def test_a_role_alone_is_told_the_host():
     (role,) = load(name)(**COMPONENTS[name]).roles
     assert role.env["PERSIA_STORE_HOST"] == "10.0.0.7"
     assert "PERSIA_STORE_HOST_ENV" not in role.env
+    assert "PERSIA_JOB_ID" not in role.env  # it joins whichever job is there
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_refused_batch_names_the_features_and_leaves_no_gap(job):
         with job.data_ctx() as data_ctx:
             good = list(share(0, 1, num=3))
             data_ctx.send_data(good[0])
-            message = r"embedding worker 0 at .*missing \['item'\], unknown \['itme'\]"
+            message = r"embedding worker 0 at .*one of \['item'\].*unknown \['itme'\]"
             with pytest.raises(RemoteError, match=message) as raised:
                 data_ctx.send_data(batch_of([1], name="itme"))
             assert raised.value.kind == "BatchError"

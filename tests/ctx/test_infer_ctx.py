@@ -121,11 +121,11 @@ def test_labels_are_not_looked_at(trained):
     assert labels is None
 
 
-def test_a_batch_must_have_the_slots_of_the_workers(trained):
+def test_a_batch_may_have_no_slots_but_those_of_the_workers(trained):
     _, _, addresses = trained
-    batch = batch_of([1], requires_grad=False)
-    missing = pytest.raises(BatchError, match=r"missing \['last'\], unknown \[\]")
-    with InferCtx(addresses) as infer, missing:
+    batch = batch_of([1], name="itme", requires_grad=False)
+    unknown = pytest.raises(BatchError, match=r"'item', 'last'.*unknown \['itme'\]")
+    with InferCtx(addresses) as infer, unknown:
         infer.get_embedding_from_data(batch)
 
 

@@ -1,3 +1,4 @@
+import logging
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from persia_torchrec.ctx import TrainCtx
+from persia_torchrec.ctx import TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import Constant, EmbeddingConfig, Uniform
 from persia_torchrec.embedding.data import (
@@ -124,7 +125,7 @@ class TestABatch:
             meta=b"page 7",
         )
 
-    def test_it_becomes_tensors_in_the_order_of_batch_and_slots(self, job, batch):
+    def test_it_becomes_tensors_in_the_order_of_the_batch(self, job, batch):
         with job.train_ctx() as ctx:
             for looked_up in DataLoader(Batches([batch])):
                 assert looked_up.meta == b"page 7"
@@ -133,18 +134,18 @@ class TestABatch:
         assert [d.tolist() for d in dense] == [[[1.5], [2.0]], [3, 4]]
         assert [label.dtype for label in labels] == [torch.bool, torch.float64]
         assert [label.tolist() for label in labels] == [[[1], [0]], [[0.5], [7]]]
-        assert [tuple(e.shape) for e in embeddings] == [(2, 2), (2, 3), (2, 3)]
+        assert [tuple(e.shape) for e in embeddings] == [(2, 3), (2, 2), (2, 3)]
         assert all(e.dtype == torch.float32 and e.requires_grad for e in embeddings)
         user = job.read("user", 1, 7)
         one, two = job.read("item", 1, 2)
-        expected = [user, [(one + two) / 2**0.5, two], [one + two, 0 * one]]
+        expected = [[one + two, 0 * one], user, [(one + two) / 2**0.5, two]]
         for embedding, rows in zip(embeddings, expected, strict=True):
             np.testing.assert_allclose(embedding.detach(), np.array(rows), rtol=1e-6)
 
     def test_prepared_features_train_a_model_of_ones_own(self, job, batch):
         with job.train_ctx() as ctx:
             for looked_up in DataLoader(Batches([batch])):
-                _, (user, _, _), _ = ctx.prepare_features(looked_up)
+                _, (_, user, _), _ = ctx.prepare_features(looked_up)
                 before = job.read("user", 1, 7)
                 ctx.backward((user * torch.tensor([[1.0], [2.0]])).sum())
         moved = before - job.read("user", 1, 7)
@@ -159,9 +160,8 @@ class TestABatch:
     @pytest.mark.parametrize(
         ("names", "message"),
         [
-            (["user", "item"], r"missing \['basket'\], unknown \[\]"),
-            (["user", "item", "baskets"], r"missing \['basket'\], unknown \['baskets'"),
-            (["user", "item", "basket", "ad"], r"missing \[\], unknown \['ad'\]"),
+            (["user", "item", "baskets"], r"unknown \['baskets'\]"),
+            (["user", "item", "basket", "ad"], r"unknown \['ad'\]"),
         ],
     )
     def test_its_features_must_be_the_slots(self, job, names, message):
@@ -398,6 +398,78 @@ class TestSettingsThatChange:
             ctx.configure_embedding_parameter_servers(EmbeddingConfig((1, 1)))
             train(ctx, [batch_of([1])])
         assert job.read("item", 1)[0, 0] == -6
+
+
+class TestWhatUsersForget:
+    @pytest.fixture
+    def warnings(self, caplog):
+        """Return the loggers of all warnings of ours so far."""
+        caplog.set_level(logging.INFO, "persia_torchrec")
+        return lambda: [
+            record.name.removeprefix("persia_torchrec.")
+            for record in caplog.records
+            if record.levelno == logging.WARNING and record.name.startswith("persia_")
+        ]
+
+    @pytest.mark.parametrize("staleness", [1, 4])
+    def test_batches_without_a_backward_pass_are_one_warning(
+        self, job, warnings, staleness
+    ):
+        batches = [batch_of([n]) for n in range(20)]
+        with job.train_ctx() as ctx:
+            for batch in DataLoader(Batches(batches), embedding_staleness=staleness):
+                ctx.forward(batch)
+            del batch
+            deadline = time.monotonic() + DEADLINE_S
+            while ctx.summary().num_dropped < 20:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        assert warnings() == ["worker.tally"]
+
+    def test_an_evaluation_and_a_loop_that_breaks_off_are_no_warning(
+        self, job, warnings
+    ):
+        model, many = SumOfEmbeddings(), [batch_of([n]) for n in range(40)]
+        with job.train_ctx(model) as ctx:
+            settings = {"embedding_staleness": 20, "forward_buffer_size": 20}
+            for batch in DataLoader(Batches(many), **settings):
+                output, _ = ctx.forward(batch)
+                ctx.backward(output.sum())
+                break  # and those ahead are dropped
+            with eval_ctx(model=model) as evaluation:
+                wanted = [batch_of([n], requires_grad=False) for n in range(20)]
+                for batch in DataLoader(Batches(wanted)):
+                    evaluation.forward(batch)
+            assert ctx.summary().num_dropped == 0
+        assert warnings() == []
+
+    def test_gradients_of_evicted_rows_are_warned_of_while_training_and_at_its_end(
+        self, tmp_path, monkeypatch, warnings
+    ):
+        with LocalJob(tmp_path, monkeypatch, capacity_rows=4) as job:
+            batches = [batch_of(list(range(n, n + 20))) for n in range(40)]
+            with job.train_ctx() as ctx:
+                train(ctx, batches, embedding_staleness=1)
+                ctx._embeddings.flush()
+                assert warnings() == ["worker.tally"]
+            summary = ctx.summary()
+        assert warnings() == ["worker.tally", "sharding.remote_tables"]
+        assert summary.num_gradients == 40 * 20
+        assert summary.num_evicted == 40 * (20 - 8)  # two servers
+        assert summary.share_evicted == 0.6
+
+    def test_the_end_of_a_training_tells_its_staleness(self, job, caplog):
+        caplog.set_level(logging.INFO, "persia_torchrec.sharding")
+        with job.train_ctx() as ctx:
+            train(ctx, [batch_of([1])] * 30, embedding_staleness=3)
+            assert ctx.summary().max_lacking == 2
+        summary = ctx.summary()
+        assert summary.num_lookups == 30
+        assert 0 < summary.mean_staleness <= 2
+        assert 0 <= summary.share_waited <= 1
+        (told,) = [r for r in caplog.records if r.name.endswith("remote_tables")]
+        assert told.levelno == logging.INFO
+        assert told.args[:3] == (30, summary.mean_staleness, 2)
 
 
 class TestSettingsOfSingleTables:

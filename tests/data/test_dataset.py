@@ -2,8 +2,9 @@ import pytest
 
 from persia_torchrec.data import IterableDataset, StreamingDataset
 from persia_torchrec.data.dataflow import BatchSender
-from persia_torchrec.errors import ConfigError, DataflowError
+from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.greeting import Greeting
 from tests.local_job import batch_of
 
 DEADLINE_S = 20.0
@@ -69,7 +70,13 @@ def test_a_trainer_is_known_once_it_begins_to_iterate(book, monkeypatch):
     assert book.peek("address/trainer/1") is None
     batches = dataset.batches(DEADLINE_S, in_order=True)
     addresses = book.addresses("trainer", timeout_s=0)
-    sender = BatchSender(addresses, loader=0, num_loaders=1)
+    theirs = BatchSender(
+        addresses, loader=0, num_loaders=1, greeting=Greeting("theirs")
+    )
+    with pytest.raises(RemoteError, match="JobMismatchError"):
+        theirs.send(1, batch_of([1]), (0, 0, 0))
+    theirs.close()
+    sender = BatchSender(addresses, loader=0, num_loaders=1, greeting=book.greeting)
     for number, batch in enumerate((batch_of([1]), batch_of([1], [2]))):
         batch.batch_id = 2 * number + 1
         assert sender.send(1, batch, (0, 0, number))

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrec import KeyedJaggedTensor
 
 from persia_torchrec.data.kjt import (
@@ -116,13 +117,61 @@ def test_a_missing_feature_is_named():
         to_jagged_ids(kjt([], []), ["ad", "place"])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.uint64])
-def test_ids_that_are_not_int64_are_refused(dtype):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_narrower_ids_are_widened_as_values(dtype):
+    values = torch.tensor([3, -1 if dtype.is_signed else 255], dtype=dtype)
+    batch = KeyedJaggedTensor(["ad"], values, lengths=torch.tensor([1, 1]))
+    jagged = JaggedBatch.of(batch, ["ad"])
+    ids = jagged.features["ad"].ids
+    assert ids.dtype == np.uint64
+    assert ids.view(np.int64).tolist() == values.tolist()
+    assert torch.equal(jagged.ids("ad"), values)  # as they were given
+    assert jagged.ids("ad").dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint64, torch.bool])
+def test_ids_that_are_no_integers_of_torch_are_refused(dtype):
     batch = KeyedJaggedTensor(
         ["ad"], torch.zeros(2, dtype=dtype), lengths=torch.tensor([1, 1])
     )
     with pytest.raises(BatchError, match=rf"must be int64.*Received: {dtype}"):
         to_jagged_ids(batch, ["ad"])
+
+
+def test_a_key_that_comes_twice_is_refused():
+    batch = kjt([1, 2, 3], [1, 1, 1], keys=["ad", "user", "ad"])
+    message = r"keys must be unique.*Received: \['ad', 'user', 'ad'\]"
+    for keys in (["ad"], ["user"]):
+        with pytest.raises(ValueError, match=message):
+            to_jagged_ids(batch, keys)
+
+
+def tensor_dict(**features):
+    """Build a TensorDict of ids and lengths by feature."""
+    return TensorDict(
+        {
+            key: torch.nested.nested_tensor_from_jagged(
+                torch.tensor(ids), lengths=torch.tensor(lengths)
+            )
+            for key, (ids, lengths) in features.items()
+        }
+    )
+
+
+def test_a_tensor_dict_is_taken_feature_by_feature():
+    batch = tensor_dict(extra=([9], [0, 1]), user=([4], [1, 0]), ad=([7, 8], [0, 2]))
+    jagged = JaggedBatch.of(batch, ["ad", "user"])
+    taken = {
+        key: (of_key.ids.tolist(), of_key.lengths.tolist())
+        for key, of_key in jagged.features.items()
+    }
+    assert taken == {"ad": ([7, 8], [0, 2]), "user": ([4], [1, 0])}
+    assert jagged.ids("ad").tolist() == [7, 8]
+
+
+def test_a_feature_that_a_tensor_dict_lacks_is_named():
+    with pytest.raises(BatchError, match=r"feature 'user'\. Received: \['ad'\]"):
+        JaggedBatch.of(tensor_dict(ad=([7], [1])), ["ad", "user"])
 
 
 def test_features_of_different_numbers_of_samples_are_refused():

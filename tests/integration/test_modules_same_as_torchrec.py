@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchrec.optim
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply
 from torchrec import (
@@ -98,6 +99,12 @@ def bags_with_optimizers():
     return collection
 
 
+def bags_of_a_feature_twice():
+    first, *rest = tables()
+    twice = replace(first, feature_names=["ad", "query", "ad"])
+    return EmbeddingBagCollection(tables=[twice, *rest], device=META)
+
+
 def fused_bags():
     return FusedEmbeddingBagCollection(
         tables=tables(),
@@ -121,10 +128,10 @@ def processed_one_by_one():
     )
 
 
-def sequences(*, need_indices=False):
+def sequences(*, need_indices=False, of_term=("ad", "query")):
     return EmbeddingCollection(
         tables=[
-            EmbeddingConfig(NUM_IDS, 8, name="term", feature_names=["ad", "query"]),
+            EmbeddingConfig(NUM_IDS, 8, name="term", feature_names=[*of_term]),
             EmbeddingConfig(NUM_IDS, 8, name="user", feature_names=["user", "ad"]),
         ],
         need_indices=need_indices,
@@ -135,10 +142,10 @@ def sequences(*, need_indices=False):
 class Pooled(nn.Module):
     """Embeddings and dense features, and one layer over them."""
 
-    def __init__(self, embeddings) -> None:
+    def __init__(self, embeddings, dim=2 * 8 + 2 * 4 + 4) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.over = nn.Linear(2 * 8 + 2 * 4 + 4 + 3, 1)
+        self.over = nn.Linear(dim + 3, 1)
 
     def forward(self, dense, ids):
         values = self.embeddings(ids).values()
@@ -148,10 +155,10 @@ class Pooled(nn.Module):
 class Sequential(nn.Module):
     """The embedding of each id counts by itself, so that pooling cannot replace it."""
 
-    def __init__(self, embeddings) -> None:
+    def __init__(self, embeddings, dim=4 * 8) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.over = nn.Linear(4 * 8 + 3, 1)
+        self.over = nn.Linear(dim + 3, 1)
 
     def forward(self, dense, ids):
         output = self.embeddings(ids)
@@ -166,7 +173,7 @@ def sum_by_sample(dense, feature):
         values = values * (feature.weights() % 5).unsqueeze(1)
     samples = torch.arange(len(dense), device=dense.device)
     sample = samples.repeat_interleave(feature.lengths())
-    zeros = torch.zeros(len(dense), 8, device=dense.device)
+    zeros = torch.zeros(len(dense), values.shape[1], device=dense.device)
     return zeros.index_add(0, sample, values)
 
 
@@ -183,6 +190,23 @@ class WithLoss(nn.Module):
         return loss, loss.detach()
 
 
+def as_int32(kjt):
+    return KeyedJaggedTensor(kjt.keys(), kjt.values().int(), lengths=kjt.lengths())
+
+
+def as_tensor_dict(kjt):
+    """Return the same ids, and those of a feature that no table has, before them."""
+    features = {"other": kjt[KEYS[0]], **{key: kjt[key] for key in KEYS}}
+    return TensorDict(
+        {
+            key: torch.nested.nested_tensor_from_jagged(
+                jagged.values(), lengths=jagged.lengths()
+            )
+            for key, jagged in features.items()
+        }
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """A module, and the sharders that put it on the servers and into TorchRec."""
@@ -193,6 +217,7 @@ class Case:
     is_weighted: bool = False
     is_variable: bool = False
     pools_here: bool = False
+    given: Callable[[KeyedJaggedTensor], object] = lambda kjt: kjt
     num_steps: int = 200
 
 
@@ -256,6 +281,27 @@ CASES = {
         SEQUENCES, model=lambda: Sequential(sequences(need_indices=True))
     ),
     "sequences, samples kept once": replace(SEQUENCES, is_variable=True, **VARIANT),
+    "bags of int32 ids": replace(POOLED, given=as_int32, **VARIANT),
+    "bags of a TensorDict": replace(POOLED, given=as_tensor_dict, **VARIANT),
+    "bags of a feature twice": replace(
+        POOLED,
+        model=lambda: Pooled(bags_of_a_feature_twice(), 3 * 8 + 2 * 4 + 4),
+        **VARIANT,
+    ),
+    "sequences of int32 ids": replace(
+        SEQUENCES,
+        model=lambda: Sequential(sequences(need_indices=True)),
+        given=as_int32,
+        **VARIANT,
+    ),
+    "sequences of a TensorDict": replace(SEQUENCES, given=as_tensor_dict, **VARIANT),
+    "sequences of a feature twice": replace(
+        SEQUENCES,
+        model=lambda: Sequential(
+            sequences(of_term=["ad", "query", "ad"], need_indices=True), 5 * 8
+        ),
+        **VARIANT,
+    ),
 }
 
 
@@ -329,7 +375,7 @@ def make_batch(generator, case):
         KEYS, ids, weights if case.is_weighted else None, lengths=lengths.int(), **more
     )
     dense = torch.randn(NUM_SAMPLES, 3, generator=generator)
-    return Batch(dense, kjt, (dense.sum(1) > 0).float())
+    return Batch(dense, case.given(kjt), (dense.sum(1) > 0).float())
 
 
 def make_batches(case):
@@ -454,6 +500,72 @@ def test_a_pipeline_of_torchrec_trains_every_module_as_a_plain_loop_does(job, ca
     losses = [pipeline.progress(batches).item() for _ in range(case.num_steps)]
     expected = twins.train(twins.local, make_batches(case))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def few_bags():
+    config = EmbeddingBagConfig(NUM_IDS, 4, name="term", feature_names=["ad"])
+    return Pooled(EmbeddingBagCollection(tables=[config], device=META), 4)
+
+
+class FewSequences(Sequential):
+    """One sequence, whose embeddings are added up by sample without index_add."""
+
+    def __init__(self):
+        config = EmbeddingConfig(NUM_IDS, 4, name="term", feature_names=["ad"])
+        super().__init__(EmbeddingCollection(tables=[config], device=META), 4)
+
+    def forward(self, dense, ids):
+        values = torch.tanh(self.embeddings(ids)["ad"].values())
+        sums = values.reshape(len(dense), -1, 4).sum(1)
+        return self.over(torch.cat([dense, sums], dim=1)).squeeze(1)
+
+
+def full_batches(num, max_ids=2):
+    """Yield batches of as many ids in every bag."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(num):
+        num_ids = 1 + step % max_ids if max_ids > 2 else max_ids
+        lengths = torch.full((len(KEYS) * NUM_SAMPLES,), num_ids, dtype=torch.int32)
+        ids = torch.randint(NUM_IDS, (int(lengths.sum()),), generator=generator)
+        dense = torch.randn(NUM_SAMPLES, 3, generator=generator)
+        labels = (dense.sum(1) > 0).float()
+        yield Batch(dense, KeyedJaggedTensor(KEYS, ids, lengths=lengths), labels)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(replace(POOLED, model=few_bags), id="bags"),
+        pytest.param(replace(SEQUENCES, model=FewSequences), id="sequences"),
+    ],
+)
+def test_a_compiled_model_trains_as_compiled_plain_torchrec(job, case):
+    torch.compiler.reset()
+    graphs = []
+
+    def recorded(graph, inputs):
+        graphs.append(
+            [getattr(n.target, "__name__", n.target) for n in graph.graph.nodes]
+        )
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    twins = Twins(job, case)
+    open_batches = job.total("open_batches")  # it has made rows
+    remote = torch.compile(twins.remote, backend=recorded)
+    losses = twins.train(remote, full_batches(4))
+    compiled = {name for graph in graphs for name in graph}
+    assert {"tanh", "linear", "binary_cross_entropy_with_logits"} <= compiled
+    local = torch.compile(twins.local, backend="aot_eager")
+    expected = twins.train(local, full_batches(4))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    rows = job.read("term", range(NUM_IDS))[:, :4]
+    np.testing.assert_allclose(rows, twins.local_rows("term").numpy(), atol=1e-6)
+    # A second number of ids makes graphs of any number; then there are no more.
+    twins.train(remote, full_batches(4, max_ids=3))
+    num_graphs = len(graphs)
+    twins.train(remote, full_batches(12, max_ids=6))
+    assert len(graphs) == num_graphs
+    assert job.total("open_batches") == open_batches
 
 
 @pytest.mark.gpu

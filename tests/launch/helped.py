@@ -1,6 +1,7 @@
 """What the processes of the helper's tests do."""
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def send_nothing():
     raise ValueError("there is no data")
 
 
-def train():
+def train(after_each=lambda: None):
     """Train on all batches; return how many there were, and the rows of the servers."""
     model = Sum()
     num = 0
@@ -54,13 +55,25 @@ def train():
             output, _ = ctx.forward(batch)
             ctx.backward(output.sum())
             num += 1
+            after_each()
         return num, ctx.get_embedding_size()
 
 
-def train_and_tell():
+def train_and_tell(after_each=lambda: None):
     """Train, and leave what was trained in the folder that is the working one."""
-    num, rows = train()
+    num, rows = train(after_each)
     Path("trained.txt").write_text(f"{num} {sum(rows)} {len(rows)}")
+
+
+def train_while_others_come():
+    """Train, and wait after the first batch until there is a file ``go``."""
+
+    def wait():
+        Path("training").touch()
+        while not Path("go").exists():
+            time.sleep(0.02)
+
+    train_and_tell(wait)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Small jobs of real processes: a coordinator and the scripts of a test."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from persia_torchrec.launch import coordinator, script
@@ -10,7 +11,13 @@ from tests.processes import Processes, Running
 class Job:
     """A job whose coordinator is up; scripts are written and started by name."""
 
-    def __init__(self, processes: Processes, *options: str, **counts: int) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        **counts: int,
+    ) -> None:
         self.processes = processes
         self.counts = counts
         self.port = free_port()
@@ -18,7 +25,9 @@ class Job:
         arguments += ["--silent-s", "20", "--linger-s", "0", *options]
         for role, count in counts.items():
             arguments += [f"--num-{role}s", str(count)]
-        self.coordinator = processes.start("coordinator", coordinator.main, arguments)
+        self.coordinator = processes.start(
+            "coordinator", coordinator.main, arguments, env=env
+        )
 
     def start(
         self, role: str, text: str | None, *arguments: str, index: int = 0

@@ -83,7 +83,7 @@ def test_a_killed_member_ends_the_job(processes):
 
 
 @multiprocess
-def test_a_silent_member_ends_the_job(processes):
+def test_a_silent_member_ends_the_job_and_is_killed(processes):
     job = Job(processes, "--silent-s", "1", "--leave-timeout-s", "1", trainer=1)
     trainer = job.start("trainer", WAIT_FOR_EVER)
     trainer.has_printed("at work")
@@ -91,6 +91,7 @@ def test_a_silent_member_ends_the_job(processes):
     assert job.coordinator.status() == 1
     assert "trainer 0 was silent for 1 s" in job.coordinator.output()
     assert "did not leave in time: trainer 0" in job.coordinator.output()
+    assert trainer.status() == -signal.SIGKILL  # torchx would wait for it
 
 
 @multiprocess
@@ -105,15 +106,30 @@ def test_an_absent_member_ends_the_job(processes):
 
 
 @multiprocess
-def test_a_coordinator_that_is_told_to_end_ends_the_job(processes):
+def test_a_process_that_ends_before_it_joins_ends_a_job_of_torchx_here(processes):
+    # The two processes have one parent, as those of torchx do.
+    by_torchx = {"TORCHX_JOB_ID": "local_cwd://x/y", "PERSIA_STORE_HOST_ENV": "HOST"}
+    job = Job(processes, env=by_torchx, loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    loader.has_printed("at work")
+    processes.start("trainer", int).status()  # a trainer that ends at once
+    for running in (loader, job.coordinator):
+        assert running.status() == 1
+        assert "a process ended before it joined, of trainer 0" in running.output()
+
+
+@multiprocess
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_coordinator_that_is_told_to_end_ends_the_job(processes, number):
     job = Job(processes, loader=1, trainer=1)
     running = [job.start(role, WAIT_FOR_EVER) for role in ("loader", "trainer")]
     for member in running:
         member.has_printed("at work")
-    job.coordinator.send(signal.SIGTERM)
+    job.coordinator.send(number)
     for process in (*running, job.coordinator):
         assert process.status() == 1
-        assert "coordinator: it was told to end (SIGTERM)" in process.output()
+        why = f"coordinator: it was told to end ({number.name})"
+        assert why in process.output()
 
 
 @multiprocess

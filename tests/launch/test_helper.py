@@ -113,8 +113,10 @@ def test_a_port_that_is_taken_is_passed_over_and_an_error_of_the_block_is_its_ow
     )
     with contextlib.suppress(KeyError), outer:
         assert int(os.environ["PERSIA_STORE_PORT"]) == first
+        job_id = os.environ["PERSIA_JOB_ID"]
         with inner:
             assert int(os.environ["PERSIA_STORE_PORT"]) > first
+            assert os.environ["PERSIA_JOB_ID"] not in ("", job_id)
         assert int(os.environ["PERSIA_STORE_PORT"]) == first
         raise KeyError
     assert "PERSIA_STORE_PORT" not in os.environ

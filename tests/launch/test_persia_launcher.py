@@ -1,5 +1,6 @@
 """What each command turns into; whole jobs are in tests/integration."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from persia_torchrec import env
 from persia_torchrec.launch import persia_launcher
+from persia_torchrec.wire.discovery import AddressBook
 from tests.launch.jobs import Job
 from tests.processes import Processes
 
@@ -91,6 +93,27 @@ def test_nn_workers_are_started_by_torchrun():
     assert command.endswith(" --module persia_torchrec.launch.script trainer train.py")
 
 
+def test_a_second_machine_of_a_number_is_refused_and_another_number_of_them(
+    monkeypatch,
+):
+    with contextlib.closing(AddressBook.host(0, loopback=True)) as book:
+        monkeypatch.setenv("PERSIA_STORE_PORT", str(book.port))
+        first, second = (
+            ["nn-worker", "train.py", "--nnodes", "2", "--node-rank", str(node)]
+            for node in range(2)
+        )
+        assert "--nnodes 2 --node-rank 0" in becomes(*first)
+        assert "--nnodes 2 --node-rank 1" in becomes(*second)
+        for node, again in enumerate((first, second)):
+            message = f"--node-rank {node} must be started once in a job. Received: job"
+            assert message in refusal_of(again)
+            assert f"If another job uses port {book.port}" in refusal_of(again)
+        third = ["nn-worker", "train.py", "--nnodes", "3", "--node-rank", "2"]
+        assert "Received: 3 from machine of NN workers 2, 2" in refusal_of(third)
+        monkeypatch.setenv("PERSIA_JOB_ID", "theirs")
+        assert "Received: job 'theirs'" in refusal_of(first)
+
+
 def test_what_stands_in_the_environment_need_not_be_said(monkeypatch):
     for name, value in {
         "PERSIA_EMBEDDING_CONFIG": "e.yml",
@@ -126,7 +149,7 @@ def test_a_job_is_on_this_machine_unless_a_host_is_named(monkeypatch, capsys):
     monkeypatch.setenv("PERSIA_STORE_HOST", "node7")
     becomes("coordinator")
     assert capsys.readouterr().err == ""
-    assert env.job_store() == ("node7", 29400)
+    assert env.job_store() == ("node7", 29400, "")
     assert not env.is_local_job()
 
 

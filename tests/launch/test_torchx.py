@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import torchx.specs as specs
 from persia_torchrec.launch import roles
 
 
-def train() -> specs.AppDef:
-    port = roles.job_port(0)
+def train(port: int = 0) -> specs.AppDef:
+    port = roles.job_port(port)
     job = roles.JobSettings(embedding_config="e", global_config="g", port=port)
     counts = {"num_servers": 0, "num_workers": 0, "num_loaders": 1, "num_trainers": 1}
     return specs.AppDef(
@@ -30,34 +31,49 @@ LOADER = "import time; time.sleep(60)"
 TRAINER = "import os; print('trainer', os.environ['RANK']); os.kill(os.getpid(), 9)"
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_a_killed_process_ends_a_job_of_torchx_and_every_log_says_why(tmp_path):
-    (tmp_path / "job.py").write_text(COMPONENT)
-    (tmp_path / "loader.py").write_text(LOADER)
-    (tmp_path / "train.py").write_text(TRAINER)
+def logs_of_failed(folder, *arguments):
+    """Run the job; return what each role wrote."""
+    (folder / "job.py").write_text(COMPONENT)
+    (folder / "loader.py").write_text(LOADER)
+    (folder / "train.py").write_text(TRAINER)
     run = subprocess.run(
         [
             *(sys.executable, "-m", "torchx.cli.main", "run"),
-            *("-s", "local_cwd", "-cfg", "log_dir=runs", "job.py:train"),
+            *("-s", "local_cwd", "-cfg", "log_dir=runs", "job.py:train", *arguments),
         ],
-        cwd=tmp_path,
+        cwd=folder,
         env={
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}",
             "PYTHONPATH": str(ROOT),
-            "HOME": str(tmp_path),
+            "HOME": str(folder),
         },
         capture_output=True,
         text=True,
         check=False,
-        timeout=40,
+        timeout=55,
     )
     assert run.returncode == 1, run.stderr
-    assert "trainer 0" in run.stderr
-    logs = {
+    return {
         path.parents[1].name: path.read_text()
-        for path in tmp_path.glob("runs/torchx/*/*/0/combined.log")
+        for path in folder.glob("runs/torchx/*/*/0/combined.log")
     }
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_port_that_is_taken_ends_a_whole_job_of_torchx(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        port = somebody.getsockname()[1]
+        logs = logs_of_failed(tmp_path, "--port", str(port))
+    assert f"must be able to listen on port {port}" in logs["coordinator"]
+    for role in ("loader", "trainer"):
+        assert "The job's coordinator must run" in logs[role]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_killed_process_ends_a_job_of_torchx_and_every_log_says_why(tmp_path):
+    logs = logs_of_failed(tmp_path)
     assert "trainer 0" in logs["trainer"]
     for role in ("coordinator", "loader"):
         assert "trainer 0 (process " in logs[role]

@@ -1,6 +1,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
-from persia_torchrec.errors import ConfigError, ServerError
-from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.errors import ConfigError, RemoteError, ServerError
+from persia_torchrec.server.cluster import EmbeddingCluster, _address_of
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Header, Kind, encode_json
+from persia_torchrec.wire.transport import Connections
 from tests.processes import is_running, wait_until
 from tests.servers import DEADLINE_S, Servers, ids_of
 
@@ -114,6 +118,58 @@ def test_servers_that_are_not_ready_in_time_are_an_error():
         EmbeddingCluster.local(num_servers=2, capacity=10, start_timeout_s=0.01)
 
 
+def test_the_time_in_which_a_server_compiles_does_not_count():
+    says = "echo compiling; read line; echo compiled; read line; echo ready tcp://a:1"
+    deadline = time.monotonic() + 0.5
+    with subprocess.Popen(
+        ["/bin/sh", "-c", says],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+
+        def go_on():
+            wait_until(lambda: time.monotonic() > deadline, "the deadline passes")
+            server.stdin.write("\n\n")
+            server.stdin.flush()
+
+        compiling = threading.Thread(target=go_on)
+        compiling.start()
+        address, put_off = _address_of(0, server, deadline)
+        compiling.join(DEADLINE_S)
+    assert address == "tcp://a:1"
+    assert put_off > deadline
+
+
+def test_a_client_waits_for_a_server_that_compiles():
+    server = EmbeddingServer(ServerConfig())
+    connected = threading.Event()
+    serving = threading.Thread(target=server.serve)
+
+    def connect():
+        EmbeddingClient.connect([server.address], timeout_s=DEADLINE_S).close()
+        connected.set()
+
+    connecting = threading.Thread(target=connect)
+    with server.not_ready():
+        connections = Connections("embedding server", [server.address])
+        reply = connections.submit(
+            *(0, Header(Kind.COUNTERS), [encode_json(None)]),
+            timeout_s=DEADLINE_S,
+            what="counters",
+        )
+        with pytest.raises(RemoteError, match=r"NotReadyError: .*compiling its loops"):
+            reply.result(DEADLINE_S)
+        connecting.start()
+        assert not connected.wait(0.5)
+    serving.start()
+    assert connected.wait(DEADLINE_S)
+    server.stop()
+    for thread in (serving, connecting):
+        thread.join(DEADLINE_S)
+    connections.close()
+
+
 @pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, 0)])
 def test_a_cluster_of_nothing_is_refused(num_servers, capacity):
     message = rf"must be >= 1\. Received: {num_servers} and {capacity}\."
@@ -148,8 +204,8 @@ def test_a_server_finds_its_shard_in_the_environment(monkeypatch):
     monkeypatch.setenv("REPLICA_INDEX", "1")
     monkeypatch.setenv("REPLICA_SIZE", "2")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        word, address = server.stdout.readline().split()
-        assert word == "ready"
+        line = next(line for line in server.stdout if line.startswith("ready "))
+        address = line.split()[1]
         with pytest.raises(ConfigError, match=r"Received: it is shard 1 of 2\."):
             EmbeddingClient.connect([address])
         server.terminate()

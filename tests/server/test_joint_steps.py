@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.metrics import Metrics
-from persia_torchrec.server.joint_steps import JointSteps
+from persia_torchrec.server.joint_steps import JointSteps, Member
 from persia_torchrec.server.updates import Update
 from persia_torchrec.wire.messages import Header, Kind, Share, TableIds
 
@@ -17,11 +17,13 @@ class Collected:
         self.applied: list[list[bytes]] = []
         self.refused: dict[bytes, str] = {}
         self.now = 0.0
+        self.lost: set[bytes] = set()
         self.metrics = Metrics()
         self.steps = JointSteps(
             self.metrics,
             lambda updates: self.applied.append([update.peer for update in updates]),
             lambda update, exc: self.refused.update({update.peer: str(exc)}),
+            is_connected=lambda peer: peer not in self.lost,
             max_bytes=max_bytes,
             clock=lambda: self.now,
         )
@@ -32,6 +34,18 @@ class Collected:
         header = Header(Kind.UPDATE)
         update = Update(peer.encode(), header, [TableIds(0, ids)], [grads])
         self.steps.add(share, update)
+
+    def join(self, rank: int, group: int = 7, ended: str = "") -> list[str]:
+        first = share(1, rank, group=group)
+        return self.steps.join(first, Member(b"%d" % rank, f"process {rank}", ended))
+
+    def look(self, *, until: float, has_read_all: bool = True) -> None:
+        """Look as often as a server does."""
+        while self.now < until:
+            self.now += 0.1
+            if has_read_all:
+                self.steps.has_read_all()
+            self.steps.refuse_overdue()
 
 
 def share(step, rank, num_ranks=2, group=7, timeout_s=10):
@@ -104,6 +118,124 @@ def test_the_next_deadline_is_that_of_the_next_step():
         collected.now = now
         collected.steps.refuse_overdue()
         assert collected.refused.keys() == refused
+
+
+def test_a_step_that_waits_for_a_lost_trainer_is_refused_and_names_it():
+    collected = Collected()
+    for rank in range(2):
+        assert collected.join(rank) == []
+    collected.lost.add(b"1")
+    collected.give("0", share(57, 0, timeout_s=600))
+    collected.look(until=1.0)
+    assert collected.refused == {}
+    collected.look(until=3.0)
+    named = (
+        r"Step 57 .* all 2 .*: none of rank 1 \(process 1: its connection was lost\)"
+    )
+    assert re.search(named, collected.refused[b"0"])
+    collected.give("next", share(58, 0))
+    assert re.search(named, collected.refused[b"next"])
+
+
+def test_a_trainer_that_gave_a_share_is_known_without_an_introduction():
+    collected = Collected()
+    for rank in range(2):
+        collected.give(f"{rank}", share(1, rank))
+    collected.lost.add(b"1")
+    collected.give("0", share(2, 0))
+    collected.look(until=3.0)
+    assert "rank 1 (its connection was lost)" in collected.refused[b"0"]
+
+
+def test_the_last_shares_of_a_lost_trainer_are_read_first():
+    collected = Collected()
+    for rank in range(2):
+        collected.join(rank)
+    collected.give("0", share(1, 0))
+    collected.lost.add(b"1")
+    collected.look(until=3.0, has_read_all=False)
+    assert collected.refused == {}
+    collected.give("1", share(1, 1))
+    assert collected.applied == [[b"0", b"1"]]
+    collected.give("0", share(2, 0))
+    collected.look(until=20.0, has_read_all=False)
+    assert collected.refused.keys() == {b"0"}  # a server may never have read all
+
+
+def test_a_connection_that_comes_back_is_not_lost():
+    collected = Collected()
+    for rank in range(2):
+        collected.join(rank)
+    collected.give("0", share(1, 0, timeout_s=100))
+    for _ in range(5):
+        collected.lost.add(b"1")
+        collected.look(until=collected.now + 0.9)
+        collected.lost.clear()
+        collected.look(until=collected.now + 0.9)
+    collected.lost.add(b"1")
+    collected.give("1 again", share(1, 1))  # by another connection
+    collected.give("0", share(2, 0, timeout_s=100))
+    collected.look(until=50.0)
+    assert collected.refused == {}
+
+
+def test_a_trainer_that_ended_is_no_fault_while_nobody_waits_for_it():
+    collected = Collected()
+    for rank in range(2):
+        collected.join(rank)
+    collected.give("1", share(1, 1, timeout_s=600))
+    collected.lost.add(b"1")
+    collected.look(until=60.0)
+    collected.give("0", share(1, 0))
+    collected.look(until=120.0)
+    assert collected.applied == [[b"0", b"1"]]
+    assert collected.refused == {}
+
+
+def test_a_trainer_that_has_left_is_no_fault():
+    collected = Collected()
+    for rank in range(3):
+        collected.join(rank)
+    collected.give("0", share(5, 0, 3, timeout_s=100))
+    collected.steps.leave(share(5, 1, 3))
+    collected.lost.add(b"1")
+    collected.look(until=60.0)
+    assert collected.refused == {}
+    collected.give("2", share(5, 2, 3))
+    assert collected.applied == [[b"0", b"2"]]
+
+
+def test_a_trainer_that_has_left_is_expected_in_the_next_group():
+    collected = Collected()
+    for rank in range(2):
+        collected.join(rank)
+        collected.steps.leave(share(5, rank))
+    collected.lost.add(b"1")
+    collected.give("0", share(1, 0, group=8))
+    collected.look(until=3.0)
+    assert "rank 1 (process 1: its connection was lost)" in collected.refused[b"0"]
+
+
+def test_why_a_trainer_ended_is_in_the_error():
+    collected = Collected()
+    for rank in range(2):
+        collected.join(rank)
+    collected.give("0", share(1, 0))
+    collected.join(1, ended="it raised ValueError: a bug")
+    collected.look(until=3.0)
+    named = "rank 1 (process 1: it raised ValueError: a bug)"
+    assert named in collected.refused[b"0"]
+    assert collected.join(0, ended="it raised RemoteError") == [named]
+
+
+def test_a_trainer_that_nobody_knows_is_waited_for_until_the_deadline():
+    collected = Collected()
+    collected.join(0)
+    collected.give("0", share(1, 0, timeout_s=10))
+    collected.look(until=9.5)
+    assert collected.refused == {}
+    collected.look(until=11.0)
+    assert "none of rank 1 within 10 s" in collected.refused[b"0"]
 
 
 def test_what_waits_is_bounded():

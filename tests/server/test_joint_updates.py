@@ -20,6 +20,9 @@ ADAGRAD = Adagrad(lr=0.5, initial_accumulator_value=0.0)
 ITEM = TableSpec(name="item", dim=2, optimizer=ADAGRAD, initializer=Constant(0.0))
 PLACE = TableSpec(name="place", dim=3, optimizer=ADAGRAD, initializer=Constant(1.0))
 
+SHARE_1 = Share(1, 1, 0, 2, 0).encode()
+LONG = b'{"who": "%s", "ended": ""}' % (501 * b"a")
+
 
 class Trainer:
     """One of several trainers of two servers."""
@@ -159,6 +162,33 @@ def test_a_trainer_that_does_not_come_is_named_after_a_deadline(trainers):
     assert total(first.client, "joint_steps_broken") == 2
 
 
+def test_a_trainer_whose_connection_is_lost_is_named_in_time(trainers):
+    for rank, trainer in enumerate(trainers):
+        assert trainer.client.join(trainer.share(1), f"trainer {rank}") == ""
+    first, second = trainers
+    first.look_up(1, [1], timeout_s=600)
+    replies = first.push(1.0)
+    second.client.close()
+    with pytest.raises(RemoteError, match=r"rank 1 \(trainer 1: its connection was"):
+        first.outcome(replies)
+    gone = first.client.join(first.share(1), "trainer 0", "it raised RemoteError")
+    assert gone == "rank 1 (trainer 1: its connection was lost)"
+    assert first.client.read("item", ids_of(1)).tolist() == [[0, 0, 0, 0]]
+
+
+def test_the_last_share_of_a_trainer_that_ends_counts(trainers):
+    for rank, trainer in enumerate(trainers):
+        trainer.client.join(trainer.share(1), f"trainer {rank}")
+        trainer.look_up(1, [1], timeout_s=600)
+    first, second = trainers
+    second.push(1.0)
+    total(second.client, "joint_steps")  # answered behind the push
+    second.client.close()
+    assert first.outcome(first.push(1.0)).num_missed == 0
+    expected = rows_after({1: 2.0})[:1]
+    np.testing.assert_array_equal(first.client.read("item", ids_of(1)), expected)
+
+
 def test_whoever_waits_is_told_when_a_server_ends(trainers, running):
     first, _ = trainers
     first.look_up(1, [1])
@@ -218,6 +248,11 @@ def test_many_steps_of_many_trainers_are_applied_each_once(servers, running):
         (Kind.UPDATE, [GRADS, Share(1, 1, 2, 2**17, 0).encode()], "may be 65536"),
         (Kind.LEAVE, [], "must have 2 frames"),
         (Kind.LEAVE, [b"share"], "its share 32 bytes"),
+        (Kind.JOIN, [b'{"who": "a", "ended": ""}'], "must have 3 frames"),
+        (Kind.JOIN, [b'{"who": 1, "ended": ""}', SHARE_1], "the texts who and ended"),
+        (Kind.JOIN, [b'{"who": "a"}', SHARE_1], "the texts who and ended"),
+        (Kind.JOIN, [b'["who"]', SHARE_1], "the texts who and ended"),
+        (Kind.JOIN, [LONG, SHARE_1], "of at most 500 characters"),
     ],
 )
 def test_a_share_that_is_none_is_refused(trainers, running, kind, body, message):

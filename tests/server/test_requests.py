@@ -422,7 +422,8 @@ class TestCounters:
         received = end["bytes_received"] - begin["bytes_received"]
         assert received == (48 + 16 + 800) + (48 + 16 + 800 + 800) + ask
         sent = end["bytes_sent"] - begin["bytes_sent"]
-        assert sent == (48 + 800) + (48 + len(b'{"missed": 0, "refused": 0}')) + answer
+        outcome = {"missed": 0, "refused": 0, "unadmitted": 0, "gradients": 100}
+        assert sent == (48 + 800) + (48 + len(encode_json(outcome))) + answer
         assert end["updates_queued"] == 0
         assert end["updates_queued_max"] >= 1
 

@@ -15,7 +15,7 @@ def test_ids_and_dense_features_are_read():
         "non_id_type_features": [[[0.5, 1], [0, 2]], [1, 2.5]],
     }
     batch = batch_of_json(json.dumps(value).encode())
-    item, user = batch.id_type_features
+    item, user = batch.id_type_features  # in the order of the text
     assert (item.name, item.ids.tolist()) == ("item", [7, 2**64 - 1])
     assert (user.name, user.lengths.tolist()) == ("user", [1, 1])
     matrix, column = (feature.data for feature in batch.non_id_type_features)
@@ -32,6 +32,7 @@ def test_ids_and_dense_features_are_read():
         (b"{", "must be JSON in UTF-8"),
         (b"\xff", "must be JSON in UTF-8"),
         (b"[" * 100_000, "must be JSON in UTF-8"),
+        (b'{"id_type_features": {"a": [[1]], "a": [[2]]}}', "once.*Received: 'a' twi"),
         (b"[]", "must be a JSON object with the keys"),
         (b'{"ids": {}}', "must be a JSON object with the keys"),
         (b"{}", "must be an object of features"),

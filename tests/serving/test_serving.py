@@ -1,11 +1,13 @@
 """The inference server as a process, asked over HTTP."""
 
 import json
+import os
 import re
 import signal
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,10 +86,16 @@ def test_the_health_page_tells_rows_and_model(serving, trained):
         (b"{}", "text/plain", 400, "Content-Type must be one of"),
         (b"x" * 20_001, BYTES, 413, "may have 20000 bytes"),
         (
+            b'{"id_type_features": {"item": [[1]], "lats": [[1]]}}',
+            JSON,
+            400,
+            r"one of \['item', 'last'\]\. .*unknown \['lats'\]",
+        ),
+        (
             b'{"id_type_features": {"item": [[1]]}}',
             JSON,
             400,
-            r"missing \['last'\], unknown \[\]",
+            r"model must be able to take the batch.*item \(1, 4\) as embeddings",
         ),
         (
             b'{"id_type_features": {"item": [[1]], "last": [[1]]}}',
@@ -125,7 +133,9 @@ def test_it_ends_by_sigterm_and_takes_its_servers_with_it(trained, tmp_path):
         np.testing.assert_allclose(
             answer["predictions"], trained.expected[0], atol=1e-6
         )
-        serving.process.send(signal.SIGTERM)
+        # To the process, by way of a thread that is not the main one.
+        threads = Path(f"/proc/{serving.process.pid}/task").iterdir()
+        os.kill(max(int(thread.name) for thread in threads), signal.SIGTERM)
         assert serving.process.status() == 0
 
 

@@ -27,7 +27,7 @@ from tests.sharding.mixed_model import (
     constraints,
     train,
 )
-from tests.sharding.remote_job import ids_of, shard
+from tests.sharding.remote_job import ids_of, shard, tensors_of
 
 NUM_STEPS = 15
 
@@ -57,7 +57,7 @@ def learn(addresses: list[str]) -> dict[str, np.ndarray]:
         set_local_rows(model)
         share = batches(NUM_STEPS, dist.get_rank(), dist.get_world_size())
         train(model, share)
-        state = model.state_dict()
+        state = tensors_of(model)
         return {
             **{table: client.read(table, ids_of(range(NUM_IDS))) for table in REMOTE},
             **{name: whole(weight) for name, weight in state.items()},

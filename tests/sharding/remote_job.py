@@ -11,6 +11,12 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 from persia_torchrec import (
     SGD,
@@ -139,6 +145,24 @@ class Bags(nn.Module):
         return self.bags(ids)
 
 
+def collided(tables) -> ManagedCollisionEmbeddingBagCollection:
+    """Return bags behind modules that map raw ids to the rows of a short table."""
+    modules = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=table.num_embeddings,
+            device=CPU,
+            input_hash_size=1000,
+            eviction_interval=2,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+        )
+        for table in tables
+    }
+    return ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=tables, device=META),
+        ManagedCollisionCollection(modules, tables),
+    )
+
+
 def shard(model: nn.Module, *sharders, device=CPU, constraints=None, **settings):
     planner = EmbeddingShardingPlanner(
         topology=Topology(
@@ -161,6 +185,12 @@ def remote_modules(model: nn.Module) -> list[ShardedRemoteCollection]:
         for module in model.modules()
         if isinstance(module, ShardedRemoteCollection)
     ]
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's state without what stands for tables on the servers."""
+    state = model.state_dict().items()
+    return {key: value for key, value in state if not isinstance(value, str)}
 
 
 def ids_of(ids) -> np.ndarray:

@@ -5,9 +5,20 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagConfig
+from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
-from tests.sharding.remote_job import Bags, kjt_of, remote_modules, shard
+from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.sharding.remote_tables import RemoteTables
+from tests.processes import wait_until
+from tests.sharding.remote_job import (
+    CPU,
+    META,
+    Bags,
+    kjt_of,
+    remote_modules,
+    shard,
+)
 
 DIM = 4
 TABLES = [EmbeddingBagConfig(10, DIM, name="term", feature_names=["ad"])]
@@ -29,13 +40,13 @@ class Model(nn.Module):
 class Trainer:
     """A model on the servers, its sharder, and a dense optimizer."""
 
-    def __init__(self, job, **settings):
+    def __init__(self, job, device=CPU, **settings):
         torch.manual_seed(0)
         self.job = job
         self.sharder = RemoteEmbeddingBagCollectionSharder(
             job.client, SGD(1.0), **settings
         )
-        self.model = shard(Model(), self.sharder)
+        self.model = shard(Model(), self.sharder, device=device)
         (self.module,) = remote_modules(self.model)
         dense = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(dense, lr=0.1)
@@ -122,7 +133,7 @@ class TestOverflow:
             assert torch.equal(weight, before)
         assert trainer.scaler.get_scale() == 2.0**19
         assert trainer.module.num_skipped == 1
-        assert trainer.job.total("open_batches") == 0
+        wait_until(lambda: trainer.job.total("open_batches") == 0, "the batch ends")
 
     def test_training_goes_on_when_the_scale_fits(self, trainer):
         trainer.use(init_scale=2.0**20)
@@ -156,6 +167,67 @@ class TestOverflow:
         assert trainer.module.num_skipped == 1
         optimizer.zero_grad()
         assert stand_in.grad is None
+
+
+def overflow_and_recover(trainer, scaler):
+    """Return the loss scale at first, after an overflow, and after two good steps."""
+    scales = [scaler.get_scale()]
+    for factor in (torch.inf, 1.0, 1.0):
+        pooled = trainer.model.module.embeddings(IDS).values()
+        pooled.register_hook(lambda grad, by=factor: grad * by)
+        scaler.scale(pooled.sum()).backward()
+        scaler.step(trainer.sharder.optimizer)
+        scaler.update()
+        trainer.sharder.optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_the_scale_falls_after_an_overflow_and_rises_again(trainer):
+    trainer.use(init_scale=2.0, growth_interval=2)
+    assert overflow_and_recover(trainer, trainer.scaler) == [2.0, 1.0, 1.0, 2.0]
+    assert trainer.module.num_skipped == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_scale_falls_after_an_overflow_and_rises_again(job):
+    trainer = Trainer(job, torch.device("cuda", 0))
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0, growth_interval=2)
+    trainer.sharder.use_grad_scaler(scaler)
+    assert overflow_and_recover(trainer, scaler) == [2.0, 1.0, 1.0, 2.0]
+    trainer.close()
+
+
+def test_stand_ins_are_on_the_device_of_the_embeddings(trainer):
+    """A scaler copies its findings from device to device without waiting."""
+    tables = RemoteTables()
+    tables.add(trainer.module.pipeline, trainer.module.tables, META)
+    (stand_in,) = tables.optimizer().param_groups[0]["params"]
+    assert stand_in.device == META
+
+
+def test_trainers_that_cannot_agree_have_no_loss_scale(job):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0), update="each")
+    sharder.use_grad_scaler(torch.amp.GradScaler("cpu"))
+    two = ShardingEnv.from_local(2, 0)
+    module = sharder.put_on_servers(Bags(TABLES).bags, two, CPU)
+    pooled = module(IDS).values()
+    with pytest.raises(ConfigError, match="must have a process group, to agree"):
+        pooled.sum().backward()
+    sharder.close()
+
+
+def test_a_backward_pass_that_fails_leaves_the_next_one_alone(trainer):
+    trainer.use(init_scale=2.0, growth_interval=2)
+    pooled = trainer.model.module.embeddings(IDS).values()
+    twice = pooled.sum()
+    trainer.scaler.scale(twice).backward(retain_graph=True)
+    trainer.sharder.optimizer.zero_grad()
+    with pytest.raises(BatchError, match="can be pushed once"):
+        trainer.scaler.scale(twice).backward()
+    trainer.sharder.optimizer.zero_grad()
+    assert overflow_and_recover(trainer, trainer.scaler) == [2.0, 1.0, 1.0, 2.0]
 
 
 def test_without_a_scaler_a_bad_gradient_is_the_servers_to_refuse(trainer):

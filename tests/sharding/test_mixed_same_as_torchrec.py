@@ -21,7 +21,7 @@ from tests.sharding.mixed_model import (
     tables,
     train,
 )
-from tests.sharding.remote_job import ids_of, shard
+from tests.sharding.remote_job import ids_of, shard, tensors_of
 
 NUM_STEPS = 200
 
@@ -39,7 +39,8 @@ class Twins:
         for table in REMOTE:
             self.plain_rows(table).copy_(self.pulled(table))
         state = self.plain.state_dict()
-        self.mixed.load_state_dict({key: state[key] for key in self.mixed.state_dict()})
+        local = {key: state[key] for key in tensors_of(self.mixed)}
+        self.mixed.load_state_dict({**self.mixed.state_dict(), **local})
 
     def plain_rows(self, table):
         return self.rows_of(self.plain, table)

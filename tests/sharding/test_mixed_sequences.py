@@ -13,7 +13,7 @@ from persia_torchrec import (
     describe_placement,
 )
 from tests.sharding.mixed_model import constraints
-from tests.sharding.remote_job import META, kjt_of, remote_modules, shard
+from tests.sharding.remote_job import META, kjt_of, remote_modules, shard, tensors_of
 
 DIM = 4
 IDS = {"ad": [[1, 2], [], [-1]], "query": [[2], [2, 2], []], "user": [[3], [], [5]]}
@@ -88,12 +88,14 @@ def test_gradients_reach_the_rows_of_both_halves(job, put):
     assert moved[[3, 4, 5], 0].tolist() == pytest.approx([-0.01, 0.0, -0.01], abs=1e-6)
 
 
-def test_the_state_dict_holds_the_local_tables_alone(job, put):
+def test_the_state_dict_holds_the_local_tables_and_says_where_the_others_are(job, put):
     model = put()
     local = {f"sequences.embeddings.{table}.weight" for table in ("near", "user")}
-    assert set(model.state_dict()) == local
+    assert set(tensors_of(model)) == local
     term = "sequences.embeddings.term.weight"
-    assert set(model.fused_optimizer.params) == local | {term}
+    assert (
+        set(model.fused_optimizer.params) == set(model.state_dict()) == local | {term}
+    )
     lines = describe_placement(model).splitlines()
     assert lines[2].split() == [
         *("sequences", "near", "table_wise", "fused"),

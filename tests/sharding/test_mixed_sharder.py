@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,7 +56,15 @@ from tests.sharding.mixed_model import (
     put_some_on_servers,
     train,
 )
-from tests.sharding.remote_job import CPU, META, Bags, kjt_of, remote_modules, shard
+from tests.sharding.remote_job import (
+    CPU,
+    META,
+    Bags,
+    kjt_of,
+    remote_modules,
+    shard,
+    tensors_of,
+)
 
 
 def mixed_sharder(job, placement=None, local=None, **settings):
@@ -90,7 +100,7 @@ def test_a_model_needs_no_planner_of_its_own(job):
     sharder = mixed_sharder(job, Placement(min_rows=50))
     model = DistributedModelParallel(Bags(two_tables()), sharders=[sharder])
     job.adopt(model)
-    assert set(model.state_dict()) == {"bags.embedding_bags.item.weight"}
+    assert set(tensors_of(model)) == {"bags.embedding_bags.item.weight"}
     model(kjt_of({"user": [[2**50], []], "item": [[7], [7]]})).values().sum().backward()
     assert job.total("rows") == 1
 
@@ -174,11 +184,12 @@ def test_a_table_on_the_servers_takes_no_memory_of_the_trainers(job):
 # What the sharded model is.
 
 
-def test_the_state_dict_holds_the_local_tables_alone(job):
+def test_the_state_dict_holds_the_local_tables_and_says_where_the_others_are(job):
     model = put_some_on_servers(job, constraints=constraints("table_wise"))
     dense = {f"over.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
     local = {f"bags.embedding_bags.{table}.weight" for table in LOCAL}
-    assert set(model.state_dict()) == dense | local
+    assert set(tensors_of(model)) == dense | local
+    assert model.state_dict().keys() == Model().state_dict().keys()
     assert {name for name, _ in model.named_parameters()} == dense | local
     assert set(model.fused_optimizer.state_dict()["state"]) == local
 
@@ -200,11 +211,23 @@ def test_the_fused_optimizer_schedules_the_tables_of_both_halves(job):
 
 def test_a_checkpoint_of_the_local_half_loads_strictly(job):
     model = put_some_on_servers(job, constraints=constraints("data_parallel"))
-    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state = copy.deepcopy(model.state_dict())
     train(model, batches(2))
-    assert not all(torch.equal(model.state_dict()[key], state[key]) for key in state)
+    assert not all(torch.equal(v, state[key]) for key, v in tensors_of(model).items())
     model.load_state_dict(dict(state), strict=True)  # TorchRec changes the keys
-    assert all(torch.equal(model.state_dict()[key], state[key]) for key in state)
+    assert all(torch.equal(v, state[key]) for key, v in tensors_of(model).items())
+
+
+def test_rows_of_the_servers_are_missing_or_refused_in_a_state_as_elsewhere(job):
+    model = put_some_on_servers(job, constraints=constraints("data_parallel"))
+    key = "bags.embedding_bags.user.weight"
+    state = dict(model.state_dict())
+    del state[key]
+    with pytest.raises(RuntimeError, match=r"Missing key.*user\.weight"):
+        model.load_state_dict(dict(state), strict=True)
+    model.load_state_dict(dict(state), strict=False)
+    with pytest.raises(ConfigError, match=r"'user'\]\), to write them there"):
+        model.load_state_dict({**state, key: torch.zeros(NUM_IDS, 8)}, strict=False)
 
 
 def test_data_parallel_tables_are_wrapped_as_in_torchrec(job):
@@ -437,3 +460,28 @@ def test_a_weighted_collection_may_be_mixed(job):
     item = model.state_dict()["bags.embedding_bags.item.weight"].local_shards()[0]
     expected = item.tensor[7] * torch.tensor([[3.0], [0.5]])
     assert torch.allclose(pooled["item"], expected)
+
+
+def test_a_feature_twice_in_a_table_has_two_columns_in_both_halves(job):
+    configs = [
+        EmbeddingBagConfig(10, 4, name=name, feature_names=["ad", "page", "ad"])
+        for name in ("near", "far")
+    ]
+    remote = RemoteEmbeddingBagCollectionSharder(job.client, SGD(1.0))
+    sharder = MixedSharder(remote, Placement(remote=["far"], min_rows=100))
+    told = constraints("table_wise", ["near"])
+    model = shard(Bags(configs), sharder, constraints=told)
+    job.adopt(model)
+    ids = kjt_of({"page": [[1]], "ad": [[2]]})
+    output = model(ids).wait()
+    assert output.keys() == Bags(configs, device=CPU)(ids).keys()
+    before = torch.from_numpy(job.read("far", [2, 1, 2]).copy())
+    columns = output.values().detach().reshape(6, 4)
+    assert torch.equal(columns[3:], before)
+    assert torch.equal(columns[0], columns[2])
+    output.values().sum().backward()
+    moved = before - torch.from_numpy(job.read("far", [2, 1, 2]))
+    torch.testing.assert_close(moved[:, 0], torch.tensor([2.0, 1.0, 2.0]))
+    near = model.state_dict()["bags.embedding_bags.near.weight"].local_shards()[0]
+    moved = columns[:3] - near.tensor[[2, 1, 2]]  # fbgemm's learning rate is 0.01
+    torch.testing.assert_close(moved[:, 0], torch.tensor([0.02, 0.01, 0.02]))

@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 from persia_torchrec.sharding.pool_rows import pool_by_loops, pool_by_torch
 from persia_torchrec.sharding.rows_on_device import DeviceBatch
 from persia_torchrec.worker.bags import POOLINGS
-from persia_torchrec.worker.embedding_worker import RoutedBatch
+from persia_torchrec.worker.embedding_worker import BatchFeatures, RoutedBatch
 from tests import reference
 
 
 def batch_of(inverse, lengths):
     """Return the batch of one feature."""
-    routed = RoutedBatch(None, [], [inverse], [lengths], len(lengths))
+    routed = RoutedBatch(
+        None, BatchFeatures([]), [], [inverse], [lengths], len(lengths)
+    )
     offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
     indices = (torch.from_numpy(inverse),), (torch.from_numpy(offsets),)
     return DeviceBatch(routed, (), *indices, [0], None)

@@ -78,6 +78,17 @@ def test_indices_keep_their_64_bits(put):
     assert output["ad"].weights().tolist() == [-1, 2**62]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_indices_have_the_dtype_of_the_batch(put, dtype):
+    batch = kjt_of(IDS)
+    batch = KeyedJaggedTensor(
+        batch.keys(), batch.values().to(dtype), lengths=batch.lengths()
+    )
+    output = put(need_indices=True)(batch)
+    assert output["ad"].weights().dtype == dtype
+    assert output["ad"].weights().tolist() == [1, 2, -1]
+
+
 def test_the_gradients_of_all_places_of_an_id_add_up(job, put):
     model = put()
     output = model(kjt_of(IDS)).wait()

@@ -13,7 +13,7 @@ from persia_torchrec import (
     TableSettings,
 )
 from persia_torchrec.errors import ConfigError
-from tests.sharding.remote_job import Bags, kjt_of, remote_modules
+from tests.sharding.remote_job import CPU, Bags, kjt_of, remote_modules
 from tests.sharding.test_sharder import IDS, TABLES, TwoTowers, train
 
 UNKNOWN = r"tables must name .*\['term', 'user'\].* Received: 'usr'\. Is 'user' meant"
@@ -48,9 +48,8 @@ def test_settings_of_an_unknown_table_are_refused_without_a_planner(job):
     sharder = RemoteEmbeddingBagCollectionSharder(
         job.client, tables={"usr": TableSettings(keeps_metadata=True)}
     )
-    module = sharder.shard(
-        Bags(TABLES).bags, {"term": None, "user": None}, ShardingEnv.from_local(1, 0)
-    )
+    env = ShardingEnv.from_local(1, 0)
+    module = sharder.put_on_servers(Bags(TABLES).bags, env, CPU)
     with pytest.raises(ConfigError, match=UNKNOWN):
         module(kjt_of(IDS))
     sharder.close()
@@ -79,9 +78,7 @@ def test_collections_without_a_planner_may_be_sharded_one_after_the_other(job):
     }
     sharder = RemoteEmbeddingBagCollectionSharder(job.client, tables=settings)
     env = ShardingEnv.from_local(1, 0)
-    modules = [
-        sharder.shard(Bags([table]).bags, {table.name: None}, env) for table in TABLES
-    ]
+    modules = [sharder.put_on_servers(Bags([table]).bags, env, CPU) for table in TABLES]
     modules[0](kjt_of(IDS))
     assert job.client.table("user").weight_bound == 2.0
     sharder.close()

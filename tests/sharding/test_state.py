@@ -5,8 +5,10 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -24,7 +26,15 @@ from persia_torchrec import (
 )
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
-from tests.sharding.remote_job import META, Bags, kjt_of, remote_modules, shard
+from tests.sharding.remote_job import (
+    CPU,
+    META,
+    Bags,
+    kjt_of,
+    remote_modules,
+    shard,
+    tensors_of,
+)
 
 TABLES = [
     EmbeddingBagConfig(10, 4, name="term", feature_names=["ad", "query"]),
@@ -105,10 +115,11 @@ def test_parameters_and_buffers_are_torchrecs_without_the_rows(twins):
     for names in (
         lambda model: [name for name, _ in model.named_parameters()],
         lambda model: [name for name, _ in model.named_buffers()],
-        lambda model: list(model.state_dict()),
+        lambda model: list(tensors_of(model)),
     ):
         remote, plain = names(twins.remote), names(twins.plain)
         assert remote == [name for name in plain if not is_rows(name)]
+    assert twins.remote.state_dict().keys() == twins.plain.state_dict().keys()
     assert all(p.device.type == "cpu" for p in twins.remote.parameters())
 
 
@@ -157,7 +168,7 @@ def test_state_without_rows_loads_strictly(twins):
     for strict in (True, False):
         result = twins.remote.load_state_dict(dict(state), strict=strict)
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
-        for name, value in twins.remote.state_dict().items():
+        for name, value in tensors_of(twins.remote).items():
             assert torch.equal(value, state[name])
 
 
@@ -172,18 +183,106 @@ def test_what_is_missing_or_unknown_is_reported_as_torchrec_does(twins, strict):
     assert bool(reports[0].missing_keys) == strict
 
 
-def test_the_rows_of_a_plain_model_are_no_state_of_one_on_the_servers(twins):
+@pytest.mark.parametrize("strict", [True, False])
+def test_rows_in_a_plain_models_state_are_refused_with_the_call_that_takes_them(
+    twins, strict
+):
     state = twins.plain.state_dict()
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"embedding_bags\.term\.w'):
-        twins.remote.load_state_dict(dict(state), strict=True)
-    twins.remote.load_state_dict(dict(state), strict=False)
+    with pytest.raises(
+        ConfigError, match=r"(?s)term\.weight.*load_weights\(state_dict"
+    ):
+        twins.remote.load_state_dict(dict(state), strict=strict)
+    twins.remote.load_state_dict(
+        tensors_of(twins.remote)
+        | {key: value for key, value in state.items() if not is_rows(key)},
+        strict=False,
+    )
     over = twins.remote.state_dict()["over.weight"]
     assert torch.equal(over, twins.plain.state_dict()["over.weight"])
 
 
+def test_a_state_that_knows_nothing_of_the_rows_is_incomplete(twins):
+    state = tensors_of(twins.remote)
+    with pytest.raises(RuntimeError, match=r"Missing key.*term\.weight.*user\.weight"):
+        twins.remote.load_state_dict(dict(state), strict=True)
+
+
+def plain_tower():
+    tower = Tower(CPU)
+    tower.bags = Bags(TABLES, CPU)
+    return tower
+
+
+class TestWhatStandsForRows:
+    def test_it_says_where_they_are_and_what_saves_and_reads_them(self, twins):
+        entry = twins.remote.state_dict()["bags.bags.embedding_bags.term.weight"]
+        assert type(entry) is str
+        for word in ("servers", "'term'", "save_checkpoint", "read_table"):
+            assert word in entry
+
+    def test_it_goes_through_torchs_files(self, twins, tmp_path):
+        state = twins.remote.state_dict()
+        torch.save(state, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+        assert_same(loaded, state)
+        with torch.no_grad():
+            get_unwrapped_module(twins.remote).over.weight.zero_()
+        twins.remote.load_state_dict(loaded)
+        assert twins.remote.state_dict()["over.weight"].any()
+
+    def test_it_goes_through_distributed_checkpoints(self, twins, tmp_path):
+        dcp.save({"model": twins.remote}, checkpoint_id=tmp_path)
+        expected = copy.deepcopy(twins.remote.state_dict())
+        with torch.no_grad():
+            get_unwrapped_module(twins.remote).over.weight.zero_()
+        dcp.load({"model": twins.remote}, checkpoint_id=tmp_path)
+        assert_same(twins.remote.state_dict(), expected)
+
+    def test_a_plain_model_refuses_it(self, twins, tmp_path):
+        state = twins.remote.state_dict()
+        with pytest.raises(RuntimeError, match=r"expected torch\.Tensor.*class 'str'"):
+            plain_tower().load_state_dict(dict(state))
+        with pytest.raises(RuntimeError, match=r"key type <class 'str'> found"):
+            twins.plain.load_state_dict(dict(state))
+        dcp.save(state, checkpoint_id=tmp_path)
+        plain = plain_tower().state_dict()
+        dcp.load(plain, checkpoint_id=tmp_path)
+        with pytest.raises(RuntimeError, match=r"expected torch\.Tensor.*class 'str'"):
+            plain_tower().load_state_dict(plain)
+
+    def test_a_plain_models_rows_do_not_take_its_place(self, twins, tmp_path):
+        dcp.save(plain_tower().state_dict(), checkpoint_id=tmp_path)
+        with pytest.raises(CheckpointException, match=r"term\.weight, expected Bytes"):
+            dcp.load(twins.remote.state_dict(), checkpoint_id=tmp_path)
+
+    def test_who_takes_it_for_a_sharded_tensor_fails(self, twins):
+        rows = [v for k, v in twins.remote.state_dict().items() if is_rows(k)]
+        with pytest.raises(AttributeError, match="local_shards"):
+            rows[0].local_shards()
+
+    def test_a_module_by_itself_has_it_too(self, twins):
+        (module,) = remote_modules(twins.remote)
+        state = module.state_dict()
+        assert list(state) == [
+            f"embedding_bags.{table.name}.weight" for table in TABLES
+        ]
+        module.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*more\.weight"):
+            module.load_state_dict({**state, "more.weight": torch.zeros(1)})
+
+
+def assert_same(state, expected):
+    assert state.keys() == expected.keys()
+    for key, value in state.items():
+        if isinstance(value, str):
+            assert value == expected[key]
+        else:
+            assert torch.equal(value, expected[key])
+
+
 def test_the_state_has_a_size_of_the_dense_half_alone(twins):
     train(twins.remote, optimizers_of(twins.remote))
-    sizes = [value.numel() for value in twins.remote.state_dict().values()]
+    sizes = [value.numel() for value in tensors_of(twins.remote).values()]
     assert sorted(sizes) == [1, 1, 12]
 
 

@@ -102,6 +102,53 @@ def test_a_trainer_that_vanishes_is_named(learnt):
     assert "none of rank 1 within 0.5 s" in str(learnt["vanished", 0]["error"])
 
 
+def test_distributed_checkpoints_take_what_stands_for_rows(learnt):
+    for rank in range(2):
+        entries = learnt["not vanishing", rank]["entries"].tolist()
+        assert [e.startswith("on the embedding servers") for e in entries] == [True] * 2
+
+
+def test_trainers_that_map_ids_each_by_itself_are_refused(learnt):
+    for rank in range(2):
+        error = str(learnt["not vanishing", rank]["error"])
+        assert "maps ids on each trainer by itself, and 2 trainers" in error
+
+
+@pytest.mark.parametrize("name", ["scaled", "scaled, accumulated"])
+def test_loss_scales_and_dense_weights_stay_equal_when_one_trainer_overflows(
+    learnt, name
+):
+    first, second = (learnt[name, rank] for rank in range(2))
+    for what in ("scales", "weights"):
+        np.testing.assert_array_equal(first[what], second[what])
+    # It falls at once, and doubles after three good steps.
+    expected = [1024.0] * 2 + [512.0] * 3 + [1024.0] * 3 + [2048.0] * 2
+    num_steps = len(first["scales"]) - 1
+    assert first["scales"].tolist()[:-1] == expected[:num_steps]
+    assert (first["num_skipped"], second["num_skipped"]) == (0, 1)
+    steps = np.abs(np.diff(first["weights"], axis=0)).max(axis=1)
+    assert (steps[:-1] > 0).all()  # dense gradients were finite
+
+
+def test_the_finite_share_of_a_step_that_overflowed_elsewhere_is_applied(learnt):
+    rows = learnt["scaled", 0]["rows"]
+    moved = np.abs(np.diff(rows, axis=0)).max(axis=(1, 2))
+    assert (moved[:-1] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["scaled, uneven", "scaled, each"])
+def test_a_trainer_at_the_end_of_its_data_keeps_the_others_loss_scale(learnt, name):
+    first, second = (learnt[name, rank] for rank in range(2))
+    # After the fourth step trainer 0 waits, and sees the second overflow at the end.
+    expected = [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0]
+    assert second["scales"].tolist()[:10] == [*expected, 512.0]
+    assert first["scales"].tolist()[:5] == [*expected[:4], 512.0]
+    for what in ("scales", "weights"):
+        np.testing.assert_array_equal(first[what][:4], second[what][:4])
+        np.testing.assert_array_equal(first[what][-5:], second[what][-5:])
+    assert second["scales"][-1] > 512  # they went on
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_trainers_on_gpus_train_as_those_on_cpus_do(tmp_path):

@@ -1,11 +1,15 @@
 """What each of two trainers does in its own process, and what it should come to."""
 
+import contextlib
+import math
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -24,9 +28,18 @@ from persia_torchrec import (
 )
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import Optimizer
-from persia_torchrec.errors import RemoteError
+from persia_torchrec.errors import PersiaError
 from persia_torchrec.sharding.joining import join
-from tests.sharding.remote_job import CPU, META, Bags, ids_of, kjt_of, shard
+from tests.sharding.remote_job import (
+    CPU,
+    META,
+    Bags,
+    collided,
+    ids_of,
+    kjt_of,
+    remote_modules,
+    shard,
+)
 
 NUM_IDS = 30
 NUM_STEPS = 200
@@ -80,10 +93,38 @@ class Model(nn.Module):
         return self.over(self.embeddings(ids).values()).squeeze(1)
 
 
+class Halves(nn.Module):
+    """The same as two collections, of which trainer 1 leaves one out now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms = EmbeddingBagCollection(tables=TABLES[:1], device=META)
+        self.users = EmbeddingBagCollection(tables=TABLES[1:], device=META)
+        self.over = nn.Linear(20, 1)
+        self.step = 0
+
+    def forward(self, ids):
+        terms = self.terms(ids).values()
+        users = torch.zeros(len(terms), 4)
+        if dist.get_rank() == 0 or self.step % 2:
+            users = self.users(ids).values()
+        self.step += 1
+        return self.over(torch.cat([terms, users], dim=1)).squeeze(1)
+
+
 class Trainer:
     """A model on servers of its own, and this process as one of its trainers."""
 
-    def __init__(self, addresses, model, optimizer, *, device=CPU, **settings):
+    def __init__(
+        self,
+        addresses,
+        model,
+        optimizer,
+        *,
+        device=CPU,
+        static_graph=False,
+        **settings,
+    ):
         self.client = EmbeddingClient.connect(addresses)
         self.sharder = RemoteEmbeddingBagCollectionSharder(
             self.client, optimizer, **settings
@@ -93,7 +134,7 @@ class Trainer:
             model(),
             self.sharder,
             device=device,
-            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=static_graph),
         )
 
     def __enter__(self):
@@ -260,6 +301,72 @@ def with_adam(addresses, device):
         return trainer.learnt()
 
 
+def under_a_loss_scale(*epochs, overflows, model=Model, num_passes=1, **settings):
+    """Return what trains under a scaler; trainer 1's embeddings overflow at steps.
+
+    Args:
+        epochs: steps of each trainer.
+        overflows: steps of trainer 1, counted over all epochs.
+        model: made for each trainer.
+        num_passes: backward passes a step, of which the first overflows.
+    """
+
+    def scaled(addresses, device):
+        rank = dist.get_rank()
+        seen = []
+        with Trainer(addresses, model, SGD(0.1), device=device, **settings) as trainer:
+            optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler(
+                device.type, init_scale=1024.0, growth_interval=3
+            )
+            trainer.sharder.use_grad_scaler(scaler)
+            is_even = all(len(set(nums)) == 1 for nums in epochs)
+            for epoch, nums in enumerate(epochs):
+                data = batches(rank, nums[rank] * num_passes, seed=epoch)
+                with contextlib.nullcontext() if is_even else join(trainer.model):
+                    for _ in range(nums[rank]):
+                        overflow = rank == 1 and len(seen) in overflows
+                        for number in range(num_passes):
+                            loss = loss_of(trainer.model, [next(data)], device)
+                            with overflowing(trainer, overflow and number == 0):
+                                scaler.scale(loss).backward()
+                        for each in (optimizer, trainer.sharder.optimizer):
+                            scaler.step(each)
+                            each.zero_grad()
+                        scaler.update()
+                        seen.append(state_of(trainer, scaler))
+                seen.append(state_of(trainer, scaler))
+            num_skipped = sum(m.num_skipped for m in remote_modules(trainer.model))
+        scales, weights, rows = zip(*seen, strict=True)
+        return {
+            "scales": np.array(scales),
+            "weights": np.stack(weights),
+            "rows": np.stack(rows),
+            "num_skipped": num_skipped,
+        }
+
+    return scaled
+
+
+@contextlib.contextmanager
+def overflowing(trainer, is_on):
+    """Make gradients of the trainer's embeddings infinite, as a large scale does."""
+    modules = remote_modules(trainer.model) if is_on else []
+    scales = [module.gradient_scale for module in modules]
+    for module in modules:
+        module.gradient_scale = math.inf
+    yield
+    for module, scale in zip(modules, scales, strict=True):
+        module.gradient_scale = scale
+
+
+def state_of(trainer, scaler):
+    """Return the loss scale, and copies of dense weights and of a table's rows."""
+    weights = nn.utils.parameters_to_vector(trainer.model.parameters())
+    rows = trainer.client.read("term", ids_of(range(NUM_IDS)))
+    return scaler.get_scale(), weights.detach().cpu().numpy().copy(), rows.copy()
+
+
 def both_alone(addresses, optimizer, epochs):
     """Train on the batches of two trainers as a single one, with the mean loss.
 
@@ -323,10 +430,26 @@ def with_one_that_vanishes(addresses, _):
     return {"error": error}
 
 
+def with_what_must_not_vanish(addresses, _):
+    """Save and load a state that stands for rows; map ids on each trainer by itself."""
+    with (
+        Trainer(addresses, Model, SGD(1.0)) as trainer,
+        tempfile.TemporaryDirectory() as own,
+    ):
+        folder = [own]
+        dist.broadcast_object_list(folder)  # the first trainer's is that of both
+        dcp.save({"model": trainer.model}, checkpoint_id=folder[0])
+        dcp.load({"model": trainer.model}, checkpoint_id=folder[0])
+        dist.barrier()
+        entries = {k: v for k, v in trainer.model.state_dict().items() if "bags" in k}
+        error = _error_of(lambda: shard(collided(TABLES), trainer.sharder))
+    return {"entries": np.array(list(entries.values())), "error": error}
+
+
 def _error_of(call):
     try:
         call()
-    except RemoteError as exc:
+    except PersiaError as exc:
         return str(exc)
     return "none"
 
@@ -337,6 +460,13 @@ TRAININGS = {
     "each": each_by_itself,
     "uneven": with_uneven_data,
     "ahead": with_staleness,
+    "not vanishing": with_what_must_not_vanish,
     "ended": with_one_that_ends,
     "vanished": with_one_that_vanishes,
+    "scaled": under_a_loss_scale((10, 10), overflows=[2], static_graph=True),
+    "scaled, accumulated": under_a_loss_scale((5, 5), overflows=[2], num_passes=2),
+    "scaled, uneven": under_a_loss_scale((4, 9), (0, 3), (4, 4), overflows=[2, 7]),
+    "scaled, each": under_a_loss_scale(
+        *((4, 9), (4, 4)), overflows=[2, 7], model=Halves, update="each"
+    ),
 }

@@ -230,6 +230,24 @@ def test_a_lookup_that_is_not_for_training_changes_nothing():
     assert store.ids_oldest_first() == [(0, 2), (0, 3)]
 
 
+@pytest.mark.parametrize("has_hints", [True, False])
+def test_the_gradient_of_an_id_that_was_not_admitted_is_told_from_an_evicted_one(
+    has_hints,
+):
+    store = EmbeddingStore(3)
+    admission = AdmitFrequency(2)
+    spec = TableSpec(name="item", dim=2, optimizer=SGD(1.0), admission=admission)
+    store.add_table(spec)
+    look_up(store, 0, ids_of(1))
+    out = np.empty((3, 2), dtype=np.float32)
+    slots = store.lookup(0, ids_of(1, 2, 3), out, training=True)  # 1 is admitted now
+    for _ in range(2):
+        look_up(store, 0, ids_of(4, 5, 6))  # 1 is evicted
+    grads = np.ones((3, 2), dtype=np.float32)
+    result = store.update(0, ids_of(1, 2, 3), grads, slots if has_hints else None)
+    assert result == UpdateResult(3, 0, 2 if has_hints else 3)
+
+
 def test_the_gradient_of_an_evicted_id_is_counted_and_moves_nothing():
     store = EmbeddingStore(2)
     store.add_table(TableSpec(name="item", dim=2, optimizer=SGD(1.0)))

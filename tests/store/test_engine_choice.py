@@ -94,7 +94,7 @@ def test_what_is_committed_names_its_machine_and_covers_all_that_fbgemm_has():
     report = json.loads(MEASUREMENTS.read_text())
     assert report["machine"]["cpu"]
     assert report["command"].startswith("python -m persia_torchrec.bench engines")
-    assert report["versions"]["fbgemm"]
+    assert any("fbgemm" in name for name in report["versions"])
     for name in ("sgd", "adagrad", "rowwise_adagrad"):
         for dtype in ("fp32", "fp16", "bf16"):
             found = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -141,6 +142,22 @@ def test_without_the_dense_optimizers_state_the_losses_would_differ(start, tmp_p
     del resumed.state["optimizer"]
     resumed.load(tmp_path)
     assert resumed.train(5) != pytest.approx(expected, rel=1e-3)
+
+
+def test_the_dense_half_does_not_look_for_rows_that_the_servers_save(start, tmp_path):
+    run = start(1, seed=0)
+    run.train(1)
+    run.state["again"] = run.model.state_dict()  # a state is saved like a model
+    saved = run.save(tmp_path)
+    names = FileSystemReader(Path(saved.path) / "dense").read_metadata()
+    assert not any("embedding_bags" in name for name in names.state_dict_metadata)
+    assert not any("embedding_bags" in name for name in names.planner_data)
+    resumed = start(1, seed=1)
+    resumed.state["again"] = resumed.model.state_dict()
+    resumed.load(tmp_path)
+    assert torch.equal(
+        resumed.state["again"]["top.weight"], run.model.module.top.weight
+    )
 
 
 def test_updates_on_their_way_are_waited_for(start, tmp_path):

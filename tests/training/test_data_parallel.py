@@ -47,12 +47,20 @@ def runs_of(folder):
             BaguaDistributedOption("async", averaging_period=PERIOD),
             (8, 12),
         ),
+        Run("scaled", None, overflows=(2,)),
+        Run("uneven scaled", None, (5, 12), overflows=(2, 8)),
+        Run(
+            "async scaled",
+            BaguaDistributedOption("async", averaging_period=PERIOD),
+            (8, 12),
+            overflows=(2,),
+        ),
     ]
 
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
-    """Return the weights after each step, by run and rank."""
+    """Return the weights, and the loss scales, after each step, by run and rank."""
     folder = tmp_path_factory.mktemp("trainers")
     runs = runs_of(folder)
     with (
@@ -62,8 +70,9 @@ def learnt(tmp_path_factory):
     ):
         run_two_trainers(processes, job, two_trainers.run_trainer, runs, folder)
     return {
-        (run.name, rank): np.load(folder / f"{run.name} {rank}.npy")
+        (name, rank): np.load(folder / f"{name} {rank}.npy")
         for run in runs
+        for name in (run.name, f"scales of {run.name}")
         for rank in range(2)
     }
 
@@ -161,6 +170,28 @@ def test_trainers_whose_data_differ_end_with_one_model(learnt, name):
     assert len(first) < len(second)
     assert np.array_equal(first[-1], second[-1])
     assert np.abs(first[-1] - first[-2]).max() > 1e-3  # the others' later steps
+
+
+@pytest.mark.parametrize("name", ["scaled", "uneven scaled"])
+def test_loss_scales_stay_equal_when_one_trainers_embeddings_overflow(learnt, name):
+    first, second = (learnt[f"scales of {name}", rank] for rank in range(2))
+    num_common = len(first) - 1
+    assert np.array_equal(first[:num_common], second[:num_common])
+    assert first[-1] == second[-1]
+    # It falls by PERSIA's factor of 4, and doubles with every fourth good step, be they
+    # before the fall or after it: so GradScaler.update(new_scale) counts.
+    assert second[:6].tolist() == [1024, 1024, 256, 256, 512, 512]
+    weights = learnt[name, 0], learnt[name, 1]
+    assert np.array_equal(*(of_rank[:num_common] for of_rank in weights))
+    assert np.array_equal(weights[0][-1], weights[1][-1])
+    if name == "uneven scaled":
+        assert second[6:].tolist() == [512, 512, 128, 256, 256, 256, 256]
+
+
+def test_trainers_that_average_weights_have_loss_scales_of_their_own(learnt):
+    first, second = (learnt["scales of async scaled", rank] for rank in range(2))
+    assert first[:4].tolist() == [1024, 1024, 1024, 2048]
+    assert second[:4].tolist() == [1024, 1024, 256, 256]
 
 
 def test_a_file_of_an_earlier_job_is_refused(tmp_path, monkeypatch, job):

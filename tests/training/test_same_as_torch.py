@@ -97,7 +97,8 @@ class Twin(nn.Module):
         item = self.pool("things", slots["item"]) / num_ids[:, None].sqrt()
         basket = self.pool("things", slots["basket"])
         dense = [torch.from_numpy(part.data) for part in batch.non_id_type_features]
-        return self.dense(dense, [self.pool("user", slots["user"]), item, basket])
+        # In the order of the batch, which is not that of the YAML.
+        return self.dense(dense, [item, basket, self.pool("user", slots["user"])])
 
     def pool(self, table, feature):
         ids = torch.from_numpy(feature.ids.astype(np.int64))

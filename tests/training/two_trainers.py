@@ -30,6 +30,8 @@ class Run:
     option: DistributedBaseOption | None
     num_batches: tuple[int, int] = (12, 12)
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    overflows: tuple[int, ...] = ()
+    """Batches of trainer 1 whose embedding gradient is infinite, under a loss scale."""
     master_port: int = field(default_factory=free_port)
 
 
@@ -39,8 +41,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.over = nn.Linear(NUM_FEATURES, 1)
+        self.overflows = False
 
     def forward(self, non_id_tensors, embeddings):
+        if self.overflows:
+            embeddings[0].register_hook(lambda grad: grad + torch.inf)
         return self.over(non_id_tensors[0]) + 0 * embeddings[0].sum(1, keepdim=True)
 
 
@@ -68,28 +73,38 @@ def run_trainer(runs: list[Run], folder: Path) -> None:
     env.set_env("MASTER_ADDR", "127.0.0.1")
     for run in runs:
         env.set_env("MASTER_PORT", run.master_port)
-        weights = train(run, rank)
+        weights, scales = train(run, rank)
         np.save(folder / f"{run.name} {rank}.npy", weights)
+        np.save(folder / f"scales of {run.name} {rank}.npy", scales)
         dist.destroy_process_group()
 
 
-def train(run: Run, rank: int) -> np.ndarray:
-    """Return the weights after each step, and at the end; a row each."""
+def train(run: Run, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights and loss scale after each step, and at the end; a row each."""
     model = make_model(rank)
-    with TrainCtx(
+    ctx = TrainCtx(
         model=model,
         embedding_optimizer=SGD(0.1),
         dense_optimizer=run.optimizer(model.parameters(), lr=LR),
         mixed_precision=False,
         distributed_option=run.option,
-    ) as ctx:
-        weights = []
+    )
+    if run.overflows:  # what mixed_precision makes, on the CPU
+        ctx._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    with ctx:
+        seen = []
         batches = [batch(rank, number) for number in range(run.num_batches[rank])]
-        for data in DataLoader(Batches(batches)):
+        for number, data in enumerate(DataLoader(Batches(batches))):
+            model.overflows = rank == 1 and number in run.overflows
             output, labels = ctx.forward(data)
             ctx.backward(loss_of(output, labels[0]))
-            weights.append(weights_of(model))
-    return np.stack([*weights, weights_of(model)])
+            seen.append((weights_of(model), scale_of(ctx)))
+    weights, scales = zip(*seen, (weights_of(model), scale_of(ctx)), strict=True)
+    return np.stack(weights), np.array(scales)
+
+
+def scale_of(ctx: TrainCtx) -> float:
+    return 1.0 if ctx._scaler is None else ctx._scaler.get_scale()
 
 
 def weights_of(model: nn.Module) -> np.ndarray:

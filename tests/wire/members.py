@@ -1,5 +1,6 @@
 """What the processes of the tests of membership do as members of a job."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -29,13 +30,22 @@ def fail(port: int) -> None:
 def fail_after_the_end(port: int) -> None:
     """Send to a trainer that has left, as a data loader may."""
     get_default_logger()
-    store = ("localhost", port)
-    with JobMember.join("loader", 0, store=store, expendable=True) as member:
+    store = ("localhost", port, "")
+    with JobMember.join("loader", 0, 1, store=store, expendable=True) as member:
         print("serving", flush=True)
         while member.book.state()[0] == "running":
             time.sleep(0.01)
         raise ConnectionError("the trainer is gone")
     print("left", flush=True)
+
+
+def lose_the_process_group(port: int) -> None:
+    """Raise as a collective does, a moment before the cause is known."""
+    get_default_logger()
+    with _join(port) as member:
+        cause = ("coordinator", "trainer 1 was killed")
+        threading.Timer(0.2, member.book.fail, cause).start()
+        raise RuntimeError("Connection closed by peer")
 
 
 def leave_early(port: int) -> None:
@@ -51,6 +61,71 @@ def be_stuck(port: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("stuck", flush=True)
         time.sleep(60)
+
+
+def be_in_a_callback(port: int) -> None:
+    """Wait where an exception is lost: in a function that native code calls."""
+    get_default_logger()
+    with _join(port):
+
+        @ctypes.CFUNCTYPE(None)
+        def wait() -> None:
+            print("serving", flush=True)
+            time.sleep(60)
+
+        wait()
+        time.sleep(60)
+
+
+def be_in_the_compiler(port: int) -> None:
+    """Wait where an exception does damage: between numba and LLVM."""
+    get_default_logger()
+    text = (
+        "def compile():\n"
+        "    try:\n"
+        "        time.sleep(60)\n"
+        "    except BaseException:\n"
+        "        print('damaged', flush=True)\n"
+    )
+    module = {"__name__": "llvmlite.binding.executionengine", "time": time}
+    exec(text, module)
+    with _join(port):
+        print("serving", flush=True)
+        module["compile"]()
+
+
+def wait_for_end(port: int) -> None:
+    """Wait for a lock, beside a thread that is in native code."""
+    get_default_logger()
+    with _join(port) as member:
+        other = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+        other.start()
+        print(f"thread {other.native_id} is there.", flush=True)
+        member.wait_for_end()
+
+
+def hear_by_itself(port: int) -> None:
+    """Serve, and note the signal."""
+    heard = threading.Event()
+    with _join(port) as member:
+        signal.signal(signal.SIGTERM, lambda *_: heard.set())
+        print("serving", flush=True)
+        assert heard.wait(60)
+        print("heard", flush=True)
+        member.wait_for_end()
+
+
+def end_a_forked_child(port: int) -> None:
+    """Serve, while a forked child is ended by the signal."""
+    with _join(port) as member:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        print(f"the child has ended by {os.WTERMSIG(status)}.", flush=True)
+        member.wait_for_end()
 
 
 def serve_as_a_child(port: int) -> None:
@@ -75,4 +150,4 @@ def fork_a_child_that_leaves(port: int) -> None:
 
 
 def _join(port: int) -> JobMember:
-    return JobMember.join("server", 0, store=("localhost", port), timeout_s=20)
+    return JobMember.join("server", 0, 1, store=("localhost", port, ""), timeout_s=20)

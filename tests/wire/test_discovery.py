@@ -4,9 +4,15 @@ import time
 
 import pytest
 
-from persia_torchrec.errors import ConfigError, DiscoveryError, JobError
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.errors import (
+    ConfigError,
+    DiscoveryError,
+    JobError,
+    JobMismatchError,
+)
+from persia_torchrec.wire.discovery import COMPILING, AddressBook
 from persia_torchrec.wire.ports import free_port, local_address
+from tests.processes import wait_until
 
 TIMEOUT_S = 10.0
 
@@ -57,6 +63,32 @@ def test_a_role_of_which_nobody_registered_in_time_is_named(book):
         book.addresses("worker", timeout_s=0.1)
 
 
+def test_a_wait_goes_on_while_a_process_of_the_job_compiles(host, book):
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.extend(book.addresses("server", timeout_s=1.0))
+    )
+    waiting.start()
+    compiled_at = time.monotonic() + 2.0
+
+    def compiles_on():
+        host.increase(COMPILING)
+        return time.monotonic() > compiled_at
+
+    wait_until(compiles_on, "it has compiled")
+    host.register("server", 0, 1, "tcp://127.0.0.1:1")
+    waiting.join(TIMEOUT_S)
+    assert found == ["tcp://127.0.0.1:1"]
+
+
+def test_a_wait_for_the_address_book_is_given_up_when_it_makes_no_sense():
+    def look():
+        raise JobError("The coordinator has ended.")
+
+    with pytest.raises(JobError, match=r"The coordinator has ended\."):
+        AddressBook.join("127.0.0.1", free_port(), timeout_s=60.0, look=look)
+
+
 def test_nobody_at_the_address_is_said_within_the_deadline():
     port = free_port()
     started = time.monotonic()
@@ -86,6 +118,37 @@ def test_two_of_a_role_that_disagree_on_its_size_are_refused(book):
     book.register("server", 0, 2, "tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"Received: 3 from server 1, 2 from another"):
         book.register("server", 1, 3, "tcp://127.0.0.1:2")
+
+
+def test_who_comes_without_an_id_belongs_to_the_job_that_is_there(host, book):
+    assert book.greeting == host.greeting
+    assert host.greeting.job_id
+    other = AddressBook.host(0, loopback=True)
+    assert other.greeting != host.greeting
+    other.close()
+
+
+def test_who_comes_from_another_job_is_told_the_port_and_both_ids():
+    host = AddressBook.host(0, loopback=True, job_id="ours")
+    AddressBook.join("localhost", host.port, "ours", timeout_s=TIMEOUT_S).close()
+    message = (
+        rf"to the address book at localhost:{host.port} must belong to job 'ours'\. "
+        rf"Received: job 'theirs'\. If another job uses port {host.port}, give this "
+        r"one another \(--port, or PERSIA_STORE_PORT\)"
+    )
+    with pytest.raises(JobMismatchError, match=message):
+        AddressBook.join("localhost", host.port, "theirs", timeout_s=TIMEOUT_S)
+    host.fail("trainer 0", "its own bug")  # which is none of the other's business
+    with pytest.raises(JobMismatchError, match=message):
+        AddressBook.join("localhost", host.port, "theirs", timeout_s=TIMEOUT_S)
+    host.close()
+
+
+def test_an_id_that_no_job_can_have_is_refused(host):
+    with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
+        AddressBook.host(0, loopback=True, job_id="two words")
+    with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
+        AddressBook.join("localhost", host.port, "two words")
 
 
 def test_notes_are_answered_once_all_are_told(host, book):

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import re
 import signal
 
@@ -91,6 +92,7 @@ def test_a_member_ends_when_the_coordinator_does_not_answer(tmp_path, processes)
     coordinator.send(signal.SIGSTOP)
     assert member.status() == 1
     assert "no answer of the coordinator for 1 s" in member.output()
+    assert coordinator.status() == -signal.SIGKILL  # torchx would wait for it
 
 
 def test_a_member_ends_when_the_process_that_started_it_is_gone(book, processes):
@@ -112,12 +114,54 @@ def test_a_forked_child_does_not_speak_for_the_member(book, processes):
     assert member.status() == 0
 
 
-def test_a_member_that_is_ended_from_outside_fails_the_job(book, processes):
-    member = processes.start("member", members.serve, book.port)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "main", [members.serve, members.be_in_a_callback, members.be_in_the_compiler]
+)
+def test_a_member_that_is_ended_from_outside_fails_the_job(
+    book, processes, main, number
+):
+    member = processes.start("member", main, book.port)
     member.has_printed("serving")
-    member.send(signal.SIGTERM)
+    member.send(number)
+    assert member.status() == 1
+    assert book.state() == ("failed", f"server 0: ended from outside ({number.name})")
+    assert "damaged" not in member.output()
+
+
+def test_a_signal_that_another_thread_receives_ends_a_member_that_waits(
+    book, processes
+):
+    member = processes.start("member", members.wait_for_end, book.port)
+    member.has_printed(" is there.")
+    thread = re.search(r"thread (\d+) is there\.", member.output())[1]
+    os.kill(int(thread), signal.SIGTERM)  # to its process, by way of this thread
     assert member.status() == 1
     assert book.state() == ("failed", "server 0: ended from outside (SIGTERM)")
+
+
+def test_a_member_that_handles_a_signal_by_itself_lives_on(book, processes):
+    member = processes.start("member", members.hear_by_itself, book.port)
+    member.has_printed("serving")
+    member.send(signal.SIGTERM)
+    member.has_printed("heard")
+    roll = Roll(book, "server", 0)
+    now = roll.num_beats()
+    wait_until(lambda: roll.num_beats() >= now + 10, "the member lives on")
+    assert book.state() == ("running", "")
+    book.finish()
+    assert member.status() == 0
+
+
+def test_a_signal_to_a_forked_child_is_not_one_to_the_member(book, processes):
+    member = processes.start("member", members.end_a_forked_child, book.port)
+    member.has_printed(f"the child has ended by {signal.SIGTERM:d}.")
+    roll = Roll(book, "server", 0)
+    now = roll.num_beats()
+    wait_until(lambda: roll.num_beats() >= now + 10, "the member lives on")
+    assert book.state() == ("running", "")
+    book.finish()
+    assert member.status() == 0
 
 
 def test_a_member_that_is_ended_because_another_has_failed_says_why(book, processes):
@@ -153,6 +197,46 @@ def test_what_a_member_raises_because_another_has_failed_is_not_the_reason(
     assert "loader 0 ends: trainer 1: the loss is not a number" in member.output()
 
 
+def test_a_second_one_in_the_place_of_a_member_that_lives_ends_alone(book, processes):
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    second = processes.start("second", members.serve, book.port)
+    assert second.status() == 1
+    assert "JobMismatchError: The place of server 0 in job '" in second.output()
+    assert f"at port {book.port}, must be free" in second.output()
+    assert book.state() == ("running", "")
+    book.finish()
+    assert member.status() == 0
+
+
+def test_one_of_another_number_of_its_role_ends_alone(book, processes):
+    book.claim_size("server", 0, 2)  # as the coordinator was told
+    second = processes.start("second", members.serve, book.port)
+    assert second.status() == 1
+    assert "Received: 1 from server 0, 2 from another" in second.output()
+    assert book.state() == ("running", "")
+    assert Roll(book, "server", 0).signature() is None
+
+
+def test_a_member_that_was_killed_may_be_started_again(book, processes):
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    member.send(signal.SIGKILL)
+    again = processes.start("again", members.serve, book.port)
+    again.has_printed("serving")
+    book.finish()
+    assert again.status() == 0
+
+
+def test_an_error_of_the_process_group_waits_for_the_name_of_who_is_gone(
+    book, processes
+):
+    member = processes.start("member", members.lose_the_process_group, book.port)
+    assert member.status() == 1
+    assert book.state() == ("failed", "coordinator: trainer 1 was killed")
+    assert "server 0 ends: coordinator: trainer 1 was killed" in member.output()
+
+
 def test_a_silence_shorter_than_two_heartbeats_is_refused():
     with pytest.raises(ConfigError, match=r"two heartbeats\. Received: 1\.5"):
         JobTimings(silent_s=1.5)
@@ -165,6 +249,7 @@ def test_a_time_that_is_not_positive_is_refused():
 
 def _host_a_book(port_file):
     book = AddressBook.host(0, loopback=True)
+    Roll(book, "coordinator", 0).sign(1.0)
     dataclasses.replace(QUICK, silent_s=1.0).publish(book)
     port_file.write_text(str(book.port))
     print("open", flush=True)

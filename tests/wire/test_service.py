@@ -5,6 +5,7 @@ import pytest
 import zmq
 
 from persia_torchrec.errors import BatchError, RemoteError, ServerError, WireError
+from persia_torchrec.wire import service
 from persia_torchrec.wire.messages import Header, Kind, decode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.wire.transport import Connections
@@ -17,16 +18,16 @@ def start():
 
     def start(handler, **settings):
         """Start a service; return a function that sends it a request."""
-        service = Service("service", handler, **settings)
-        connections = Connections("service", [service.address])
-        opened.extend([connections, service])
+        answering = Service("service", handler, **settings)
+        connections = Connections("service", [answering.address])
+        opened.extend([connections, answering])
 
         def ask(*frames, kind=Kind.FORWARD, timeout_s=DEADLINE_S):
             return connections.submit(
                 0, Header(kind), frames or [b""], timeout_s=timeout_s, what="asking"
             )
 
-        ask.service = service
+        ask.service = answering
         return ask
 
     yield start
@@ -79,14 +80,15 @@ def test_a_request_that_waits_does_not_hold_up_another(start):
     assert result(waiting) == [b"wait"]
 
 
-def test_requests_beyond_what_may_wait_are_refused(start):
+def test_requests_beyond_what_may_wait_are_refused(start, monkeypatch):
+    monkeypatch.setattr(service, "MAX_WAITING", 2)
     released = threading.Event()
 
     def handle(header, frames):
         assert released.wait(DEADLINE_S)
         return list(frames[1:])
 
-    ask = start(handle, num_threads=1, max_waiting=2)
+    ask = start(handle, num_threads=1)
     accepted = [ask(b"%d" % n) for n in range(3)]
     with pytest.raises(RemoteError, match="3 requests are waiting already"):
         result(ask(b"one more"))

@@ -1,7 +1,10 @@
 import contextlib
+import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +17,10 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
+from persia_torchrec.wire import listener as listener_module
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.listener import Listener
-from persia_torchrec.wire.messages import Header, Kind
+from persia_torchrec.wire.messages import Header, Kind, decode_json
 from persia_torchrec.wire.ports import free_port
 from persia_torchrec.wire.transport import Connections
 from tests.servers import DEADLINE_S, once_the_port_is_free
@@ -24,8 +29,8 @@ from tests.servers import DEADLINE_S, once_the_port_is_free
 class Peer:
     """A server that answers as a test says, in a thread."""
 
-    def __init__(self, answer=None):
-        self.listener = Listener("127.0.0.1", 0)
+    def __init__(self, answer=None, greeting=NO_JOB):
+        self.listener = Listener("127.0.0.1", 0, greeting=greeting)
         self.address = self.listener.address
         self.seen = []
         self.arrived = threading.Semaphore(0)
@@ -61,8 +66,8 @@ def echo(listener, peer, header, frames):
 def start():
     peers = []
 
-    def start(answer=None):
-        peers.append(Peer(answer))
+    def start(*arguments):
+        peers.append(Peer(*arguments))
         return peers[-1]
 
     yield start
@@ -405,6 +410,75 @@ def test_a_listener_waits_no_longer_than_it_is_told():
     listener.close()
 
 
+def test_a_listener_sees_whether_a_peer_is_still_there():
+    listener = Listener("127.0.0.1", 0)
+    staying, going = (zmq.Context.instance().socket(zmq.DEALER) for _ in range(2))
+    peers = []
+    for client in (staying, going):
+        client.connect(listener.address)
+        client.send(b"hello")
+        peers.append(listener.receive(int(DEADLINE_S * 1000))[0])
+    assert [listener.is_connected(peer) for peer in peers] == [True, True]
+    going.send(b"the last word")
+    going.close()
+    deadline = time.monotonic() + DEADLINE_S
+    while listener.is_connected(peers[1]):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert listener.is_connected(peers[0])
+    assert not listener.is_connected(b"a stranger")
+    peer, (word,) = listener.receive(0)  # it waited to be read
+    assert (peer, bytes(word)) == (peers[1], b"the last word")
+    listener.send(b"a stranger", Header(Kind.REPLY))  # is dropped, as ever
+    staying.close(linger=0)
+    listener.close()
+
+
+def test_a_client_does_not_mind_being_looked_for(start, connect):
+    def look_first(listener, peer, header, frames):
+        assert all(listener.is_connected(peer) for _ in range(3))
+        echo(listener, peer, header, frames)
+
+    connections = connect(start(look_first).address)
+    for body in (b"one", b"two"):
+        assert bytes(submit(connections, [body]).result(DEADLINE_S)[1][1]) == body
+
+
+def test_both_ends_of_a_connection_notice_a_network_that_is_gone(start, connect):
+    peer = start(echo)
+    submit(connect(peer.address)).result(DEADLINE_S)
+    port = int(peer.address.rpartition(":")[2])
+    ends = [limits_of(fd) for fd in open_sockets() if port in ports_of(fd)]
+    # Seconds until an idle connection is probed, from probe to probe, how many probes;
+    # milliseconds that sent bytes may wait for an acknowledgement.
+    assert ends == [(1, 3, 1, 3, 6000)] * 2
+
+
+def open_sockets():
+    """Return the descriptors of this process that are connected TCP sockets."""
+    found = []
+    for fd in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):
+            ports_of(fd)
+            found.append(fd)
+    return found
+
+
+def ports_of(fd):
+    with socket.socket(fileno=os.dup(fd)) as end:
+        return {end.getsockname()[1], end.getpeername()[1]}
+
+
+def limits_of(fd):
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    with socket.socket(fileno=os.dup(fd)) as end:
+        return (
+            end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            *(end.getsockopt(socket.IPPROTO_TCP, option) for option in options),
+            end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+        )
+
+
 def test_a_reply_to_a_peer_that_is_gone_is_dropped():
     listener = Listener("127.0.0.1", 0)
     gone = zmq.Context.instance().socket(zmq.DEALER)
@@ -416,3 +490,105 @@ def test_a_reply_to_a_peer_that_is_gone_is_dropped():
         listener.send(peer, Header(Kind.REPLY))
         listener.send(b"a stranger", Header(Kind.REPLY))
     listener.close()
+
+
+def test_a_request_of_another_job_is_refused_and_never_seen(start, connect):
+    peer = start(echo, Greeting("ours"))
+    theirs = connect(peer.address, greeting=Greeting("theirs"))
+    message = (
+        rf"JobMismatchError: Who comes to {peer.address} must belong to job 'ours'\. "
+        "Received: job 'theirs'"
+    )
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=message) as refusal:
+            submit(theirs).result(DEADLINE_S)
+        assert refusal.value.kind == "JobMismatchError"
+    assert peer.seen == []
+    assert submit(connect(peer.address, greeting=Greeting("ours"))).result(DEADLINE_S)
+    assert submit(connect(peer.address)).result(DEADLINE_S)
+    assert len(peer.seen) == 2
+
+
+def test_who_belongs_to_a_job_is_served_by_who_belongs_to_none(start, connect):
+    connections = connect(start(echo).address, greeting=Greeting("theirs"))
+    assert submit(connections).result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("name", [None, b"\x01", b"a name"])
+def test_who_does_not_greet_is_refused_by_a_listener_of_a_job(start, name):
+    peer = start(echo, Greeting("ours"))
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        if name is not None:
+            stranger.routing_id = name
+        stranger.connect(peer.address)
+        for frame in (Header(Kind.SHUTDOWN, 7).encode(), b"nonsense"):
+            stranger.send(frame)
+            assert stranger.poll(DEADLINE_S * 1000)
+            frames = stranger.recv_multipart()
+            request = 0 if frame == b"nonsense" else 7
+            assert Header.decode(frames[0]) == Header(Kind.ERROR, request)
+            assert decode_json(frames)["kind"] == "FrameError"
+    assert peer.seen == []
+
+
+def test_more_peers_come_than_a_listener_remembers(start, connect, monkeypatch):
+    monkeypatch.setattr(listener_module, "_MAX_KNOWN_PEERS", 2)
+    peer = start(echo, Greeting("ours"))
+    all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
+    for connections in all_of_them * 2:
+        assert submit(connections).result(DEADLINE_S)
+
+
+class Relay:
+    """Passes bytes on; can break the connection at one end, unseen by the other."""
+
+    def __init__(self, address):
+        host, _, port = address.rpartition("/")[2].rpartition(":")
+        self._target = host, int(port)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._near, self._all = [], [self._socket]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._socket.accept()
+                far = socket.create_connection(self._target)
+                self._near.append(near)
+                self._all += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=_pass_on, args=ends, daemon=True).start()
+
+    def break_the_near_end(self):
+        for near in self._near:
+            with contextlib.suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        for each in self._all:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+def _pass_on(source, target):
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+
+
+def test_who_connects_again_before_its_loss_is_seen_is_served(start, connect):
+    peer = start(echo, Greeting("ours"))
+    with contextlib.closing(Relay(peer.address)) as relay:
+        connections = connect(relay.address, greeting=Greeting("ours"))
+        for n in range(3):
+            deadline = time.monotonic() + DEADLINE_S
+            answer = None
+            while answer is None:
+                assert time.monotonic() < deadline
+                with contextlib.suppress(ServerError):  # until the connection is back
+                    _, answer = submit(connections, [b"%d" % n]).result(DEADLINE_S)
+            assert bytes(answer[1]) == b"%d" % n
+            relay.break_the_near_end()

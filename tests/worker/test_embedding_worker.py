@@ -253,7 +253,10 @@ def test_the_columns_are_those_of_the_features_in_their_order(start):
     assert pooled.shape == (2, 3)
 
 
-@pytest.mark.parametrize("features", [[], [FEATURES[0], FEATURES[0]]])
+@pytest.mark.parametrize(
+    "features",
+    [[], [FEATURES[0], dataclasses.replace(FEATURES[1], name=FEATURES[0].name)]],
+)
 def test_features_must_be_there_and_have_names_of_their_own(start, features):
     with pytest.raises(ConfigError, match="must be features, each of its own name"):
         start(features=features)

@@ -171,9 +171,22 @@ def test_gradients_that_are_not_finite_are_counted_by_feature(lookup):
     assert counts == {"item": (0, 0), "basket": (2, 1), "word": (3, 1)}
 
 
+def test_slots_that_a_batch_has_not_are_not_measured(lookup):
+    word = np.full((1, 3), math.nan, dtype=np.float32)
+    bags = {**bags_of([5], name="word"), **bags_of([1, 1], name="basket")}
+    outcome = train(lookup, bags, grads=(np.ones((1, 2), dtype=np.float32), word))
+    assert outcome.num_refused == 1
+    readings = readings_of(lookup)
+    assert readings["nan_count", "word"] == 3
+    assert readings["nan_count", "basket"] == readings["nan_count", "item"] == 0
+    assert readings["batch_unique_indices_rate", "basket"] == 1 / 2
+    assert ("batch_unique_indices_rate", "item") not in readings
+    assert readings["estimated_distinct_id", "item"] == 0
+
+
 def test_a_lookup_that_fails_is_not_measured(lookup):
     with pytest.raises(BatchError):
-        lookup.pull(bags_of([1]), None)
+        lookup.pull(bags_of([1], name="itme"), None)
     assert ("lookup_total_time_cost_sec", None) not in readings_of(lookup)
 
 

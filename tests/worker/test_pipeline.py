@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from persia_torchrec.embedding import Constant
+from persia_torchrec.embedding import AdmitFrequency, Constant
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import (
     BatchError,
@@ -608,3 +608,119 @@ def test_a_closed_pipeline_changes_nothing(train):
     trainer.pipeline.close()
     with pytest.raises(PersiaError, match="closed"):
         trainer.pipeline.change_tables(with_rate(2.0))
+
+
+def num_warnings(caplog):
+    return [record.levelno for record in caplog.records].count(logging.WARNING)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_batches_that_are_used_and_dropped_are_one_warning(train, caplog, staleness):
+    trainer = train(staleness)
+    for _ in range(7):
+        trainer.pull()
+    wait_until(lambda: trainer.pipeline.summary().num_dropped == 7)
+    assert num_warnings(caplog) == 0
+    for _ in range(13):
+        trainer.pull()
+    wait_until(lambda: trainer.pipeline.summary().num_dropped == 20)
+    assert num_warnings(caplog) == 1
+
+
+def test_a_loop_that_pushes_some_of_its_batches_is_not_warned(train, caplog):
+    trainer = train(1)
+    for _ in range(10):
+        trainer.pull()
+        trainer.pull().push(ONE_UPDATE)
+    wait_until(lambda: trainer.pipeline.summary().num_dropped == 10)
+    assert num_warnings(caplog) == 0
+
+
+def evaluate(trainer):
+    for _ in range(20):
+        trainer.start(training=False).result(DEADLINE_S)
+
+
+def give_up(trainer):
+    for _ in range(20):
+        trainer.pull().give_up()  # as under a loss scale that was too large
+
+
+def pull_ahead(trainer):
+    started = [trainer.start() for _ in range(20)]
+    wait_until(lambda: all(future.done() for future in started))
+
+
+def fail(trainer):
+    for _ in range(20):
+        future = trainer.pipeline.start({}, training=True)
+        with pytest.raises(BatchError):
+            future.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("use", [evaluate, give_up, pull_ahead, fail])
+def test_what_needs_no_backward_pass_is_not_warned_of(train, caplog, use):
+    trainer = train(20)
+    use(trainer)
+    wait_until(lambda: trainer.counters("open_batches") == [0])
+    assert trainer.pipeline.summary().num_dropped == 0
+    assert num_warnings(caplog) == 0
+
+
+def test_gradients_of_evicted_ids_are_warned_of_while_they_come(train, caplog):
+    trainer = train(3, capacity_rows=4)
+    for n in range(30):
+        batches = [
+            trainer.pull(*range(k, k + 2)) for k in (6 * n, 6 * n + 2, 6 * n + 4)
+        ]
+        for batch in batches:
+            batch.push(ONE_UPDATE)
+        trainer.pipeline.flush()
+        summary = trainer.pipeline.summary()
+        assert num_warnings(caplog) == (summary.num_gradients >= 2 * 32)
+    assert summary.num_gradients == 180
+    assert summary.num_evicted == trainer.pipeline.num_missed == 60
+    assert summary.share_evicted == 1 / 3
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_gradients_of_ids_that_were_not_admitted_are_not_called_evicted(
+    train, caplog, num_shards
+):
+    trainer = train(2, num_shards=num_shards)
+    trainer.worker.add_tables([replace(COUNT, admission=AdmitFrequency(1000))])
+    for n in range(40):
+        trainer.pull(n, n + 100).push(ONE_UPDATE)
+    trainer.pipeline.flush()
+    assert trainer.pipeline.num_missed == 80
+    summary = trainer.pipeline.summary()
+    assert (summary.num_gradients, summary.num_evicted) == (80, 0)
+    assert num_warnings(caplog) == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_serial_schedule_has_no_staleness(train, staleness):
+    trainer = train(staleness)
+    for _ in range(10):
+        trainer.pull().push(ONE_UPDATE)
+    summary = trainer.pipeline.summary()
+    assert (summary.num_lookups, summary.mean_staleness) == (10, 0)
+    assert summary.max_lacking == 0
+
+
+def test_lookups_that_wait_for_their_bound_are_counted(train):
+    trainer = train(3, worker=HeldBack)
+    started = [trainer.start() for _ in range(10)]
+    for future in started:
+        future.result(DEADLINE_S).push(ONE_UPDATE)
+        wait_until(lambda: trainer.worker.held_back)
+        trainer.worker.acknowledge()
+    trainer.pipeline.flush()
+    summary = trainer.pipeline.summary()
+    assert summary.num_lookups == 10
+    assert summary.max_lacking == 2
+    assert summary.num_lacking == 0 + 1 + 8 * 2
+    assert 1 <= summary.num_waited <= 7
+    trainer.pipeline.set_staleness(5)
+    assert trainer.pipeline.summary().num_lookups == 10
+    assert trainer.pipeline.summary().max_lacking == 4

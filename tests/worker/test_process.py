@@ -110,7 +110,12 @@ def test_a_batch_may_bring_its_own_ids(asker):
 
 def test_the_gradient_is_applied_before_it_is_acknowledged(asker):
     before = asker.forward(None, *encode_bags(bags_of([1], [1, 2])))
-    assert asker.backward([[1, 2], [10, 20]]) == {"missed": 0, "refused": 0}
+    assert asker.backward([[1, 2], [10, 20]]) == {
+        "missed": 0,
+        "refused": 0,
+        "unadmitted": 0,
+        "gradients": 2,
+    }
     moved = before[0] - asker.rows(1)[0]
     np.testing.assert_allclose(moved, [11, 22], rtol=1e-6)
     with pytest.raises(DataflowError, match="not been updated since"):
@@ -122,8 +127,9 @@ def test_gradients_that_come_too_late_are_counted(servers):
     asker.add_tables(TABLE)
     asker.forward(None, *encode_bags(bags_of([1, 2])), batch=1)
     asker.forward(None, *encode_bags(bags_of([3])), batch=2)
-    assert asker.backward([[1, 1]], batch=1) == {"missed": 1, "refused": 0}
-    assert asker.backward([[1, 1]], batch=2) == {"missed": 0, "refused": 0}
+    late, last = (asker.backward([[1, 1]], batch=batch) for batch in (1, 2))
+    assert late == {"missed": 1, "refused": 0, "unadmitted": 0, "gradients": 2}
+    assert last == {"missed": 0, "refused": 0, "unadmitted": 0, "gradients": 1}
 
 
 def test_a_pull_for_evaluation_changes_nothing_and_expects_no_gradient(asker):
@@ -180,11 +186,13 @@ def test_a_server_that_is_gone_is_named(servers, running):
 
 
 def test_features_other_than_the_slots_are_refused_when_they_are_sent(asker):
-    message = r"must have the features \['item'\]\..*missing \['item'\], unknown \['ad'"
+    message = r"at least one of \['item'\]\. Received: .*unknown \['ad'"
     with pytest.raises(BatchError, match=message):
         asker.buffer_ids(bags_of([1], name="ad"))
     with pytest.raises(BatchError, match=message):
         asker.forward(None, *encode_bags(bags_of([1], name="ad")))
+    with pytest.raises(BatchError, match=r"Received: \[\], unknown \[\]"):
+        asker.forward(None, *encode_bags({}))
     assert len(asker.buffer) == 0
 
 

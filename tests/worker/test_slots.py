@@ -147,6 +147,30 @@ def test_gradients_reach_every_row_behind_a_vector(lookup):
         np.testing.assert_allclose(moved, grad, rtol=1e-4, atol=1e-5)
 
 
+KEYS = [f.key for f in FEATURES]
+CHOICES = [KEYS, [*reversed(KEYS)], *([key] for key in KEYS)]
+
+
+@pytest.mark.parametrize("keys", [*CHOICES, ["alone", "stacked", "pooled"]])
+def test_the_slots_of_a_batch_alone_are_asked_for_in_its_order(lookup, keys):
+    whole = random_batch(np.random.default_rng(0))
+    (pooled, *raw), _ = pull(lookup, whole, BatchNumber(1, 1))
+    columns = {"pooled": pooled[:, :DIM], "alone": pooled[:, DIM:]}
+    vectors = {f.key: rows for f, rows in zip(RAW, raw, strict=True)}
+    batch = {key: whole[key] for key in keys}
+    outputs, handle = pull(lookup, batch, BatchNumber(1, 2))
+    assert handle.slots == tuple(keys)
+    expected = [columns[key] for key in keys if key in columns]
+    expected = [np.concatenate([pooled[:, :0], *expected], axis=1)]
+    expected += [vectors[key] for key in keys if key in vectors]
+    assert len(outputs) == len(expected)
+    for output, other in zip(outputs, expected, strict=True):
+        np.testing.assert_array_equal(output, other)
+    tables = {f.table for f in FEATURES if f.key in keys}
+    assert {name for name, _ in handle.tables} == tables
+    assert lookup.missed(lookup.push(handle, outputs)) == 0
+
+
 def test_ids_beyond_the_places_are_not_looked_up(lookup):
     batch = {f.key: [[1, 2, 3, 4, 5]] for f in FEATURES} | {"pooled": [[]]}
     _, handle = pull(lookup, batch | {"alone": [[]]}, BatchNumber(1, 1))

@@ -19,9 +19,8 @@ class Trainer:
         worker = PooledLookup(client, [FEATURE])
         worker.add_tables([COUNT])
         self.pipeline = BatchPipeline(worker, staleness=staleness, timeout_s=DEADLINE_S)
-        self.pipeline.set_trainers(
-            Trainers(1, rank, 2, client=client, timeout_s=joint_timeout_s)
-        )
+        self.trainers = Trainers(1, rank, 2, client=client, timeout_s=joint_timeout_s)
+        self.pipeline.set_trainers(self.trainers)
 
     def pull(self, *ids):
         future = self.pipeline.start(bags_of(*ids), training=True)
@@ -29,6 +28,12 @@ class Trainer:
 
     def num_updates(self, id_):
         return self.client.read("count", ids_of(id_))[0, 0]
+
+
+def push_all(trainer, batches):
+    for batch in batches:
+        batch.push(ONE_UPDATE)
+    trainer.pipeline.flush()
 
 
 @pytest.fixture
@@ -132,6 +137,32 @@ def test_a_trainer_that_vanishes_is_named_in_every_later_error(two):
     for _ in range(2):
         with pytest.raises(RemoteError, match=r"none of rank 1 within 0\.2 s"):
             first.pipeline.flush()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 8])
+def test_a_trainer_that_is_lost_ends_every_wait_of_the_others(two, staleness):
+    first, second = two(staleness, joint_timeout_s=600.0)
+    for trainer in (first, second):
+        trainer.trainers.join()
+    batches = [first.pull(5) for _ in range(max(staleness, 1))]
+    waiting = first.pipeline.start(bags_of(5), training=True)  # for a permit
+    second.client.close()
+    with pytest.raises(RemoteError, match=r"rank 1 \(process \d+ on .*: its connec"):
+        push_all(first, batches)
+    waiting.result(DEADLINE_S).give_up()
+    with pytest.raises(RemoteError, match="its connection was lost"):
+        first.pipeline.start(bags_of(5), training=True)
+
+
+def test_a_trainer_that_has_closed_is_named_when_the_others_begin_anew(two):
+    first, second = two(staleness=0, joint_timeout_s=600.0)
+    for trainer in (first, second):
+        trainer.trainers.join()
+    second.pipeline.close()
+    first.pull(5).push(ONE_UPDATE)
+    first.pipeline.leave()
+    with pytest.raises(RemoteError, match=r"rank 1 \(.*: it has closed its tables\)"):
+        first.pull(5).push(ONE_UPDATE)
 
 
 def test_a_row_with_a_gradient_that_is_not_finite_is_refused_for_all(two):

@@ -1,0 +1,158 @@
+"""SIGTERM and SIGINT, heard whatever the main thread does.
+
+Python runs a signal's handler in the main thread, between two of its instructions. So
+the handler waits for as long as that thread waits for a lock (the system may have given
+the signal to another thread) or is inside native code. And an exception that it raises
+is lost where Python swallows exceptions: in a callback from native code, which LLVM
+makes for each loop that numba compiles or loads, in ``__del__``, and in some imports.
+
+Here a thread of its own hears them. The interpreter writes the number of each signal to
+a pipe, from whichever thread receives it (``signal.set_wakeup_fd``). Signals are not
+blocked: a mask would be inherited by the processes that a user's script starts.
+"""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[int, FrameType | None], None]
+
+_JOIN_TIMEOUT_S = 2.0
+
+
+class EndSignals:
+    """Hears signals from the beginning to the end of a ``with`` block.
+
+    The main thread enters and leaves the block. Before and after it a signal does what
+    it did before, which by default is to end the process at once. A child that is
+    forked within the block is as one from before it. SIGINT stays ignored where it is,
+    as in a command that a shell runs in the background; and a handler that somebody
+    else sets within the block is left alone, and replaces ours.
+
+    Args:
+        react: called with the signal's name, as ``"SIGTERM"``, in a thread of its own.
+        handler: called as well, in the main thread, as soon as that is possible.
+        numbers: of the signals.
+
+    Example::
+
+        ending = threading.Event()
+        with EndSignals(lambda _: ending.set()):
+            ending.wait()
+    """
+
+    def __init__(
+        self,
+        react: Callable[[str], None],
+        *,
+        handler: Handler | None = None,
+        numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
+    ) -> None:
+        self._react = react
+        self._handler = handler or _ignore
+        self._is_set = False
+        self._held = threading.local()  # what a thread that forks has held up
+        self._numbers = [
+            n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN
+        ]
+
+    def __enter__(self) -> Self:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(
+            self._writer, warn_on_full_buffer=False
+        )
+        self._before = {n: signal.signal(n, self._handler) for n in self._numbers}
+        self._is_set = True
+        os.register_at_fork(
+            before=self._hold,
+            after_in_parent=self._release,
+            after_in_child=self._be_forked,
+        )
+        self._thread = threading.Thread(target=self._hear, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+        os.close(self._writer)  # which ends the thread
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _restore(self) -> None:
+        """Set everything as it was before; does so once."""
+        if not self._is_set:
+            return
+        self._is_set = False
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._handler:
+                signal.signal(number, handler or signal.SIG_DFL)
+        descriptor = signal.set_wakeup_fd(-1)
+        is_ours = descriptor == self._writer
+        signal.set_wakeup_fd(self._wakeup_before if is_ours else descriptor)
+
+    # A signal to a child that is being forked waits until the child hears for itself.
+
+    def _hold(self) -> None:
+        if self._is_set:
+            block = signal.SIG_BLOCK
+            self._held.mask = signal.pthread_sigmask(block, self._numbers)
+
+    def _release(self) -> None:
+        if (mask := self._held.__dict__.pop("mask", None)) is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _be_forked(self) -> None:
+        self._restore()
+        self._release()
+
+    def _hear(self) -> None:
+        while numbers := os.read(self._reader, 64):
+            for number in self._numbers:
+                if number in numbers and signal.getsignal(number) == self._handler:
+                    try:
+                        self._react(signal.Signals(number).name)
+                    except Exception:
+                        logger.exception("the end could not be begun")
+        os.close(self._reader)
+
+
+def end_by_signals() -> None:
+    """Let SIGINT end this process at once, as SIGTERM does, until ``EndSignals``.
+
+    For the beginning of a role's ``main``: there is nothing yet that must be told of
+    the end, and a ``KeyboardInterrupt`` may be lost.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def is_in_compiler(frame: FrameType | None) -> bool:
+    """Return whether a thread is inside numba, which compiles or loads a loop.
+
+    An exception that a handler raises there is lost, or leaves objects of LLVM half
+    made, which ends the process by SIGSEGV.
+
+    Args:
+        frame: what the thread does, as a handler is told.
+    """
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in ("numba", "llvmlite"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing in the main thread; that it is called interrupts a sleep there."""

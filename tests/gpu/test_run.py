@@ -1,0 +1,71 @@
+"""The script for machines with a GPU, run here with a folder of one small wheel."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent / "run.sh"
+SOME_OF_IT = "tests/data/test_torchrec_batch.py"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheels")
+    info = "carried-1.0.dist-info"
+    with zipfile.ZipFile(folder / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "print('imported from the folder')")
+        metadata = "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n"
+        wheel.writestr(f"{info}/METADATA", metadata)
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{info}/WHEEL", tags)
+        wheel.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+def run(*arguments, python=sys.executable):
+    return subprocess.run(
+        ["bash", SCRIPT, *arguments],
+        check=False,
+        env={**os.environ, "PYTHON": str(python)},
+        text=True,
+        capture_output=True,
+        timeout=170,
+    )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_it_runs_the_tests_marked_gpu_or_says_that_there_is_no_device(wheels):
+    result = run(wheels, "-p", "carried", SOME_OF_IT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "imported from the folder" in result.stdout
+    if not torch.cuda.is_available():
+        assert "devices: none, so that tests marked gpu are skipped" in result.stdout
+        assert "1 skipped" in result.stdout
+
+
+def test_its_status_is_that_of_the_tests(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *pytest*) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    assert run(tmp_path, python=python).returncode == 3
+
+
+def test_a_python_without_torch_is_refused(tmp_path):
+    python = tmp_path / "python"  # of this one, without the packages of its venv
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
+    python.chmod(0o755)
+    result = run(tmp_path, python=python)
+    assert result.returncode == 1
+    assert "without torch, numpy, numba" in result.stderr
+
+
+def test_it_must_be_told_where_the_wheels_are():
+    result = run()
+    assert (result.returncode, result.stderr[:6]) == (2, "usage:")

@@ -1,0 +1,121 @@
+"""A job that trains, and processes of other jobs that come to its port."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from persia_torchrec.errors import RemoteError
+from persia_torchrec.helper import PersiaServiceCtx
+from persia_torchrec.launch import coordinator, script
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.greeting import Greeting
+from persia_torchrec.wire.messages import Header, Kind, encode_json
+from persia_torchrec.wire.transport import Connections
+from tests.launch import helped
+from tests.processes import Processes, wait_until
+from tests.serving.inference_job import run_server, run_worker
+
+START_S = 120.0
+SCRIPTS = ("trainer", "loader")
+ROLES = (*SCRIPTS, "server", "worker")
+
+
+class Comers:
+    """Processes that come to the port of a job that trains already."""
+
+    def __init__(self, processes: Processes, port: str, config: str) -> None:
+        self._processes = processes
+        self._config = config
+        self._port = port
+        self.started = {}
+
+    def come(self, name, role, *, job_id="", index=0, size=1):
+        env = {
+            "PERSIA_STORE_PORT": self._port,
+            "PERSIA_JOB_ID": job_id,
+            "PERSIA_EMBEDDING_CONFIG": self._config,
+            "REPLICA_INDEX": str(index),
+            "REPLICA_SIZE": str(size),
+        }
+        call = {
+            "coordinator": (
+                coordinator.main,
+                ["--port", self._port, "--num-trainers", "1"],
+            ),
+            "trainer": (script.main, ["trainer", "nowhere.py"]),
+            "loader": (script.main, ["loader", "nowhere.py"]),
+            "server": (run_server,),
+            "worker": (run_worker,),
+        }[role]
+        self.started[name] = self._processes.start(name, *call, env=env)
+
+    def refusals(self):
+        """Wait until all have ended badly; return the one error of each."""
+        errors = {}
+        for name, running in self.started.items():
+            assert running.status() == 1, name
+            output = running.output()
+            assert "Traceback" not in output
+            (errors[name],) = (x for x in output.splitlines() if "ERROR" in x)
+            assert self._port in errors[name]
+        return errors
+
+
+def refusal_by(address):
+    """Ask a process of the job in the name of another; return the job's id."""
+    greeting = Greeting("theirs")
+    connections = Connections("role", [address], greeting=greeting)
+    with contextlib.closing(connections):
+        question = (0, Header(Kind.HELLO), [encode_json(None)])
+        reply = connections.submit(*question, timeout_s=START_S, what="asking")
+        with pytest.raises(RemoteError, match="Received: job 'theirs'") as refused:
+            reply.result(START_S)
+    assert refused.value.kind == "JobMismatchError"
+    return str(refused.value).partition("belong to job '")[2].partition("'")[0]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(helped.__file__).partition("/tests/")[0])
+    with (
+        Processes(tmp_path) as processes,
+        PersiaServiceCtx(
+            data_loader_func=helped.send,
+            nn_worker_func=helped.train_while_others_come,
+            embedding_config=helped.SLOTS,
+        ),
+    ):
+        names = ("PERSIA_JOB_ID", "PERSIA_STORE_PORT", "PERSIA_EMBEDDING_CONFIG")
+        ours, port, config = (os.environ[name] for name in names)
+        wait_until(Path("training").exists, "the job trains", START_S)
+        comers = Comers(processes, port, config)
+        comers.come("their coordinator", "coordinator", job_id="theirs")
+        for role in ROLES:
+            comers.come(f"their {role}", role, job_id="theirs")
+            comers.come(f"second {role}", role)  # by one file of the environment
+        for role in SCRIPTS:
+            comers.come(f"further {role}", role, index=1, size=2)
+        errors = comers.refusals()
+        with contextlib.closing(AddressBook.join("localhost", int(port))) as book:
+            for role in ("server", "worker"):
+                assert refusal_by(*book.addresses(role, timeout_s=START_S)) == ours
+        Path("go").touch()
+    told = Path("trained.txt").read_text()
+    assert told == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
+    said = capfd.readouterr()
+    for word in ("theirs", "JobMismatch", "must say how many"):
+        assert word not in said.out + said.err
+    assert "address already in use" in errors["their coordinator"].lower()
+    for role in ROLES:
+        theirs = f"belong to job '{ours}'. Received: job 'theirs'. If another job uses"
+        assert theirs in errors[f"their {role}"]
+        taken = f"The place of {role} 0 in job '{ours}', at port {port}, must be free"
+        assert taken in errors[f"second {role}"]
+    for role in SCRIPTS:
+        alike = f"Received: 2 from {role} 1, 1 from another"
+        assert alike in errors[f"further {role}"]

@@ -1,0 +1,93 @@
+"""A trainer that goes away fails the others soon, with an error that names it.
+
+No trainer here sets ``joint_timeout_s``: whoever waited for it would wait ten minutes.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from persia_torchrec.wire.ports import free_port
+from tests.processes import Processes
+from tests.sharding import departing
+from tests.sharding.departing import DEPARTURES
+from tests.sharding.remote_job import Servers
+
+TRAINING_S = 120.0
+"""What processes may take to import TorchRec, train and end, on a busy machine."""
+
+HEARD_S = 60.0
+"""What it may take to hear of a trainer that is gone; a few seconds as a rule."""
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(TRAINING_S + 30),
+]
+
+
+@pytest.fixture(scope="module")
+def parted(tmp_path_factory):
+    """Let one of two trainers go away, in each way; return what they left behind."""
+    folder = tmp_path_factory.mktemp("trainers")
+    with contextlib.ExitStack() as stack:
+        started = {how: stack.enter_context(Servers()) for how in DEPARTURES}
+        addresses = {how: servers.addresses for how, servers in started.items()}
+        processes = stack.enter_context(Processes(folder))
+        running = processes.start("trainers", departing.run_all, addresses, folder)
+        running.process.join(TRAINING_S)
+        assert running.status() == 0, running.output()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("raises", 1), ("is killed", -9), ("ends early", 0)]
+)
+def test_a_trainer_that_goes_away_is_named_long_before_the_time_limit(
+    parted, how, status
+):
+    ends = json.loads((parted / "ends.json").read_text())
+    pid, *departed = ends[f"{how} 1"]
+    _, *survivor = ends[f"{how} 0"]
+    assert (survivor, departed) == ([0], [status])
+    heard = json.loads((parted / f"{how}.json").read_text())
+    who = rf"rank 1 \(process {pid} on \S+: its connection was lost\)"
+    assert re.search(rf"Step [1-4] .* all 2 trainers.*none of {who}", heard["error"])
+    assert heard["after_s"] < HEARD_S
+
+
+def test_on_two_machines_of_torchrun_the_error_says_what_the_other_raised(tmp_path):
+    with Servers() as servers, contextlib.ExitStack() as stack:
+        port = free_port()
+        agents = [
+            stack.enter_context(agent(node, port, servers.addresses))
+            for node in range(2)
+        ]
+        outputs = [started.communicate(timeout=TRAINING_S)[0] for started in agents]
+    assert [started.returncode for started in agents] == [1, 1]
+    assert "ValueError: a bug of its own" in outputs[1]
+    who = r"rank 1 \(process \d+ on \S+: it raised ValueError: a bug of its own\)"
+    assert re.search(rf"RemoteError: .*Step 4 .*none of {who}", outputs[0]), outputs[0]
+    assert re.search(rf"were gone before this one: {who}", outputs[0]), outputs[0]
+
+
+@contextlib.contextmanager
+def agent(node, port, addresses):
+    """Run torchrun as on one of two machines."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
+        *("--nnodes", "2", "--node-rank", str(node)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+        *("-m", "tests.sharding.departing", *addresses),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.terminate()  # it ends its trainer, and then itself
