@@ -86,12 +86,13 @@ import json
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.errors import FrameError
+from persia_torchrec.json_values import parse_json
 
 VERSION = 3
 TRAINING = 1
@@ -262,19 +263,23 @@ def encode_json(value: object) -> bytes:
     return json.dumps(value).encode()
 
 
-def decode_json(frames: Sequence[Frame]) -> object:
+def decode_json(frames: Sequence[Frame], type_: Any = Any) -> Any:
     """Return the JSON value of frame 1.
 
+    Args:
+        frames: all frames of the message.
+        type_: what the value must be, see ``parse_json``; anything by default.
+
     Raises:
-        FrameError: there is no such frame, or it holds no JSON.
+        FrameError: there is no such frame, or it holds no JSON, or another value.
     """
     if len(frames) != 2:
         raise FrameError(f"The message must have 2 frames. Received: {len(frames)}.")
-    try:
-        value: object = json.loads(str(frames[1], "utf-8"))
-    except (ValueError, RecursionError) as exc:
-        raise FrameError(f"Frame 1 must be JSON ({exc}).") from exc
-    return value
+    return parse_json(frames[1], type_, _not_the_json)
+
+
+def _not_the_json(why: str) -> FrameError:
+    return FrameError(f"Frame 1 must be JSON as its kind of message needs it ({why}).")
 
 
 def error_frames(error: BaseException) -> Frames:
