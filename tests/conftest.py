@@ -45,6 +45,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         warm_up_worker()
 
 
+@pytest.fixture(autouse=True)
+def _keep_signal_handlers():
+    """Restore what SIGTERM and SIGINT do: the mains of roles that tests call set it."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def servers():
     with Servers() as servers:

@@ -23,7 +23,7 @@ from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import Header, Kind, Precision
-from persia_torchrec.wire.ports import free_port
+from tests.ports import draw_port
 from tests.reference import ReferenceStore, uniform_weights
 from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free
 
@@ -288,7 +288,7 @@ def test_one_address_alone_is_still_a_list():
 
 def test_nobody_at_an_address_is_said_within_the_deadline(servers):
     server, _ = servers.start(2)
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://127.0.0.1:{draw_port()}"
     started = time.monotonic()
     message = f"embedding server 1 at {address}: connecting: no reply within 0.3 s"
     with pytest.raises(RequestTimeoutError, match=message):
@@ -308,7 +308,7 @@ def test_a_server_that_has_ended_is_named_within_the_deadline(servers):
 
 
 def test_a_server_that_hangs_is_named_at_the_deadline(servers):
-    [first] = servers.start()
+    [first] = servers.start(port=draw_port())
     client = servers.client([first], timeout_s=0.3)
     client.add_tables(TABLES)
     first.stop()
@@ -322,7 +322,7 @@ def test_a_server_that_hangs_is_named_at_the_deadline(servers):
 
 
 def test_a_server_that_was_started_anew_is_refused(servers):
-    [first] = servers.start()
+    [first] = servers.start(port=draw_port())
     client = servers.client([first])
     client.add_tables(TABLES)
     first.stop()

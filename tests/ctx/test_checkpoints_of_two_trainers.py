@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from persia_torchrec.wire.ports import free_port
 from tests.ctx import checkpoint_trainers
 from tests.local_job import LocalJob, run_two_trainers
+from tests.ports import draw_port
 from tests.processes import Processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(18
 def test_one_may_dump_alone_and_both_load_and_hear_of_errors(tmp_path, monkeypatch):
     with LocalJob(tmp_path, monkeypatch) as job, Processes(tmp_path) as processes:
         run_two_trainers(
-            processes, job, checkpoint_trainers.run_trainer, tmp_path, free_port()
+            processes, job, checkpoint_trainers.run_trainer, tmp_path, draw_port()
         )
     first, second = [np.load(tmp_path / f"weights {rank}.npy") for rank in range(2)]
     np.testing.assert_array_equal(first, second)

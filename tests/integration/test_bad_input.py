@@ -28,6 +28,7 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.server.config import ServerConfig
+from tests.ports import draw_port
 from tests.servers import DEADLINE_S, RunningServer, once_the_port_is_free
 from tests.sharding.remote_job import META, Bags, RemoteJob, kjt_of, remote_modules
 
@@ -205,9 +206,9 @@ class TestServers:
     """Servers that are gone, or were."""
 
     def test_a_server_that_was_started_again_knows_no_tables(self):
-        with RemoteJob(num_servers=1) as job:
+        port = draw_port()
+        with RemoteJob(num_servers=1, first_port=port) as job:
             model = job.put_on_servers(Bags([TABLE]))
-            port = int(job.servers.addresses[0].rpartition(":")[2])
             job.servers.stop()
             config = ServerConfig(shard=0, num_shards=1, capacity_rows=9, port=port)
             second = once_the_port_is_free(lambda: RunningServer(config))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from persia_torchrec.wire.ports import free_port
+from tests.ports import draw_port, draw_ports
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -49,7 +49,7 @@ class Job:
             "HTTP_PROXY": nowhere,
             "HTTPS_PROXY": nowhere,
             "OMP_NUM_THREADS": "1",
-            "PERSIA_STORE_PORT": str(free_port()),
+            "PERSIA_STORE_PORT": str(draw_port()),
             **variables,
         }
         self._started: dict[str, subprocess.Popen[bytes]] = {}
@@ -84,7 +84,7 @@ class Job:
 
 
 def test_six_processes_started_by_hand_train_the_example(tmp_path):
-    ports = [free_port() for _ in range(3)]
+    ports = draw_ports(3)
     lines = PROCESSES.format(ports=ports, example=EXAMPLE)
     with Job(tmp_path, lines) as job:
         names = [line.partition(":")[0] for line in lines.strip().splitlines()]
@@ -103,7 +103,7 @@ coordinator: coordinator --data-loaders 0 --embedding-workers 0
 server0: embedding-parameter-server --port {port}
 trainer: nn-worker {folder}/nowhere.py
 """
-    lines = lines.format(port=free_port(), folder=tmp_path)
+    lines = lines.format(port=draw_port(), folder=tmp_path)
     files = {
         "PERSIA_EMBEDDING_CONFIG": str(EXAMPLE / "embedding_config.yml"),
         "PERSIA_GLOBAL_CONFIG": str(EXAMPLE / "global_config.yml"),

@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ports import draw_port
 from tests.processes import is_running, wait_until
 
 ROOT = Path(__file__).parents[2]
 TORCHX = [sys.executable, "-m", "torchx.cli.main", "run"]
 MARK = "PERSIA_TEST_JOB"
+
+JOB_DEADLINE_S = 240.0
+"""What a whole job may take, on a machine with much else to do."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,19 @@ class TorchxJob:
         """Return what torchx and the processes have written so far."""
         return self._output.read_text()
 
-    def wait(self, timeout_s: float) -> Ended:
+    def has_printed(self, text: str) -> None:
+        """Wait until torchx or a process has written a text.
+
+        A job that ends before fails the test, with its output.
+        """
+        wait_until(
+            lambda: text in self.output() or self.torchx.poll() is not None,
+            f"the job prints {text!r}",
+            JOB_DEADLINE_S,
+        )
+        assert text in self.output(), self.output()
+
+    def wait(self, timeout_s: float = JOB_DEADLINE_S) -> Ended:
         """Wait until torchx and all processes of the job have ended."""
         status = self.torchx.wait(timeout_s)
         wait_until(lambda: not self.pids(), "all processes of the job end")
@@ -109,4 +125,5 @@ class TorchxJob:
 
 def train(folder: Path, *arguments: str, **more: object) -> TorchxJob:
     """Start ``torchx run components/job.py:train`` with its arguments."""
-    return TorchxJob(folder, str(ROOT / "components/job.py:train"), *arguments, **more)
+    component = str(ROOT / "components/job.py:train")
+    return TorchxJob(folder, component, "--port", str(draw_port()), *arguments, **more)

@@ -4,8 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from persia_torchrec.launch import coordinator, script
-from persia_torchrec.wire.ports import free_port
+from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
+
+
+def draw_service_ports() -> dict[str, int]:
+    """Return the ports from which the processes of a ``PersiaServiceCtx`` take theirs.
+
+    One each for the coordinator, for two embedding workers and for two servers, and one
+    more for the coordinator of a second job.
+    """
+    first = draw_ports(6)[0]
+    return {
+        "nats_server_port": first,
+        "embedding_worker_port": first + 2,
+        "embedding_parameter_server_port": first + 4,
+    }
 
 
 class Job:
@@ -20,7 +34,7 @@ class Job:
     ) -> None:
         self.processes = processes
         self.counts = counts
-        self.port = free_port()
+        self.port = draw_port()
         arguments = ["--port", str(self.port), "--heartbeat-s", "0.1"]
         arguments += ["--silent-s", "20", "--linger-s", "0", *options]
         for role, count in counts.items():

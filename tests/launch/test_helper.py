@@ -11,8 +11,8 @@ import torch.distributed as dist
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.helper import PersiaServiceCtx, ensure_persia_service
 from persia_torchrec.utils import dump_yaml
-from persia_torchrec.wire.ports import free_port
 from tests.launch import helped
+from tests.launch.jobs import draw_service_ports
 from tests.processes import is_running
 
 VARIABLES = ("PERSIA_STORE_PORT", "PERSIA_STORE_HOST", "PERSIA_EMBEDDING_CONFIG")
@@ -59,6 +59,7 @@ def test_the_block_trains_on_what_a_data_loader_sends():
             data_loader_func=helped.send,
             embedding_config=helped.SLOTS,
             embedding_parameter_replica_num=2,
+            **draw_service_ports(),
         ):
             assert all(name in os.environ for name in VARIABLES)
             started = children_of_this_process() - before
@@ -84,6 +85,7 @@ def test_nn_workers_are_waited_for_and_scripts_and_files_are_taken(tmp_path):
         embedding_config_path=tmp_path / "slots.yml",
         global_config_path=str(tmp_path / "global.yml"),
         data_loader_replica_num=2,
+        **draw_service_ports(),
     ):
         assert os.environ["PERSIA_GLOBAL_CONFIG"] == str(tmp_path / "global.yml")
     told = (tmp_path / "trained.txt").read_text()
@@ -98,7 +100,9 @@ def wait_to_be_interrupted():
 @with_marks
 def test_a_process_that_fails_interrupts_the_block_and_is_named():
     before = children_of_this_process()
-    service = PersiaServiceCtx(helped.send_nothing, embedding_config=helped.SLOTS)
+    service = PersiaServiceCtx(
+        helped.send_nothing, embedding_config=helped.SLOTS, **draw_service_ports()
+    )
     with pytest.raises(JobError, match="loader 0: ValueError: there is no"), service:
         wait_to_be_interrupted()
     assert children_of_this_process() == before
@@ -106,10 +110,10 @@ def test_a_process_that_fails_interrupts_the_block_and_is_named():
 
 @with_marks
 def test_a_port_that_is_taken_is_passed_over_and_an_error_of_the_block_is_its_own():
-    first = free_port()
+    ports = draw_service_ports()
+    first = ports["nats_server_port"]
     outer, inner = (
-        PersiaServiceCtx(embedding_config=helped.SLOTS, nats_server_port=first)
-        for _ in range(2)
+        PersiaServiceCtx(embedding_config=helped.SLOTS, **ports) for _ in range(2)
     )
     with contextlib.suppress(KeyError), outer:
         assert int(os.environ["PERSIA_STORE_PORT"]) == first

@@ -14,6 +14,7 @@ from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
 from tests.launch import helped
+from tests.launch.jobs import draw_service_ports
 from tests.processes import Processes, wait_until
 from tests.serving.inference_job import run_server, run_worker
 
@@ -88,6 +89,7 @@ def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, 
             data_loader_func=helped.send,
             nn_worker_func=helped.train_while_others_come,
             embedding_config=helped.SLOTS,
+            **draw_service_ports(),
         ),
     ):
         names = ("PERSIA_JOB_ID", "PERSIA_STORE_PORT", "PERSIA_EMBEDDING_CONFIG")

@@ -16,6 +16,7 @@ from persia_torchrec.server.served_checkpoint import ServedCheckpoint
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import TRAINING, Header, Kind
+from tests.ports import draw_port
 from tests.processes import wait_until
 from tests.servers import RunningServer, ids_of, once_the_port_is_free
 
@@ -152,12 +153,10 @@ def test_a_damaged_checkpoint_ends_the_server(trained, tmp_path):
 
 def test_a_server_that_is_started_anew_is_the_same_to_its_clients(servers, trained):
     folder, expected = trained
-    config = ServerConfig(checkpoint=folder, capacity_rows=100)
+    config = ServerConfig(checkpoint=folder, capacity_rows=100, port=draw_port())
     running = RunningServer(config)
     client = client_of(servers, [running])
     running.stop()
-    port = running.port
-    config = ServerConfig(checkpoint=folder, capacity_rows=100, port=port)
     running = once_the_port_is_free(lambda: RunningServer(config))
     try:
         wait_until(lambda: is_ready(client), "the server is back")

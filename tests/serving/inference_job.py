@@ -7,9 +7,9 @@ from pathlib import Path
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
 from persia_torchrec.wire import precision
-from persia_torchrec.wire.ports import free_port
 from persia_torchrec.worker import __main__ as worker
 from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
+from tests.ports import draw_ports
 from tests.processes import Processes, Running
 
 
@@ -21,14 +21,6 @@ def run_server(*arguments):
 def run_worker(*arguments):
     sys.argv = ["worker", *arguments]
     return worker.main()
-
-
-def free_ports(num: int) -> list[int]:
-    """Return different ports; another process may take one meanwhile."""
-    ports: set[int] = set()
-    while len(ports) < num:
-        ports.add(free_port())
-    return list(ports)
 
 
 class InferenceJob:
@@ -48,7 +40,7 @@ class InferenceJob:
         warm_up_worker()
         precision.warm_up()
         self.processes = processes
-        self.ports = free_ports(num_servers)
+        self.ports = draw_ports(num_servers)
         self.embedding_config = embedding_config
         self.path = processes.folder / "global_config.yml"
         following = ""

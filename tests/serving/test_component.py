@@ -8,18 +8,15 @@ import urllib.request
 import numpy as np
 import pytest
 
-from persia_torchrec.wire.ports import free_port
-from tests.integration.torchx_jobs import ROOT, TorchxJob
-from tests.processes import wait_until
+from tests.integration.torchx_jobs import JOB_DEADLINE_S, ROOT, TorchxJob
+from tests.ports import draw_port, draw_ports
 from tests.serving.conftest import EVALUATION
 
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(JOB_DEADLINE_S + 60),
 ]
-
-START_S = 120.0
 
 
 def serve(folder, trained, *arguments):
@@ -34,6 +31,7 @@ def serve(folder, trained, *arguments):
         str(ROOT / "components/inference.py:serve"),
         *("--embedding_config", str(trained.embedding_config)),
         *("--global_config", str(folder / "global_config.yml")),
+        *("--port", str(draw_port())),
         *arguments,
     )
 
@@ -44,29 +42,24 @@ def predictions_of(port, batch):
         data=batch.to_bytes(),
         headers={"Content-Type": "application/octet-stream"},
     )
-    with urllib.request.urlopen(request, timeout=START_S) as answer:
+    with urllib.request.urlopen(request, timeout=JOB_DEADLINE_S) as answer:
         return json.load(answer)["predictions"]
 
 
 def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained):
-    port = free_port()  # and hopefully the next one too
-    arguments = ["--checkpoint", str(trained.checkpoint), "--http_port", str(port)]
+    ports = draw_ports(2)
+    arguments = ["--checkpoint", str(trained.checkpoint), "--http_port", str(ports[0])]
     arguments += ["--embedding_servers", "2", "--predictors", "2"]
     arguments += ["--follow_model", "True"]
     with serve(tmp_path, trained, *arguments) as job:
-        for number in range(2):
-            line = f"ready http://127.0.0.1:{port + number}"
-            wait_until(
-                lambda line=line: line in job.output() or job.torchx.poll() is not None,
-                line,
-                START_S,
-            )
+        for port in ports:
+            job.has_printed(f"ready http://127.0.0.1:{port}")
             for batch, expected in zip(EVALUATION, trained.expected, strict=True):
-                found = predictions_of(port + number, batch)
+                found = predictions_of(port, batch)
                 np.testing.assert_allclose(found, expected, atol=1e-6)
         (coordinator,) = job.pids("persia_torchrec.launch.coordinator")
         os.kill(coordinator, signal.SIGTERM)
-        ended = job.wait(START_S)
+        ended = job.wait()
     assert ended.status == 0, ended.output
     assert "the job is finished" in ended.logs["coordinator 0"]
 
@@ -74,9 +67,10 @@ def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained)
 def test_a_checkpoint_that_is_not_there_ends_all_and_every_log_says_why(
     tmp_path, trained
 ):
-    arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port", "8080"]
+    arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]
+    arguments += [str(draw_port())]
     with serve(tmp_path, trained, *arguments) as job:
-        ended = job.wait(START_S)
+        ended = job.wait()
     assert ended.status == 1
     assert set(ended.logs) == {"coordinator 0", "server 0", "worker 0", "predictor 0"}
     for name in ("coordinator 0", "server 0", "worker 0"):

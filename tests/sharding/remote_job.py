@@ -25,6 +25,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from tests.servers import DEADLINE_S
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -33,11 +34,16 @@ META = torch.device("meta")
 class Servers:
     """Embedding servers, each served by a thread of this process."""
 
-    def __init__(self, num_servers: int = 2, capacity_rows: int = 100_000) -> None:
+    def __init__(
+        self, num_servers: int = 2, capacity_rows: int = 100_000, *, first_port: int = 0
+    ) -> None:
         self.servers = [
             EmbeddingServer(
                 ServerConfig(
-                    shard=shard, num_shards=num_servers, capacity_rows=capacity_rows
+                    shard=shard,
+                    num_shards=num_servers,
+                    capacity_rows=capacity_rows,
+                    port=first_port and first_port + shard,
                 )
             )
             for shard in range(num_servers)
@@ -72,9 +78,10 @@ class RemoteJob:
         *,
         num_servers: int = 2,
         capacity_rows: int = 100_000,
-        timeout_s: float = 10.0,
+        timeout_s: float = DEADLINE_S,
+        first_port: int = 0,
     ) -> None:
-        self.servers = Servers(num_servers, capacity_rows)
+        self.servers = Servers(num_servers, capacity_rows, first_port=first_port)
         self._timeout_s = timeout_s
         self._models: list[DistributedModelParallel] = []
 

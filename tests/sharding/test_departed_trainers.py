@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from persia_torchrec.wire.ports import free_port
+from tests.ports import draw_port
 from tests.processes import Processes
 from tests.sharding import departing
 from tests.sharding.departing import DEPARTURES
@@ -62,7 +62,7 @@ def test_a_trainer_that_goes_away_is_named_long_before_the_time_limit(
 
 def test_on_two_machines_of_torchrun_the_error_says_what_the_other_raised(tmp_path):
     with Servers() as servers, contextlib.ExitStack() as stack:
-        port = free_port()
+        port = draw_port()
         agents = [
             stack.enter_context(agent(node, port, servers.addresses))
             for node in range(2)

@@ -7,8 +7,8 @@ from torch import nn
 
 from persia_torchrec.distributed import BaguaDistributedOption, DDPOption
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.ports import free_port
 from tests.local_job import LocalJob, run_two_trainers
+from tests.ports import draw_port
 from tests.processes import Processes
 from tests.training import two_trainers
 from tests.training.two_trainers import LR, Run, loss_of
@@ -21,7 +21,7 @@ ADAGRAD = torch.optim.Adagrad
 
 
 def runs_of(folder):
-    port = free_port()
+    port = draw_port()
     file = str(folder / "sync file")
     return [
         Run("default", None),

@@ -14,8 +14,8 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding.data import Label, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.wire.ports import free_port
 from tests.local_job import Batches, batch_of
+from tests.ports import draw_port
 
 NUM_FEATURES = 20
 NUM_SAMPLES = 8
@@ -32,7 +32,7 @@ class Run:
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
     overflows: tuple[int, ...] = ()
     """Batches of trainer 1 whose embedding gradient is infinite, under a loss scale."""
-    master_port: int = field(default_factory=free_port)
+    master_port: int = field(default_factory=draw_port)
 
 
 class Model(nn.Module):

@@ -11,7 +11,8 @@ from persia_torchrec.errors import (
     JobMismatchError,
 )
 from persia_torchrec.wire.discovery import COMPILING, AddressBook
-from persia_torchrec.wire.ports import free_port, local_address
+from persia_torchrec.wire.ports import local_address
+from tests.ports import draw_port
 from tests.processes import wait_until
 
 TIMEOUT_S = 10.0
@@ -86,11 +87,11 @@ def test_a_wait_for_the_address_book_is_given_up_when_it_makes_no_sense():
         raise JobError("The coordinator has ended.")
 
     with pytest.raises(JobError, match=r"The coordinator has ended\."):
-        AddressBook.join("127.0.0.1", free_port(), timeout_s=60.0, look=look)
+        AddressBook.join("127.0.0.1", draw_port(), timeout_s=60.0, look=look)
 
 
 def test_nobody_at_the_address_is_said_within_the_deadline():
-    port = free_port()
+    port = draw_port()
     started = time.monotonic()
     with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*refused"):
         AddressBook.join("127.0.0.1", port, timeout_s=0.5)

@@ -8,6 +8,7 @@ from persia_torchrec.utils import find_free_port
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.ports import free_port, free_port_from, reserved_port_from
+from tests.ports import draw_port
 
 
 def test_a_free_port_can_be_listened_on():
@@ -38,7 +39,7 @@ def test_a_port_that_cannot_be_is_refused(first, step):
 
 
 def test_a_reserved_port_is_passed_over_by_all_but_who_listens_on_it():
-    with reserved_port_from(20_000) as port, reserved_port_from(port) as other:
+    with reserved_port_from(draw_port()) as port, reserved_port_from(port) as other:
         assert free_port_from(port) > other > port
         listener = Listener("127.0.0.1", port)
         assert listener.address == f"tcp://127.0.0.1:{port}"

@@ -21,16 +21,16 @@ from persia_torchrec.wire import listener as listener_module
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import Header, Kind, decode_json
-from persia_torchrec.wire.ports import free_port
 from persia_torchrec.wire.transport import Connections
+from tests.ports import draw_port
 from tests.servers import DEADLINE_S, once_the_port_is_free
 
 
 class Peer:
     """A server that answers as a test says, in a thread."""
 
-    def __init__(self, answer=None, greeting=NO_JOB):
-        self.listener = Listener("127.0.0.1", 0, greeting=greeting)
+    def __init__(self, answer=None, greeting=NO_JOB, port=0):
+        self.listener = Listener("127.0.0.1", port, greeting=greeting)
         self.address = self.listener.address
         self.seen = []
         self.arrived = threading.Semaphore(0)
@@ -66,8 +66,8 @@ def echo(listener, peer, header, frames):
 def start():
     peers = []
 
-    def start(*arguments):
-        peers.append(Peer(*arguments))
+    def start(*arguments, **settings):
+        peers.append(Peer(*arguments, **settings))
         return peers[-1]
 
     yield start
@@ -152,7 +152,7 @@ def test_an_error_of_the_server_names_it_and_keeps_its_text(start, connect):
 
 
 def test_nobody_at_the_address_is_said_within_the_deadline(connect):
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://127.0.0.1:{draw_port()}"
     started = time.monotonic()
     reply = submit(connect(address), timeout_s=0.3, what="counting rows")
     message = rf"server 0 at {address}: counting rows: no reply within 0\.3 s"
@@ -217,7 +217,7 @@ def test_a_server_that_ends_fails_its_pending_requests_at_once(start, connect):
 
 
 def test_a_server_that_comes_back_is_reached_again(start, connect):
-    first = start()
+    first = start(port=draw_port())
     connections = connect(first.address)
     lost = submit(connections)
     assert first.arrived.acquire(timeout=DEADLINE_S)
@@ -346,7 +346,7 @@ def test_a_frame_that_no_server_accepts_is_not_sent(start, connect):
 
 
 def test_requests_after_a_loss_fail_at_once_until_the_server_is_back(start, connect):
-    first = start(echo)
+    first = start(echo, port=draw_port())
     connections = connect(first.address, max_pending=2)
     submit(connections).result(DEADLINE_S)
     first.close()
@@ -389,7 +389,7 @@ def test_no_address_is_refused():
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "tcp://", "tcp://host", "", "x"])
 def test_an_address_that_cannot_be_read_is_refused(address):
-    good = f"tcp://127.0.0.1:{free_port()}"
+    good = f"tcp://127.0.0.1:{draw_port()}"
     with pytest.raises(ConfigError, match=rf"'tcp://host:port'. Received: '{address}'"):
         Connections("echo server", [good, address])
 
