@@ -267,13 +267,20 @@ class _Member:
         # In this order: a member leaves first and ends then.
         if self.signature.process_is_gone() and not self.roll.has_left(self.signature):
             return f"{self.who} (process {self.signature.pid}) was killed"
+        if self.roll.is_lost(self.signature) and not self.roll.has_left(self.signature):
+            return (
+                f"{self.who} was lost: its process (pid {self.signature.pid}) was "
+                "killed, or its host does not answer"
+            )
         return None
 
     def is_gone(self) -> bool:
         """Return whether the member has joined, and left or died since."""
         self.signature = self.roll.signature()
         return self.signature is not None and (
-            self.roll.has_left(self.signature) or self.signature.process_is_gone()
+            self.roll.has_left(self.signature)
+            or self.signature.process_is_gone()
+            or self.roll.is_lost(self.signature)
         )
 
     def kill(self) -> bool:

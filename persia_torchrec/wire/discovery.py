@@ -1,79 +1,139 @@
-"""The job's address book: where the roles of a job find each other.
+"""The address book of a job: where its roles find each other, and how it ended.
 
-One process of the job, the coordinator, hosts a c10d ``TCPStore``; every other process
-is a client of it. Each server, worker, ... registers its address under its role and
-index; who needs a role waits until all of it has registered. A process that was
-started again registers again, and its new address replaces the old one. The book also
-holds the state of the job: it runs, until it is finished or has failed; the first
-verdict stands.
+One process of the job, the coordinator, hosts the book; every other process is a client
+of it. Each server, worker, ... registers its address under its role and index; a client
+of a role waits until all of it has registered. A restarted process registers again, and
+its new address replaces the previous one. The book also holds the state of the job: it
+is running, until it is finished or has failed; the first verdict stands.
 
-What lies in the store:
+The book is a store of strings by key, served by one thread:
 
-    job/id                      whose book it is; written first of all
-    address/<role>/size         how many the role has
+    job/id                      id of the job
+    job/state                   absent: running; "finished"; "failed <who>: <why>"
+    address/<role>/size         how many processes the role has
     address/<role>/<index>      the address of one of them
     note/<name>                 what one process tells the others: rendezvous, timings
-    job/state                   absent: running; "finished"; "failed <who>: <why>"
-    member/<role>/<index> ...   who is part of the job, see ``roll.py``
+    member/<role>/<index> ...   which processes are part of the job, see ``roll.py``
+    lost/<role>/<index>         the signature of a member whose connection is lost
+
+The connection that signs a ``member/`` key is that member's: the kernel closes it when
+the process ends, and when its host stops to answer for ``SILENT_S``. A connection that
+is not back within ``LOST_S`` is lost.
+
+A request is a message of kind BOOK with one JSON value:
+
+    {"type": "get", "keys": [...]}                   answered by the values, or nulls
+    {"type": "put", "key", "value"}                  answered by the value
+    {"type": "swap", "key", "expected", "value"}     sets a key that holds ``expected``
+                                                     (empty: that is not set); answered
+                                                     by what it holds then
+    {"type": "add", "key"}                           adds 1; answered by the number
+
+All of them are idempotent but "add", whose numbers only have to grow. So a client whose
+connection breaks sends its request again.
 """
 
-import contextlib
-import queue
+import concurrent.futures
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch has no __all__
+import msgspec
+import zmq
 
-from persia_torchrec.errors import ConfigError, DiscoveryError, JobError
+from persia_torchrec.errors import (
+    ConfigError,
+    DiscoveryError,
+    FrameError,
+    JobError,
+    JobMismatchError,
+    PersiaError,
+    RemoteError,
+    RequestTimeoutError,
+    ServerError,
+    WireError,
+)
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.listener import Listener
+from persia_torchrec.wire.messages import Frames, Header, Kind
 from persia_torchrec.wire.patience import Patience
 from persia_torchrec.wire.ports import LOOPBACK
+from persia_torchrec.wire.transport import Connections
+from persia_torchrec.wire.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
 
 JobState = Literal["running", "finished", "failed"]
 
 COMPILING = "compiling"
 """A number that grows while a process of the job compiles its loops."""
 
+LOST_S = 1.5
+"""A member's connection is lost when it has not been there for as long."""
+
+_MEMBER = "member/"
 _JOB_ID = "job/id"
 _STATE = "job/state"
+_MAX_KEYS = 2**18
+_MAX_TEXT = 2**20
 _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
-_ANSWER_S = 10.0
-_OPERATION_TIMEOUT = timedelta(seconds=30)
-_GREETING_TIMEOUT_S = 10.0
+_JOIN_ANSWER_S = 10.0
+_ANSWER_S = 30.0
+_RECONNECT_S = 3.0
+
+
+class _Get(msgspec.Struct, tag="get"):
+    keys: list[str]
+
+
+class _Put(msgspec.Struct, tag="put"):
+    key: str
+    value: str
+
+
+class _Swap(msgspec.Struct, tag="swap"):
+    key: str
+    expected: str
+    value: str
+
+
+class _Add(msgspec.Struct, tag="add"):
+    key: str
+
+
+_Request = _Get | _Put | _Swap | _Add
 
 
 class AddressBook:
     """One connection to the job's address book.
 
-    Owned by the process that made it. Its methods may be called from any thread; a
-    call waits while another thread's is under way, so a thread of its own rhythm
-    takes a :meth:`clone`. Every method raises :class:`JobError` when the coordinator
-    is gone.
+    Owned by the process that made it; any thread may call any method. Every method
+    raises :class:`JobError` when the coordinator is gone.
 
     Attributes:
         greeting: of the job, with which its processes greet each other.
     """
 
-    def __init__(self, store: TCPStore, host: str) -> None:
-        store.set_timeout(_OPERATION_TIMEOUT)
-        self._store: TCPStore | None = store
-        self.host_name = host
-        self.port = int(store.port)
+    def __init__(
+        self, address: tuple[str, int], greeting: Greeting, host_name: str
+    ) -> None:
+        self._address = address
+        self._server: _BookServer | None = None
+        self._is_closed = False
+        self._connection = Connections(
+            "address book", [f"tcp://{address[0]}:{address[1]}"], greeting=greeting
+        )
+        self.host_name = host_name
+        self.port = address[1]
         self.greeting = NO_JOB
 
     @classmethod
     def host(
-        cls,
-        port: int,
-        *,
-        loopback: bool = False,
-        timeout_s: float = 60.0,
-        job_id: str = "",
+        cls, port: int, *, loopback: bool = False, job_id: str = ""
     ) -> "AddressBook":
         """Open the address book of a new job; only the coordinator does.
 
@@ -81,36 +141,24 @@ class AddressBook:
             port: where to listen, in ``[0, 65535]``; 0 takes a free one, which
                 ``.port`` tells.
             loopback: listen for this machine only, instead of on every interface.
-            timeout_s: how long opening may take.
             job_id: of the job; empty: one is drawn.
 
         Raises:
-            ConfigError: the port is out of its range, or the id is none.
+            ConfigError: the port is out of its range, or the id is invalid.
             JobError: the port cannot be listened on.
         """
         if not 0 <= port <= 65_535:
             raise ConfigError(f"port must be in [0, 65535]. Received: {port}.")
         greeting = Greeting(job_id) if job_id else Greeting.draw()
         try:
-            listener = None
-            if loopback:
-                # The store takes the descriptor over, and closes it.
-                listener = socket.create_server((LOOPBACK, port), backlog=4096).detach()
-            store = TCPStore(
-                LOOPBACK,
-                port,
-                is_master=True,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=listener,
-            )
-        except (OSError, DistError) as exc:
+            server = _BookServer(LOOPBACK if loopback else "*", port, greeting)
+        except WireError as exc:
             raise JobError(
                 f"The address book must be able to listen on port {port}. "
-                f"Received: {_first_line(exc)}. Does another job use the port?"
+                f"Received: {exc} Does another job use the port?"
             ) from exc
-        book = cls(store, LOOPBACK)
-        book.put(_JOB_ID, greeting.job_id)
+        book = cls((LOOPBACK, server.port), greeting, LOOPBACK)
+        book._server = server
         book.greeting = greeting
         return book
 
@@ -134,31 +182,34 @@ class AddressBook:
             look: called several times a second meanwhile; raises to give up.
 
         Raises:
-            ConfigError: the id is none.
+            ConfigError: the id is invalid.
             DiscoveryError: no address book answered within ``timeout_s``.
             JobMismatchError: it is that of another job.
         """
         own = Greeting(job_id)
         deadline = time.monotonic() + timeout_s
         address = _await_listener(host, port, deadline, look)
-        deadline = min(deadline, time.monotonic() + _ANSWER_S)
-        book = cls(_connect(address, host, port, deadline, look), host)
-        book._meet(own)
-        return book
-
-    def clone(self) -> "AddressBook":
-        """Open a further connection, for another thread."""
-        with self._store_errors() as store:
-            address = store.host
-        deadline = time.monotonic() + _OPERATION_TIMEOUT.total_seconds()
-        store = _connect(address, self.host_name, self.port, deadline)
-        book = AddressBook(store, self.host_name)
-        book._meet(self.greeting)
+        book = cls((address, port), own, host)
+        try:
+            answer_s = min(max(deadline - time.monotonic(), 0.1), _JOIN_ANSWER_S)
+            (job_id_there,) = book._send(_Get([_JOB_ID]), answer_s, look)
+        except PersiaError as exc:
+            book.close()
+            if not isinstance(exc, ServerError):
+                raise
+            raise DiscoveryError(
+                f"The job's address book must be at {host}:{port}. Received: {exc} "
+                "Something else listens there, or another version of persia_torchrec."
+            ) from exc
+        book.greeting = Greeting(job_id_there or "")
         return book
 
     def close(self) -> None:
-        """Close the connection; the host's book is gone for everybody with it."""
-        self._store = None
+        """Close the connection; the host's book is gone for all with it."""
+        self._is_closed = True
+        self._connection.close()
+        if self._server is not None:
+            self._server.close()
 
     # Addresses
 
@@ -224,8 +275,7 @@ class AddressBook:
                 f"{timeout_s:g} s. Missing: {_numbered(role, missing)}. "
                 "See their logs."
             )
-        with self._store_errors() as store:
-            return [value.decode() for value in store.multi_get(keys)]
+        return [str(value) for value in self._call(_Get(keys))]
 
     # Notes from one process to the others
 
@@ -251,8 +301,7 @@ class AddressBook:
                 f"Notes must be told within {timeout_s:g} s. Missing: "
                 f"{', '.join(missing)}."
             )
-        with self._store_errors() as store:
-            return [value.decode() for value in store.multi_get(keys)]
+        return [str(value) for value in self._call(_Get(keys))]
 
     # State of the job
 
@@ -272,17 +321,16 @@ class AddressBook:
         """End the job as finished, unless it has ended already."""
         self.claim(_STATE, "finished")
 
-    # Plain keys, for the neighbours in this folder
+    # Keys, for the other modules of this folder
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""
-        with self._store_errors() as store:
-            store.set(key, value)
+        self._call(_Put(key, value))
 
     def peek(self, key: str) -> str | None:
         """Return what a key holds, or None; does not wait."""
-        with self._store_errors() as store:
-            return store.get(key).decode() if store.check([key]) else None
+        (value,) = self._call(_Get([key]))
+        return value
 
     def claim(self, key: str, value: str) -> str:
         """Set a key unless it is set; return what it holds then."""
@@ -290,26 +338,12 @@ class AddressBook:
 
     def swap(self, key: str, expected: str, value: str) -> str:
         """Set a key if it holds what is expected; return what it holds then."""
-        with self._store_errors() as store:
-            return str(store.compare_set(key, expected, value).decode())
+        (held,) = self._call(_Swap(key, expected, value))
+        return str(held)
 
     def increase(self, key: str) -> None:
         """Add 1 to a number, which starts at 0."""
-        with self._store_errors() as store:
-            store.add(key, 1)
-
-    def _meet(self, own: Greeting) -> None:
-        """Learn whose book it is, and whether that is our job."""
-        where = f"the address book at {self.host_name}:{self.port}"
-        if not self._wait_for([_JOB_ID], time.monotonic() + _GREETING_TIMEOUT_S):
-            raise DiscoveryError(
-                f"The coordinator must say whose is {where}. Received: nothing for "
-                f"{_GREETING_TIMEOUT_S:g} s. Is it a coordinator, of the same version "
-                "of persia_torchrec?"
-            )
-        greeting = Greeting(self.peek(_JOB_ID) or "")
-        greeting.require_same_job(own, where, self.another_port())
-        self.greeting = greeting
+        self._call(_Add(key))
 
     def another_port(self) -> str:
         """Return what to do if another job has this port, for an error."""
@@ -320,9 +354,8 @@ class AddressBook:
 
     def _wait_for(self, keys: Sequence[str], deadline: float) -> bool:
         """Wait until all keys are set; False when they are not at the deadline."""
-        # Polled: the store's own wait writes a stack trace for every time-out.
         patience = Patience(deadline, time.monotonic())
-        while not self._are_set(keys):
+        while None in self._call(_Get([*keys])):
             state, reason = self.state()
             if state == "failed":
                 raise JobError(f"The job failed: {reason}")
@@ -332,30 +365,181 @@ class AddressBook:
             time.sleep(_POLL_S)
         return True
 
-    def _are_set(self, keys: Sequence[str]) -> bool:
-        with self._store_errors() as store:
-            return bool(store.check(list(keys)))
+    def _call(self, request: _Request) -> list[str | None]:
+        """Send a request, again if the connection breaks; return its answer."""
+        deadline = time.monotonic() + _RECONNECT_S
+        while not self._is_closed:
+            try:
+                return self._send(request, _ANSWER_S)
+            except ServerError as exc:
+                is_over = isinstance(exc, RemoteError | RequestTimeoutError)
+                if is_over or time.monotonic() > deadline or self._is_refused():
+                    raise JobError(
+                        f"The job's address book at {self.host_name}:{self.port} must "
+                        f"answer. Received: {exc} The coordinator has ended, or the "
+                        "network is cut."
+                    ) from exc
+            time.sleep(_POLL_S)
+        raise JobError("The address book must be open. Received: a closed one.")
 
-    @contextlib.contextmanager
-    def _store_errors(self) -> Iterator[TCPStore]:
-        """Hand out the store, and turn its errors into ours."""
-        if self._store is None:
-            raise JobError("The address book must be open. Received: a closed one.")
+    def _send(
+        self,
+        request: _Request,
+        timeout_s: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> list[str | None]:
+        future = self._connection.submit(
+            0,
+            Header(Kind.BOOK),
+            [msgspec.json.encode(request)],
+            timeout_s=timeout_s,
+            what="a request",
+        )
         try:
-            yield self._store
-        except DistError as exc:
-            raise JobError(
-                f"The job's address book at {self.host_name}:{self.port} must answer. "
-                f"Received: {_first_line(exc)}. The coordinator has ended, or the "
-                "network is cut."
-            ) from exc
+            while not future.done():
+                concurrent.futures.wait([future], timeout=_CONNECT_RETRY_S)
+                look()
+            _, frames = future.result()
+            return msgspec.json.decode(frames[-1], type=list[str | None])
+        except RemoteError as exc:
+            if exc.kind != JobMismatchError.__name__:
+                raise
+            raise JobMismatchError(str(exc)) from exc
+        except (WireError, msgspec.MsgspecError) as exc:
+            name = self._connection.names[0]
+            raise RemoteError(str(exc), server=name, kind=type(exc).__name__) from exc
+
+    def _is_refused(self) -> bool:
+        """Return whether it is known that no process listens at the address."""
+        try:
+            socket.create_connection(self._address, timeout=_POLL_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass  # not known: the host may be out of reach for a moment
+        return False
+
+
+class _BookServer:
+    """The keys of a book, owned by one thread, which answers the requests.
+
+    Raises:
+        WireError: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, greeting: Greeting) -> None:
+        self._wakeup = Wakeup()
+        try:
+            self._listener = Listener(host, port, self._wakeup, greeting)
+        except WireError:
+            self._wakeup.close()
+            raise
+        self.port = int(self._listener.address.rpartition(":")[2])
+        self._values = {_JOB_ID: greeting.job_id}
+        self._members: dict[str, bytes] = {}  # name of the connection, by key
+        self._absent_since: dict[str, float] = {}
+        self._next_look = 0.0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="address book", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop. May be called twice."""
+        self._closing.set()
+        self._wakeup.wake()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                request = self._listener.receive(int(1000 * _CONNECT_RETRY_S))
+                self._wakeup.drain()
+                if request is not None:
+                    self._serve(*request)
+                self._find_lost(time.monotonic())
+        except zmq.ZMQError:
+            logger.exception("the socket of the address book failed")
+        finally:
+            self._listener.close()
+            self._wakeup.close()
+
+    def _serve(self, peer: bytes, frames: Frames) -> None:
+        number = 0
+        try:
+            header = Header.decode(frames[0])
+            number = header.request
+            if header.kind is not Kind.BOOK:
+                raise FrameError(
+                    "A message to the address book must be of kind BOOK. "
+                    f"Received: {header.kind.name}."
+                )
+            answer = self._answer(peer, _decode(frames))
+        except PersiaError as exc:
+            self._listener.send_error(peer, number, exc)
+            return
+        reply = msgspec.json.encode(answer)
+        self._listener.send(peer, Header(Kind.REPLY, number), [reply])
+
+    def _answer(self, peer: bytes, request: _Request) -> list[str | None]:
+        values = self._values
+        match request:
+            case _Get(keys):
+                return [values.get(key) for key in keys]
+            case _Put(key, value):
+                self._set(key, value)
+            case _Swap(key, expected, value):
+                if values.get(key, "") == expected:
+                    self._set(key, value)
+                if key.startswith(_MEMBER) and values.get(key) == value:
+                    self._members[key] = peer
+                    self._absent_since.pop(key, None)
+            case _Add(key):
+                self._set(key, str(_read_number(values.get(key, "0")) + 1))
+        return [values.get(request.key, "")]
+
+    def _set(self, key: str, value: str) -> None:
+        if len(self._values) >= _MAX_KEYS and key not in self._values:
+            raise FrameError(f"An address book must have at most {_MAX_KEYS} keys.")
+        self._values[key] = value
+
+    def _find_lost(self, now: float) -> None:
+        """Look which members are connected, and write down which are lost."""
+        if now < self._next_look:
+            return
+        self._next_look = now + _CONNECT_RETRY_S
+        for key, peer in self._members.items():
+            if self._listener.is_connected(peer):
+                self._absent_since.pop(key, None)
+            elif now - self._absent_since.setdefault(key, now) > LOST_S:
+                self._values[f"lost/{key.removeprefix(_MEMBER)}"] = self._values[key]
+
+
+def _read_number(text: str) -> int:
+    if not text.isdecimal():
+        raise FrameError(f"What is added to must be a number. Received: {text!r:.50}.")
+    return int(text)
+
+
+def _decode(frames: Frames) -> _Request:
+    size = sum(map(len, frames[1:]))
+    if len(frames) != 2 or size > _MAX_TEXT:
+        raise FrameError(
+            "A message to the address book must have 2 frames and at most "
+            f"{_MAX_TEXT} bytes. Received: {len(frames)} and {size}."
+        )
+    try:
+        request: _Request = msgspec.json.decode(frames[1], type=_Request)
+    except msgspec.MsgspecError as exc:
+        raise FrameError(f"A request to the address book: {exc}.") from exc
+    return request
 
 
 def _await_listener(
     host: str, port: int, deadline: float, look: Callable[[], None]
 ) -> str:
     """Return the IP address of ``host`` once something listens on the port there."""
-    # A TCPStore would wait as well, but twice as long, and with stack traces.
     started = time.monotonic()
     while True:
         look()
@@ -374,49 +558,5 @@ def _await_listener(
         time.sleep(_CONNECT_RETRY_S)
 
 
-def _connect(
-    address: str,
-    host: str,
-    port: int,
-    deadline: float,
-    look: Callable[[], None] = lambda: None,
-) -> TCPStore:
-    """Connect to the store, in a thread: one that never answers is waited for."""
-    answer: queue.Queue[TCPStore | DistError] = queue.Queue(maxsize=1)
-    remaining = max(deadline - time.monotonic(), 0.1)
-
-    def connect() -> None:
-        try:
-            answer.put(
-                TCPStore(
-                    address,
-                    port,
-                    is_master=False,
-                    timeout=timedelta(seconds=remaining),
-                    wait_for_workers=False,
-                )
-            )
-        except DistError as exc:
-            answer.put(exc)
-
-    threading.Thread(target=connect, name="join-job", daemon=True).start()
-    store = None
-    while store is None and time.monotonic() < deadline:
-        look()
-        with contextlib.suppress(queue.Empty):
-            store = answer.get(timeout=_CONNECT_RETRY_S)
-    if isinstance(store, TCPStore):
-        return store
-    why = "no answer" if store is None else _first_line(store)
-    raise DiscoveryError(
-        f"The job's address book must be at {host}:{port}. Received: {why}. "
-        "Something else listens there."
-    ) from store
-
-
 def _numbered(role: str, indices: Sequence[int]) -> str:
     return ", ".join(f"{role} {index}" for index in indices)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

@@ -1,25 +1,19 @@
-"""Who a process is to the others of its job: the one place where that is decided.
+"""The identity of a process towards the other processes of its job.
 
 Every process of a job has the job's id: from the environment (``PERSIA_JOB_ID``), or
-else from the job's address book, where the coordinator has written it first of all.
-Whoever comes to the address book, or connects to a socket of the job, greets with the
-id that it has. Two ids that differ are two jobs at one port: the one that comes is
-refused, and the one that is there goes on.
+else from the job's address book. A client that greets with the id of another job is
+rejected, and the job that it met continues. A process that belongs to no job (a
+notebook, an inference server) has the empty id; it is let in everywhere and lets every
+client in.
 
-A process that belongs to no job (a notebook, a cluster of its own, a server for
-inference) has the empty id, is let in everywhere, and lets everybody in.
-
-On a socket the greeting is the name that ZeroMQ gives the other end in the handshake of
-each connection, its routing id. A listener so reads it beside each message, and nothing
-more travels with a request:
+The greeting is the routing id that ZeroMQ exchanges in the handshake of a connection,
+so a listener knows it with each message, and requests carry nothing more:
 
     offset  size  field
-    0       1     version of the greeting, 1; ZeroMQ's own names begin with 0
+    0       1     version of the greeting, 1; ZeroMQ's own routing ids begin with 0
     1       1     J, length of the id, at most 128
     2       J     id of the job, ASCII
-    2 + J   16    nonce, drawn by each socket: no two have one name
-
-A listener of a job refuses what is no greeting, so that all it serves has come by one.
+    2 + J   16    nonce, drawn by each socket, so that routing ids are unique
 """
 
 import re
@@ -33,28 +27,28 @@ MAX_JOB_ID = 128
 """Characters that a job's id may have."""
 
 _NONCE_BYTES = 16
-_HEAD = 2
+_HEAD_BYTES = 2
 _JOB_ID = re.compile(rf"[A-Za-z0-9._:-]{{0,{MAX_JOB_ID}}}")
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a process says of itself.
+    """The job of a process, as its connections tell it.
 
     Raises:
-        ConfigError: the id has characters, or a length, that it must not have.
+        ConfigError: the id has characters or a length that it must not have.
 
     Example:
         >>> ours, theirs = Greeting("ads-7"), Greeting("news-1")
         >>> Greeting.decode(ours.encode()) == ours
         True
-        >>> ours.require_same_job(theirs, "port 29400", "Choose another.")
+        >>> ours.admit(theirs.encode(), "port 29400")
         Traceback (most recent call last):
-        persia_torchrec.errors.JobMismatchError: Who comes to port 29400 must belong ...
+        persia_torchrec.errors.JobMismatchError: A client of port 29400 must belong ...
     """
 
     job_id: str = ""
-    """Of the job that the process belongs to; empty: of none."""
+    """Id of the job; empty: the process belongs to none."""
 
     def __post_init__(self) -> None:
         if not _JOB_ID.fullmatch(self.job_id):
@@ -70,63 +64,49 @@ class Greeting:
         return cls(secrets.token_hex(8))
 
     def encode(self) -> bytes:
-        """Return a name for one socket, of at most 146 bytes; no two are the same."""
+        """Return a new routing id, of at most 146 bytes."""
         text = self.job_id.encode("ascii")
         return bytes([VERSION, len(text)]) + text + secrets.token_bytes(_NONCE_BYTES)
 
     @classmethod
     def decode(cls, name: bytes) -> "Greeting":
-        """Read the name of a socket at the other end.
+        """Read the routing id of a peer.
 
         Raises:
-            FrameError: it is no greeting of this version.
+            FrameError: it is not a greeting of this version.
         """
-        length = name[1] if len(name) >= _HEAD else 0
-        if name[:1] != bytes([VERSION]) or len(name) != _HEAD + length + _NONCE_BYTES:
+        length = name[1] if len(name) >= _HEAD_BYTES else 0
+        size = _HEAD_BYTES + length + _NONCE_BYTES
+        if name[:1] != bytes([VERSION]) or len(name) != size:
             raise FrameError(
-                f"Who connects must greet, in version {VERSION} of the greeting. "
+                f"A client must greet in version {VERSION} of the greeting. "
                 f"Received: {name[:8]!r}, of {len(name)} bytes. Do both ends have the "
                 "same version of persia_torchrec?"
             )
         try:
-            return cls(name[_HEAD : _HEAD + length].decode("ascii"))
+            return cls(name[_HEAD_BYTES : _HEAD_BYTES + length].decode("ascii"))
         except ValueError as exc:  # not ASCII, or a ConfigError
             raise FrameError(f"A greeting must hold a job's id. {exc}") from exc
 
     def admit(self, name: bytes, address: str) -> None:
-        """Let in who has connected to a listener of this job.
+        """Check that the client of a listener may be served.
 
         Args:
-            name: of the socket at the other end.
+            name: routing id of the client.
             address: of the listener, for the error.
 
         Raises:
-            FrameError: the name is no greeting.
-            JobMismatchError: the other end belongs to another job.
+            FrameError: the routing id is not a greeting.
+            JobMismatchError: the client belongs to another job.
         """
-        if self.job_id:
-            self.require_same_job(
-                Greeting.decode(name),
-                address,
-                "Another job listens at that address now. Restart the job that asks, "
-                "at ports of its own.",
-            )
-
-    def require_same_job(self, comer: "Greeting", where: str, remedy: str) -> None:
-        """Refuse who belongs to another job.
-
-        Args:
-            comer: who comes.
-            where: what of this job it comes to, for the error.
-            remedy: what to do, for the error.
-
-        Raises:
-            JobMismatchError: both belong to jobs, and to different ones.
-        """
-        if self.job_id and comer.job_id and self.job_id != comer.job_id:
+        if not self.job_id:
+            return
+        client = Greeting.decode(name)
+        if client.job_id not in ("", self.job_id):
             raise JobMismatchError(
-                f"Who comes to {where} must belong to job {self.job_id!r}. "
-                f"Received: job {comer.job_id!r}. {remedy}"
+                f"A client of {address} must belong to job {self.job_id!r}. "
+                f"Received: job {client.job_id!r}. Two jobs use this address: restart "
+                "one at another port (--port, or PERSIA_STORE_PORT)."
             )
 
 

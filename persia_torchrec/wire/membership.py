@@ -27,14 +27,13 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import Self
-
-from torch.distributed import DistError
 
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.wire.discovery import AddressBook, JobState
@@ -50,7 +49,10 @@ _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
 
-_CAUSE_S = 1.0
+_VERDICT_S = 2.0
+"""How long an interrupted main thread waits for the job's state."""
+
+_CAUSE_S = 4.0
 """How long an error of a process group, which another member's end may have caused and
 which does not name it, waits to hear of that end."""
 
@@ -124,7 +126,7 @@ class JobMember:
         self._role = role
         self._index = index
         self._expendable = expendable
-        self._roll = Roll(book.clone(), role, index)
+        self._roll = Roll(book, role, index)
         self._timings = JobTimings.of_job(book)
         self._coordinator = Roll(book, "coordinator", 0).signature()
         self._pid = os.getpid()
@@ -138,6 +140,7 @@ class JobMember:
         self._waiting = threading.Event()
         self._leaving = threading.Event()
         self._is_compiling = False
+        self._has_asked = False  # for the verdict, since a signal came
         self._is_deferred = False  # whether the last signal could interrupt nothing
         self._num_beats = 0  # written by the beating thread only
         self._beating: threading.Thread | None = None
@@ -239,9 +242,9 @@ class JobMember:
         if os.getpid() != self._pid:
             return False  # a forked child that left the block on its way out
         failure = None if exc is None else _failure_of(exc)
-        if failure is not None:
+        if exc is not None and failure is not None:
             self._ask_for_verdict()  # which may be the reason for the exception
-            if type(exc) is RuntimeError or isinstance(exc, DistError):
+            if _may_be_of_a_process_group(exc):
                 self._ask_for_cause()
         elif self._state()[0] == "running":
             failure = "it left before the job had ended"
@@ -260,6 +263,8 @@ class JobMember:
 
     def _hear(self, name: str) -> None:
         """See to it that the process ends, in the thread that hears signals."""
+        self._ask_for_verdict()
+        self._has_asked = True
         deadline = time.monotonic() + self._timings.grace_s
         while time.monotonic() < deadline:
             if self._ended.is_set() or self._leaving.wait(_RETRY_S):
@@ -278,9 +283,13 @@ class JobMember:
         self._is_deferred = is_in_compiler(frame)
         if self._is_deferred:
             return
-        # Slurm sends the signal as soon as another process has failed: ask why. Not
-        # by _end(): this thread may be interrupted inside the event that _end() sets.
-        self._ask_for_verdict()
+        # Slurm sends the signal as soon as another process has failed: ask why. The
+        # thread that hears signals does: this one may hold the locks of a request.
+        deadline = time.monotonic() + _VERDICT_S
+        while not self._has_asked and time.monotonic() < deadline:
+            if self._state()[0] != "running":
+                break
+            time.sleep(_RETRY_S / 10)
         state, _ = self._state()
         if state == "running":
             why = _from_outside(signal.Signals(number).name)
@@ -430,6 +439,14 @@ def _interrupt_main(number: signal.Signals) -> None:
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, number)
+
+
+def _may_be_of_a_process_group(exc: BaseException) -> bool:
+    """Return whether a collective may have raised it: gloo's RuntimeError, or ours."""
+    if type(exc) is RuntimeError:
+        return True
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and isinstance(exc, distributed.DistError)
 
 
 def _from_outside(signal_name: str) -> str:

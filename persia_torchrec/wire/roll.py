@@ -171,6 +171,10 @@ class Roll:
         """Return whether the process of that signature has left."""
         return self._book.peek(f"left/{self._line}") == signature.text
 
+    def is_lost(self, signature: Signature) -> bool:
+        """Return whether the connection of that process is lost."""
+        return self._book.peek(f"lost/{self._line}") == signature.text
+
     def _has_ended(self, holder: Signature, silent_s: float) -> bool:
         """Wait until a member beats, or has ended; return whether it has ended."""
         num_beats = self.num_beats()
@@ -179,6 +183,8 @@ class Roll:
             if self.job_state()[0] == "finished":
                 return False  # nobody has to be replaced any more
             if holder.process_is_gone() or self.has_left(holder):
+                return True
+            if self.is_lost(holder):
                 return True
             if self.num_beats() != num_beats:
                 return False

@@ -1,5 +1,6 @@
 """Wake a thread that waits for sockets, from any other thread."""
 
+import contextlib
 import os
 import threading
 
@@ -15,6 +16,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self.fd, self._writer = os.pipe()
+        os.set_blocking(self.fd, False)
         self._lock = threading.Lock()
         self._is_awake = False  # guarded by _lock
         self._is_closed = False  # guarded by _lock
@@ -23,14 +25,15 @@ class Wakeup:
         """Wake the thread; does nothing if it has been woken already, or is gone."""
         with self._lock:
             if not self._is_awake and not self._is_closed:
-                self._is_awake = True
                 os.write(self._writer, b"\0")
+                self._is_awake = True  # last: a signal may interrupt its thread here
 
     def drain(self) -> None:
         """Get ready to be woken again; call it before looking for what to do."""
         with self._lock:
             if self._is_awake and not self._is_closed:
-                os.read(self.fd, 1)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.fd, 64)
                 self._is_awake = False
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """Small jobs of real processes: a coordinator and the scripts of a test."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from persia_torchrec.launch import coordinator, script
+from persia_torchrec.wire import roll
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
 
@@ -44,7 +45,12 @@ class Job:
         )
 
     def start(
-        self, role: str, text: str | None, *arguments: str, index: int = 0
+        self,
+        role: str,
+        text: str | None,
+        *arguments: str,
+        index: int = 0,
+        main: Callable[[Sequence[str]], int] = script.main,
     ) -> Running:
         """Start a script with this text; with None, one that is not there."""
         name = f"{role}-{index}"
@@ -57,8 +63,14 @@ class Job:
             "REPLICA_SIZE": str(self.counts[role]),
         }
         command = [role, str(path), *arguments]
-        return self.processes.start(name, script.main, command, env=env)
+        return self.processes.start(name, main, command, env=env)
 
     @property
     def folder(self) -> Path:
         return self.processes.folder
+
+
+def run_on_another_host(arguments: Sequence[str]) -> int:
+    """Run a script whose process no other process finds in its table."""
+    roll._process_table = lambda: "the table of another host"
+    return script.main(arguments)

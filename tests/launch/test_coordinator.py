@@ -8,7 +8,7 @@ from persia_torchrec.launch import coordinator
 from persia_torchrec.launch.coordinator import CoordinatorConfig
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.roll import Roll
-from tests.launch.jobs import Job
+from tests.launch.jobs import Job, run_on_another_host
 from tests.processes import Processes, wait_until
 
 WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(60)"
@@ -80,6 +80,20 @@ def test_a_killed_member_ends_the_job(processes):
     for running in (loader, job.coordinator):
         assert running.status() == 1
         assert f"trainer 0 (process {trainer.pid}) was killed" in running.output()
+
+
+@multiprocess
+def test_a_member_killed_on_another_host_is_named_by_its_lost_connection(processes):
+    job = Job(processes, "--silent-s", "600", loader=1, trainer=1)
+    loader = job.start("loader", WAIT_FOR_EVER)
+    trainer = job.start("trainer", WAIT_FOR_EVER, main=run_on_another_host)
+    trainer.has_printed("at work")
+    trainer.send(signal.SIGKILL)
+    for running in (loader, job.coordinator):
+        assert running.status() == 1
+        assert (
+            f"trainer 0 was lost: its process (pid {trainer.pid})" in running.output()
+        )
 
 
 @multiprocess

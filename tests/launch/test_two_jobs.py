@@ -114,7 +114,7 @@ def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, 
         assert word not in said.out + said.err
     assert "address already in use" in errors["their coordinator"].lower()
     for role in ROLES:
-        theirs = f"belong to job '{ours}'. Received: job 'theirs'. If another job uses"
+        theirs = f"belong to job '{ours}'. Received: job 'theirs'. Two jobs use"
         assert theirs in errors[f"their {role}"]
         taken = f"The place of {role} 0 in job '{ours}', at port {port}, must be free"
         assert taken in errors[f"second {role}"]

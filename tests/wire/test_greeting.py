@@ -68,6 +68,6 @@ def test_a_job_lets_in_its_own_and_those_of_no_job():
 
 
 def test_another_job_is_told_the_address_and_both_ids():
-    expected = rf"to {ADDRESS} must belong to job 'ads-7'\. Received: job 'news-1'"
+    expected = rf"of {ADDRESS} must belong to job 'ads-7'\. Received: job 'news-1'"
     with pytest.raises(JobMismatchError, match=expected):
         OURS.admit(THEIRS.encode(), ADDRESS)

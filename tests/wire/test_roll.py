@@ -55,7 +55,7 @@ def test_a_member_that_signs_anew_has_not_left(book):
 @pytest.fixture
 def alive(book):
     """A member that beats, in a place that others want."""
-    member = Roll(book.clone(), "server", 0)
+    member = Roll(book, "server", 0)
     member.sign(SILENT_S)
     stop = threading.Event()
 
@@ -84,7 +84,7 @@ def test_the_place_of_a_member_that_lives_is_taken(book, alive):
 
 
 def test_who_was_quicker_keeps_the_place(book):
-    comers = [Roll(book.clone(), "server", 0) for _ in range(8)]
+    comers = [Roll(book, "server", 0) for _ in range(8)]
     refused = []
 
     def sign(comer):

@@ -496,7 +496,7 @@ def test_a_request_of_another_job_is_refused_and_never_seen(start, connect):
     peer = start(echo, Greeting("ours"))
     theirs = connect(peer.address, greeting=Greeting("theirs"))
     message = (
-        rf"JobMismatchError: Who comes to {peer.address} must belong to job 'ours'\. "
+        rf"JobMismatchError: A client of {peer.address} must belong to job 'ours'\. "
         "Received: job 'theirs'"
     )
     for _ in range(2):
