@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from persia_torchrec.client.client import (
         EmbeddingClient,
     )
-    from persia_torchrec.client.row_block import (
+    from persia_torchrec.client.transfer import (
         RowBlock,
         blocks_of,
     )
@@ -97,8 +97,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "EmbeddingClient": "client.client",
-    "RowBlock": "client.row_block",
-    "blocks_of": "client.row_block",
+    "RowBlock": "client.transfer",
+    "blocks_of": "client.transfer",
     "AdmitAll": "embedding.admission",
     "AdmitBloom": "embedding.admission",
     "AdmitFrequency": "embedding.admission",

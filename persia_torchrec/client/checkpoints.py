@@ -1,8 +1,8 @@
 """Checkpoints of all servers: begun, watched and completed by one client.
 
     dump    every server writes its file; when all have, the manifest is written
-    load    every server reads and checks its share, changing nothing; when all have
-            done so, every server fills its store
+    load    two-phase: every server reads and checks its shard, changing nothing; when
+            all have done so, every server fills its store
 
 Only one client of a job dumps or loads; the others need not know.
 """
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 State = Mapping[str, object]
 
-_FIELDS = {"phase", "progress", "error", "result"}
-_UNDER_WAY = {"dumping", "checking", "loading"}
-_FIRST_LOOK_S = 0.005
-_LOOK_S = 0.2
+_KEYS = {"phase", "progress", "error", "result"}
+_RUNNING = {"dumping", "checking", "loading"}
+_FIRST_POLL_S = 0.005
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class SavedCheckpoint:
 
 
 class Task(Generic[T]):
-    """A dump or a load that goes on in the background. Any thread may call any method.
+    """A dump or a load in the background. Any thread may call any method.
 
     Args:
         name: of the thread.
@@ -93,7 +93,7 @@ class Task(Generic[T]):
 
     @property
     def progress(self) -> float:
-        """Which part of the work is done, in [0, 1]; that of the slowest server."""
+        """Which fraction of the work is done, in [0, 1]; that of the slowest server."""
         return 1.0 if self.is_done else self._progress
 
     @property
@@ -102,17 +102,17 @@ class Task(Generic[T]):
         return self._outcome.done()
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Wait for the end; return what has become of it.
+        """Wait for the end; return the result.
 
         Args:
-            timeout_s: seconds to wait at most; the work itself goes on. By default as
+            timeout_s: seconds to wait at most; the work itself continues. By default as
                 long as it may take.
 
         Raises:
             CheckpointError: it failed, or was cancelled.
             ServerError: a server failed, refused, or did not answer; the message names
                 it.
-            TimeoutError: it goes on.
+            TimeoutError: it is still running.
         """
         return self._outcome.result(timeout_s)
 
@@ -120,24 +120,21 @@ class Task(Generic[T]):
         """Make it end early: :meth:`wait` raises then. It may end well before that."""
         self._cancelled.set()
 
-    def report(self, progress: float) -> None:
-        """Say which part of the work is done; its own thread calls this.
+    def pause(self, seconds: float, progress: float) -> None:
+        """Report progress, and wait until it is cancelled at most; its own thread does.
 
         Raises:
-            CheckpointError: it was cancelled.
+            CheckpointError: it was cancelled before.
         """
         self._progress = progress
         if self._cancelled.is_set():
             raise CheckpointError("It was cancelled.")
-
-    def pause(self, seconds: float) -> None:
-        """Wait, but no longer than until it is cancelled; its own thread calls this."""
         self._cancelled.wait(seconds)
 
     def _run(self, work: "Callable[[Task[T]], T]") -> None:
         try:
             self._outcome.set_result(work(self))
-        except BaseException as exc:  # noqa: BLE001  # raised by whoever waits
+        except BaseException as exc:  # noqa: BLE001  # raised by wait()
             self._outcome.set_exception(exc)
 
 
@@ -185,12 +182,12 @@ class Checkpoints:
         timeout_s: float = 3600.0,
         add_files: Callable[[Folder], None] | None = None,
     ) -> Task[SavedCheckpoint]:
-        """Begin to write a checkpoint of all servers, while they go on serving.
+        """Begin to write a checkpoint of all servers, while they continue serving.
 
         It takes a new folder in ``path`` and is complete when its manifest is there;
-        those of before stay. Weights, optimizer state, the optimizers' steps, metadata
-        and the order in which rows would leave are in it; what admissions have counted
-        of ids without a row is not.
+        previous checkpoints stay. Weights, optimizer state, the optimizers' steps,
+        metadata and the order in which rows would leave are in it; what admissions have
+        counted of ids without a row is not.
 
         Every row that lives from the beginning to the end is in it once, as it was at
         one moment in between. Updates acknowledged before the call are in it.
@@ -246,7 +243,7 @@ class Checkpoints:
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
 
-        First all servers read their share of it, and check that it is whole and that
+        First all servers read their shard of it, and check that it is whole and that
         its tables have the dims, weight types and optimizers that they know. If one of
         them finds a fault, none changes anything. Then they fill their stores, and
         refuse requests for rows meanwhile. Tables keep the settings that the servers
@@ -282,8 +279,7 @@ class Checkpoints:
                 "increments": None if increments is None else Folder(increments).url,
             }
             steps = [check, {"do": "load"}]
-            states = self._steps(task, steps, f"load of {folder.url}", deadline)
-            results = [state["result"] for state in states]
+            results = self._run_steps(task, steps, f"load of {folder.url}", deadline)
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
                 num_left_out=sum(_number(r, "num_left_out") for r in results),
@@ -297,22 +293,21 @@ class Checkpoints:
     ) -> Manifest:
         deadline = time.monotonic() + timeout_s
         created = datetime.now(UTC).isoformat()
-        asked = {"do": "dump", "folder": folder.url}
-        states = self._steps(task, [asked], f"dump to {folder.url}", deadline)
-        manifest = _manifest([state["result"] for state in states])
-        return dataclasses.replace(manifest, created=created, step=step)
+        steps = [{"do": "dump", "folder": folder.url}]
+        results = self._run_steps(task, steps, f"dump to {folder.url}", deadline)
+        return _manifest(results, created, step)
 
-    def _steps(
+    def _run_steps(
         self,
         task: Task[T],
         steps: Sequence[Mapping[str, object]],
         what: str,
         deadline: float,
-    ) -> list[State]:
+    ) -> list[object]:
         """Make all servers do one step after the other, each when all have done it.
 
         Returns:
-            Their states after the last step.
+            The result of each server after the last step.
 
         Raises:
             RemoteError: one of them failed; the others give up.
@@ -322,28 +317,25 @@ class Checkpoints:
         states: list[State] = []
         try:
             for step in steps:
-                request = {**step, "task": number}
-                states = self._ask(Kind.CHECKPOINT, request, what)
-                look_s = _FIRST_LOOK_S
-                while any(state["phase"] in _UNDER_WAY for state in states):
+                states = self._ask(Kind.CHECKPOINT, {**step, "task": number}, what)
+                poll_s = _FIRST_POLL_S
+                while any(state["phase"] in _RUNNING for state in states):
                     self._require_time(states, what, deadline)
-                    task.report(min(_fraction(state) for state in states))
-                    task.pause(look_s)
-                    look_s = min(2 * look_s, _LOOK_S)
+                    task.pause(poll_s, min(_fraction(state) for state in states))
+                    poll_s = min(2 * poll_s, _POLL_S)
                     states = self._ask(Kind.PROGRESS, {"task": number}, what)
         except BaseException:
             request = {"do": "cancel", "task": number}
             with contextlib.suppress(PersiaError):  # the first error is the one to tell
                 self._servers.ask(Kind.CHECKPOINT, request, f"cancelling {what}")
             raise
-        return states
+        return [state["result"] for state in states]
 
     def _ask(self, kind: Kind, request: object, what: str) -> list[State]:
         states: list[State] = []
-        for name, answer in zip(
-            self._servers.names, self._servers.ask(kind, request, what), strict=True
-        ):
-            if not isinstance(answer, dict) or not answer.keys() >= _FIELDS:
+        answers = self._servers.ask(kind, request, what)
+        for name, answer in zip(self._servers.names, answers, strict=True):
+            if not isinstance(answer, dict) or not answer.keys() >= _KEYS:
                 raise WireError(f"{name}: {what}: not a state: {answer!r:.100}.")
             error = answer["error"]
             if isinstance(error, dict):
@@ -360,30 +352,33 @@ class Checkpoints:
     ) -> None:
         if time.monotonic() < deadline:
             return
-        slow = [state["phase"] in _UNDER_WAY for state in states].index(True)
+        slow = [state["phase"] in _RUNNING for state in states].index(True)
         raise RequestTimeoutError(
             f"{what}: not done in time. Give it a longer timeout_s.",
             server=self._servers.names[slow],
         )
 
 
-def _manifest(results: Sequence[object]) -> Manifest:
+def _manifest(results: Sequence[object], created: str, step: int | None) -> Manifest:
     """Put together what all servers say of their files.
 
     Raises:
         WireError: one of them says something else.
     """
-    try:
-        shards, tables = [], []
-        for result in results:
-            assert isinstance(result, dict)
+    shards, tables = [], []
+    for result in results:
+        try:
+            if not isinstance(result, dict):
+                raise TypeError(f"{result!r:.100}")
             fields = dict(result)
             of_server = fields.pop("tables")
             tables.append([saved_table_from_json(table) for table in of_server])
             shards.append(SavedShard(**fields))
-    except (KeyError, TypeError, ValueError, AssertionError) as exc:
-        raise WireError(f"A server's dump must end with a result ({exc!r}).") from exc
-    return Manifest(tables_of_all(tables), tuple(shards), "")
+        except (KeyError, TypeError, ValueError) as exc:
+            raise WireError(
+                f"A server's dump must end with a result ({exc!r})."
+            ) from exc
+    return Manifest(tables_of_all(tables), tuple(shards), created, step)
 
 
 def _fraction(state: State) -> float:

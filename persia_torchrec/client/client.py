@@ -1,34 +1,46 @@
-"""A client of all embedding servers: one request becomes one a server.
+"""A client of all embedding servers: one request becomes one message per server.
 
 The ids of a request come grouped by shard (see ``routing/shard.py``); each server is
-sent its part of every table in one message, and the answers are put together in the
-order of the grouped ids. Every server gets a message, also when none of the ids are
-its own: so every server counts the same batches.
+sent its part of every table in one message, and the replies are merged in the order of
+the grouped ids. Every server gets a message, also when none of the ids are its own: so
+every server counts the same batches.
 
 Dimension key:
     U: unique ids of one table
     D: its embedding dim
+    S: its optimizer-state floats per row
 """
 
+import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.client.answers import body_of
-from persia_torchrec.client.batch_number import BatchNumber as BatchNumber
 from persia_torchrec.client.checkpoints import Checkpoints
-from persia_torchrec.client.known_tables import KnownTables
-from persia_torchrec.client.outcome import PushOutcome
-from persia_torchrec.client.row_block import BLOCK_ROWS, RowBlock
+from persia_torchrec.client.codec import BatchNumber as BatchNumber
+from persia_torchrec.client.codec import (
+    KnownTable,
+    PushOutcome,
+    TableRequest,
+    read_added_tables,
+    read_told_tables,
+    staleness_histogram,
+    stamp,
+)
+from persia_torchrec.client.servers import ADD_TABLES_TIMEOUT_S as ADD_TABLES_TIMEOUT_S
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
-from persia_torchrec.client.shares import check_counts, gather_rows, require_shape
-from persia_torchrec.client.staleness import staleness_histogram
-from persia_torchrec.client.table_requests import TableRequests
-from persia_torchrec.client.transfer import export_blocks, table_step, write_blocks
+from persia_torchrec.client.transfer import (
+    BLOCK_ROWS,
+    RowBlock,
+    export_blocks,
+    rows_to_write,
+    write_blocks,
+)
+from persia_torchrec.errors import BatchError, ConfigError, WireError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
@@ -38,6 +50,7 @@ from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     COUNTS,
     MAX_MEMBER_CHARS,
+    METADATA_COLUMNS,
     SHARE,
     TRAINING,
     Frames,
@@ -50,9 +63,6 @@ from persia_torchrec.wire.messages import (
 )
 from persia_torchrec.wire.precision import Floats
 
-_ADD_TABLES_TIMEOUT_S = 120.0
-"""A server compiles its loops when they are first needed, once for a machine."""
-
 
 class EmbeddingClient:
     """Pull rows from the servers and push gradients to them.
@@ -64,13 +74,17 @@ class EmbeddingClient:
 
     Attributes:
         checkpoints: dumps and loads of what all servers hold.
+        num_servers: how many servers there are.
+        timeout_s: seconds that any request may take.
     """
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self.checkpoints = Checkpoints(servers)
-        self._tables = KnownTables(len(servers))
-        self._requests = TableRequests(servers, self._tables)
+        self.num_servers = len(servers)
+        self.timeout_s = servers.timeout_s
+        self._adding = threading.Lock()
+        self._tables: dict[str, KnownTable] = {}
 
     @classmethod
     def connect(
@@ -83,7 +97,7 @@ class EmbeddingClient:
         """Connect to all servers of a job.
 
         Args:
-            addresses: one a server, as ``"tcp://127.0.0.1:7000"``, in the order of
+            addresses: one per server, as ``"tcp://127.0.0.1:7000"``, in the order of
                 their shards.
             timeout_s: seconds that any request may take, this one included.
             greeting: of this process; the servers must belong to the same job, or to
@@ -93,25 +107,15 @@ class EmbeddingClient:
             ConfigError: an address cannot be read, or the servers are not the shards
                 of one job in their order.
             RequestTimeoutError: a server does not answer.
-            WireError: what answers is no embedding server of this version.
+            WireError: what answers is not an embedding server of this version.
         """
         return cls(Servers.connect(addresses, timeout_s, greeting))
-
-    @property
-    def num_servers(self) -> int:
-        """How many servers there are."""
-        return len(self._servers)
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that any request may take."""
-        return self._servers.timeout_s
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make tables known to every server, or change the settings of known ones.
 
-        A server does all of it or nothing. What was pushed before is applied with the
-        settings of before, what is pushed afterwards with the new ones.
+        A server does all of it or nothing. Earlier pushes are applied with the previous
+        settings, later ones with the new settings.
 
         Raises:
             RemoteError: a server has a table of this name with another dim or another
@@ -123,20 +127,46 @@ class EmbeddingClient:
             Kind.ADD_TABLES,
             [spec.to_json() for spec in specs],
             f"adding tables {names}",
-            _ADD_TABLES_TIMEOUT_S,
+            ADD_TABLES_TIMEOUT_S,
         )
-        self._tables.add(specs, answers)
+        self._add(specs, answers)
 
     def learn_tables(self) -> list[TableSpec]:
-        """Get to know the servers' tables, and change none: ``KnownTables.learn``."""
-        return self._tables.learn(self._servers)
+        """Ask the servers for their tables, and know those that all of them have.
+
+        Returns:
+            These tables, as they are on the first server.
+
+        Raises:
+            ConfigError: servers differ in the dim of a table.
+            ServerError: a server failed, or did not answer in time.
+            WireError: an answer tells of no tables.
+        """
+        answers = self._servers.ask(Kind.HELLO, None, "asking for tables")
+        told = [read_told_tables(answer) for answer in answers]
+        specs = [
+            TableSpec.from_json(table["spec"])
+            for name, table in told[0].items()
+            if all(name in tables for tables in told)
+        ]
+        for spec in specs:
+            for server, tables in zip(self._servers.names, told, strict=True):
+                other = TableSpec.from_json(tables[spec.name]["spec"])
+                if other.dim != spec.dim:
+                    raise ConfigError(
+                        f"Table {spec.name!r} must have one dim on all servers. "
+                        f"Received: {other.dim} of {server}, and {spec.dim} of "
+                        f"{self._servers.names[0]}. Load the same checkpoint into all."
+                    )
+        self._add(specs, [[tables[spec.name] for spec in specs] for tables in told])
+        return specs
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables on every server, as a schedule does.
 
-        What was pushed before is applied with the rate of before, what is pushed
-        afterwards with the new one. (So it is for this client; another trainer's
-        pushes get the new rate as soon as it is set.)
+        Earlier pushes are applied with the previous rate, later ones with the new rate.
+        (So it is for this client; another trainer's pushes get the new rate as soon as
+        it is set.)
 
         Args:
             lr: the new rate.
@@ -146,11 +176,20 @@ class EmbeddingClient:
             ConfigError: a table has not been added, or its optimizer refuses the rate.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        names = self._tables.names() if tables is None else list(tables)
-        known = [self.table(name) for name in names]
-        specs = [replace(s, optimizer=s.optimizer.with_lr(lr)) for s in known]
+        names = list(self._tables if tables is None else tables)
+        specs = [self.table(name) for name in names]
         if specs:
-            self.add_tables(specs)
+            self.add_tables(
+                [replace(s, optimizer=s.optimizer.with_lr(lr)) for s in specs]
+            )
+
+    def table(self, name: str) -> TableSpec:
+        """Return a table that was added.
+
+        Raises:
+            ConfigError: it was not.
+        """
+        return self._known(name).spec
 
     def wants_counts(self, table: str) -> bool:
         """Return whether training pulls of a table should come with counts.
@@ -158,7 +197,7 @@ class EmbeddingClient:
         Raises:
             ConfigError: it has not been added.
         """
-        return self._tables.wants_counts(table)
+        return self._known(table).wants_counts
 
     def split(self, ids_U: Ids) -> ShardedIds:
         """Group unique ids by the server that holds them."""
@@ -177,35 +216,38 @@ class EmbeddingClient:
         Args:
             tables: names of tables with their ids, grouped by :meth:`split`.
             batch: for training: missing rows are made and all are counted as used.
-                None looks only: a missing row reads zeros and nothing changes.
+                None reads only: a missing row reads zeros and nothing changes.
             precision: how the rows travel.
-            counts: uint32 ``(U,)`` a table, in the order of its grouped ids: how often
-                each occurs in the batch. Sent if one of the tables wants them (see
-                :meth:`wants_counts`) and the batch is for training. None, for all
+            counts: uint32 ``(U,)`` per table, in the order of its grouped ids: how
+                often each occurs in the batch. Sent if one of the tables wants them
+                (see :meth:`wants_counts`) and the batch is for training. None, for all
                 tables or for one, counts every id once.
 
         Returns:
-            float32 ``(U, D)`` a table, in the order of its grouped ids. They cannot be
-            written to: they may be views of the message that was received.
+            float32 ``(U, D)`` per table, in the order of its grouped ids. They cannot
+            be written to: they may be views of the message that was received.
 
         Raises:
-            BatchError: a server's share is too large, or counts do not fit the ids.
+            BatchError: one server's part is too large, or counts do not fit the ids.
             ConfigError: a table has not been added.
             ServerError: a server failed, refused, or did not answer in time; the
                 message names server and tables.
         """
+        known = [self._known(name) for name, _ in tables]
         header = Header(Kind.LOOKUP, precision=precision)
+        if batch is None or not any(table.wants_counts for table in known):
+            counts = None
         if batch is not None:
-            header = batch.stamp(header, flags=TRAINING)
-            if counts is not None and any(
-                self.wants_counts(name) for name, _ in tables
-            ):
-                check_counts(tables, counts)
-                header = header._replace(flags=TRAINING | COUNTS)
-        dims = [self.table(name).dim for name, _ in tables]
-        replies = self._requests.send(header, tables, counts=counts)
-        answers = [body_of(self._servers.wait(reply)) for reply in replies]
-        return gather_rows(answers, [split for _, split in tables], dims, precision)
+            flags = TRAINING if counts is None else TRAINING | COUNTS
+            header = stamp(header, batch, flags)
+        request = TableRequest(
+            known,
+            [split for _, split in tables],
+            [table.spec.dim for table in known],
+            counts=_checked_counts(tables, counts),
+        )
+        replies = self._send(header, request)
+        return request.merge([reply.frames() for reply in replies], precision)
 
     def push(
         self,
@@ -219,25 +261,37 @@ class EmbeddingClient:
 
         Args:
             tables: as in :meth:`pull`; empty gives up the batch without an update.
-            grads: float32 ``(U, D)`` a table, in the order of its grouped ids.
+            grads: float32 ``(U, D)`` per table, in the order of its grouped ids.
             batch: the batch whose rows these were. If it is a share of a joint step,
                 the servers apply it with the shares of the other trainers.
             precision: how the gradients travel.
 
         Returns:
-            One reply a server, which comes when the update is applied; hand them to
+            One reply per server, which comes when the update is applied; for
             :meth:`outcome` or :meth:`missed`.
 
         Raises:
-            BatchError: the shape of a gradient is not that of the rows, or a server's
-                share is too large.
+            BatchError: the shape of a gradient is not that of the rows, or one server's
+                part is too large.
             RequestTimeoutError: too many requests are pending.
         """
-        for (name, ids), grads_UD in zip(tables, grads, strict=True):
-            require_shape(self.table(name), "gradients", grads_UD, len(ids.ids))
-        flags = SHARE if batch.share else 0
-        header = batch.stamp(Header(Kind.UPDATE, precision=precision), flags)
-        return self._requests.send(header, tables, grads, share=batch.share)
+        known = [self._known(name) for name, _ in tables]
+        for table, (_, ids), grads_UD in zip(known, tables, grads, strict=True):
+            expected = (len(ids.ids), table.spec.dim)
+            if grads_UD.shape != expected:
+                raise BatchError(
+                    f"Table {table.spec.name!r}: gradients must have the shape "
+                    f"{expected}. Received: {grads_UD.shape}."
+                )
+        header = Header(Kind.UPDATE, precision=precision)
+        request = TableRequest(
+            known,
+            [split for _, split in tables],
+            [table.spec.dim for table in known],
+            rows=grads,
+            share=batch.share,
+        )
+        return self._send(stamp(header, batch, SHARE if batch.share else 0), request)
 
     def join(
         self, share: Share, who: str, ended: str = "", timeout_s: float | None = None
@@ -260,15 +314,14 @@ class EmbeddingClient:
             ServerError: a server failed, refused, or did not answer in time.
         """
         value = {"who": who[:MAX_MEMBER_CHARS], "ended": ended[:MAX_MEMBER_CHARS]}
-        frames: Frames = [encode_json(value), share.encode()]
-        replies = self._servers.send(
-            Header(Kind.JOIN), lambda _: frames, "joining the trainers", timeout_s
-        )
-        answers = [decode_json(self._servers.wait(r, timeout_s)) for r in replies]
+        bodies = itertools.repeat([encode_json(value), share.encode()])
+        what = "joining the trainers"
+        replies = self._servers.send(Header(Kind.JOIN), bodies, what, timeout_s)
+        answers = [decode_json(reply.frames()) for reply in replies]
         return next((answer for answer in answers if isinstance(answer, str)), "")
 
     def leave(self, share: Share) -> None:
-        """Give no share of a joint step, nor of later ones; the others go on without.
+        """Give no share of a joint step, nor of later ones; the others proceed without.
 
         Args:
             share: the first that will not come.
@@ -276,9 +329,9 @@ class EmbeddingClient:
         Raises:
             ServerError: a server failed, refused, or did not answer in time.
         """
-        frames: Frames = [share.encode()]
-        for reply in self._servers.send(Header(Kind.LEAVE), lambda _: frames, "leave"):
-            self._servers.wait(reply)
+        bodies = itertools.repeat([share.encode()])
+        for reply in self._servers.send(Header(Kind.LEAVE), bodies, "leave"):
+            reply.frames()
 
     def missed(self, replies: Sequence[Reply]) -> int:
         """Return the missed ids of :meth:`outcome`: those that had no row any more."""
@@ -290,8 +343,7 @@ class EmbeddingClient:
         Raises:
             ServerError: a server failed, refused, or did not answer in time.
         """
-        answers = [decode_json(self._servers.wait(reply)) for reply in replies]
-        return PushOutcome.total(map(PushOutcome.from_json, answers))
+        return PushOutcome.read(reply.frames() for reply in replies)
 
     def write(
         self, table: str, ids: Ids, weights: Floats, state: Floats | None = None
@@ -302,7 +354,7 @@ class EmbeddingClient:
             table: name of the table.
             ids: uint64 ``(U,)``, without repeats.
             weights: float32 ``(U, D)``.
-            state: float32 ``(U, S)``, as :meth:`read` returns it behind the weights.
+            state: float32 ``(U, S)``, as :meth:`read` returns it after the weights.
                 None leaves the state of a row, and a new row gets the initial one.
 
         Raises:
@@ -318,7 +370,7 @@ class EmbeddingClient:
 
         Args:
             table: name of the table.
-            blocks: what to write; asked for as the servers get on.
+            blocks: what to write; taken as the servers proceed.
 
         Returns:
             How many rows were written.
@@ -327,19 +379,27 @@ class EmbeddingClient:
             BatchError: the shapes do not fit.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        send = partial(self._requests.write, table)
-        return write_blocks(self._servers, blocks, send)
+
+        def write(block: RowBlock) -> list[Reply]:
+            known = self._known(table)
+            rows, flags = rows_to_write(known.spec, block)
+            ids = self.split(block.ids)
+            grouped = [ids.grouped(rows)]
+            request = TableRequest([known], [ids], [rows.shape[1]], rows=grouped)
+            return self._send(Header(Kind.WRITE, flags=flags), request)
+
+        return write_blocks(blocks, write)
 
     def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterator[RowBlock]:
         """Return all rows of a table, of all servers, block by block.
 
-        Training may go on meanwhile. A row that is there all the time is returned
+        Training may proceed meanwhile. A row that is there all the time is returned
         exactly once, as it is when its block is read; one that is made or evicted
         meanwhile may be returned or not, and twice if it leaves and comes back.
 
         Args:
             table: name of the table.
-            block_rows: rows a block at most. One block a server is in memory.
+            block_rows: rows per block at most. One block per server is in memory.
 
         Returns:
             Blocks with optimizer state, in no order of the ids.
@@ -348,22 +408,28 @@ class EmbeddingClient:
             BatchError: ``block_rows`` is below 1.
             ServerError: a server failed or did not answer in time; when it happens.
         """
-        spec, numbers = self.table(table), self._tables.numbers_of(table)
-        return export_blocks(self._servers, spec, numbers, block_rows)
+        return export_blocks(self._servers, self._known(table), block_rows)
 
     def step(self, table: str, step: int | None = None) -> int:
         """Return how many updates a table has had: the ``t`` of Adam and its kin.
 
         Args:
             table: name of the table.
-            step: go on counting from here, as a warm start does. Updates on their way
-                count before it.
+            step: continue counting from here, as a warm start does. Updates on their
+                way count before it.
 
         Raises:
             ServerError: a server failed, refused, or did not answer in time.
         """
-        numbers = self._tables.numbers_of(table)
-        return table_step(self._servers, table, numbers, step)
+        numbers = self._known(table).numbers
+        bodies = ([encode_json({"table": n, "step": step})] for n in numbers)
+        what = f"step of table {table!r}"
+        replies = self._servers.send(Header(Kind.STEP), bodies, what)
+        answers = [decode_json(reply.frames()) for reply in replies]
+        steps = [answer for answer in answers if isinstance(answer, int)]
+        if len(steps) < len(answers):
+            raise WireError(f"A step must be a number. Received: {answers!r:.100}.")
+        return max(steps)
 
     def read(self, table: str, ids: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes nothing.
@@ -378,7 +444,8 @@ class EmbeddingClient:
         Raises:
             ServerError: a server failed, refused, or did not answer in time.
         """
-        return self._requests.read(Header(Kind.READ), table, ids, np.float32)
+        spec = self.table(table)
+        return self._read(Kind.READ, table, ids, spec.dim + spec.num_state_floats)
 
     def metadata(self, table: str, ids: Ids) -> Metadata:
         """Return how often ids were seen, and when last updated; changes nothing.
@@ -389,15 +456,15 @@ class EmbeddingClient:
             ids: uint64 ``(U,)``.
 
         Returns:
-            uint32 ``(U,)`` a field, in the order of ``ids``; 0 for an id without a row.
+            uint32 ``(U,)`` per field, in the order of ``ids``; 0 for an id without a
+            row.
 
         Raises:
             RemoteError: the table keeps no metadata.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        header = Header(Kind.METADATA)
-        columns = self._requests.read(header, table, ids, np.uint32)
-        return Metadata(*np.ascontiguousarray(columns.T))
+        columns = self._read(Kind.METADATA, table, ids, METADATA_COLUMNS)
+        return Metadata(*np.ascontiguousarray(columns.view(np.uint32).T))
 
     def counters(self) -> list[dict[str, int]]:
         """Return each server's counters: rows, hits, misses, evictions and others."""
@@ -425,13 +492,62 @@ class EmbeddingClient:
         self._servers.ask(Kind.SHUTDOWN, None, "shutdown")
 
     def close(self) -> None:
-        """Close the connections; the servers live on. May be called twice."""
+        """Close the connections; the servers continue. May be called twice."""
         self._servers.close()
 
-    def table(self, name: str) -> TableSpec:
-        """Return a table that was added.
+    def _add(self, specs: Sequence[TableSpec], answers: Sequence[object]) -> None:
+        tables = read_added_tables(specs, answers)
+        with self._adding:
+            self._tables.update((table.spec.name, table) for table in tables)
+
+    def _known(self, name: str) -> KnownTable:
+        table = self._tables.get(name)
+        if table is None:
+            raise ConfigError(
+                f"Table {name!r} is unknown to this client. Known: "
+                f"{sorted(self._tables)}. Call add_tables first."
+            )
+        return table
+
+    def _send(self, header: Header, request: TableRequest) -> list[Reply]:
+        """Send every server its part of a request.
 
         Raises:
-            ConfigError: it was not.
+            BatchError: one server's part is too large.
         """
-        return self._tables.spec(name)
+        names = ", ".join([repr(table.spec.name) for table in request.tables])
+        what = f"{header.kind.name.lower()} of table {names}"
+        precision, share = header.precision, request.share
+        request.require_room(what, precision, self._servers.max_request_ids)
+        # A joint step waits for the other trainers as well.
+        timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
+        bodies: Iterable[Frames] = (
+            request.encode(server, precision) for server in range(self.num_servers)
+        )
+        return self._servers.send(header, bodies, what, timeout_s)
+
+    def _read(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
+        """Return ``(U, width)`` numbers of 4 bytes, in the order of the ids."""
+        request = TableRequest([self._known(table)], [self.split(ids)], [width])
+        replies = self._send(Header(kind), request)
+        (rows,) = request.merge([reply.frames() for reply in replies], Precision.FP32)
+        return rows[request.ids[0].place]
+
+
+def _checked_counts(
+    tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None] | None
+) -> Sequence[Counts | None] | None:
+    """Return counts if they are one per id.
+
+    Raises:
+        BatchError: the dtype or the shape of one is another.
+    """
+    for (name, split), counts_U in zip(tables, counts or (), strict=bool(counts)):
+        if counts_U is None:
+            continue
+        if counts_U.dtype != np.uint32 or counts_U.shape != split.ids.shape:
+            raise BatchError(
+                f"Table {name!r}: counts must be uint32 of the shape "
+                f"{split.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
+            )
+    return counts

@@ -1,16 +1,15 @@
-"""All servers of a job: the way to them, and which start of each is meant."""
+"""The servers of a job: their connections, and which start of each is meant."""
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from typing import Self
 
-from persia_torchrec.client.answers import Hello
+from persia_torchrec.client.codec import ServerHello
 from persia_torchrec.errors import ConfigError, NotReadyError, RemoteError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     Frame,
-    Frames,
     Header,
     Kind,
     decode_json,
@@ -18,8 +17,10 @@ from persia_torchrec.wire.messages import (
 )
 from persia_torchrec.wire.patience import MAX_COMPILING_S
 from persia_torchrec.wire.transport import Connections
+from persia_torchrec.wire.transport import Reply as Reply
 
-Reply = Future[tuple[Header, Frames]]
+ADD_TABLES_TIMEOUT_S = 120.0
+"""A server compiles its loops when they are first needed, once per machine."""
 
 _RETRY_S = 0.2
 
@@ -29,7 +30,7 @@ class Servers:
 
     Args:
         connections: to the servers, in the order of their shards.
-        hellos: what each of them said of itself.
+        hellos: of each server.
         timeout_s: seconds that any request may take.
 
     Attributes:
@@ -38,7 +39,7 @@ class Servers:
     """
 
     def __init__(
-        self, connections: Connections, hellos: Sequence[Hello], timeout_s: float
+        self, connections: Connections, hellos: Sequence[ServerHello], timeout_s: float
     ) -> None:
         self._connections = connections
         self._incarnations = [hello.incarnation for hello in hellos]
@@ -50,15 +51,9 @@ class Servers:
     def connect(
         cls, addresses: Sequence[str], timeout_s: float, greeting: Greeting = NO_JOB
     ) -> Self:
-        """Connect, and ask each server which shard it is.
+        """Connect, and ask each server which shard it is; see ``EmbeddingClient``.
 
         The time in which a server compiles its loops does not count.
-
-        Raises:
-            ConfigError: an address cannot be read, or the servers are not the shards
-                of one job in their order.
-            RequestTimeoutError: a server does not answer.
-            WireError: what answers is no embedding server of this version.
         """
         if isinstance(addresses, str):
             raise ConfigError(
@@ -67,108 +62,85 @@ class Servers:
             )
         connections = Connections("embedding server", addresses, greeting=greeting)
         give_up_s = time.monotonic() + MAX_COMPILING_S
+
+        def ask(server: int) -> Reply:
+            return connections.submit(
+                server,
+                Header(Kind.HELLO),
+                [encode_json(None)],
+                timeout_s=timeout_s,
+                what="connecting",
+            )
+
+        hellos = []
         try:
-            replies = [
-                _ask_hello(connections, server, timeout_s)
-                for server in range(len(connections))
-            ]
-            hellos = [
-                _hello(connections, server, reply, timeout_s, give_up_s)
-                for server, reply in enumerate(replies)
-            ]
+            replies = [ask(server) for server in range(len(connections))]
+            for server, reply in enumerate(replies):
+                while (frames := _frames_if_ready(reply, give_up_s)) is None:
+                    reply = ask(server)  # of the same server
+                shard = server, len(connections)
+                name = connections.names[server]
+                hellos.append(ServerHello.read(frames, shard, name))
         except BaseException:
             connections.close()
             raise
         return cls(connections, hellos, timeout_s)
 
     def __len__(self) -> int:
-        return len(self._connections)
+        return len(self._incarnations)
 
     def send(
         self,
         header: Header,
-        frames_of: Callable[[int], Sequence[Frame]],
+        bodies: Iterable[Sequence[Frame]],
         what: str,
         timeout_s: float | None = None,
+        *,
+        first: int = 0,
     ) -> list[Reply]:
-        """Send each server its own frames.
+        """Send servers a message each.
 
         Args:
             header: of the messages; the incarnation is set here.
-            frames_of: given the number of a server, returns what follows the header.
+            bodies: what follows the header, for each server in turn.
             what: the request in words, for errors.
-            timeout_s: seconds that it may take, if not as many as any other.
+            timeout_s: seconds that it may take; by default as long as any request.
+            first: number of the first server that is sent one.
         """
         return [
-            self.send_to(server, header, frames_of(server), what, timeout_s)
-            for server in range(len(self))
+            self._connections.submit(
+                server,
+                header._replace(incarnation=self._incarnations[server]),
+                frames,
+                timeout_s=timeout_s or self.timeout_s,
+                what=what,
+            )
+            for server, frames in zip(range(first, len(self)), bodies, strict=False)
         ]
-
-    def send_to(
-        self,
-        server: int,
-        header: Header,
-        frames: Sequence[Frame],
-        what: str,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        """Send one server a message; the arguments are those of :meth:`send`."""
-        return self._connections.submit(
-            server,
-            header._replace(incarnation=self._incarnations[server]),
-            frames,
-            timeout_s=timeout_s or self.timeout_s,
-            what=what,
-        )
 
     def ask(
         self, kind: Kind, value: object, what: str, timeout_s: float | None = None
     ) -> list[object]:
-        """Send every server the same JSON value; return what each answers."""
-        body = [encode_json(value)]
-        replies = self.send(Header(kind), lambda _: body, what, timeout_s)
-        return [decode_json(self.wait(reply, timeout_s)) for reply in replies]
-
-    def wait(self, reply: Reply, timeout_s: float | None = None) -> Frames:
-        """Wait for a reply; return its frames.
+        """Send every server the same JSON value; return the answer of each.
 
         Raises:
-            ServerError: the server failed, refused, or did not answer in time.
+            ServerError: a server failed, refused, or did not answer in time.
         """
-        # The I/O thread fails the reply at its deadline; the margin is for its death.
-        return reply.result((timeout_s or self.timeout_s) + 5)[1]
+        bodies = itertools.repeat([encode_json(value)])
+        replies = self.send(Header(kind), bodies, what, timeout_s)
+        return [decode_json(reply.frames()) for reply in replies]
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self._connections.close()
 
 
-def _ask_hello(connections: Connections, server: int, timeout_s: float) -> Reply:
-    return connections.submit(
-        server,
-        Header(Kind.HELLO),
-        [encode_json(None)],
-        timeout_s=timeout_s,
-        what="connecting",
-    )
-
-
-def _hello(
-    connections: Connections,
-    server: int,
-    reply: Reply,
-    timeout_s: float,
-    give_up_s: float,
-) -> Hello:
-    """Return what a server says of itself, once it has compiled its loops."""
-    while True:
-        try:
-            frames = reply.result(timeout_s + 5)[1]
-        except RemoteError as exc:
-            if exc.kind != NotReadyError.__name__ or time.monotonic() > give_up_s:
-                raise
-            time.sleep(_RETRY_S)
-            reply = _ask_hello(connections, server, timeout_s)
-        else:
-            name = connections.names[server]
-            return Hello.read(frames, server, len(connections), name)
+def _frames_if_ready(reply: Reply, give_up_s: float) -> list[Frame] | None:
+    """Return the frames of a reply; None if the server compiles its loops still."""
+    try:
+        return reply.frames()
+    except RemoteError as exc:
+        if exc.kind != NotReadyError.__name__ or time.monotonic() > give_up_s:
+            raise
+    time.sleep(_RETRY_S)
+    return None

@@ -1,126 +1,221 @@
-"""Whole tables to the servers and back, in blocks, while training may go on.
+"""Rows of a table outside training: what fills a table, and what an export returns.
+
+A table may be larger than memory, so rows go in blocks, either way:
+
+    tensor or file --blocks_of--> RowBlock, RowBlock, ... --fill--> servers
+    servers --export--> RowBlock, RowBlock, ... --> another job's fill, or a tensor
 
 Dimension key:
-    N: rows of one block
+    N: rows of a table, or of one block
     D: embedding dim
-    S: optimizer-state floats a row
+    S: optimizer-state floats per row
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
-from persia_torchrec.client.answers import Exported
-from persia_torchrec.client.row_block import RowBlock, rows_a_block
+import numpy as np
+
+from persia_torchrec.client.codec import Exported, KnownTable
 from persia_torchrec.client.servers import Reply, Servers
-from persia_torchrec.errors import BatchError, WireError
+from persia_torchrec.errors import BatchError
+from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
-    Frames,
-    Header,
-    Kind,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire.messages import STATE, Header, Kind, encode_json
+from persia_torchrec.wire.precision import Floats
 
-_BLOCKS_UNDER_WAY = 2
+BLOCK_ROWS = 65_536
+"""Rows per block, unless the caller says otherwise."""
+
+_BLOCK_BYTES = 2**27
+
+_BLOCKS_IN_FLIGHT = 2
 """One that the servers write while the next is cut and encoded."""
+
+IdsOfRows: TypeAlias = Ids | Callable[[Ids], Ids] | None
+"""The id of each row of a table: uint64 ``(N,)``, without repeats; or a function that
+is given row numbers, uint64, and returns their ids. None where a row's number is its
+id, as in an ordinary table; so it is, too, where ids are hashed to ``[0, N)`` before
+every lookup."""
+
+
+class Rows(Protocol):
+    """A matrix that is read slice by slice: an array, mapped memory, a file."""
+
+    def __len__(self) -> int:
+        """Return N."""
+
+    def __getitem__(self, rows: slice, /) -> Floats:
+        """Return some rows, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Some rows of a table.
+
+    Attributes:
+        ids: uint64 ``(N,)``, without repeats.
+        weights: float32 ``(N, D)``.
+        state: float32 ``(N, S)``, optimizer state as the table's optimizer lays it out
+            (see ``embedding/optim.py``); None where it is unknown.
+    """
+
+    ids: Ids
+    weights: Floats
+    state: Floats | None = None
+
+
+def rows_per_block(spec: TableSpec, wanted: int = BLOCK_ROWS) -> int:
+    """Return how many rows of a table are a block: ``wanted``, or what 128 MiB hold."""
+    return min(wanted, _BLOCK_BYTES // (4 * (spec.dim + spec.num_state_floats)))
+
+
+def blocks_of(
+    weights: Rows,
+    ids: IdsOfRows = None,
+    state: Rows | None = None,
+    *,
+    block_rows: int = BLOCK_ROWS,
+    first_row: int = 0,
+) -> Iterator[RowBlock]:
+    """Cut a whole table into blocks; a memory-mapped one is read block by block.
+
+    Args:
+        weights: float32 ``(N, D)``.
+        ids: of the rows.
+        state: float32 ``(N, S)``.
+        block_rows: rows per block.
+        first_row: number of the first row, where these are but a part of the table.
+
+    Raises:
+        BatchError: the lengths differ, or ``block_rows`` is below 1.
+
+    Example:
+        >>> table = np.zeros((5, 2), dtype=np.float32)
+        >>> [block.ids.tolist() for block in blocks_of(table, block_rows=3)]
+        [[0, 1, 2], [3, 4]]
+    """
+    lengths = {"weights": len(weights)}
+    if isinstance(ids, np.ndarray):
+        ids = ids[first_row : first_row + len(weights)] if first_row else ids
+        lengths["ids"] = len(ids)
+        first_row = 0  # an array begins with the first of these rows
+    if state is not None:
+        lengths["state"] = len(state)
+    if len(set(lengths.values())) > 1 or block_rows < 1:
+        raise BatchError(
+            "Ids, weights and state must have the same number of rows, and a block at "
+            f"least 1. Received: {lengths}, block_rows={block_rows}."
+        )
+
+    def cut() -> Iterator[RowBlock]:
+        for start in range(0, len(weights), block_rows):
+            rows = slice(start, min(start + block_rows, len(weights)))
+            of_rows = ids_of_rows(ids, first_row + rows.start, first_row + rows.stop)
+            yield RowBlock(
+                of_rows, weights[rows], None if state is None else state[rows]
+            )
+
+    return cut()
+
+
+def ids_of_rows(ids: IdsOfRows, start: int, stop: int) -> Ids:
+    """Return the ids of some rows of a table; uint64 ``(stop - start,)``."""
+    if isinstance(ids, np.ndarray):
+        return ids[start:stop]
+    numbers = np.arange(start, stop, dtype=np.uint64)
+    return numbers if ids is None else ids(numbers)
+
+
+def rows_to_write(spec: TableSpec, block: RowBlock) -> tuple[Floats, int]:
+    """Return a block as a WRITE carries it: its rows and the header's flags.
+
+    Raises:
+        BatchError: the shapes do not fit the table.
+    """
+    num = len(block.ids)
+    if block.weights.shape != (num, spec.dim):
+        raise BatchError(
+            f"Table {spec.name!r}: weights must have the shape {(num, spec.dim)}. "
+            f"Received: {block.weights.shape}."
+        )
+    if block.state is None:
+        return np.asarray(block.weights, dtype=np.float32), 0
+    if block.state.shape != (num, spec.num_state_floats):
+        raise BatchError(
+            f"Table {spec.name!r}: the state of {type(spec.optimizer).__name__} must "
+            f"have the shape {(num, spec.num_state_floats)}. "
+            f"Received: {block.state.shape}."
+        )
+    rows = np.concatenate([block.weights, block.state], axis=1, dtype=np.float32)
+    return rows, STATE
 
 
 def write_blocks(
-    servers: Servers,
-    blocks: Iterable[RowBlock],
-    write: Callable[[RowBlock], Sequence[Reply]],
+    blocks: Iterable[RowBlock], write: Callable[[RowBlock], Sequence[Reply]]
 ) -> int:
-    """Write blocks one after the other; return how many rows there were.
+    """Write blocks one after the other, few in memory; return how many rows there were.
 
     Args:
-        servers: that answer.
-        blocks: asked for as the servers get on, so that few are in memory.
+        blocks: taken as the servers proceed.
         write: sends a block.
 
     Raises:
         ServerError: a server failed, refused, or did not answer in time.
     """
-    under_way: deque[Sequence[Reply]] = deque()
+    in_flight: deque[Sequence[Reply]] = deque()
     num_rows = 0
     for block in blocks:
-        if len(under_way) == _BLOCKS_UNDER_WAY:
-            _wait(servers, under_way.popleft())
-        under_way.append(write(block))
+        if len(in_flight) == _BLOCKS_IN_FLIGHT:
+            _wait(in_flight.popleft())
+        in_flight.append(write(block))
         num_rows += len(block.ids)
-    for replies in under_way:
-        _wait(servers, replies)
+    for replies in in_flight:
+        _wait(replies)
     return num_rows
 
 
-def table_step(
-    servers: Servers, table: str, numbers: Sequence[int], step: int | None
-) -> int:
-    """Ask how many updates a table has had; see ``EmbeddingClient.step``.
-
-    Args:
-        servers: all of them.
-        table: its name, for errors.
-        numbers: of the table, for each server.
-        step: what to set, if anything.
-    """
-
-    def frames_of(server: int) -> Frames:
-        return [encode_json({"table": numbers[server], "step": step})]
-
-    replies = servers.send(Header(Kind.STEP), frames_of, f"step of table {table!r}")
-    answers = [decode_json(servers.wait(reply)) for reply in replies]
-    steps = [answer for answer in answers if isinstance(answer, int)]
-    if len(steps) < len(servers):
-        raise WireError(f"A step must be a number. Received: {answers!r:.100}.")
-    return max(steps)
-
-
-def _wait(servers: Servers, replies: Sequence[Reply]) -> None:
+def _wait(replies: Sequence[Reply]) -> None:
     for reply in replies:
-        servers.wait(reply)
+        reply.frames()
 
 
 def export_blocks(
-    servers: Servers, spec: TableSpec, numbers: Sequence[int], block_rows: int
+    servers: Servers, table: KnownTable, block_rows: int
 ) -> Iterator[RowBlock]:
     """Walk the rows of a table on all servers; see ``EmbeddingClient.export``.
 
     Args:
-        servers: each has at most one block under way or waiting to be taken.
-        spec: the table.
-        numbers: of the table, for each server.
-        block_rows: rows a block at most.
+        servers: each has at most one block in flight, or waiting to be taken.
+        table: the table.
+        block_rows: rows per block at most.
 
     Raises:
         BatchError: ``block_rows`` is below 1.
     """
     if block_rows < 1:
         raise BatchError(f"A block must have at least 1 row. Received: {block_rows}.")
-    max_rows = min(rows_a_block(spec, block_rows), *servers.max_request_ids)
-    return _export(servers, spec, numbers, max_rows)
+    spec = table.spec
+    max_rows = min(rows_per_block(spec, block_rows), *servers.max_request_ids)
 
-
-def _export(
-    servers: Servers, spec: TableSpec, numbers: Sequence[int], max_rows: int
-) -> Iterator[RowBlock]:
     def ask(server: int, start: int) -> Reply:
-        value = {"table": numbers[server], "start": start, "max_rows": max_rows}
-        what = f"export of table {spec.name!r}"
-        return servers.send_to(server, Header(Kind.EXPORT), [encode_json(value)], what)
+        value = {"table": table.numbers[server], "start": start, "max_rows": max_rows}
+        body, what = [encode_json(value)], f"export of table {spec.name!r}"
+        (reply,) = servers.send(Header(Kind.EXPORT), [body], what, first=server)
+        return reply
 
-    width = spec.dim + spec.num_state_floats
-    under_way = deque((server, ask(server, 0)) for server in range(len(servers)))
-    while under_way:
-        server, reply = under_way.popleft()
-        part = Exported.read(servers.wait(reply), width)
-        if part.next_start is not None:
-            under_way.append((server, ask(server, part.next_start)))
-        if len(part.ids):
-            yield _block(part, spec.dim)
+    def walk() -> Iterator[RowBlock]:
+        in_flight = deque((server, ask(server, 0)) for server in range(len(servers)))
+        while in_flight:
+            server, reply = in_flight.popleft()
+            part = Exported.read(reply.frames(), spec.dim + spec.num_state_floats)
+            if part.next_start is not None:
+                in_flight.append((server, ask(server, part.next_start)))
+            if len(part.ids):
+                # Copied: the message is not kept, and the arrays may be changed.
+                weights, state = part.rows[:, : spec.dim], part.rows[:, spec.dim :]
+                yield RowBlock(part.ids.copy(), weights.copy(), state.copy())
 
-
-def _block(part: Exported, dim: int) -> RowBlock:
-    """Copy, so that the message is not kept, and what is returned may be changed."""
-    weights, state = part.rows[:, :dim].copy(), part.rows[:, dim:].copy()
-    return RowBlock(part.ids.copy(), weights, state)
+    return walk()

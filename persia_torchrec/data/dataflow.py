@@ -155,4 +155,4 @@ class BatchSender:
         reply = self._connections.submit(
             trainer, header, frames, timeout_s=self._timeout_s, what="a batch"
         )
-        return decode_json(reply.result(self._timeout_s + 5)[1])
+        return decode_json(reply.frames())

@@ -19,7 +19,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.row_block import IdsOfRows
+from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.sharding.bag_sharder import TableControl
 from persia_torchrec.sharding.feature_processed import (

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.table import TableChange
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.embedding_worker import RoutedBatch

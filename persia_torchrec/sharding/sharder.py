@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.row_block import IdsOfRows
+from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.bag_sharder import (

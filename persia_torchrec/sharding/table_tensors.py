@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.row_block import BLOCK_ROWS, IdsOfRows, ids_of_rows
+from persia_torchrec.client.transfer import BLOCK_ROWS, IdsOfRows, ids_of_rows
 from persia_torchrec.errors import BatchError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.initial_rows import initial_rows

@@ -24,11 +24,11 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.row_block import (
+from persia_torchrec.client.transfer import (
     IdsOfRows,
     RowBlock,
     blocks_of,
-    rows_a_block,
+    rows_per_block,
 )
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.wire.precision import Floats
@@ -96,7 +96,7 @@ def load_tables(
         step_of_table = step
         if optimizer_state is not None and spec.num_state_floats:
             state, step_of_table = _state_of(table, optimizer_state, step)
-        blocks = _blocks(weight, state, (ids or {}).get(table), rows_a_block(spec))
+        blocks = _blocks(weight, state, (ids or {}).get(table), rows_per_block(spec))
         num_rows[table] = client.fill(table, blocks)
         if step_of_table is not None:
             client.step(table, step_of_table)

@@ -59,12 +59,40 @@ _STILL_LOST = "the connection was lost, and is not there yet. Did the process en
 _CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
+_GRACE_S = 5.0
+"""The I/O thread fails a reply at its deadline; a wait longer than that means that the
+thread is dead."""
+
+
+class Reply(Future[tuple[Header, Frames]]):
+    """A reply to come; it cannot be cancelled.
+
+    Fails with RemoteError, RequestTimeoutError, ServerError (the connection is lost) or
+    WireError (the server answers what is no message of ours).
+
+    Args:
+        timeout_s: seconds after which the request fails.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__()
+        self.timeout_s = timeout_s
+        self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
+
+    def frames(self) -> Frames:
+        """Wait for the reply; return its frames.
+
+        Raises:
+            PersiaError: as the class says.
+        """
+        return self.result(self.timeout_s + _GRACE_S)[1]
+
+
 @dataclass(slots=True)
 class _Pending:
     server: int
     what: str
-    future: "Future[tuple[Header, Frames]]"
-    timeout_s: float
+    reply: Reply
 
 
 class Connections:
@@ -121,7 +149,7 @@ class Connections:
         *,
         timeout_s: float,
         what: str,
-    ) -> "Future[tuple[Header, Frames]]":
+    ) -> Reply:
         """Send a request.
 
         Args:
@@ -130,11 +158,6 @@ class Connections:
             frames: the others; their memory must not change until the reply.
             timeout_s: seconds until the request counts as failed.
             what: the request in words, for errors: ``"lookup of table 'ads'"``.
-
-        Returns:
-            The reply; it cannot be cancelled. Fails with RemoteError,
-            RequestTimeoutError, ServerError (the connection is lost) or WireError (the
-            server answers what is no message of ours).
 
         Raises:
             RequestTimeoutError: too many requests are pending for ``timeout_s``.
@@ -147,8 +170,7 @@ class Connections:
                 f"{what}: too many requests were pending for {timeout_s:g} s.",
                 server=self.names[server],
             )
-        future: Future[tuple[Header, Frames]] = Future()
-        future.set_running_or_notify_cancel()  # from here on, cancel() does nothing
+        reply = Reply(timeout_s)
         number = next(self._numbers)
         deadline = time.monotonic() + timeout_s
         message: list[Frame] = [header.encode(request=number), *frames]
@@ -158,7 +180,7 @@ class Connections:
                 raise ServerError(
                     f"{what}: the connections are closed.", server=self.names[server]
                 )
-            self._pending[number] = _Pending(server, what, future, timeout_s)
+            self._pending[number] = _Pending(server, what, reply)
             is_lost = server in self._lost
             if not is_lost:
                 heapq.heappush(self._deadlines, (deadline, number))
@@ -167,7 +189,7 @@ class Connections:
             self._fail([number], _STILL_LOST)
         else:
             self._wakeup.wake()
-        return future
+        return reply
 
     def close(self) -> None:
         """Close all connections; pending requests fail. May be called twice."""
@@ -242,9 +264,9 @@ class Connections:
         if pending is None:
             return  # Its deadline has passed.
         if error is not None:
-            pending.future.set_exception(error)
+            pending.reply.set_exception(error)
         else:
-            pending.future.set_result((header, frames))
+            pending.reply.set_result((header, frames))
 
     def _remote_error(self, server: int, frames: Frames) -> RemoteError:
         body = decode_json(frames)
@@ -266,7 +288,7 @@ class Connections:
                     f"{self.names[server]}: {pending.what}: the reply must be a "
                     f"message of this protocol. {exc} Is this the right address?"
                 )
-                pending.future.set_exception(error)
+                pending.reply.set_exception(error)
 
     def _take(self, number: int, server: int | None = None) -> _Pending | None:
         """Return a request that is over now; None if it was, or is not the server's."""
@@ -290,9 +312,9 @@ class Connections:
                 self._fail_timeout(pending)
 
     def _fail_timeout(self, pending: _Pending) -> None:
-        pending.future.set_exception(
+        pending.reply.set_exception(
             RequestTimeoutError(
-                f"{pending.what}: no reply within {pending.timeout_s:g} s. "
+                f"{pending.what}: no reply within {pending.reply.timeout_s:g} s. "
                 "Is it running, and is the address right?",
                 server=self.names[pending.server],
             )
@@ -328,7 +350,7 @@ class Connections:
             if pending is not None:
                 name = self.names[pending.server]
                 error = ServerError(f"{pending.what}: {reason}", server=name)
-                pending.future.set_exception(error)
+                pending.reply.set_exception(error)
 
 
 def _connect_all(

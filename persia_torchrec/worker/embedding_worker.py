@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.dedup import Counts, Positions, count_repeats

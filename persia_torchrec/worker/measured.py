@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.config import EmbeddingSchema, MetricsSettings
 from persia_torchrec.metrics import Observations, Reading
 from persia_torchrec.routing.hashing import Ids

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from persia_torchrec.client.client import Reply
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.client.permits import Permit
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.table import TableChange
@@ -366,7 +366,7 @@ def _when_all_done(replies: Sequence[Reply], call: Callable[[], None]) -> None:
     lock = threading.Lock()
     left = len(replies)
 
-    def count(_: Reply) -> None:
+    def count(_: object) -> None:
         nonlocal left
         with lock:
             left -= 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, FrameError
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
@@ -236,8 +236,7 @@ class RemoteWorkers:
 
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
         """Wait until a push is applied; return which gradients were not."""
-        answers = [decode_json(self._wait(reply)) for reply in replies]
-        return PushOutcome.total(map(PushOutcome.from_json, answers))
+        return PushOutcome.read(reply.frames() for reply in replies)
 
     def close(self) -> None:
         """Close the connections. May be called twice."""

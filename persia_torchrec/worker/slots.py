@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.embedding_worker import (
     BatchFeatures,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ class Tally:
     def applied(self, outcome: PushOutcome) -> PushOutcome:
         """Count an acknowledged update; return the total with it."""
         with self._lock:
-            total = self._total = PushOutcome.total([self._total, outcome])
-            self._window = PushOutcome.total([self._window, outcome])
+            total = self._total = self._total.plus(outcome)
+            self._window = self._window.plus(outcome)
             self._num_in_window += 1
             window = self._window
             if self._num_in_window == _WINDOW_UPDATES:

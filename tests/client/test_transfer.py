@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.client.row_block import RowBlock, blocks_of
+from persia_torchrec.client.transfer import RowBlock, blocks_of
 from persia_torchrec.embedding import AdmitProbability
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import BatchError, ConfigError, RemoteError
@@ -276,16 +276,14 @@ class TestRequests:
     )
     def test_nonsense_is_refused(self, servers, kind, value, message):
         client = connect(servers, 1)
-        internals = client._servers
-        reply = internals.send_to(0, Header(kind), [encode_json(value)], "nonsense")
         with pytest.raises(RemoteError, match=message):
-            internals.wait(reply)
+            client._servers.ask(kind, value, "nonsense")
         assert client.step("item") == 0  # it lives on
 
     def test_a_start_behind_the_last_row_is_the_end(self, servers):
         client = connect(servers, 1)
         value = {"table": 0, "start": 77, "max_rows": 5}
-        internals = client._servers
-        reply = internals.send_to(0, Header(Kind.EXPORT), [encode_json(value)], "end")
-        _, place, ids, rows = internals.wait(reply)
+        header, body = Header(Kind.EXPORT), [encode_json(value)]
+        (reply,) = client._servers.send(header, [body], "end")
+        _, place, ids, rows = reply.frames()
         assert (bytes(place), len(ids), len(rows)) == (b'{"next": null}', 0, 0)

@@ -263,7 +263,9 @@ class TestLimits:
             "read": lambda: client.read("item", split.ids),
         }
         for verb, call in calls.items():
-            message = rf"{verb} of table 'item': a server's share must have at most 10 "
+            message = (
+                rf"{verb} of table 'item': one server's part must have at most 10 "
+            )
             with pytest.raises(BatchError, match=rf"{message}.*Received: \d+ ids"):
                 call()
         counters = client.counters()

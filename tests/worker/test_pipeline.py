@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from persia_torchrec.client.client import Reply
 from persia_torchrec.embedding import AdmitFrequency, Constant
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import (
@@ -67,7 +68,7 @@ class HeldBack(Gated):
 
     def push(self, batch, grads):
         replies = super().push(batch, grads)
-        acks = [Future() for _ in replies]
+        acks = [Reply(DEADLINE_S) for _ in replies]
         self.held_back.append((replies, acks))
         return acks
 
@@ -546,7 +547,7 @@ def test_a_change_of_tables_is_in_order_with_the_pushes(train, num_shards):
 
 def test_a_change_waits_until_the_pushes_before_it_are_acknowledged(train):
     trainer = train(2)
-    acknowledgement = Future()
+    acknowledgement = Reply(DEADLINE_S)
     push, outcome = trainer.worker.push, trainer.worker.outcome
     trainer.worker.push = lambda *batch: [*push(*batch), acknowledgement]
     trainer.worker.outcome = lambda replies: outcome(replies[:-1])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from persia_torchrec.client.known_tables import KnownTables
+from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import parse_embedding_config
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
@@ -88,16 +88,18 @@ def test_slots_must_have_the_dims_of_the_servers_tables():
     ],
 )
 def test_servers_must_agree_on_their_tables(answers, error, message):
-    known = KnownTables(2)
+    client = EmbeddingClient(Answering(answers))
     with pytest.raises(error, match=message):
-        known.learn(Answering(answers))
-    assert known.names() == []
+        client.learn_tables()
+    with pytest.raises(ConfigError, match=r"Known: \[\]"):
+        client.table("item")
 
 
 def test_tables_that_a_server_lacks_are_not_learnt():
-    known = KnownTables(2)
-    known.learn(Answering([[4], []]))
-    assert known.names() == []
+    client = EmbeddingClient(Answering([[4], []]))
+    assert client.learn_tables() == []
+    with pytest.raises(ConfigError, match=r"Known: \[\]"):
+        client.table("item")
 
 
 class Answering:
@@ -105,7 +107,11 @@ class Answering:
 
     def __init__(self, dims):
         self.names = ["server 0", "server 1"]
+        self.timeout_s = DEADLINE_S
         self._dims = dims
+
+    def __len__(self):
+        return len(self.names)
 
     def ask(self, kind, value, what):
         assert kind is Kind.HELLO

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from persia_torchrec.client.outcome import PushOutcome
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.worker.tally import Tally, TrainingSummary
 
 

@@ -1,0 +1,425 @@
+"""Requests to embedding servers as frames, and their replies, read and checked.
+
+Dimension key:
+    U: unique ids of one table
+    N: rows of one reply
+    W: floats per row: weights, or weights and optimizer state
+"""
+
+import itertools
+import operator
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.errors import BatchError, ConfigError, FrameError, WireError
+from persia_torchrec.routing.dedup import Counts
+from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
+from persia_torchrec.wire.messages import (
+    Frame,
+    Frames,
+    Header,
+    Ids,
+    Precision,
+    Share,
+    TableIds,
+    array_of,
+    bytes_of,
+    decode_json,
+    encode_segments,
+)
+from persia_torchrec.wire.precision import (
+    Floats,
+    decode_floats,
+    encode_floats,
+    size_of,
+)
+
+_NO_ROWS = np.empty(0, dtype=np.float32)
+_NO_COUNTS = np.empty(0, dtype=np.uint32)
+_OUTCOME_KEYS = ("missed", "refused", "unadmitted", "gradients")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNumber:
+    """Which batch a request belongs to: a stream, and a number within it.
+
+    Attributes:
+        share: of which joint step its update is one trainer's share; None when it is
+            applied by itself, whatever other trainers do.
+    """
+
+    stream: int
+    batch: int
+    share: Share | None = None
+
+    @staticmethod
+    def new_stream() -> int:
+        """Return a number for a stream of batches that no other process chooses."""
+        return secrets.randbits(63)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTable:
+    """A table that all servers have.
+
+    Attributes:
+        spec: its settings.
+        numbers: its number on each server.
+        wants_counts: whether training pulls should come with counts.
+    """
+
+    spec: TableSpec
+    numbers: tuple[int, ...]
+    wants_counts: bool
+
+
+class TableRequest(NamedTuple):
+    """A request for ids of tables, for all servers.
+
+    Attributes:
+        tables: that the request names.
+        ids: of each table, grouped by server.
+        widths: W of each table, in the request or in its reply.
+        rows: float32 ``(U, W)`` per table, in the order of its ids, if rows are sent.
+        counts: uint32 ``(U,)`` per table; None counts 1 each. Not sent if left out.
+        share: of a joint step, if the request is one.
+    """
+
+    tables: Sequence[KnownTable]
+    ids: Sequence[ShardedIds]
+    widths: Sequence[int]
+    rows: Sequence[Floats] | None = None
+    counts: Sequence[Counts | None] | None = None
+    share: Share | None = None
+
+    def encode(self, server: int, precision: Precision) -> Frames:
+        """Return the frames after the header of one server's message."""
+        frames = encode_segments(
+            [
+                TableIds(table.numbers[server], ids.of_shard(server))
+                for table, ids in zip(self.tables, self.ids, strict=True)
+            ]
+        )
+        slices = [slice(*ids.offsets[server : server + 2]) for ids in self.ids]
+        if self.rows is not None:
+            rows = zip(self.rows, slices, strict=True)
+            pieces = [rows_UW[piece].reshape(-1) for rows_UW, piece in rows]
+            frames.append(encode_floats(_joined(pieces), precision))
+        if self.counts is not None:
+            counts = [
+                np.ones(piece.stop - piece.start, dtype=np.uint32)
+                if counts_U is None
+                else counts_U[piece]
+                for counts_U, piece in zip(self.counts, slices, strict=True)
+            ]
+            frames.append(bytes_of(np.concatenate([_NO_COUNTS, *counts])))
+        if self.share is not None:
+            frames.append(self.share.encode())
+        return frames
+
+    def require_room(
+        self, what: str, precision: Precision, max_request_ids: Sequence[int]
+    ) -> None:
+        """Refuse a request that a server would refuse, before any server gets its part.
+
+        Args:
+            what: the request, in words.
+            precision: how rows travel.
+            max_request_ids: ids that each server accepts.
+
+        Raises:
+            BatchError: one server's part is too large.
+        """
+        row_bytes = [width * size_of(precision) for width in self.widths]
+        num_ids = sum(len(split.ids) for split in self.ids)
+        num_bytes = num_ids * max(row_bytes, default=0)
+        if num_ids <= min(max_request_ids) and num_bytes <= MAX_MESSAGE_BYTES:
+            return  # so are the parts
+        for server, max_ids in enumerate(max_request_ids):
+            parts = [len(split.of_shard(server)) for split in self.ids]
+            num_bytes = sum(map(int.__mul__, parts, row_bytes))
+            if sum(parts) > max_ids or num_bytes > MAX_MESSAGE_BYTES:
+                raise BatchError(
+                    f"{what}: one server's part must have at most {max_ids} ids and "
+                    f"{MAX_MESSAGE_BYTES} bytes of rows. Received: {sum(parts)} ids, "
+                    f"{num_bytes} bytes for server {server}. Use smaller batches."
+                )
+
+    def merge(self, replies: Sequence[Frames], precision: Precision) -> list[Floats]:
+        """Merge the rows that all servers sent.
+
+        Returns:
+            float32 ``(U, W)`` per table, read-only; views of the reply if there is one.
+
+        Raises:
+            FrameError: a reply has another number of frames, or another length.
+        """
+        shapes = [
+            (len(split.ids), width)
+            for split, width in zip(self.ids, self.widths, strict=True)
+        ]
+        if len(replies) == 1:
+            num = sum([num * width for num, width in shapes])
+            flat = decode_floats(body_of(replies[0]), num, precision)
+            if not flat.flags.aligned:  # a small frame may begin anywhere in memory
+                flat = flat.copy()
+            stops = itertools.accumulate([num * width for num, width in shapes])
+            rows = [
+                flat[stop - num * width : stop].reshape(num, width)
+                for stop, (num, width) in zip(stops, shapes, strict=True)
+            ]
+        else:
+            rows = [np.empty(shape, dtype=np.float32) for shape in shapes]
+            for server, reply in enumerate(replies):
+                self._scatter(body_of(reply), server, rows, precision)
+        for rows_UW in rows:
+            rows_UW.flags.writeable = False
+        return rows
+
+    def _scatter(
+        self, frame: Frame, server: int, rows: Sequence[Floats], precision: Precision
+    ) -> None:
+        """Copy one server's reply into each table's rows."""
+        parts = [
+            rows_UW[slice(*split.offsets[server : server + 2])]
+            for rows_UW, split in zip(rows, self.ids, strict=True)
+        ]
+        flat = decode_floats(frame, sum(part.size for part in parts), precision)
+        start = 0
+        for part in parts:
+            part[:] = flat[start : start + part.size].reshape(part.shape)
+            start += part.size
+
+
+def _joined(pieces: Sequence[Floats]) -> Floats:
+    """Concatenate flat arrays; a view where they follow one another in memory."""
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        return _NO_ROWS
+    whole = pieces[0].base
+    if isinstance(whole, np.ndarray) and all(piece.base is whole for piece in pieces):
+        starts = [piece.ctypes.data for piece in pieces]
+        stops = [
+            start + piece.nbytes for start, piece in zip(starts, pieces, strict=True)
+        ]
+        if starts[1:] == stops[:-1] and whole.flags.c_contiguous:
+            first = (starts[0] - whole.ctypes.data) // pieces[0].itemsize
+            return whole.reshape(-1)[first : first + sum(map(len, pieces))]
+    return np.concatenate(pieces)
+
+
+def body_of(frames: Frames) -> Frame:
+    """Return the one frame after a reply's header.
+
+    Raises:
+        FrameError: there is none, or several.
+    """
+    if len(frames) != 2:
+        raise FrameError(f"The reply must have 2 frames. Received: {len(frames)}.")
+    return frames[1]
+
+
+class ServerHello(NamedTuple):
+    """What a server says of itself when a client connects.
+
+    Attributes:
+        incarnation: which start of the server.
+        max_request_ids: ids that it accepts in a request.
+    """
+
+    incarnation: int
+    max_request_ids: int
+
+    @classmethod
+    def read(cls, frames: Frames, shard: tuple[int, int], name: str) -> Self:
+        """Read the answer of a server that must be a certain shard.
+
+        Args:
+            frames: of the answer.
+            shard: which shard the server must be, and of how many.
+            name: of the server, for errors.
+
+        Raises:
+            WireError: this is not an answer of an embedding server.
+            ConfigError: it is another shard.
+        """
+        hello = decode_json(frames)
+        keys = ("shard", "num_shards", *cls._fields)
+        numbers = [hello.get(key) for key in keys] if isinstance(hello, dict) else []
+        match numbers:
+            case [int(found), int(num), int(incarnation), int(max_request_ids)]:
+                if (found, num) == shard:
+                    return cls(incarnation, max_request_ids)
+            case _:
+                raise WireError(f"{name} is not an embedding server of this version.")
+        raise ConfigError(
+            f"{name} must be shard {shard[0]} of {shard[1]}. Received: it is shard "
+            f"{found} of {num}. Give all addresses, in the order of their shards."
+        )
+
+
+def read_added_tables(
+    specs: Sequence[TableSpec], answers: Sequence[object]
+) -> list[KnownTable]:
+    """Read what servers say of the tables that they have added.
+
+    Args:
+        specs: the tables.
+        answers: of each server.
+
+    Raises:
+        WireError: an answer tells of other tables.
+    """
+    for answer in answers:
+        if (
+            not isinstance(answer, list)
+            or len(answer) != len(specs)
+            or not all(
+                isinstance(table, dict)
+                and isinstance(table.get("number"), int)
+                and "wants_counts" in table
+                for table in answer
+            )
+        ):
+            raise WireError(
+                f"The reply to ADD_TABLES must tell of {len(specs)} tables. "
+                f"Received: {answer!r:.100}."
+            )
+    of_servers: Any = answers
+    return [
+        KnownTable(
+            spec,
+            tuple(answer[t]["number"] for answer in of_servers),
+            any(answer[t]["wants_counts"] for answer in of_servers),
+        )
+        for t, spec in enumerate(specs)
+    ]
+
+
+def read_told_tables(answer: object) -> dict[str, dict[str, Any]]:
+    """Read the tables that a server tells of in its answer to HELLO, by name.
+
+    Raises:
+        WireError: it tells of none.
+    """
+    tables = answer.get("tables") if isinstance(answer, dict) else None
+    if not isinstance(tables, list) or not all(
+        isinstance(table, dict) and isinstance(table.get("spec"), dict)
+        for table in tables
+    ):
+        raise WireError(
+            f"The reply to HELLO must tell of tables. Received: {answer!r:.100}."
+        )
+    return {str(table["spec"].get("name")): table for table in tables}
+
+
+class Exported(NamedTuple):
+    """Some rows of a table on one server.
+
+    Attributes:
+        ids: uint64 ``(N,)``.
+        rows: float32 ``(N, W)``, weights and optimizer state.
+        next_start: where the next rows begin; None at the end.
+    """
+
+    ids: Ids
+    rows: Floats
+    next_start: int | None
+
+    @classmethod
+    def read(cls, frames: Frames, width: int) -> Self:
+        """Read a reply to EXPORT, of rows of ``width`` floats.
+
+        Raises:
+            FrameError: the frames are others, or do not fit one another.
+        """
+        if len(frames) != 4:
+            raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
+        described = decode_json(frames[:2])
+        next_start = described.get("next", "") if isinstance(described, dict) else ""
+        if not isinstance(next_start, int | None):
+            raise FrameError(f"An export must say what is next. Received: {described}.")
+        ids = array_of(frames[2], np.uint64)
+        rows = decode_floats(frames[3], len(ids) * width, Precision.FP32)
+        return cls(ids, rows.reshape(len(ids), width), next_start)
+
+
+class PushOutcome(NamedTuple):
+    """What became of the gradients of a push.
+
+    Attributes:
+        num_missed: ids that had no row: it had been evicted, or never admitted.
+        num_refused: rows whose gradient was not finite: NaN or infinite.
+        num_unadmitted: of the missed, those that were never admitted.
+        num_gradients: ids that had a gradient, applied or not.
+    """
+
+    num_missed: int = 0
+    num_refused: int = 0
+    num_unadmitted: int = 0
+    num_gradients: int = 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Ids whose row left between its lookup and its gradient."""
+        return self.num_missed - self.num_unadmitted
+
+    def plus(self, other: "PushOutcome") -> "PushOutcome":
+        """Return the outcome of both pushes."""
+        return PushOutcome(*map(operator.add, self, other))
+
+    def to_json(self) -> dict[str, int]:
+        """Describe the outcome as it stands in a reply."""
+        return dict(zip(_OUTCOME_KEYS, self, strict=True))
+
+    @classmethod
+    def read(cls, replies: Iterable[Frames]) -> "PushOutcome":
+        """Read the replies to a push; return the outcome on all servers.
+
+        Raises:
+            WireError: a reply tells of no outcome.
+        """
+        total = cls()
+        for frames in replies:
+            answer = decode_json(frames)
+            numbers = answer if isinstance(answer, dict) else {}
+            counts = [n for k in _OUTCOME_KEYS if isinstance(n := numbers.get(k), int)]
+            if len(counts) < len(_OUTCOME_KEYS):
+                raise WireError(
+                    "The reply to an update must tell how many gradients it had, and "
+                    "how many were missed and refused. "
+                    f"Received: {answer!r:.100}."
+                )
+            total = total.plus(cls(*counts))
+        return total
+
+
+def stamp(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
+    """Return a header of a request that belongs to a batch."""
+    return header._replace(stream=batch.stream, batch=batch.batch, flags=flags)
+
+
+def staleness_histogram(
+    counters: Iterable[Mapping[str, int]],
+) -> npt.NDArray[np.int64]:
+    """Add up the ``staleness_0``, ``staleness_1``, ... of each server's counters.
+
+    Returns:
+        int64, one element per staleness, up to the largest that any server has seen.
+    """
+    prefix, total = "staleness_", {0: 0}
+    for of_server in counters:
+        for name, num in of_server.items():
+            if name.startswith(prefix):
+                staleness = int(name.removeprefix(prefix))
+                total[staleness] = total.get(staleness, 0) + num
+    histogram = np.zeros(max(total) + 1, dtype=np.int64)
+    histogram[list(total)] = list(total.values())
+    return histogram
