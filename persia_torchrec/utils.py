@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from persia_torchrec import env
-from persia_torchrec.config import read_yaml
+from persia_torchrec.config import parse_yaml, read_text
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.ports import free_port_from
 
@@ -44,7 +44,7 @@ def load_yaml(filepath: str | Path) -> object:
     Raises:
         ConfigError: the file is missing, is no YAML, or gives a key twice.
     """
-    return read_yaml(filepath)
+    return parse_yaml(read_text(filepath), filepath)
 
 
 def dump_yaml(content: object, filepath: str | Path) -> None:

@@ -2,7 +2,7 @@
 
 Slots of one feature group share their ids: the same id in two of them is the same
 row. Ids of different groups are kept apart by the group's number, which replaces the
-top ``feature_index_prefix_bit`` bits of every id; groups are numbered from 1, first
+top ``feature_index_prefix_bit`` bits of every id. Groups are numbered from 1: first
 those of the file, then one for each slot that is in none::
 
     feature_index_prefix_bit: 8         group     prefix
@@ -16,48 +16,72 @@ those of the file, then one for each slot that is in none::
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from persia_torchrec.config.differences import check_differences, with_present_keys
+from msgspec import Meta, Struct, field, structs
+
+from persia_torchrec.config.differences import apply_differences
 from persia_torchrec.config.yaml_file import (
-    Place,
-    hint,
+    nearest,
     parse_yaml,
     read_section,
     read_text,
+    require_mapping,
 )
+from persia_torchrec.decoding import Place, convert
 from persia_torchrec.errors import ConfigError
 
 ID_BITS = 64
 MAX_PREFIX_BITS = 62
-"""With more, hardly an id would be left: they are taken modulo ``2**(64-n) - 1``."""
+"""With more, hardly any ids are left: they are taken modulo ``2**(64-n) - 1``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotConfig:
-    """One feature: what its ids are looked up in, and what is made of the rows."""
+class HashStack(Struct, frozen=True, kw_only=True):
+    """``hash_stack_config`` of a slot: bucket ids in place of each id."""
 
-    name: str
-    """Of the id type feature in a batch."""
+    hash_stack_rounds: Annotated[int, Meta(ge=0)]
+    """Bucket ids per id; 0 leaves the id as it is."""
 
-    dim: int
-    """Weights a row."""
+    embedding_size: Annotated[int, Meta(ge=0)]
+    """Buckets per round."""
 
-    sample_fixed_size: int = 10
-    """Ids a sample when they are not summed."""
+    def __post_init__(self) -> None:
+        if self.hash_stack_rounds and not self.embedding_size:
+            raise ConfigError(
+                "embedding_size must be >= 1, the buckets per round, where there are "
+                f"rounds. Received: 0, and hash_stack_rounds={self.hash_stack_rounds}."
+            )
+
+
+class SlotSettings(Struct, frozen=True, kw_only=True):
+    """One entry of ``slots_config``."""
+
+    dim: Annotated[int, Meta(ge=1)]
+    """Weights per row."""
+
+    sample_fixed_size: Annotated[int, Meta(ge=1)] = 10
+    """Ids per sample when they are not summed."""
 
     embedding_summation: bool = True
     """Whether the rows of a sample are summed up to one."""
 
     sqrt_scaling: bool = False
-    """Whether that sum is divided by the root of the number of ids."""
+    """Whether that sum is divided by the square root of the number of ids."""
 
-    hash_stack_rounds: int = 0
-    """By how many bucket ids an id is replaced; 0 leaves it as it is."""
+    hash_stack: HashStack = field(
+        name="hash_stack_config",
+        default=HashStack(hash_stack_rounds=0, embedding_size=0),
+    )
+    """See :class:`HashStack`."""
 
-    hash_stack_size: int = 0
-    """Buckets a round."""
+
+class SlotConfig(SlotSettings, frozen=True, kw_only=True):
+    """One feature: how its ids are looked up, and what becomes of the rows."""
+
+    name: str
+    """Of the id type feature in a batch."""
 
     group: str
     """Name of its feature group."""
@@ -82,7 +106,7 @@ class FeatureGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddingSchema:
-    """The whole file."""
+    """The whole file, its groups numbered."""
 
     feature_index_prefix_bit: int
     """How many top bits of an id are the number of its feature group."""
@@ -99,14 +123,13 @@ def load_embedding_config(path: str | Path, *, warns: bool = True) -> EmbeddingS
 
     Args:
         path: of the file.
-        warns: whether keys that do not do what they say are logged, see
-            ``differences.py``. False for a role beside another that logs them: in a
-            job, embedding worker 0 does.
+        warns: whether keys without effect are logged, see ``differences.py``. False
+            for a role when another one logs them: in a job, embedding worker 0 does.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown or missing, a value is
-            of another type or out of its range, or the groups do not fit the slots.
-            The message names the file and the key path.
+        ConfigError: the file cannot be read, a key is unknown or missing, a value does
+            not fit, or the groups do not fit the slots. The message names the file
+            and the key path.
     """
     return parse_embedding_config(read_text(path), path, warns=warns)
 
@@ -114,7 +137,7 @@ def load_embedding_config(path: str | Path, *, warns: bool = True) -> EmbeddingS
 def parse_embedding_config(
     text: str, path: str | Path, *, warns: bool = True
 ) -> EmbeddingSchema:
-    """Read the text of ``embedding_config.yml``.
+    """Parse the text of ``embedding_config.yml``.
 
     Args:
         text: of the file.
@@ -124,144 +147,101 @@ def parse_embedding_config(
     Raises:
         ConfigError: as :func:`load_embedding_config`.
     """
-    place = Place(Path(path))
-    content = with_present_keys(
-        place.path, parse_yaml(text, path), is_embedding_config=True, warns=warns
+    place = Place(str(path))
+    content = apply_differences(
+        parse_yaml(text, path), place, is_embedding_config=True, warns=warns
     )
     file = read_section(_File, content, place)
-    check_differences(place.path, content, warns=warns)
-    groups = _number_groups(file, place)
-    group_of = {slot: group for group in groups for slot in group.slots}
+    at = place.under("slots_config")
+    settings = {
+        name: read_section(SlotSettings, slot, at.under(name))
+        for name, slot in require_mapping(file.slots_config, at).items()
+    }
+    if not settings:
+        raise ConfigError(f"{at} must have at least one slot.")
+    bits = file.feature_index_prefix_bit
+    members = _read_groups(file.feature_groups, settings, place.under("feature_groups"))
+    if len(members) >= 2**bits:
+        raise ConfigError(
+            f"{place} must have at most {2**bits - 1} groups, counting each slot that "
+            f"is in none. Received: {len(members)}. "
+            f"Raise feature_index_prefix_bit above {bits}."
+        )
+    groups = tuple(
+        FeatureGroup(name=name, slots=slots, index_prefix=index_prefix(number, bits))
+        for number, (name, slots) in enumerate(members.items())
+    )
+    group_of_slot = {slot: group for group in groups for slot in group.slots}
     slots = {
         name: SlotConfig(
+            **structs.asdict(slot),
             name=name,
-            dim=entry.dim,
-            sample_fixed_size=entry.sample_fixed_size,
-            embedding_summation=entry.embedding_summation,
-            sqrt_scaling=entry.sqrt_scaling,
-            hash_stack_rounds=entry.hash_stack.hash_stack_rounds,
-            hash_stack_size=entry.hash_stack.embedding_size,
-            group=group_of[name].name,
-            index_prefix=group_of[name].index_prefix,
+            group=group_of_slot[name].name,
+            index_prefix=group_of_slot[name].index_prefix,
         )
-        for name, entry in file.slots.items()
+        for name, slot in settings.items()
     }
-    return EmbeddingSchema(
-        feature_index_prefix_bit=file.feature_index_prefix_bit,
-        slots=slots,
-        groups=groups,
-    )
+    return EmbeddingSchema(feature_index_prefix_bit=bits, slots=slots, groups=groups)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _HashStack:
-    """``hash_stack_config`` of a slot, as the file has it."""
+def index_prefix(group: int, prefix_bits: int) -> int:
+    """Return the prefix of a feature group: ``(group + 1) << (64 - prefix_bits)``.
 
-    hash_stack_rounds: int
-    embedding_size: int
+    Args:
+        group: number of the group, from 0.
+        prefix_bits: ``feature_index_prefix_bit``.
 
-    def __post_init__(self) -> None:
-        for name in ("hash_stack_rounds", "embedding_size"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name} must be >= 0. Received: {getattr(self, name)}."
-                )
-        if self.hash_stack_rounds and not self.embedding_size:
-            raise ConfigError(
-                "embedding_size must be >= 1, the buckets a round, where there are "
-                f"rounds. Received: 0, and hash_stack_rounds={self.hash_stack_rounds}."
-            )
+    Example:
+        >>> hex(index_prefix(0, 12))
+        '0x10000000000000'
+    """
+    return (group + 1) << (ID_BITS - prefix_bits)
 
 
-_NO_HASH_STACK = _HashStack(hash_stack_rounds=0, embedding_size=0)
+class _File(Struct, frozen=True, kw_only=True):
+    feature_index_prefix_bit: Annotated[int, Meta(ge=1, le=MAX_PREFIX_BITS)] = 8
+    slots_config: object
+    feature_groups: object = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Slot:
-    """One of ``slots_config``, as the file has it."""
-
-    dim: int
-    sample_fixed_size: int = 10
-    embedding_summation: bool = True
-    sqrt_scaling: bool = False
-    hash_stack: _HashStack = _NO_HASH_STACK
-    index_prefix: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "sample_fixed_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must be >= 1. Received: {getattr(self, name)}."
-                )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    """``embedding_config.yml``, as it is."""
-
-    feature_index_prefix_bit: int = 8
-    slots: dict[str, _Slot]
-    feature_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.feature_index_prefix_bit <= MAX_PREFIX_BITS:
-            raise ConfigError(
-                f"feature_index_prefix_bit must be in [1, {MAX_PREFIX_BITS}]. "
-                f"Received: {self.feature_index_prefix_bit}."
-            )
-        if not self.slots:
-            raise ConfigError("slots_config must have at least one slot.")
-
-
-def _number_groups(file: _File, place: Place) -> tuple[FeatureGroup, ...]:
-    """Give each group its prefix: those of the file first, then the single slots."""
-    at = place.under("feature_groups")
-    for name, slots in file.feature_groups.items():
-        _check_group(name, slots, file, at.under(name))
-    times = Counter(slot for slots in file.feature_groups.values() for slot in slots)
-    for slot, num_groups in times.items():
-        if num_groups > 1:
+def _read_groups(
+    content: object, slots: Mapping[str, SlotSettings], at: Place
+) -> dict[str, tuple[str, ...]]:
+    """Read ``feature_groups``; add one for each slot that is in none."""
+    groups = {}
+    for name, value in require_mapping(content, at).items():
+        groups[name] = convert(value, tuple[str, ...], at.under(name), ConfigError)
+        _check_group(groups[name], slots, at.under(name))
+    times = Counter(slot for members in groups.values() for slot in members)
+    for slot in slots:
+        if times[slot] > 1:
             raise ConfigError(
                 f"{at} must name each slot at most once. "
-                f"Received: {slot!r} {num_groups} times."
+                f"Received: {slot!r} {times[slot]} times."
             )
-    members = dict(file.feature_groups)
-    for slot in file.slots:
-        if slot in times:
+        if times[slot]:
             continue
-        if slot in members:
+        if slot in groups:
             raise ConfigError(
                 f"{at.under(slot)} must not be named like a slot that is in no group, "
                 "whose own group has that name. Rename the group."
             )
-        members[slot] = (slot,)
-    prefix_bits = file.feature_index_prefix_bit
-    if len(members) >= 2**prefix_bits:
-        raise ConfigError(
-            f"{place} must have at most {2**prefix_bits - 1} groups, counting each "
-            f"slot that is in none. Received: {len(members)}. "
-            f"Raise feature_index_prefix_bit above {prefix_bits}."
-        )
-    return tuple(
-        FeatureGroup(
-            name=name,
-            slots=slots,
-            index_prefix=number << (ID_BITS - prefix_bits),
-        )
-        for number, (name, slots) in enumerate(members.items(), start=1)
-    )
+        groups[slot] = (slot,)
+    return groups
 
 
-def _check_group(name: str, slots: tuple[str, ...], file: _File, at: Place) -> None:
-    if not slots:
+def _check_group(
+    members: tuple[str, ...], slots: Mapping[str, SlotSettings], at: Place
+) -> None:
+    if not members:
         raise ConfigError(f"{at} must list at least one slot.")
-    for slot in slots:
-        if slot not in file.slots:
+    for slot in members:
+        if slot not in slots:
             raise ConfigError(
                 f"{at} must list slots of slots_config. Received: {slot!r}. "
-                f"{hint(slot, file.slots)}"
+                f"{nearest(slot, slots)}"
             )
-    dims = {slot: file.slots[slot].dim for slot in slots}
+    dims = {slot: slots[slot].dim for slot in members}
     if len(set(dims.values())) > 1:
         raise ConfigError(
             f"{at} must list slots of one dim, since they share rows. Received: {dims}."

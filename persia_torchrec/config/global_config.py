@@ -9,7 +9,11 @@
     embedding_parameter_server_config:
       capacity: 1000000
 
-With ``job_type: Infer`` the roles serve a checkpoint, and meet at no coordinator::
+``job_type`` says what a role is for::
+
+    Train, Eval    all roles meet at the coordinator
+    Infer          embedding servers and embedding workers serve a checkpoint, without
+                   a coordinator: infer_config lists the servers
 
     common_config:
       job_type: Infer
@@ -19,82 +23,66 @@ With ``job_type: Infer`` the roles serve a checkpoint, and meet at no coordinato
 """
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from persia_torchrec.config.differences import check_differences, with_present_keys
-from persia_torchrec.config.yaml_file import Place, read_section, read_yaml
+from msgspec import Meta, Struct, field
+
+from persia_torchrec.config.differences import apply_differences
+from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
+from persia_torchrec.decoding import Place
+from persia_torchrec.env import LOOPBACK_NAMES, MAX_PORT
 from persia_torchrec.errors import ConfigError
 
 JOB_TYPES = ("Train", "Eval", "Infer")
 
 _ADDRESS = re.compile(r"(?:tcp://)?([^\s:/\[\]]+):([0-9]{1,5})")
-_MAX_PORT = 65_535
-_LOOPBACK = re.compile(r"localhost|127\.[0-9.]+")
+
+Positive = Annotated[int, Meta(ge=1)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricsSettings:
+class MetricsSettings(Struct, frozen=True, kw_only=True):
     """``common_config.metrics_config``."""
 
     enable_metrics: bool = True
     """Whether metrics are pushed, to the gateway that the environment names."""
 
-    job_name: str = "persia_default_jobname"
+    job_name: Annotated[str, Meta(min_length=1)] = "persia_default_jobname"
     """The value of the label ``job``."""
 
-    push_interval_seconds: int = 10
+    push_interval_seconds: Positive = 10
     """Seconds from one push to the next."""
 
-    def __post_init__(self) -> None:
-        if not self.job_name:
-            raise ConfigError("job_name must not be empty. Received: ''.")
-        _require_positive("push_interval_seconds", self.push_interval_seconds)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointingSettings:
+class CheckpointingSettings(Struct, frozen=True, kw_only=True):
     """``common_config.checkpointing_config``."""
 
-    num_workers: int = 4
+    num_workers: Positive = 4
     """Threads that write or read a checkpoint."""
 
-    def __post_init__(self) -> None:
-        _require_positive("num_workers", self.num_workers)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InferSettings:
+class InferSettings(Struct, frozen=True, kw_only=True):
     """``common_config.infer_config``."""
 
-    servers: tuple[str, ...]
+    servers: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Addresses of the servers, as ``host:port``, in the order of their shards."""
 
-    embedding_checkpoint: str
-    """The folder that the servers start from: a checkpoint, or a folder with several,
-    for its latest complete one."""
+    embedding_checkpoint: Annotated[str, Meta(min_length=1)]
+    """The folder that the servers load: a checkpoint, or a folder with several, for
+    its latest complete one."""
 
     def __post_init__(self) -> None:
-        if not self.servers:
-            raise ConfigError(
-                "servers must list the address of every embedding server. Received: an "
-                "empty list."
-            )
         for address in self.servers:
             match = _ADDRESS.fullmatch(address)
-            if match is None or not 1 <= int(match[2]) <= _MAX_PORT:
+            if match is None or not 1 <= int(match[2]) <= MAX_PORT:
                 raise ConfigError(
                     "servers must list addresses as host:port, with a port in "
-                    f"[1, {_MAX_PORT}]. Received: {address!r}."
+                    f"[1, {MAX_PORT}]. Received: {address!r}."
                 )
         if len(set(self.servers)) < len(self.servers):
             raise ConfigError(
                 "servers must list each embedding server once. "
                 f"Received: {list(self.servers)}."
-            )
-        if not self.embedding_checkpoint:
-            raise ConfigError(
-                "embedding_checkpoint must name a folder. Received: nothing."
             )
 
     def port_of(self, shard: int) -> int:
@@ -103,31 +91,37 @@ class InferSettings:
 
     @property
     def listen_host(self) -> str:
-        """Where roles listen that are told nothing else.
+        """Default listen address of roles without ``--host``.
 
         This machine only, if all servers have addresses of this machine only; else,
-        like PERSIA's, on all interfaces.
+        like PERSIA's, all interfaces.
         """
-        hosts = [_ADDRESS.fullmatch(address) for address in self.servers]
-        is_local = all(host and _LOOPBACK.fullmatch(host[1]) for host in hosts)
+        hosts = [
+            address.rpartition(":")[0].removeprefix("tcp://")
+            for address in self.servers
+        ]
+        is_local = all(h in LOOPBACK_NAMES or h.startswith("127.") for h in hosts)
         return "127.0.0.1" if is_local else "0.0.0.0"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommonSettings:
-    """``common_config``: of all roles."""
+class CommonSettings(Struct, frozen=True, kw_only=True):
+    """``common_config``: for all roles."""
 
-    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    metrics: MetricsSettings = field(
+        name="metrics_config", default_factory=MetricsSettings
+    )
     """See :class:`MetricsSettings`."""
 
     job_type: str = "Train"
-    """``Train``; ``Eval``, which is the same, but that nothing is written
-    incrementally; or ``Infer``: servers and workers serve a checkpoint."""
+    """``Train``; ``Eval``, which is the same without increments; or ``Infer``: servers
+    and workers serve a checkpoint."""
 
-    infer: InferSettings | None = None
-    """See :class:`InferSettings`; there if, and only if, the job is for inference."""
+    infer: InferSettings | None = field(name="infer_config", default=None)
+    """See :class:`InferSettings`; present if, and only if, the job is for inference."""
 
-    checkpointing: CheckpointingSettings = field(default_factory=CheckpointingSettings)
+    checkpointing: CheckpointingSettings = field(
+        name="checkpointing_config", default_factory=CheckpointingSettings
+    )
     """See :class:`CheckpointingSettings`."""
 
     def __post_init__(self) -> None:
@@ -149,76 +143,59 @@ class CommonSettings:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddingWorkerSettings:
+class EmbeddingWorkerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_worker_config``."""
 
-    forward_buffer_size: int = 1000
+    forward_buffer_size: Positive = 1000
     """Batches of one data loader that may wait for their lookup; a full buffer makes
     the loader wait."""
 
-    buffered_data_expired_sec: int = 1000
-    """After how many seconds a batch that nobody asked for may be forgotten."""
-
-    def __post_init__(self) -> None:
-        _require_positive("forward_buffer_size", self.forward_buffer_size)
-        _require_positive("buffered_data_expired_sec", self.buffered_data_expired_sec)
+    buffered_data_expired_sec: Positive = 1000
+    """Seconds after which a batch that no trainer asked for may be forgotten."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddingParameterServerSettings:
+class EmbeddingParameterServerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_parameter_server_config``."""
 
-    capacity: int = 1_000_000_000
-    """Rows that one server keeps; beyond, the least recently used leave."""
+    capacity: Positive = 1_000_000_000
+    """Rows per server; beyond that, the least recently used are evicted."""
 
-    num_hashmap_internal_shards: int = 100
+    num_hashmap_internal_shards: Positive = 100
     """Locks of PERSIA's index."""
 
     enable_incremental_update: bool = False
-    """Whether servers write what changes in training; with ``job_type: Infer``,
-    whether they follow that."""
+    """Whether servers write increments in training; with ``job_type: Infer``, whether
+    they follow those of a training."""
 
-    incremental_buffer_size: int = 1_000_000
-    """Changed rows, each as often as it changes, after which an increment is begun
-    before its time."""
+    incremental_buffer_size: Positive = 1_000_000
+    """Changes of rows after which an increment is begun before its time."""
 
     incremental_dir: str = "/workspace/incremental_dir/"
     """Where the increments are: a folder that all servers see, or a URL."""
 
-    incremental_channel_capacity: int = 1000
-    """How many times that may wait while increments cannot be written."""
+    incremental_channel_capacity: Positive = 1000
+    """Increments that may wait while they cannot be written."""
 
-    incremental_interval_seconds: int = 2
-    """How often an increment is begun."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "capacity",
-            "num_hashmap_internal_shards",
-            "incremental_buffer_size",
-            "incremental_channel_capacity",
-            "incremental_interval_seconds",
-        ):
-            _require_positive(name, getattr(self, name))
+    incremental_interval_seconds: Positive = 2
+    """Seconds from one increment to the next."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GlobalSettings:
+class GlobalSettings(Struct, frozen=True, kw_only=True):
     """The whole file."""
 
-    common: CommonSettings = field(default_factory=CommonSettings)
-    """Of all roles."""
+    common: CommonSettings = field(name="common_config", default_factory=CommonSettings)
+    """For all roles."""
 
     embedding_worker: EmbeddingWorkerSettings = field(
-        default_factory=EmbeddingWorkerSettings
+        name="embedding_worker_config", default_factory=EmbeddingWorkerSettings
     )
-    """Of the embedding workers."""
+    """For the embedding workers."""
 
     embedding_parameter_server: EmbeddingParameterServerSettings = field(
-        default_factory=EmbeddingParameterServerSettings
+        name="embedding_parameter_server_config",
+        default_factory=EmbeddingParameterServerSettings,
     )
-    """Of the servers."""
+    """For the servers."""
 
 
 def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSettings:
@@ -226,24 +203,61 @@ def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSetting
 
     Args:
         path: of the file.
-        warns: whether keys that do not do what they say are logged, see
-            ``differences.py``. False for a role beside another that logs them: in a
-            job and in inference, server 0 does.
+        warns: whether keys without effect are logged, see ``differences.py``. False
+            for a role when another one logs them: server 0 does.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown, or a value is of
-            another type or out of its range. The message names the file and the key
-            path.
+        ConfigError: the file cannot be read, a key is unknown, or a value does not
+            fit. The message names the file and the key path.
     """
-    place = Place(Path(path))
-    content = with_present_keys(
-        place.path, read_yaml(path), is_embedding_config=False, warns=warns
+    place = Place(str(path))
+    content = apply_differences(
+        parse_yaml(read_text(path), path), place, is_embedding_config=False, warns=warns
     )
-    settings = read_section(GlobalSettings, content, place)
-    check_differences(place.path, content, warns=warns)
-    return settings
+    return read_section(GlobalSettings, content, place)
 
 
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be >= 1. Received: {value}.")
+def inference_settings(
+    path: str | Path | None, *, in_job: bool
+) -> GlobalSettings | None:
+    """Return the settings of an inference job; None if the role is not for inference.
+
+    No key is logged: a server reads the file again, to act on it.
+
+    Args:
+        path: of ``global_config.yml``, if there is one.
+        in_job: the environment names a job. A file that cannot be read is not an error
+            then: the role joins first and reads it again, so that the job learns why
+            it fails.
+
+    Raises:
+        ConfigError: the file cannot be read or has a mistake, and ``in_job`` is False.
+    """
+    if path is None:
+        return None
+    try:
+        settings = load_global_config(path, warns=False)
+    except ConfigError:
+        if in_job:
+            return None
+        raise
+    return settings if settings.common.infer is not None else None
+
+
+def refuse_inference(role: str, path: str | Path | None) -> None:
+    """Reject ``job_type: Infer`` for a role that only a training job has.
+
+    Args:
+        role: in words, as ``"data loader"``.
+        path: of ``global_config.yml``, if there is one. The role has no other use for
+            it, so that a missing file, or one with a mistake, is not an error.
+
+    Raises:
+        ConfigError: the file has ``job_type: Infer``.
+    """
+    if inference_settings(path, in_job=True) is not None:
+        raise ConfigError(
+            f"A {role} must belong to a job that trains. Received: job_type: Infer in "
+            f"{path}. Inference has embedding servers and embedding workers only; for "
+            "training, give a global_config.yml with job_type: Train."
+        )

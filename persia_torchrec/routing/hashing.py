@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.compiled import compiled, read_only
-from persia_torchrec.errors import ConfigError
 
 Ids = npt.NDArray[np.uint64]
 
@@ -89,29 +88,6 @@ def _hash_stack(ids_L: Ids, rounds: int, size: np.uint64) -> Ids:
     return buckets
 
 
-def index_prefix(group: int, prefix_bits: int) -> int:
-    """Return the prefix of a feature group: ``(group + 1) << (64 - prefix_bits)``.
-
-    Args:
-        group: number of the group, from 0, in the order of the file.
-        prefix_bits: PERSIA's ``feature_index_prefix_bit``, in ``[1, 63]``.
-
-    Raises:
-        ConfigError: the group's number needs more than ``prefix_bits`` bits.
-
-    Example:
-        >>> hex(index_prefix(0, 12))
-        '0x10000000000000'
-    """
-    if group + 1 >= 2**prefix_bits:
-        raise ConfigError(
-            f"{prefix_bits} prefix bits tell {2**prefix_bits - 1} feature groups "
-            f"apart. Received: group number {group + 1}. Raise "
-            "feature_index_prefix_bit."
-        )
-    return (group + 1) << (64 - prefix_bits)
-
-
 def add_prefix(ids_L: Ids, prefix: int, prefix_bits: int) -> Ids:
     """Move ids into the id space of their feature group.
 
@@ -119,7 +95,7 @@ def add_prefix(ids_L: Ids, prefix: int, prefix_bits: int) -> Ids:
 
     Args:
         ids_L: uint64 ``(L,)``, not changed.
-        prefix: what :func:`index_prefix` returned.
+        prefix: what ``config.index_prefix`` returned.
         prefix_bits: PERSIA's ``feature_index_prefix_bit``.
 
     Returns:

@@ -92,8 +92,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import FrameError
-from persia_torchrec.json_values import parse_json
 
 VERSION = 3
 TRAINING = 1
@@ -277,11 +277,7 @@ def decode_json(frames: Sequence[Frame], type_: Any = Any) -> Any:
     """
     if len(frames) != 2:
         raise FrameError(f"The message must have 2 frames. Received: {len(frames)}.")
-    return parse_json(frames[1], type_, _not_the_json)
-
-
-def _not_the_json(why: str) -> FrameError:
-    return FrameError(f"Frame 1 must be JSON as its kind of message needs it ({why}).")
+    return parse_json(frames[1], type_, "Frame 1", FrameError)
 
 
 def error_frames(error: BaseException) -> Frames:

@@ -66,7 +66,7 @@ def _feature(slot: SlotConfig, schema: EmbeddingSchema) -> FeatureSpec:
         pooling="sqrt" if slot.sqrt_scaling else "sum",
         prefix=slot.index_prefix,
         prefix_bits=schema.feature_index_prefix_bit,
-        hash_stack_rounds=slot.hash_stack_rounds,
-        hash_stack_size=slot.hash_stack_size,
+        hash_stack_rounds=slot.hash_stack.hash_stack_rounds,
+        hash_stack_size=slot.hash_stack.embedding_size,
         num_places=0 if slot.embedding_summation else slot.sample_fixed_size,
     )

@@ -3,12 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.config import index_prefix
 from persia_torchrec.routing.hashing import (
     add_prefix,
     farmhash64,
     hash_stack,
-    index_prefix,
 )
 from tests import reference
 from tests.strategies import id_arrays
@@ -67,10 +66,3 @@ def test_ids_are_not_changed_by_their_prefix():
     ids = np.array([2**64 - 1, 5], dtype=np.uint64)
     add_prefix(ids, index_prefix(0, 8), 8)
     assert ids.tolist() == [2**64 - 1, 5]
-
-
-@pytest.mark.parametrize(("group", "prefix_bits"), [(1, 1), (3, 2), (255, 8)])
-def test_more_groups_than_the_prefix_tells_apart_are_refused(group, prefix_bits):
-    index_prefix(group - 1, prefix_bits)
-    with pytest.raises(ConfigError, match=rf"Received: group number {group + 1}\."):
-        index_prefix(group, prefix_bits)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.config import index_prefix
 from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.hashing import index_prefix
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.worker.bags import Bags, FeatureSpec

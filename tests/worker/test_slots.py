@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.config import index_prefix
 from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.routing.hashing import index_prefix
 from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.bags import Bags, FeatureSpec
 from persia_torchrec.worker.raw_ids import raw_ids

@@ -1,0 +1,122 @@
+"""JSON and YAML into the types that the code declares, checked by msgspec.
+
+Types are strict: ``true``, ``8.0`` and ``"8"`` are not integers. A value that does not
+fit raises an error of this package, which names the file or message, the path of the
+value within it, what it must be and what it is.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+Error = Callable[[str], Exception]
+
+_MISFIT = re.compile(r"(?s)(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?")
+_EXPECTED = re.compile(r"Expected `(?P<type>.+?)`(?: (?P<bound>.+?))?(?:, got `.*`)?")
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "object": "a mapping",
+    "array": "a list",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value stands; prints as ``file: key.path``."""
+
+    source: str
+    """Name of the file or of the message."""
+
+    path: str = ""
+    """Keys from the top, with a dot between."""
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.path}" if self.path else self.source
+
+    def under(self, key: str) -> "Place":
+        """Return the place of one key's value."""
+        return Place(self.source, f"{self.path}.{key}".removeprefix("."))
+
+
+def parse_json(
+    data: bytes | memoryview | str, kind: Any, source: str, error: Error
+) -> Any:
+    """Decode JSON from the network or from a file, and check its type.
+
+    Args:
+        data: the text, in UTF-8.
+        kind: what it must be: a dataclass, a ``msgspec.Struct``, or an annotation that
+            msgspec knows. Nothing is converted: ``1`` is not a ``bool``.
+        source: name of the file or message, for the error.
+        error: given a message, returns the error to raise.
+
+    Returns:
+        A value of ``kind``.
+
+    Raises:
+        Exception: that of ``error``: this is not JSON, or not of that type.
+
+    Example:
+        >>> parse_json(b"[1, 2]", list[int], "a.json", ValueError)
+        [1, 2]
+        >>> parse_json(b"[1, true]", list[int], "a.json", ValueError)
+        Traceback (most recent call last):
+        ...
+        ValueError: a.json: [1] must be an integer. Received: True.
+    """
+    try:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as exc:
+            content = msgspec.json.decode(data)
+            raise error(_describe(exc, content, Place(source))) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise error(f"{source} must be JSON in UTF-8. Received: {exc}.") from exc
+
+
+def convert(content: object, kind: type[T], place: Place, error: Error) -> T:
+    """Check the type of plain values, as of a YAML file.
+
+    Args:
+        content: dicts, lists, strings, numbers, booleans, None.
+        kind: as of :func:`parse_json`.
+        place: where ``content`` stands, for the error.
+        error: as of :func:`parse_json`.
+
+    Raises:
+        Exception: that of ``error``: ``content`` is not of that type.
+    """
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as exc:
+        raise error(_describe(exc, content, place)) from exc
+
+
+def _describe(exc: msgspec.ValidationError, content: Any, place: Place) -> str:
+    """Say in this package's words what msgspec says: ``WHAT - at `$PATH```."""
+    match = _MISFIT.fullmatch(str(exc))
+    assert match is not None
+    path = match["path"] or ""
+    place = Place(place.source, f"{place.path}{path}".removeprefix("."))
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", match["what"]):
+        return f"{place} must have the key {missing[1]!r}."
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", match["what"]):
+        return f"{place.under(unknown[1])} is unknown."
+    expected = _EXPECTED.fullmatch(match["what"])
+    if expected is None:  # raised by __post_init__
+        return f"{place}: {match['what']}"
+    name = expected["type"].removesuffix(" | null")
+    must = expected["bound"] or _NAMES.get(name, name)
+    subject = f"each key of {place}" if match["key"] else str(place)
+    if match["key"] or "[...]" in path:  # msgspec does not tell which entry of a dict
+        return f"{subject} must be {must}."
+    for key, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
+        content = content[int(index)] if index else content[key]
+    return f"{subject} must be {must}. Received: {content!r:.100}."
