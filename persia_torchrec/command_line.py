@@ -1,0 +1,178 @@
+"""Command lines out of dataclasses: each field is a flag.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Settings:
+        \"\"\"Run it.\"\"\"                          description
+
+        port: int                             --port PORT, required
+        \"\"\"Port to listen on.\"\"\"                help
+
+        servers: tuple[str, ...] = ()         --servers A B
+        engine: Literal["a", "b"] = "a"       --engine {a,b}
+        is_verbose: bool = False              --is-verbose
+        host: str | None = None               --host HOST
+        timings: Timings = Timings()          the flags of that dataclass
+
+A field's metadata may change that: ``flag`` is another name of the flag, or None where
+there is none; ``repeat`` has each value given by a flag of its own; with ``positional``
+the value comes without a flag.
+"""
+
+import argparse
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, prog: str) -> T:
+    """Parse a command line into a dataclass; flags not given have its defaults.
+
+    Args:
+        kind: the dataclass.
+        argv: the words of the command line; ``sys.argv`` by default.
+        prog: the command, for ``--help``.
+
+    Raises:
+        SystemExit: a flag is unknown or missing, or ``--help`` is given.
+        ConfigError: the dataclass refuses a value.
+    """
+    return build(kind, given_flags(kind, argv, prog=prog))
+
+
+def given_flags(
+    kind: type[T], argv: Sequence[str] | None = None, *, prog: str
+) -> dict[str, Any]:
+    """Parse a command line into the fields that it gives, for defaults from elsewhere.
+
+    Args:
+        kind: as of :func:`parse_flags`.
+        argv: the same.
+        prog: the same.
+
+    Raises:
+        SystemExit: as :func:`parse_flags`.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=_first_line(kind))
+    add_flags(parser, kind)
+    given = vars(parser.parse_args(argv))
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+    }
+
+
+def build(kind: type[T], given: dict[str, Any]) -> T:
+    """Build a dataclass of the fields that a command line gives."""
+    kinds = get_type_hints(kind)
+    arguments = {}
+    for field in fields(kind):
+        if is_dataclass(kinds[field.name]):
+            arguments[field.name] = build(kinds[field.name], given)
+        elif field.name in given:
+            arguments[field.name] = given[field.name]
+    return kind(**arguments)
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type[T]) -> None:
+    """Add the flags of a dataclass; a flag that is not given leaves no attribute."""
+    kinds, docs = get_type_hints(kind), _field_docs(kind)
+    for field in fields(kind):
+        if is_dataclass(kinds[field.name]):
+            add_flags(parser, kinds[field.name])
+            continue
+        flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
+        if flag is None:
+            continue
+        options = _options(kinds[field.name], repeat="repeat" in field.metadata)
+        options |= {"default": argparse.SUPPRESS, "help": _help(field, docs)}
+        if "positional" in field.metadata:
+            parser.add_argument(field.name, **options)
+        else:
+            is_required = field.default is field.default_factory is MISSING
+            options |= {"dest": field.name, "required": is_required}
+            parser.add_argument(flag, **options)
+
+
+def format_flags(**values: object) -> list[str]:
+    """Return the words of a command line that give values to flags.
+
+    None, False and an empty tuple are left out, as their flags' defaults.
+
+    Example:
+        >>> format_flags(num_shards=2, standalone=True, host=None)
+        ['--num-shards', '2', '--standalone']
+    """
+    words = []
+    for name, value in values.items():
+        if value is None or value is False or value == ():
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, tuple):
+            words += map(str, value)
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
+    """Return what ``add_argument`` must know of a field's type."""
+    if isinstance(kind, types.UnionType):  # X | None
+        kind = get_args(kind)[0]
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is tuple:
+        options = {"action": "append"} if repeat else {"nargs": "+"}
+        return {**_options(get_args(kind)[0], repeat=False), **options}
+    assert kind in (int, float, str, Path), kind
+    return {"type": kind}
+
+
+def _help(field: Field[Any], docs: dict[str, str]) -> str:
+    text = docs.get(field.name, "")
+    default = field.default
+    if not text.endswith("]") and default not in (MISSING, None, False, ()):
+        text = f"{text} [{default}]"
+    return text.replace("%", "%%")
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings that follow the fields in the source."""
+    docs = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, doc in pairwise(body.body):
+            match field, doc:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = " ".join(text.replace("``", "").split())
+    return docs
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").partition("\n")[0]
