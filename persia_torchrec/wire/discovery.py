@@ -71,7 +71,7 @@ JobState = Literal["running", "finished", "failed"]
 COMPILING = "compiling"
 """A number that grows while a process of the job compiles its loops."""
 
-LOST_S = 1.5
+LOST_S = 1.0
 """A member's connection is lost when it has not been there for as long."""
 
 _MEMBER = "member/"
