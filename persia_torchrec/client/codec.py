@@ -20,7 +20,6 @@ from persia_torchrec.errors import BatchError, ConfigError, FrameError, WireErro
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.shard import ShardedIds
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
     Frame,
     Frames,
@@ -40,6 +39,7 @@ from persia_torchrec.wire.precision import (
     encode_floats,
     size_of,
 )
+from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
 _NO_COUNTS = np.empty(0, dtype=np.uint32)

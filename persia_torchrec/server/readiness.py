@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 
 from persia_torchrec.errors import NotReadyError, WireError
-from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import Header
+from persia_torchrec.wire.transport import Listener
 
 _POLL_MS = 100
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from persia_torchrec.errors import BatchError, ConfigError, FrameError, StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.listener import MAX_MESSAGE_BYTES
 from persia_torchrec.wire.messages import (
     MAX_MEMBER_CHARS,
     Frame,
@@ -22,6 +21,7 @@ from persia_torchrec.wire.messages import (
     decode_segments,
 )
 from persia_torchrec.wire.precision import Floats, decode_floats
+from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import (
     COUNTS,
     SHARE,
@@ -63,6 +62,7 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from persia_torchrec.wire.precision import encode_floats, size_of
+from persia_torchrec.wire.transport import Listener
 
 logger = logging.getLogger(__name__)
 

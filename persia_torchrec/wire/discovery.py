@@ -57,12 +57,10 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import Frames, Header, Kind
 from persia_torchrec.wire.patience import Patience
 from persia_torchrec.wire.ports import LOOPBACK
-from persia_torchrec.wire.transport import Connections
-from persia_torchrec.wire.wakeup import Wakeup
+from persia_torchrec.wire.transport import Connections, Listener, Wakeup
 
 logger = logging.getLogger(__name__)
 

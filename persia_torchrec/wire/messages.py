@@ -8,12 +8,12 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
     6       2     kind, see Kind
     8       8     request: the reply carries the same number
     16      8     incarnation: which start of the server is meant; 0 for any
-    24      8     stream of batches that this one belongs to, chosen by the client
+    24      8     stream of batches, chosen by the client
     32      8     batch: number within its stream
     40      4     precision of rows and gradients, see Precision
     44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
-                  bit 2, the update is a share of a joint step; bit 3, the rows written
-                  carry optimizer state
+                  bit 2, the update is one trainer's share of a joint step; bit 3, the
+                  rows written carry optimizer state
 
 The frames after it, by kind:
 
@@ -24,28 +24,28 @@ The frames after it, by kind:
                         bit 3 each row is weights, then optimizer state
                      3: (LOOKUP with bit 1) uint32, how often each id occurs in its
                         batch; without this frame, each counts once
-                     4: (UPDATE with bit 2) the share: of which joint step, see Share
-    LEAVE            1: a share: this trainer gives none of that step, nor of later ones
+                     4: (UPDATE with bit 2) the share, see Share
+    LEAVE            1: a share: the trainer sends neither it nor later ones
     JOIN             1: JSON {"who": process and host of a trainer, "ended": why it
-                        gives no more shares, or ""}
-                     2: a share: the first that this trainer will give
+                        sends no more shares, or ""}
+                     2: a share: the first that this trainer will send
     reply to LOOKUP  1: rows of the ids, in the precision of the header
-    reply to READ    1, one a segment: float32 weights and optimizer state
-    reply to         1, one a segment: uint32 (N, 4): frequency, first step, last step,
-      METADATA       second of the last step; see store/metadata.py
-    reply to EXPORT  1: JSON {"next": where to go on, or null at the end}
+    reply to READ    1, one per segment: float32 weights and optimizer state
+    reply to         1, one per segment: uint32 (N, 4): frequency, first step, last
+      METADATA       step, second of the last step
+    reply to EXPORT  1: JSON {"next": the next start, or null at the end}
                      2: ids, uint64
                      3: float32 weights and optimizer state
     the others       1: a JSON value, in UTF-8; so is every reply not named here
     ERROR            1: JSON {"kind": class of the error, "message": its text}
 
-The JSON values of an embedding server; what is not named here is null:
+The JSON values of an embedding server; those not named here are null:
 
     reply to HELLO       {"shard", "num_shards", "incarnation", "max_request_ids",
                          "tables": all of them, as in the reply to ADD_TABLES}
     ADD_TABLES           list of tables, each as TableSpec.to_json describes it
-    reply to ADD_TABLES  list, one a table: {"number", "wants_counts": whether lookups
-                         of this table should carry counts, "spec": as it was added}
+    reply to ADD_TABLES  list, one per table: {"number", "wants_counts": whether its
+                         lookups should carry counts, "spec": as it was added}
     reply to UPDATE      {"missed": ids without a row, "refused": rows whose gradient
                          was not finite, "unadmitted": of the missed, those that never
                          had a row, "gradients": ids of the update}
@@ -74,12 +74,12 @@ A share is 32 bytes, little-endian:
     20      4     number of ranks
     24      8     milliseconds that the step may wait for its other shares
 
-The updates of a joint step are applied as one, the sum of their gradients, when each
-rank has given its share or has left; then all are answered, each with the outcome of
-the whole step.
+The updates of a joint step are applied as one, the sum of their gradients, once each
+rank has sent its share or has left; then all are answered with the outcome of the whole
+step.
 
-What does not fit this is refused with a FrameError, and nothing of it is applied. A
-frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
+A message of any other form is rejected with a FrameError, and nothing of it is applied.
+A frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
 """
 
 import itertools
@@ -89,6 +89,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -214,7 +215,7 @@ class Header(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One trainer's part of a joint step; the fields are explained above."""
+    """One trainer's share of a joint step; the fields are explained above."""
 
     group: int
     step: int
@@ -253,6 +254,16 @@ class Share(NamedTuple):
         return share
 
 
+class ErrorReply(msgspec.Struct):
+    """Frame 1 of an ERROR."""
+
+    kind: str
+    """Name of the error's class."""
+
+    message: str
+    """Its text."""
+
+
 class TableIds(NamedTuple):
     """Ids of one table, as a request names them."""
 
@@ -282,7 +293,7 @@ def decode_json(frames: Sequence[Frame], type_: Any = Any) -> Any:
 
 def error_frames(error: BaseException) -> Frames:
     """Return the frames after the header of an ERROR."""
-    return [encode_json({"kind": type(error).__name__, "message": str(error)})]
+    return [msgspec.json.encode(ErrorReply(type(error).__name__, str(error)))]
 
 
 def encode_segments(tables: Sequence[TableIds]) -> Frames:

@@ -1,9 +1,8 @@
 """A listener whose requests are answered by a few threads.
 
-For requests that wait for something else, as those to an embedding worker do: one
-thread owns the socket, a fixed number of others call the handler, and their answers go
-back through a queue. (An embedding server needs no such thing: its one thread answers
-each request at once.)
+It is for requests that wait for other processes, as those to an embedding worker do:
+one thread owns the socket, a fixed number of others call the handler, and their replies
+return through a queue. An embedding server answers with the thread of its socket.
 """
 
 import logging
@@ -16,9 +15,8 @@ import zmq
 
 from persia_torchrec.errors import PersiaError, WireError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.listener import Listener, require_sendable
 from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
-from persia_torchrec.wire.wakeup import Wakeup
+from persia_torchrec.wire.transport import Listener, Wakeup, require_sendable
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ Handler = Callable[[Header, Frames], Frames]
 """Takes a request, returns the frames of the reply, or raises."""
 
 MAX_WAITING = 1024
-"""Requests to one service that may wait."""
+"""Requests to one service that may wait; more are rejected (back-pressure)."""
 
 _POLL_MS = 200
 
@@ -40,7 +38,7 @@ class Service:
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         num_threads: requests answered at once; ``MAX_WAITING`` further ones wait, and
-            more are refused with an error.
+            more are rejected with an error.
         greeting: of the job whose processes are served.
 
     Raises:
@@ -110,7 +108,7 @@ class Service:
         try:
             header = Header.decode(frames[0])
         except WireError as exc:
-            logger.warning("refused a message: %s", exc)
+            logger.warning("rejected a message: %s", exc)
             self._listener.send_error(peer, 0, exc)
             return
         if self._num_open >= self._max_open:
@@ -119,7 +117,7 @@ class Service:
             return
         try:
             self._pool.submit(self._answer, peer, header, frames)
-        except RuntimeError:  # this process is about to end, and its threads with it
+        except RuntimeError:  # the interpreter is shutting down
             self._closing.set()
             return
         self._num_open += 1
@@ -129,7 +127,7 @@ class Service:
             reply = self._handler(header, frames)
             require_sendable(reply, f"reply to {header.kind.name}")
             kind = Kind.REPLY
-        except Exception as exc:  # goes to whoever asked
+        except Exception as exc:  # sent to the client
             if not isinstance(exc, PersiaError):
                 logger.exception("a request failed: %s", header)
             reply, kind = error_frames(exc), Kind.ERROR

@@ -17,11 +17,10 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
-from persia_torchrec.wire import listener as listener_module
+from persia_torchrec.wire import transport as transport_module
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.listener import Listener
 from persia_torchrec.wire.messages import Header, Kind, decode_json
-from persia_torchrec.wire.transport import Connections
+from persia_torchrec.wire.transport import Connections, Listener
 from tests.ports import draw_port
 from tests.servers import DEADLINE_S, once_the_port_is_free
 
@@ -533,7 +532,7 @@ def test_who_does_not_greet_is_refused_by_a_listener_of_a_job(start, name):
 
 
 def test_more_peers_come_than_a_listener_remembers(start, connect, monkeypatch):
-    monkeypatch.setattr(listener_module, "_MAX_KNOWN_PEERS", 2)
+    monkeypatch.setattr(transport_module, "_MAX_KNOWN_PEERS", 2)
     peer = start(echo, Greeting("ours"))
     all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
     for connections in all_of_them * 2:
