@@ -295,7 +295,7 @@ def nonsense(*frames):
         ([lambda n: Header(Kind.ERROR, n).encode(), b"{"], "must be JSON"),
         (
             [lambda n: Header(Kind.ERROR, n).encode(), b'{"kind": 1}'],
-            r"must name kind and message\. Received: {'kind': 1}",
+            r"Expected `str`, got `int` - at `\$\.kind`",
         ),
     ],
 )
