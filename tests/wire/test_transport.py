@@ -295,7 +295,7 @@ def nonsense(*frames):
         ([lambda n: Header(Kind.ERROR, n).encode(), b"{"], "must be JSON"),
         (
             [lambda n: Header(Kind.ERROR, n).encode(), b'{"kind": 1}'],
-            r"Expected `str`, got `int` - at `\$\.kind`",
+            r"Frame 1: kind must be a string\. Received: 1\.",
         ),
     ],
 )
