@@ -3,7 +3,11 @@
 ``pytest --hypothesis-profile=nightly`` searches longer and with new random numbers.
 """
 
+import os
 import signal
+
+# Before torch is imported: two tests at a time, on as many cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

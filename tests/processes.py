@@ -1,8 +1,12 @@
-"""Real processes for tests, quickly: forked from one that has imported torch."""
+"""Real processes for tests, quickly: forked from one that has imported TorchRec.
+
+Each worker of pytest-xdist has a forkserver, which imports ``tests/preloaded.py``.
+"""
 
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import sys
 import time
@@ -11,25 +15,30 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "__main__",
-        "persia_torchrec.launch.coordinator",
-        "persia_torchrec.launch.script",
-    ]
-)
+CONTEXT.set_forkserver_preload(["__main__", "tests.preloaded"])
 
-DEADLINE_S = 20.0
-"""What a process of a test may take to do what the test waits for."""
+DEADLINE_S = 120.0
+"""When a test gives up waiting; so long that a busy machine does not fail it."""
 
 
 def wait_until(
-    condition: Callable[[], object], what: str, timeout_s: float = DEADLINE_S
+    condition: Callable[[], object],
+    what: str,
+    timeout_s: float = DEADLINE_S,
+    details: Callable[[], str] = str,
 ) -> None:
-    """Wait until a condition holds; fail the test when it does not in time."""
+    """Wait until a condition holds; fail the test when it does not in time.
+
+    Args:
+        condition: asked again and again.
+        what: the test waits for.
+        timeout_s: when to fail.
+        details: what to say of a failure.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout_s} s\n{details()}")
         time.sleep(0.02)
 
 
@@ -101,21 +110,40 @@ class Processes:
         target: Callable[..., object],
         *args: object,
         env: Mapping[str, str] | None = None,
+        inherits: bool = True,
+        cwd: Path | None = None,
     ) -> Running:
-        """Start ``sys.exit(target(*args))`` in the tests' folder."""
+        """Start ``sys.exit(target(*args))``.
+
+        Args:
+            name: of the log, in the tests' folder.
+            target: of a module that can be imported.
+            args: of the target.
+            env: further variables.
+            inherits: whether the process has the variables of this one, too.
+            cwd: its working directory, the tests' folder by default.
+        """
         log = self.folder / f"{name}.log"
+        variables = {**os.environ, **(env or {})} if inherits else dict(env or {})
         process = CONTEXT.Process(
-            target=_run, args=(log, self.folder, dict(env or {}), target, args)
+            target=_run, args=(log, cwd or self.folder, variables, target, args)
         )
         process.start()
         self.started.append(Running(process, log))
         return self.started[-1]
 
 
+def run_script(path: Path, *arguments: str) -> None:
+    """Do what ``python path arguments`` does, in this process."""
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def _run(
     log: Path,
-    folder: Path,
-    env: dict[str, str],
+    cwd: Path,
+    variables: dict[str, str],
     target: Callable[..., object],
     args: tuple[object, ...],
 ) -> None:
@@ -124,6 +152,7 @@ def _run(
     os.dup2(descriptor, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    os.chdir(folder)
-    os.environ.update(env)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
     sys.exit(target(*args))

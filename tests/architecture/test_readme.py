@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import DEADLINE_S, Processes, run_script
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -28,52 +30,45 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def run(*arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        check=False,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=100,
-    )
-
-
-def run_block(block, tmp_path):
-    script = tmp_path / "block.py"
+def run_block(block, folder):
+    """Run an example of the README; return its output."""
+    script = folder / "block.py"
     script.write_text(block)
-    return run(str(script))
+    with Processes(folder) as processes:
+        running = processes.start("block", run_script, script, cwd=ROOT)
+        assert running.status() == 0, running.output()
+    return running.output()
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_first_example_runs_as_it_stands(tmp_path):
-    result = run_block(blocks("python")[0], tmp_path)
-    assert result.returncode == 0, result.stderr
-    numbers = re.search(r"\[(\d+), (\d+)\] rows on the servers", result.stdout)
+    output = run_block(blocks("python")[0], tmp_path)
+    numbers = re.search(r"\[(\d+), (\d+)\] rows on the servers", output)
     assert numbers is not None
     assert sum(map(int, numbers.groups())) == 8
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_example_of_settings_runs_as_it_stands(tmp_path):
     _, block = blocks("python")
-    result = run_block(block, tmp_path)
-    assert result.returncode == 0, result.stderr
     # Their rows were made at the third sight, and updated then and twice more.
-    assert "frequency [3 3] last step [5 5]" in result.stdout
+    assert "frequency [3 3] last step [5 5]" in run_block(block, tmp_path)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_quickstart_learns():
-    result = run("examples/quickstart.py")
+    result = subprocess.run(
+        [sys.executable, "examples/quickstart.py"],
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
     assert result.returncode == 0, result.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+),", result.stdout)]
     assert losses[-1] < 0.2 < 0.6 < losses[0]

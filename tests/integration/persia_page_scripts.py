@@ -7,7 +7,7 @@ more, when its training context is over.
 
 from pathlib import Path
 
-from tests.integration.torchx_jobs import TorchxJob, train
+from tests.forked_jobs import ForkedJob
 
 FILES = {
     "global_config.yml": """
@@ -222,13 +222,13 @@ class Scripts:
         for name, text in FILES.items():
             (folder / name).write_text(text)
 
-    def start(self) -> TorchxJob:
+    def start(self) -> ForkedJob:
         """Start the whole job."""
-        return train(
+        return ForkedJob(
             self._folder,
+            "job.py:train",
             *("--nn_worker", "train.py", "--data_loader", "data_loader.py"),
             *("--embedding_config", "embedding_config.yml"),
             *("--global_config", "global_config.yml"),
             *("--embedding_servers", "2", "--embedding_workers", "2"),
-            cwd=self._folder,
         )

@@ -7,7 +7,7 @@ to learn.
 
 from pathlib import Path
 
-from tests.integration.torchx_jobs import TorchxJob, train
+from tests.forked_jobs import ForkedJob
 
 GLOBAL_CONFIG = """
 common_config:
@@ -253,14 +253,14 @@ class Scripts:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 
-    def start(self, *arguments: str, num_batches: int, **variables: str) -> TorchxJob:
+    def start(self, *arguments: str, num_batches: int, **variables: str) -> ForkedJob:
         """Start the whole job; further arguments are those of the component."""
-        return train(
+        return ForkedJob(
             self.folder,
+            "job.py:train",
             *("--nn_worker", "train.py", "--data_loader", "data_loader.py"),
             *("--embedding_config", "embedding_config.yml"),
             *("--global_config", "global_config.yml"),
             *arguments,
             variables={"NUM_BATCHES": str(num_batches), **variables},
-            cwd=self.folder,
         )

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_jobs import JOB_DEADLINE_S, ROOT
 from tests.ports import draw_port, draw_ports
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/adult_income"
-DEADLINE_S = 200.0
 
 # One line a process, as in PERSIA's Procfile: loader and trainer are given no files.
 CONFIG = (
@@ -39,7 +34,7 @@ trainer: nn-worker {{example}}/train.py --nproc-per-node 1 --nnodes 1 --node-ran
 class Job:
     """The processes of a job; leaves none behind."""
 
-    def __init__(self, folder: Path, lines: str, **variables: str) -> None:
+    def __init__(self, folder: Path, lines: str) -> None:
         self._folder = folder
         nowhere = "http://127.0.0.1:9"  # so that the rows of the example are made up
         self._environment = {
@@ -50,7 +45,6 @@ class Job:
             "HTTPS_PROXY": nowhere,
             "OMP_NUM_THREADS": "1",
             "PERSIA_STORE_PORT": str(draw_port()),
-            **variables,
         }
         self._started: dict[str, subprocess.Popen[bytes]] = {}
         for line in lines.strip().splitlines():
@@ -77,7 +71,7 @@ class Job:
             process.wait()
 
     def ends(self, name: str) -> int:
-        return self._started[name].wait(DEADLINE_S)
+        return self._started[name].wait(JOB_DEADLINE_S)
 
     def log(self, name: str) -> str:
         return (self._folder / name).read_text()
@@ -95,24 +89,3 @@ def test_six_processes_started_by_hand_train_the_example(tmp_path):
     assert float(found[1]) > 0.85
     for name, port in zip(("server0", "server1", "worker"), ports, strict=True):
         assert f"ready tcp://127.0.0.1:{port}" in job.log(name)
-
-
-def test_a_role_that_cannot_start_ends_the_others_and_they_say_why(tmp_path):
-    lines = """
-coordinator: coordinator --data-loaders 0 --embedding-workers 0
-server0: embedding-parameter-server --port {port}
-trainer: nn-worker {folder}/nowhere.py
-"""
-    lines = lines.format(port=draw_port(), folder=tmp_path)
-    files = {
-        "PERSIA_EMBEDDING_CONFIG": str(EXAMPLE / "embedding_config.yml"),
-        "PERSIA_GLOBAL_CONFIG": str(EXAMPLE / "global_config.yml"),
-    }
-    with Job(tmp_path, lines, **files) as job:
-        assert [job.ends(name) for name in ("trainer", "server0", "coordinator")] == [
-            1,
-            1,
-            1,
-        ]
-    for name in ("trainer", "server0", "coordinator"):
-        assert "The script must exist. Received: " in job.log(name), job.log(name)

@@ -411,10 +411,9 @@ def test_the_global_config_of_the_page_can_be_read(tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_the_complete_example_runs_as_a_job(tmp_path):
     with Scripts(tmp_path).start() as job:
-        ended = job.wait(100.0)
+        ended = job.wait()
     assert ended.status == 0, ended.output
     assert ended.line(r"tested (\d+) times") == "4"
     within = ended.line(r"accuracy within the training (\S+)")

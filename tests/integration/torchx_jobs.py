@@ -1,40 +1,18 @@
-"""Whole jobs through torchx, as a user starts them."""
+"""Whole jobs through torchx, as a user starts them; see also ``forked_jobs.py``."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ports import draw_port
+from tests.forked_jobs import JOB_DEADLINE_S, ROOT, Ended
 from tests.processes import is_running, wait_until
 
-ROOT = Path(__file__).parents[2]
 TORCHX = [sys.executable, "-m", "torchx.cli.main", "run"]
 MARK = "PERSIA_TEST_JOB"
-
-JOB_DEADLINE_S = 240.0
-"""What a whole job may take, on a machine with much else to do."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A job that has ended."""
-
-    status: int
-    output: str
-    logs: dict[str, str]
-    """What each process wrote, as ``"trainer 0"``."""
-
-    def line(self, pattern: str) -> str:
-        """Return the first group of a pattern that must be in the output."""
-        found = re.search(pattern, self.output)
-        assert found is not None, f"no {pattern!r} in\n{self.output}"
-        return found[1]
 
 
 class TorchxJob:
@@ -60,13 +38,14 @@ class TorchxJob:
         log_cfg = f"log_dir={self.log_dir}"
         self._output = folder / "output"
         with self._output.open("w") as output:
-            self.torchx = subprocess.Popen(
+            self._torchx = subprocess.Popen(
                 [*TORCHX, "-s", "local_cwd", "-cfg", log_cfg, *arguments],
                 cwd=cwd,
                 env={
                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}",
                     "PYTHONPATH": str(ROOT),
                     "HOME": str(folder),
+                    "OMP_NUM_THREADS": "1",
                     name: value,
                     **(variables or {}),
                 },
@@ -80,7 +59,7 @@ class TorchxJob:
     def __exit__(self, *_: object) -> None:
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
-        self.torchx.wait()
+        self._torchx.wait()
 
     def pids(self, command: str = "") -> list[int]:
         """Return the job's processes, or those of a command, by the environment."""
@@ -106,24 +85,23 @@ class TorchxJob:
         A job that ends before fails the test, with its output.
         """
         wait_until(
-            lambda: text in self.output() or self.torchx.poll() is not None,
+            lambda: text in self.output() or self._torchx.poll() is not None,
             f"the job prints {text!r}",
             JOB_DEADLINE_S,
+            self.output,
         )
         assert text in self.output(), self.output()
 
-    def wait(self, timeout_s: float = JOB_DEADLINE_S) -> Ended:
+    def wait(self) -> Ended:
         """Wait until torchx and all processes of the job have ended."""
-        status = self.torchx.wait(timeout_s)
-        wait_until(lambda: not self.pids(), "all processes of the job end")
+        wait_until(
+            lambda: self._torchx.poll() is not None and not self.pids(),
+            "torchx and all processes of the job end",
+            JOB_DEADLINE_S,
+            self.output,
+        )
         logs = {
             f"{path.parents[1].name} {path.parent.name}": path.read_text()
             for path in self.log_dir.glob("torchx/*/*/*/combined.log")
         }
-        return Ended(status, self.output(), logs)
-
-
-def train(folder: Path, *arguments: str, **more: object) -> TorchxJob:
-    """Start ``torchx run components/job.py:train`` with its arguments."""
-    component = str(ROOT / "components/job.py:train")
-    return TorchxJob(folder, component, "--port", str(draw_port()), *arguments, **more)
+        return Ended(self._torchx.wait(), self.output(), logs)

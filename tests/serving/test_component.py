@@ -8,7 +8,8 @@ import urllib.request
 import numpy as np
 import pytest
 
-from tests.integration.torchx_jobs import JOB_DEADLINE_S, ROOT, TorchxJob
+from tests.forked_jobs import JOB_DEADLINE_S, ROOT
+from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port, draw_ports
 from tests.serving.conftest import EVALUATION
 

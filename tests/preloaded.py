@@ -1,0 +1,18 @@
+"""What the forkserver of the tests imports: a process of a test begins with all of it.
+
+TorchRec, the mains of all roles, and the compiled loops, loaded from numba's cache.
+"""
+
+import persia_torchrec.ctx
+import persia_torchrec.launch.coordinator
+import persia_torchrec.launch.script
+import persia_torchrec.server.__main__
+import persia_torchrec.serving.__main__
+import persia_torchrec.worker.__main__  # noqa: F401
+from persia_torchrec.store.warm_up import warm_up as warm_up_store
+from persia_torchrec.wire import precision
+from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
+
+warm_up_store()
+warm_up_worker()
+precision.warm_up()
