@@ -21,6 +21,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
+import msgspec
+
 from persia_torchrec.checkpoint.dump import ShardDump
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad
@@ -317,7 +319,7 @@ class _Dump:
         self._counted = {
             "tables": [saved_table_to_json(table) for table in tables],
             "tick": int(self._store.memory.tally[TICK]),
-            "server": asdict(self._config),
+            "server": msgspec.to_builtins(self._config),
             "log": self.log,
         }
 
