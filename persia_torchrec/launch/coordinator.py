@@ -2,18 +2,18 @@
 
 ``python -m persia_torchrec.launch.coordinator --port P --num-trainers N ...``
 
-It runs first and leaves last. The job is finished when every trainer has said that its
-work is done; where it has inference servers and no trainers, when the coordinator is
-told to end. It has failed when a member reports a failure, does not join in time,
-ends without a word, also before it has joined where that can be seen (a job of torchx
-on this machine), or is silent for too long; also when the process that started the
-coordinator is gone, or the coordinator of trainers is told to end (SIGTERM, SIGINT).
-Then it stays until all members have left, so that each of them learns why. It kills a
-member on its own machine that does not leave in time, as one that is stopped, since
+It starts first and ends last. The job is finished when every trainer has reported its
+work as done; a job of inference servers, without trainers, when the coordinator gets
+SIGTERM or SIGINT. The job has failed when a member reports a failure, does not join in
+time, exits without deregistering, loses its connection or misses heartbeats; also when
+the process that started the coordinator has ended, or the coordinator of trainers gets
+a signal. In a local job of torchx a process that ends before it joins is noticed, too.
+
+Then the coordinator stays until all members have left, so that each of them learns why.
+A member on its own host that does not leave in time, as a stopped one, is killed, since
 torchx waits for every process.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from persia_torchrec import env
+from persia_torchrec.command_line import build, given_flags
 from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.discovery import AddressBook, JobState
-from persia_torchrec.wire.membership import JobTimings
-from persia_torchrec.wire.roll import Roll, Signature
-from persia_torchrec.wire.siblings import Siblings
+from persia_torchrec.wire.membership import JobTimings, MemberRecord
+from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
@@ -50,8 +50,8 @@ class CoordinatorConfig:
     port: int
     """TCP port of the address book; 0 takes a free one."""
 
-    job_id: str = ""
-    """Of the job; empty: one is drawn."""
+    job_id: str = field(default="", metadata={"flag": None})
+    """Id of the job; empty: one is drawn."""
 
     num_trainers: int = 0
     """How many NN workers the job has; it is finished when all are done."""
@@ -69,30 +69,29 @@ class CoordinatorConfig:
     num_loaders: int = 0
     """How many data loaders the job has."""
 
-    loopback: bool = False
-    """Listen for this machine only; so for a job of torchx's local_cwd."""
+    loopback: bool = field(default=False, metadata={"flag": None})
+    """Listen for this host only; so for a job of torchx's local_cwd."""
 
     join_timeout_s: float = 120.0
     """How long after the start a member may join."""
 
     leave_timeout_s: float = 30.0
     """How long after the end of the job a member may take to leave. One on the
-    coordinator's machine is killed then; others are left to their scheduler."""
+    coordinator's host is killed then; others are left to their scheduler."""
 
     linger_s: float = 1.5
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
     local job at the moment its last process ends, and may lose lines of the others."""
 
     timings: JobTimings = field(default_factory=JobTimings)
-    """The rhythm that all members follow."""
+    """Heartbeat intervals and timeouts of all members."""
 
     def __post_init__(self) -> None:
-        for name in ("num_servers", "num_workers", "num_loaders", "linger_s"):
-            self._require(name, getattr(self, name) >= 0, ">= 0")
         for name in ("join_timeout_s", "leave_timeout_s"):
             self._require(name, getattr(self, name) > 0, "> 0")
-        for name in ("num_trainers", "num_predictors"):
-            self._require(name, getattr(self, name) >= 0, ">= 0")
+        self._require("linger_s", self.linger_s >= 0, ">= 0")
+        for role, size in self.sizes().items():
+            self._require(f"num_{role}s", size >= 0, ">= 0")
         if bool(self.num_trainers) == bool(self.num_predictors):
             raise ConfigError(
                 "num_trainers must be >= 1, or num_predictors, one of them. Received: "
@@ -103,10 +102,6 @@ class CoordinatorConfig:
         if not holds:
             value = getattr(self, name)
             raise ConfigError(f"{name} must be {must}. Received: {value}.")
-
-    def members(self) -> list[tuple[str, int]]:
-        """Return role and index of every member of the job."""
-        return [(role, index) for role, n in self.sizes().items() for index in range(n)]
 
     def sizes(self) -> dict[str, int]:
         """Return how many members each role has."""
@@ -120,15 +115,16 @@ class CoordinatorConfig:
 
 
 class Coordinator:
-    """Watches the members of one job; one thread does it all."""
+    """Watches the members of one job, in one thread."""
 
     def __init__(self, config: CoordinatorConfig, book: AddressBook) -> None:
         self._config = config
         self._book = book
         self._tick_s = config.timings.heartbeat_s / 4
         self._members = [
-            _Member(role, index, Roll(book, role, index))
-            for role, index in config.members()
+            _Member(MemberRecord(book, role, index), is_trainer=role == "trainer")
+            for role, size in config.sizes().items()
+            for index in range(size)
         ]
         self._parent = os.getppid()
         self._siblings = Siblings()
@@ -136,7 +132,7 @@ class Coordinator:
         self._end_signal = ""
 
     def end(self, signal_name: str) -> None:
-        """End the job, because somebody ends the coordinator: it fails if it trains.
+        """End the job because of a signal; a job that trains has failed then.
 
         Any thread may call this.
         """
@@ -147,8 +143,9 @@ class Coordinator:
         for role, size in self._config.sizes().items():
             if size:
                 self._book.claim_size(role, 0, size)
-        Roll(self._book, NAME, 0).sign(self._config.timings.silent_s)
-        self._config.timings.publish(self._book)
+        timings = self._config.timings
+        MemberRecord(self._book, NAME, 0).register(timings.silent_s)
+        timings.publish(self._book)
         job_id, port = self._book.greeting.job_id, self._book.port
         logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
@@ -156,7 +153,7 @@ class Coordinator:
             logger.error("the job failed: %s", reason)
         else:
             logger.info("the job is finished")
-        stragglers = self._see_off()
+        stragglers = self._await_departures()
         if stragglers:
             logger.error("did not leave in time: %s", ", ".join(stragglers))
             state = "failed"
@@ -177,10 +174,9 @@ class Coordinator:
             time.sleep(self._tick_s)
 
     def _is_over(self) -> bool:
-        trainers = [m for m in self._members if m.role == "trainer"]
-        if not trainers:
+        if not self._config.num_trainers:
             return bool(self._end_signal)
-        return all(trainer.roll.is_done() for trainer in trainers)
+        return all(m.record.is_done() for m in self._members if m.is_trainer)
 
     def _failure(self, joining_is_over: bool) -> str | None:
         if self._end_signal and self._config.num_trainers:
@@ -191,7 +187,7 @@ class Coordinator:
             failure = member.failure(self._tick_s, self._config.timings.silent_s)
             if failure is not None:
                 return failure
-        absent = [m.who for m in self._members if m.signature is None]
+        absent = [m.record.who for m in self._members if m.process is None]
         if absent and joining_is_over:
             within = f"within {self._config.join_timeout_s:g} s"
             return f"{', '.join(absent)} did not join {within}; see their logs"
@@ -203,36 +199,35 @@ class Coordinator:
         return None
 
     def _lacks_a_process(self, num_absent: int) -> bool:
-        """Return whether fewer processes run beside this one than are yet to join."""
+        """Return whether fewer siblings are running than have yet to join."""
         running = self._siblings.running()
-        signed = {m.signature.pid for m in self._members if m.signature is not None}
-        if running is None or len(running - signed - {os.getpid()}) >= num_absent:
+        joined = {m.process.pid for m in self._members if m.process is not None}
+        if running is None or len(running - joined - {os.getpid()}) >= num_absent:
             self._lacking_since = None
             return False
         now = time.monotonic()
         self._lacking_since = self._lacking_since or now
         return now - self._lacking_since > _START_S
 
-    def _see_off(self) -> list[str]:
+    def _await_departures(self) -> list[str]:
         """Wait until all members have left; return those that have not in time.
 
-        A member that has not joined yet is waited for as well: it would look for the
-        address book long after the book is gone. Not if it is known that such a one
-        has ended.
+        A member that has not joined yet is waited for as well, unless it is known to
+        have ended: it would look for the address book long after it is closed.
         """
         late = self._wait_until_gone(self._members, self._config.leave_timeout_s)
         killed = [member for member in late if member.kill()]
         self._wait_until_gone(killed, _KILL_TIMEOUT_S)
-        return [member.who for member in late]
+        return [member.record.who for member in late]
 
     def _wait_until_gone(
         self, members: "list[_Member]", timeout_s: float
     ) -> "list[_Member]":
-        """Wait until the members are gone; return those that are not in time."""
+        """Wait until the members have ended; return those that have not in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             remaining = [member for member in members if not member.is_gone()]
-            absent = [member for member in remaining if member.signature is None]
+            absent = [member for member in remaining if member.process is None]
             if self._lacks_a_process(len(absent)):
                 remaining = [m for m in remaining if m not in absent]
             if not remaining or time.monotonic() >= deadline:
@@ -241,53 +236,55 @@ class Coordinator:
 
 
 class _Member:
-    """What the coordinator knows of one member."""
+    """One member, as the coordinator sees it."""
 
-    def __init__(self, role: str, index: int, roll: Roll) -> None:
-        self.role = role
-        self.who = f"{role} {index}"
-        self.roll = roll
-        self.signature: Signature | None = None
+    def __init__(self, record: MemberRecord, *, is_trainer: bool) -> None:
+        self.record = record
+        self.is_trainer = is_trainer
+        self.process: ProcessIdentity | None = None
         self._num_beats = 0
         self._silent_ticks = 0
 
     def failure(self, tick_s: float, silent_s: float) -> str | None:
-        """Look at the member once a tick; say what is wrong with it, or None."""
+        """Check the member, once per tick; return what is wrong with it, or None."""
         # Ticks are counted, not seconds: if this process was kept from running, so
-        # that it could not see the beats, nobody else is to blame.
-        self.signature = self.roll.signature()
-        if self.signature is None:
+        # that it could not see the heartbeats, the member is not to blame.
+        record = self.record
+        self.process = record.process()
+        if self.process is None:
             return None
-        num_beats = self.roll.num_beats()
+        num_beats = record.num_beats()
         has_beaten = num_beats != self._num_beats
         self._silent_ticks = 0 if has_beaten else self._silent_ticks + 1
         self._num_beats = num_beats
         if self._silent_ticks * tick_s > silent_s:
-            return f"{self.who} was silent for {silent_s:g} s"
-        # In this order: a member leaves first and ends then.
-        if self.signature.process_is_gone() and not self.roll.has_left(self.signature):
-            return f"{self.who} (process {self.signature.pid}) was killed"
-        if self.roll.is_lost(self.signature) and not self.roll.has_left(self.signature):
-            return (
-                f"{self.who} was lost: its process (pid {self.signature.pid}) was "
-                "killed, or its host does not answer"
-            )
-        return None
+            return f"{record.who} was silent for {silent_s:g} s"
+        # In this order: a member deregisters before it ends.
+        has_ended, is_lost = self.process.has_ended(), record.is_lost(self.process)
+        if not (has_ended or is_lost) or record.has_left(self.process):
+            return None
+        pid = self.process.pid
+        if has_ended:
+            return f"{record.who} (process {pid}) was killed"
+        return (
+            f"{record.who} was lost: its process (pid {pid}) was killed, or its host "
+            "does not answer"
+        )
 
     def is_gone(self) -> bool:
-        """Return whether the member has joined, and left or died since."""
-        self.signature = self.roll.signature()
-        return self.signature is not None and (
-            self.roll.has_left(self.signature)
-            or self.signature.process_is_gone()
-            or self.roll.is_lost(self.signature)
+        """Return whether the member has joined, and left or ended since."""
+        self.process = self.record.process()
+        return self.process is not None and (
+            self.record.has_left(self.process)
+            or self.process.has_ended()
+            or self.record.is_lost(self.process)
         )
 
     def kill(self) -> bool:
-        """Kill the member's process, if it is for sure the one that has joined."""
-        if self.signature is None or not self.signature.kill():
+        """Kill the member's process, if it is of this host."""
+        if self.process is None or not self.process.kill():
             return False
-        logger.warning("killed %s (process %d)", self.who, self.signature.pid)
+        logger.warning("killed %s (process %d)", self.record.who, self.process.pid)
         return True
 
 
@@ -297,7 +294,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     get_default_logger()
     try:
         refuse_inference("coordinator", env.global_config_path())
-        config = _config_from(argv)
+        given = given_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
+        given |= {"loopback": env.is_local_job(), "job_id": env.job_id()}
+        config = build(CoordinatorConfig, given)
         book = AddressBook.host(
             config.port, loopback=config.loopback, job_id=config.job_id
         )
@@ -307,33 +306,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     coordinator = Coordinator(config, book)
     with EndSignals(coordinator.end):
         return 0 if coordinator.run() == "finished" else 1
-
-
-def _config_from(argv: Sequence[str] | None) -> CoordinatorConfig:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__spec__.name}", description=CoordinatorConfig.__doc__
-    )
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--num-trainers", type=int, default=0)
-    parser.add_argument("--num-predictors", type=int, default=0)
-    parser.add_argument("--num-servers", type=int, default=0)
-    parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--num-loaders", type=int, default=0)
-    parser.add_argument("--join-timeout-s", type=float, default=120.0)
-    parser.add_argument("--leave-timeout-s", type=float, default=30.0)
-    parser.add_argument("--linger-s", type=float, default=1.5)
-    parser.add_argument("--heartbeat-s", type=float, default=1.0)
-    parser.add_argument("--silent-s", type=float, default=20.0)
-    arguments = vars(parser.parse_args(argv))
-    timings = JobTimings(
-        heartbeat_s=arguments.pop("heartbeat_s"), silent_s=arguments.pop("silent_s")
-    )
-    return CoordinatorConfig(
-        timings=timings,
-        loopback=env.is_local_job(),
-        job_id=env.job_id(),
-        **arguments,
-    )
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ The book is a store of strings by key, served by one thread:
     address/<role>/size         how many processes the role has
     address/<role>/<index>      the address of one of them
     note/<name>                 what one process tells the others: rendezvous, timings
-    member/<role>/<index> ...   which processes are part of the job, see ``roll.py``
-    lost/<role>/<index>         the signature of a member whose connection is lost
+    member/<role>/<index> ...   processes of the job, see ``membership.py``
+    lost/<role>/<index>         the member/ value of one whose connection is lost
 
-The connection that signs a ``member/`` key is that member's: the kernel closes it when
+The connection that sets a ``member/`` key is that member's: the kernel closes it when
 the process ends, and when its host stops to answer for ``SILENT_S``. A connection that
 is not back within ``LOST_S`` is lost.
 
@@ -57,7 +57,7 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frames, Header, Kind
+from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json
 from persia_torchrec.wire.patience import Patience
 from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.transport import Connections, Listener, Wakeup
@@ -386,7 +386,7 @@ class AddressBook:
         timeout_s: float,
         look: Callable[[], None] = lambda: None,
     ) -> list[str | None]:
-        future = self._connection.submit(
+        reply = self._connection.submit(
             0,
             Header(Kind.BOOK),
             [msgspec.json.encode(request)],
@@ -394,18 +394,19 @@ class AddressBook:
             what="a request",
         )
         try:
-            while not future.done():
-                concurrent.futures.wait([future], timeout=_CONNECT_RETRY_S)
+            while not reply.done():
+                concurrent.futures.wait([reply], timeout=_CONNECT_RETRY_S)
                 look()
-            _, frames = future.result()
-            return msgspec.json.decode(frames[-1], type=list[str | None])
+            frames = reply.frames()
+            values: list[str | None] = decode_json(frames, list[str | None])
         except RemoteError as exc:
             if exc.kind != JobMismatchError.__name__:
                 raise
             raise JobMismatchError(str(exc)) from exc
-        except (WireError, msgspec.MsgspecError) as exc:
+        except WireError as exc:
             name = self._connection.names[0]
             raise RemoteError(str(exc), server=name, kind=type(exc).__name__) from exc
+        return values
 
     def _is_refused(self) -> bool:
         """Return whether it is known that no process listens at the address."""
@@ -473,7 +474,13 @@ class _BookServer:
                     "A message to the address book must be of kind BOOK. "
                     f"Received: {header.kind.name}."
                 )
-            answer = self._answer(peer, _decode(frames))
+            size = sum(map(len, frames[1:]))
+            if size > _MAX_TEXT:
+                raise FrameError(
+                    f"A request to the address book must have at most {_MAX_TEXT} "
+                    f"bytes. Received: {size}."
+                )
+            answer = self._answer(peer, decode_json(frames, _Request))
         except PersiaError as exc:
             self._listener.send_error(peer, number, exc)
             return
@@ -518,20 +525,6 @@ def _read_number(text: str) -> int:
     if not text.isdecimal():
         raise FrameError(f"What is added to must be a number. Received: {text!r:.50}.")
     return int(text)
-
-
-def _decode(frames: Frames) -> _Request:
-    size = sum(map(len, frames[1:]))
-    if len(frames) != 2 or size > _MAX_TEXT:
-        raise FrameError(
-            "A message to the address book must have 2 frames and at most "
-            f"{_MAX_TEXT} bytes. Received: {len(frames)} and {size}."
-        )
-    try:
-        request: _Request = msgspec.json.decode(frames[1], type=_Request)
-    except msgspec.MsgspecError as exc:
-        raise FrameError(f"A request to the address book: {exc}.") from exc
-    return request
 
 
 def _await_listener(

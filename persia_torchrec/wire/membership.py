@@ -1,25 +1,37 @@
-"""What a process does to be a member of a job.
+"""Membership in a job: register, heartbeat, end with the job, deregister.
 
-A job ends as one. A member tells the coordinator that it lives, learns from it that
-the job is finished or has failed, and then ends, whatever its main thread does:
+A job ends as one. A member sends heartbeats to the coordinator, learns from it that the
+job is finished or has failed, and then ends, whatever its main thread does:
 
     the job is finished       what was given to ``call_at_end`` is called; the main
-                              thread comes to leave the ``with`` block by itself. An
-                              expendable member (a data loader) is interrupted, and
-                              ends with status 0; so it does if it raises, as it may
-                              when the others have left.
+                              thread leaves the ``with`` block by itself. An expendable
+                              member (a data loader) is interrupted, and ends with
+                              status 0; so it does if it raises, as it may when the
+                              others have left.
     the job has failed, the   the reason is logged; ``call_at_end``; the main thread
     coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
-    parent process is gone    ends with status 1, even if its main thread is stuck.
-    this process raised       the others are told why, and the exception goes on.
+    parent process has ended  ends with status 1, even if its main thread is stuck.
+    this process raised       the others are told why, and the exception propagates.
     this process got SIGTERM  the main thread is interrupted, by SystemExit or by
     or SIGINT                 KeyboardInterrupt. If it has not left the block after
                               ``grace_s``, the job has failed, and so on as above.
 
-Two threads see to it. One beats, on a connection of its own, and may get stuck if the
-network does; the other touches no network and watches the first. A third hears signals,
-which the main thread may miss: see ``signals.py``. A script that handles a signal by
-itself sets its own handler.
+Three threads do it. One sends heartbeats, and may get stuck if the network does;
+another touches no network and watches the first. A third receives signals, which the
+main thread may miss: see ``signals.py``. A script that handles a signal by itself sets
+its own handler.
+
+A member's keys in the address book:
+
+    member/<role>/<index>       identity of its process, as JSON
+    beats/<role>/<index>        number of heartbeats
+    compiling                   number of heartbeats of processes that compile
+    done/<role>/<index>         "1": the work of this member is done
+    left/<role>/<index>         identity of the process that has left
+    lost/<role>/<index>         identity of the process whose connection is lost
+
+Clocks of two hosts are never compared: the number of heartbeats must grow, and the
+reader measures on its own clock for how long it did not.
 """
 
 import contextlib
@@ -35,10 +47,12 @@ from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
-from persia_torchrec.errors import ConfigError, JobError
-from persia_torchrec.wire.discovery import AddressBook, JobState
-from persia_torchrec.wire.roll import Roll
-from persia_torchrec.wire.siblings import Siblings
+import msgspec
+
+from persia_torchrec.decoding import parse_json
+from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
+from persia_torchrec.wire.discovery import COMPILING, AddressBook, JobState
+from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals, is_in_compiler
 
 logger = logging.getLogger(__name__)
@@ -48,31 +62,32 @@ _TIMINGS_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
+_POLL_S = 0.05
 
 _VERDICT_S = 2.0
 """How long an interrupted main thread waits for the job's state."""
 
 _CAUSE_S = 4.0
 """How long an error of a process group, which another member's end may have caused and
-which does not name it, waits to hear of that end."""
+which does not name it, waits for that end to be reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobTimings:
-    """The rhythm of a job; the coordinator decides it, and all members follow.
+    """Heartbeat intervals and timeouts of a job, set by the coordinator for all.
 
     Raises:
         ConfigError: a time is not positive, or ``silent_s`` is below two heartbeats.
     """
 
     heartbeat_s: float = 1.0
-    """How often a member says that it lives, and asks whether the job has ended."""
+    """Seconds between two heartbeats of a member."""
 
     silent_s: float = 20.0
-    """A member, or the coordinator, that is silent for longer is taken for dead."""
+    """A member, or the coordinator, without heartbeats for longer counts as dead."""
 
     grace_s: float = 3.0
-    """What an interrupted main thread has to end by itself when it must."""
+    """What an interrupted main thread has to end by itself."""
 
     finish_s: float = 20.0
     """What a member has to leave after the job is finished."""
@@ -88,26 +103,118 @@ class JobTimings:
             )
 
     def publish(self, book: AddressBook) -> None:
-        """Make these the timings of the job; the coordinator does, first of all."""
+        """Make these the timings of the job; the coordinator calls it first."""
         book.tell(_TIMINGS, json.dumps(asdict(self)))
 
     @classmethod
-    def of_job(cls, book: AddressBook) -> "JobTimings":
+    def read(cls, book: AddressBook) -> "JobTimings":
         """Return the timings of the job.
 
         Raises:
             DiscoveryError: the coordinator did not publish them in time.
         """
-        (timings,) = book.ask([_TIMINGS], timeout_s=_TIMINGS_TIMEOUT_S)
-        return cls(**json.loads(timings))
+        (text,) = book.ask([_TIMINGS], timeout_s=_TIMINGS_TIMEOUT_S)
+        timings: JobTimings = parse_json(text, cls, "note 'timings'", FrameError)
+        return timings
+
+
+class MemberRecord:
+    """The keys of one member in the address book. Any thread may call any method."""
+
+    def __init__(self, book: AddressBook, role: str, index: int) -> None:
+        self._book = book
+        self.who = f"{role} {index}"
+        self._key = f"{role}/{index}"
+        self._own = ""
+
+    def register(self, silent_s: float) -> None:
+        """Become the member, after the previous one has ended if there was one.
+
+        Args:
+            silent_s: how long a member may miss heartbeats before it counts as dead.
+
+        Raises:
+            JobMismatchError: a living process is that member.
+        """
+        own = msgspec.json.encode(ProcessIdentity.of_this_process()).decode()
+        holder = self._book.peek(f"member/{self._key}")
+        while holder is None or self._has_ended(holder, silent_s):
+            if self._book.swap(f"member/{self._key}", holder or "", own) == own:
+                self._own = own
+                self.beat()
+                return
+            holder = self._book.peek(f"member/{self._key}")  # another was faster
+        raise JobMismatchError(
+            f"No other process must be {self.who} in job "
+            f"{self._book.greeting.job_id!r}, at port {self._book.port}. Received: "
+            f"process {_parse(holder).pid} is, in a job that is "
+            f"{self._book.state()[0]}. Start each process of a job once. "
+            f"{self._book.another_port()}"
+        )
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+        self._book.increase(f"beats/{self._key}")
+
+    def beat_compiling(self) -> None:
+        """Report that this process compiles its loops; waits are extended meanwhile."""
+        self._book.increase(COMPILING)
+
+    def report_done(self) -> None:
+        """Report that the work of this member is done."""
+        self._book.put(f"done/{self._key}", "1")
+
+    def leave(self) -> None:
+        """Report that this member is about to end as it should."""
+        self._book.put(f"left/{self._key}", self._own)
+
+    def process(self) -> ProcessIdentity | None:
+        """Return the process that has registered last, or None."""
+        text = self._book.peek(f"member/{self._key}")
+        return None if text is None else _parse(text)
+
+    def num_beats(self) -> int:
+        """Return the number of heartbeats, over all restarts of the member."""
+        return int(self._book.peek(f"beats/{self._key}") or 0)
+
+    def is_done(self) -> bool:
+        """Return whether the member's work is done."""
+        return self._book.peek(f"done/{self._key}") is not None
+
+    def has_left(self, process: ProcessIdentity) -> bool:
+        """Return whether that process has left."""
+        return self._is(f"left/{self._key}", process)
+
+    def is_lost(self, process: ProcessIdentity) -> bool:
+        """Return whether the connection of that process is lost."""
+        return self._is(f"lost/{self._key}", process)
+
+    def _is(self, key: str, process: ProcessIdentity) -> bool:
+        text = self._book.peek(key)
+        return text is not None and _parse(text) == process
+
+    def _has_ended(self, holder: str, silent_s: float) -> bool:
+        """Wait until a member beats, or has ended; return whether it has ended."""
+        process = _parse(holder)
+        num_beats = self.num_beats()
+        deadline = time.monotonic() + silent_s
+        while time.monotonic() < deadline:
+            if self._book.state()[0] == "finished":
+                return False  # a finished job needs no replacement
+            if process.has_ended() or self.has_left(process) or self.is_lost(process):
+                return True
+            if self.num_beats() != num_beats:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
 
 class JobMember:
-    """This process's part in a job, from :meth:`join` to the end of a ``with`` block.
+    """This process as a member of a job, from :meth:`join` to the end of a block.
 
-    Leaving the block by an exception, by ``SystemExit`` with a status other than 0,
-    or before the job has ended makes the whole job fail. One per process; the main
-    thread enters and leaves the block, and calls the methods. The process must end
+    Leaving the ``with`` block by an exception, by ``SystemExit`` with a status other
+    than 0, or before the job has ended makes the whole job fail. One per process; the
+    main thread enters and leaves the block, and calls the methods. The process must end
     soon after the block: it is made to.
 
     Example::
@@ -123,17 +230,15 @@ class JobMember:
     ) -> None:
         self.who = f"{role} {index}"
         self.book = book
-        self._role = role
-        self._index = index
+        self._record = MemberRecord(book, role, index)
         self._expendable = expendable
-        self._roll = Roll(book, role, index)
-        self._timings = JobTimings.of_job(book)
-        self._coordinator = Roll(book, "coordinator", 0).signature()
+        self._timings = JobTimings.read(book)
+        self._coordinator = MemberRecord(book, "coordinator", 0).process()
         self._pid = os.getpid()
         self._parent = os.getppid()
         self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
         self._has_called_back = False  # guarded by _lock
-        self._has_said_why = False  # guarded by _lock
+        self._has_logged_failure = False  # guarded by _lock
         self._verdict: tuple[JobState, str] = ("running", "")  # guarded by _lock
         self._lock = threading.RLock()  # a signal may interrupt its holder
         self._ended = threading.Event()
@@ -141,8 +246,8 @@ class JobMember:
         self._leaving = threading.Event()
         self._is_compiling = False
         self._has_asked = False  # for the verdict, since a signal came
-        self._is_deferred = False  # whether the last signal could interrupt nothing
-        self._num_beats = 0  # written by the beating thread only
+        self._is_deferred = False  # whether the last signal interrupted nothing
+        self._num_beats = 0  # written by the heartbeat thread only
         self._beating: threading.Thread | None = None
 
     @classmethod
@@ -156,30 +261,32 @@ class JobMember:
         expendable: bool = False,
         timeout_s: float = 120.0,
     ) -> "JobMember":
-        """Connect to the job, and take a place in it; enter the block at once.
+        """Connect to the job, and register; enter the block at once.
 
-        Who is refused here is no member: it ends alone, and the job goes on.
+        A process that is rejected here is not a member: it ends alone, and the job
+        continues.
 
         Args:
             role: ``"server"``, ``"worker"``, ``"loader"``, ``"trainer"`` or
                 ``"predictor"``.
             index: which of the role.
             size: how many the role has.
-            store: where the address book is, as ``env.job_store()`` tells.
+            store: where the address book is, as ``env.job_store()`` returns it.
             expendable: the process may be interrupted once the job is finished.
             timeout_s: how long to wait for the coordinator.
 
         Raises:
             ConfigError: the role has another number of processes in this job.
             DiscoveryError: no coordinator answered in time.
-            JobMismatchError: another job is there, or another process has the place.
-            JobError: torchx has started one beside this process, and it has ended.
+            JobMismatchError: the address is another job's, or another process is
+                this member.
+            JobError: the coordinator, started alongside by torchx, has ended.
         """
         look = Siblings().require_coordinator
         book = AddressBook.join(*store, timeout_s=timeout_s, look=look)
         member = cls(role, index, book, expendable=expendable)
         book.claim_size(role, index, size)
-        member._roll.sign(member._timings.silent_s)
+        member._record.register(member._timings.silent_s)
         return member
 
     @property
@@ -199,15 +306,15 @@ class JobMember:
             callback()
 
     def tell_compiling(self, is_compiling: bool) -> None:
-        """Say that this process compiles its loops, or does not any more.
+        """Report whether this process compiles its loops.
 
         The waits of the others for addresses and notes are extended by that time.
         """
         self._is_compiling = is_compiling
 
     def report_done(self) -> None:
-        """Say that the work is done; the job is finished when all trainers say so."""
-        Roll(self.book, self._role, self._index).done()
+        """Report the work as done; the job is finished when all trainers do."""
+        self._record.report_done()
 
     def wait_for_end(self) -> None:
         """Wait until the job is finished, or has failed: for as long as it runs.
@@ -222,9 +329,8 @@ class JobMember:
             raise JobError(f"The job failed: {reason}")
 
     def __enter__(self) -> Self:
-        roll = self._roll
         self._beating = threading.Thread(
-            target=self._keep_beating, args=(roll,), name="job-heartbeat", daemon=True
+            target=self._keep_beating, name="job-heartbeat", daemon=True
         )
         self._beating.start()
         self._signals = EndSignals(self._hear, handler=self._interrupt)
@@ -240,36 +346,38 @@ class JobMember:
         traceback: TracebackType | None,
     ) -> bool:
         if os.getpid() != self._pid:
-            return False  # a forked child that left the block on its way out
-        failure = None if exc is None else _failure_of(exc)
+            return False  # a forked child that leaves the block as it exits
+        failure = None if exc is None else _describe_failure(exc)
         if exc is not None and failure is not None:
             self._ask_for_verdict()  # which may be the reason for the exception
             if _may_be_of_a_process_group(exc):
                 self._ask_for_cause()
         elif self._state()[0] == "running":
             failure = "it left before the job had ended"
-        is_of_no_matter = self._expendable and self._state()[0] == "finished"
-        if failure is not None and is_of_no_matter:
+        is_ignorable = self._expendable and self._state()[0] == "finished"
+        if failure is not None and is_ignorable:
             logger.info("the job is finished, %s ends: %s", self.who, failure)
         elif failure is not None:
             self._fail(failure)
-        self._say_why()
+        self._log_failure()
         self._leave()
         self._signals.__exit__(exc_type, exc, traceback)
         state, reason = self._state()
         if exc is None and state == "failed":
             raise JobError(f"The job failed: {reason}")
-        return failure is not None and is_of_no_matter
+        return failure is not None and is_ignorable
+
+    # The thread that receives signals, and the handler in the main thread
 
     def _hear(self, name: str) -> None:
-        """See to it that the process ends, in the thread that hears signals."""
+        """Make the process end, in the thread that receives signals."""
         self._ask_for_verdict()
         self._has_asked = True
         deadline = time.monotonic() + self._timings.grace_s
         while time.monotonic() < deadline:
             if self._ended.is_set() or self._leaving.wait(_RETRY_S):
                 return
-            if self._is_deferred:  # the main thread must be interrupted once more
+            if self._is_deferred:  # interrupt the main thread again
                 _interrupt_main(signal.Signals[name])
         self._ask_for_verdict()
         state, reason = self._state()
@@ -284,7 +392,7 @@ class JobMember:
         if self._is_deferred:
             return
         # Slurm sends the signal as soon as another process has failed: ask why. The
-        # thread that hears signals does: this one may hold the locks of a request.
+        # thread that receives signals does: this one may hold the locks of a request.
         deadline = time.monotonic() + _VERDICT_S
         while not self._has_asked and time.monotonic() < deadline:
             if self._state()[0] != "running":
@@ -300,8 +408,10 @@ class JobMember:
         if self._expendable and not self._waiting.is_set():
             raise SystemExit(0)
 
+    # The verdict on the job, from any thread
+
     def _fail(self, reason: str) -> None:
-        with contextlib.suppress(JobError):  # the coordinator is gone: nobody to tell
+        with contextlib.suppress(JobError):  # the coordinator has ended
             self.book.fail(self.who, reason)
         self._end("failed", f"{self.who}: {reason}")
 
@@ -315,50 +425,50 @@ class JobMember:
             return self._verdict
 
     def _ask_for_verdict(self) -> None:
-        """Take note of how the job ended, without waiting for the next heartbeat."""
-        with contextlib.suppress(JobError):  # the coordinator is gone: nobody to ask
+        """Read the state of the job, without waiting for the next heartbeat."""
+        with contextlib.suppress(JobError):  # the coordinator has ended
             self._note(*self.book.state())
 
     def _ask_for_cause(self) -> None:
-        """Give the others, and the coordinator, a moment to say what has happened."""
+        """Give the others, and the coordinator, a moment to report the cause."""
         deadline = time.monotonic() + _CAUSE_S
         while self._state()[0] == "running" and time.monotonic() < deadline:
-            time.sleep(_CAUSE_S / 10)
+            time.sleep(_RETRY_S)
             self._ask_for_verdict()
 
     def _note(self, state: JobState, reason: str) -> None:
-        """Take note of how the job ended, if it has; the first verdict stands."""
+        """Remember how the job ended, if it has; the first verdict stands."""
         with self._lock:
             if self._verdict[0] == "running":
                 self._verdict = (state, reason)
 
     def _end(self, state: JobState, reason: str) -> None:
-        """Take note of how the job ended, if it has, and have this process end."""
+        """Remember how the job ended, if it has, and have this process end."""
         self._note(state, reason)
         if state != "running":
             self._ended.set()
 
-    def _say_why(self) -> None:
+    def _log_failure(self) -> None:
         """Log once why the job has failed, if it has."""
-        with self._lock:  # held while logging: nobody ends the process before
+        with self._lock:  # held while logging, so that the process does not end before
             state, reason = self._verdict
-            if state == "failed" and not self._has_said_why:
-                self._has_said_why = True
+            if state == "failed" and not self._has_logged_failure:
+                self._has_logged_failure = True
                 logger.error("the job failed, %s ends: %s", self.who, reason)
 
-    # The beating thread
+    # The heartbeat thread
 
-    def _keep_beating(self, roll: Roll) -> None:
+    def _keep_beating(self) -> None:
         try:
             while not self._leaving.is_set():
-                roll.beat()
+                self._record.beat()
                 if self._is_compiling:
-                    roll.compile()
-                state, reason = roll.job_state()
+                    self._record.beat_compiling()
+                state, reason = self.book.state()
                 self._num_beats += 1
                 self._end(state, reason)
                 self._leaving.wait(self._timings.heartbeat_s)
-            roll.leave()
+            self._record.leave()
         except JobError as exc:
             self._end("failed", f"{self.who} lost the coordinator: {exc}")
         except Exception as exc:
@@ -370,13 +480,13 @@ class JobMember:
     def _guard(self) -> None:
         try:
             self._watch_parent_and_beats()
-            self._see_to_the_end()
+            self._end_process()
         except Exception:
             logger.exception("the guard of %s broke", self.who)
             os._exit(1)
 
     def _watch_parent_and_beats(self) -> None:
-        """Return once the job has ended, for whatever reason."""
+        """Return once the job has ended, for any reason."""
         # Silence is counted in own ticks, not read off the clock: a process that did
         # not run at all for a while must not blame the coordinator.
         tick_s = self._timings.heartbeat_s / 2
@@ -388,18 +498,18 @@ class JobMember:
             if os.getppid() != self._parent:
                 self._end("failed", f"{self.who} lost the process that started it")
             elif silent_ticks * tick_s > self._timings.silent_s:
-                self._give_the_coordinator_up()
+                self._give_up_coordinator()
 
-    def _give_the_coordinator_up(self) -> None:
+    def _give_up_coordinator(self) -> None:
         silent = f"for {self._timings.silent_s:g} s"
         self._end("failed", f"{self.who}: no answer of the coordinator {silent}")
-        # One that is stopped, on this machine, would stay, and torchx with it.
+        # One that is stopped, on this host, would stay, and torchx with it.
         if self._coordinator is not None and self._coordinator.kill():
             logger.warning("killed the coordinator (%d)", self._coordinator.pid)
 
-    def _see_to_the_end(self) -> None:
+    def _end_process(self) -> None:
         """Make this process end within its time, now that the job has ended."""
-        self._say_why()
+        self._log_failure()
         self._call_back()
         state, _ = self._state()
         if state == "failed":
@@ -435,6 +545,13 @@ class JobMember:
         os._exit(status)
 
 
+def _parse(text: str) -> ProcessIdentity:
+    process: ProcessIdentity = parse_json(
+        text, ProcessIdentity, "a member's key", FrameError
+    )
+    return process
+
+
 def _interrupt_main(number: signal.Signals) -> None:
     main = threading.main_thread().ident
     assert main is not None
@@ -442,7 +559,7 @@ def _interrupt_main(number: signal.Signals) -> None:
 
 
 def _may_be_of_a_process_group(exc: BaseException) -> bool:
-    """Return whether a collective may have raised it: gloo's RuntimeError, or ours."""
+    """Return whether a collective may have raised it: gloo raises RuntimeError."""
     if type(exc) is RuntimeError:
         return True
     distributed = sys.modules.get("torch.distributed")
@@ -453,8 +570,8 @@ def _from_outside(signal_name: str) -> str:
     return f"ended from outside ({signal_name})"
 
 
-def _failure_of(exc: BaseException) -> str | None:
-    """Say what went wrong, or None if nothing did."""
+def _describe_failure(exc: BaseException) -> str | None:
+    """Return what went wrong, or None if nothing did."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         return str(exc)
     if not isinstance(exc, SystemExit):

@@ -7,7 +7,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch import coordinator
 from persia_torchrec.launch.coordinator import CoordinatorConfig
 from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.wire.roll import Roll
+from persia_torchrec.wire.membership import MemberRecord
 from tests.launch.jobs import Job, run_on_another_host
 from tests.processes import Processes, wait_until
 
@@ -37,7 +37,7 @@ def test_the_job_is_finished_when_all_trainers_are_done(processes):
         early.has_printed("is through")
     second.has_printed("at work")
     book = AddressBook.join("localhost", job.port)
-    beats = Roll(book, "loader", 0)
+    beats = MemberRecord(book, "loader", 0)
     now = beats.num_beats()
     wait_until(lambda: beats.num_beats() >= now + 5, "the loader lives on")
     assert book.state() == ("running", "")
@@ -183,10 +183,3 @@ def test_a_port_that_is_taken_is_said_at_once(processes):
 def test_a_setting_that_cannot_work_is_refused(counts, message):
     with pytest.raises(ConfigError, match=message):
         CoordinatorConfig(port=0, **counts)
-
-
-def test_members_are_named_by_role_and_index():
-    config = CoordinatorConfig(port=0, num_trainers=2, num_servers=1)
-    assert config.members() == [("server", 0), ("trainer", 0), ("trainer", 1)]
-    config = CoordinatorConfig(port=0, num_predictors=1)
-    assert config.members() == [("predictor", 0)]

@@ -116,7 +116,7 @@ def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, 
     for role in ROLES:
         theirs = f"belong to job '{ours}'. Received: job 'theirs'. Two jobs use"
         assert theirs in errors[f"their {role}"]
-        taken = f"The place of {role} 0 in job '{ours}', at port {port}, must be free"
+        taken = f"process must be {role} 0 in job '{ours}', at port {port}."
         assert taken in errors[f"second {role}"]
     for role in SCRIPTS:
         alike = f"Received: 2 from {role} 1, 1 from another"

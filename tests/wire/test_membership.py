@@ -7,8 +7,7 @@ import pytest
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.wire.membership import JobTimings
-from persia_torchrec.wire.roll import Roll
+from persia_torchrec.wire.membership import JobTimings, MemberRecord
 from tests.processes import Processes, is_running, wait_until
 from tests.wire import members
 
@@ -34,12 +33,12 @@ def processes(tmp_path):
 def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes):
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
-    roll = Roll(book, "server", 0)
-    assert not roll.has_left(roll.signature())
+    record = MemberRecord(book, "server", 0)
+    assert not record.has_left(record.process())
     book.finish()
     assert member.status() == 0
     assert "left" in member.output()
-    assert roll.has_left(roll.signature())
+    assert record.has_left(record.process())
 
 
 def test_what_a_member_raises_fails_the_job_and_the_member(book, processes):
@@ -71,8 +70,8 @@ def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
     member.has_printed("stuck")
     book.fail("trainer 1", "the loss is not a number")
     assert member.status() == 1
-    roll = Roll(book, "server", 0)
-    assert roll.has_left(roll.signature())
+    record = MemberRecord(book, "server", 0)
+    assert record.has_left(record.process())
 
 
 def test_a_member_ends_when_the_coordinator_is_gone(book, processes):
@@ -145,9 +144,9 @@ def test_a_member_that_handles_a_signal_by_itself_lives_on(book, processes):
     member.has_printed("serving")
     member.send(signal.SIGTERM)
     member.has_printed("heard")
-    roll = Roll(book, "server", 0)
-    now = roll.num_beats()
-    wait_until(lambda: roll.num_beats() >= now + 10, "the member lives on")
+    record = MemberRecord(book, "server", 0)
+    now = record.num_beats()
+    wait_until(lambda: record.num_beats() >= now + 10, "the member lives on")
     assert book.state() == ("running", "")
     book.finish()
     assert member.status() == 0
@@ -156,9 +155,9 @@ def test_a_member_that_handles_a_signal_by_itself_lives_on(book, processes):
 def test_a_signal_to_a_forked_child_is_not_one_to_the_member(book, processes):
     member = processes.start("member", members.end_a_forked_child, book.port)
     member.has_printed(f"the child has ended by {signal.SIGTERM:d}.")
-    roll = Roll(book, "server", 0)
-    now = roll.num_beats()
-    wait_until(lambda: roll.num_beats() >= now + 10, "the member lives on")
+    record = MemberRecord(book, "server", 0)
+    now = record.num_beats()
+    wait_until(lambda: record.num_beats() >= now + 10, "the member lives on")
     assert book.state() == ("running", "")
     book.finish()
     assert member.status() == 0
@@ -197,13 +196,16 @@ def test_what_a_member_raises_because_another_has_failed_is_not_the_reason(
     assert "loader 0 ends: trainer 1: the loss is not a number" in member.output()
 
 
-def test_a_second_one_in_the_place_of_a_member_that_lives_ends_alone(book, processes):
+def test_a_second_process_of_the_same_member_ends_alone(book, processes):
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     second = processes.start("second", members.serve, book.port)
     assert second.status() == 1
-    assert "JobMismatchError: The place of server 0 in job '" in second.output()
-    assert f"at port {book.port}, must be free" in second.output()
+    assert (
+        "JobMismatchError: No other process must be server 0 in job '"
+        in second.output()
+    )
+    assert f"at port {book.port}." in second.output()
     assert book.state() == ("running", "")
     book.finish()
     assert member.status() == 0
@@ -215,7 +217,7 @@ def test_one_of_another_number_of_its_role_ends_alone(book, processes):
     assert second.status() == 1
     assert "Received: 1 from server 0, 2 from another" in second.output()
     assert book.state() == ("running", "")
-    assert Roll(book, "server", 0).signature() is None
+    assert MemberRecord(book, "server", 0).process() is None
 
 
 def test_a_member_that_was_killed_may_be_started_again(book, processes):
@@ -249,7 +251,7 @@ def test_a_time_that_is_not_positive_is_refused():
 
 def _host_a_book(port_file):
     book = AddressBook.host(0, loopback=True)
-    Roll(book, "coordinator", 0).sign(1.0)
+    MemberRecord(book, "coordinator", 0).register(1.0)
     dataclasses.replace(QUICK, silent_s=1.0).publish(book)
     port_file.write_text(str(book.port))
     print("open", flush=True)

@@ -1,0 +1,167 @@
+"""Processes of this host, as ``/proc`` shows them: one by its identity, and siblings.
+
+A process number is given to another process once its owner has ended; together with the
+start time and the name of the process table it identifies one process.
+
+torchx's local scheduler starts all roles of a job as its children, the coordinator
+first. When one ends, it lets the others run. So they watch each other: a member does
+not wait for a coordinator that has ended, as when its port was taken, and the
+coordinator does not wait for members that ended before they joined.
+"""
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from persia_torchrec import env
+from persia_torchrec.errors import JobError
+
+_COORDINATOR = b"persia_torchrec.launch.coordinator"
+_LOOK_S = 0.5
+_GONE_S = 1.5
+"""How long a sibling must be missing: a process table is not read atomically."""
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process; a restarted one has another identity."""
+
+    pid: int
+    """Its number in its own process table."""
+
+    process_table: str
+    """The boot and process namespace of its host; empty where the system has none."""
+
+    start: str
+    """Its start time, in the table's own unit."""
+
+    nonce: str
+    """Unique text, where the table tells nothing."""
+
+    @classmethod
+    def of_this_process(cls) -> "ProcessIdentity":
+        """Return a new identity of this process."""
+        pid = os.getpid()
+        return cls(pid, _process_table(), _read_state(pid)[1], uuid.uuid4().hex)
+
+    def has_ended(self) -> bool:
+        """Return whether the process is known to have ended: one of this host."""
+        return self._is_in_own_table() and not self._is_running()
+
+    def kill(self) -> bool:
+        """End the process by SIGKILL, a stopped one as well, if it is of this host.
+
+        Returns:
+            Whether the signal was sent.
+        """
+        if not self._is_in_own_table():
+            return False
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            return False
+        try:
+            # The descriptor holds the process that is checked: its number may not.
+            if not self._is_running():
+                return False
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _is_in_own_table(self) -> bool:
+        return bool(self.process_table) and self.process_table == _process_table()
+
+    def _is_running(self) -> bool:
+        state, start = _read_state(self.pid)
+        return state not in "ZX" and start == self.start
+
+
+class Siblings:
+    """The children of this process's parent, in a local job that torchx runs.
+
+    In any other job it knows nothing. Owned by one thread.
+    """
+
+    def __init__(self) -> None:
+        is_known = env.is_one_local_app() and Path("/proc/self/stat").exists()
+        self._parent = os.getppid() if is_known else None
+        self._next_look = 0.0
+        self._pids: set[int] = set()
+        self._gone_since: float | None = None
+
+    def running(self) -> set[int] | None:
+        """Return the running processes, as of half a second ago; None: not known."""
+        if self._parent is None:
+            return None
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._pids = set(_find_children(self._parent))
+        return self._pids
+
+    def require_coordinator(self) -> None:
+        """Raise once the coordinator is known to have ended; call it repeatedly.
+
+        Raises:
+            JobError: it has.
+        """
+        pids = self.running()
+        if pids is None or any(map(_is_coordinator, pids)):
+            self._gone_since = None
+            return
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        if now - self._gone_since > _GONE_S:
+            raise JobError(
+                "The job's coordinator must run until the others have left. Received: "
+                f"none among the processes that process {self._parent} has started. "
+                "It has ended; see its log."
+            )
+
+
+def _find_children(parent: int) -> Iterator[int]:
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, its_parent, *_ = _read_stat(int(entry.name))
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(its_parent) == parent and state not in "ZX":
+            yield int(entry.name)
+
+
+def _is_coordinator(pid: int) -> bool:
+    try:
+        return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on."""
+    # "pid (name) state parent ...", where the name may hold any character.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _read_state(pid: int) -> tuple[str, str]:
+    """Return the state of a process, "X" if there is none, and its start time."""
+    try:
+        fields = _read_stat(pid)
+    except OSError:
+        return "X", ""
+    return fields[0], fields[19]
+
+
+def _process_table() -> str:
+    """Name this host's boot and the process namespace in it; empty off Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
