@@ -52,40 +52,30 @@ if TYPE_CHECKING:
     from persia_torchrec.server.cluster import (
         EmbeddingCluster,
     )
-    from persia_torchrec.sharding.feature_processed import (
-        RemoteFeatureProcessedEmbeddingBagCollectionSharder,
-    )
-    from persia_torchrec.sharding.joining import (
-        join,
-    )
-    from persia_torchrec.sharding.mixed_sharder import (
+    from persia_torchrec.sharding.mixed import (
         MixedSharder,
-    )
-    from persia_torchrec.sharding.placed_tables import (
-        describe_placement,
     )
     from persia_torchrec.sharding.placement import (
         Placement,
     )
-    from persia_torchrec.sharding.remote_sharders import (
-        remote_sharders,
-    )
-    from persia_torchrec.sharding.sequence_sharder import (
-        RemoteEmbeddingCollectionSharder,
-    )
     from persia_torchrec.sharding.sharder import (
         RemoteEmbeddingBagCollectionSharder,
+        RemoteEmbeddingCollectionSharder,
+        RemoteFeatureProcessedEmbeddingBagCollectionSharder,
+        RemoteFusedEmbeddingBagCollectionSharder,
         RemoteSharder,
+        remote_sharders,
     )
     from persia_torchrec.sharding.table_tensors import (
         plain_state_dict,
         read_table,
     )
-    from persia_torchrec.sharding.through_bags import (
-        RemoteFusedEmbeddingBagCollectionSharder,
-    )
     from persia_torchrec.sharding.warm_start import (
         load_tables,
+    )
+    from persia_torchrec.sharding.whole_model import (
+        describe_placement,
+        join,
     )
     from persia_torchrec.table import (
         TableSettings,
@@ -124,18 +114,16 @@ _HOME = {
     "RowwiseLAMB": "embedding.optim",
     "PersiaError": "errors",
     "EmbeddingCluster": "server.cluster",
-    "RemoteFeatureProcessedEmbeddingBagCollectionSharder": (
-        "sharding.feature_processed"
-    ),
-    "MixedSharder": "sharding.mixed_sharder",
-    "describe_placement": "sharding.placed_tables",
+    "RemoteFeatureProcessedEmbeddingBagCollectionSharder": ("sharding.sharder"),
+    "MixedSharder": "sharding.mixed",
+    "describe_placement": "sharding.whole_model",
     "Placement": "sharding.placement",
-    "RemoteEmbeddingCollectionSharder": "sharding.sequence_sharder",
+    "RemoteEmbeddingCollectionSharder": "sharding.sharder",
     "RemoteEmbeddingBagCollectionSharder": "sharding.sharder",
     "RemoteSharder": "sharding.sharder",
-    "remote_sharders": "sharding.remote_sharders",
-    "RemoteFusedEmbeddingBagCollectionSharder": "sharding.through_bags",
-    "join": "sharding.joining",
+    "remote_sharders": "sharding.sharder",
+    "RemoteFusedEmbeddingBagCollectionSharder": "sharding.sharder",
+    "join": "sharding.whole_model",
     "plain_state_dict": "sharding.table_tensors",
     "read_table": "sharding.table_tensors",
     "load_tables": "sharding.warm_start",

@@ -1,4 +1,4 @@
-"""Whether the gradients of a step were finite, as all trainers see it.
+"""What several trainers agree on: who updates jointly, and the loss scale.
 
 Dense gradients are averaged over the trainers: what is infinite on one of them is so on
 all, which all skip the step and lower the loss scale. Embedding gradients are not, so
@@ -14,13 +14,17 @@ for them. The group is made for the first byte, so that only trainers with a los
 have it.
 """
 
-from collections.abc import Callable
+import secrets
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec.errors import JobError
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.errors import ConfigError, JobError
+from persia_torchrec.sharding.torchrec_api import GROWTH_TRACKER
+from persia_torchrec.worker.trainers import Trainers
 
 
 class Agreement(Joinable):
@@ -65,14 +69,14 @@ class Agreement(Joinable):
             dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
         except RuntimeError as exc:
             raise JobError(
-                "All trainers must take part when they agree on the loss scale, once a "
-                f"backward pass. Received: {exc}. Did one end, or run a backward pass "
-                "without any table of this sharder?"
+                "All trainers must take part when they agree on the loss scale, once "
+                f"per backward pass. Received: {exc}. Did one end, or run a backward "
+                "pass without any table of this sharder?"
             ) from exc
         return bool(flag)
 
-    def share_scale(self, is_last: bool) -> None:
-        """Take the loss scale of those who trained on; all call this together.
+    def adopt_scale(self, is_last: bool) -> None:
+        """Take the loss scale of those who trained last; all call this together.
 
         Args:
             is_last: whether this trainer is one of them.
@@ -81,12 +85,12 @@ class Agreement(Joinable):
             return
         state = self.scaler.state_dict()
         mine = torch.tensor(
-            [is_last, state["scale"], state["_growth_tracker"]], dtype=torch.float64
+            [is_last, state["scale"], state[GROWTH_TRACKER]], dtype=torch.float64
         )
         of_all = [torch.empty_like(mine) for _ in range(self._trainers.size())]
         dist.all_gather(of_all, mine, self._group())
         scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
-        state |= {"scale": scale, "_growth_tracker": int(tracker)}
+        state |= {"scale": scale, GROWTH_TRACKER: int(tracker)}
         self.scaler.load_state_dict(state)
 
     def join_hook(self, **_: object) -> JoinHook:
@@ -121,21 +125,44 @@ class _Answer(JoinHook):
         self._agreement.answer()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._agreement.share_scale(is_last_joiner)
+        self._agreement.adopt_scale(is_last_joiner)
 
 
-def backward_pass() -> int:
-    """Return the number of the backward pass that runs in this thread; -1 of none.
+def rendezvous(
+    env: ShardingEnv, device: torch.device, client: EmbeddingClient, timeout_s: float
+) -> Trainers | None:
+    """Agree with the other trainers on a group that updates jointly; all must call it.
 
-    torch's own hooks tell backward passes apart by it. Checked with torch 2.13.
+    Args:
+        env: of the trainers.
+        device: on which their process group communicates.
+        client: of the servers.
+        timeout_s: seconds that a step may wait for the slowest trainer.
+
+    Returns:
+        This trainer as a member of the group; None in a job of a single trainer.
+
+    Raises:
+        ConfigError: there are several and no process group.
+        ServerError: a server failed, refused, or did not answer in time.
     """
-    return torch._C._current_graph_task_id()
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Call when the backward pass that runs in this thread has run all its nodes.
-
-    DistributedDataParallel and FSDP finish in the same way; its all-reduces have begun
-    by then, and its gradients need not be there yet. Checked with torch 2.13.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    if env.world_size == 1:
+        return None
+    if env.process_group is None:
+        raise ConfigError(
+            f"{env.world_size} trainers that update jointly must have a process group. "
+            'Received: none. Give one, or update="each" to the sharder.'
+        )
+    group = [secrets.randbits(62)]
+    dist.broadcast_object_list(
+        group, group_src=0, group=env.process_group, device=device
+    )
+    trainers = Trainers(
+        group[0], env.rank, env.world_size, client=client, timeout_s=timeout_s
+    )
+    trainers.join()
+    # The servers know all of them before one begins, and so notice which one is lost.
+    are_here = torch.zeros(1, device=device)
+    dist.all_reduce(are_here, group=env.process_group)
+    are_here.item()  # on a GPU, the wait for it
+    return trainers

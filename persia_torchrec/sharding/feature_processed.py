@@ -13,30 +13,20 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import (
-    Awaitable,
-    EmbeddingModuleShardingPlan,
-    LazyAwaitable,
-    ShardingEnv,
-    ShardingType,
-)
+from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.distributed.utils import init_parameters
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from persia_torchrec.sharding.bag_sharder import require_own_plan
 from persia_torchrec.sharding.remote_lookup import (
     RemoteContext,
     ShardedRemoteEmbeddingBagCollection,
     StartedPull,
 )
-from persia_torchrec.sharding.through_bags import ThroughBags
+from persia_torchrec.sharding.torchrec_api import feature_processors
 from persia_torchrec.sharding.when_used import WhenUsedModule
-
-_SHARDING_TYPE = ShardingType.TABLE_WISE.value
 
 
 class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
@@ -59,9 +49,9 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
     ) -> None:
         super().__init__()
         # TorchRec's names, so that the processors have the same keys in a state dict.
-        self._feature_processors = module._feature_processors
+        self._feature_processors = feature_processors(module)
         self._embedding_bag_collection = bags
-        # Its wrapper for one module a feature works for both kinds.
+        # Its wrapper for one module per feature works for both kinds.
         self._processors = (module.split()[0],)  # a tuple: not registered a second time
         init_parameters(self._feature_processors, device)
 
@@ -107,60 +97,3 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
         """Refuse, as the bags do."""
         self.bags.copy(device)
         return self
-
-
-class RemoteFeatureProcessedEmbeddingBagCollectionSharder(
-    ThroughBags[FeatureProcessedEmbeddingBagCollection]
-):
-    """Put the bags of every ``FeatureProcessedEmbeddingBagCollection`` on the servers.
-
-    The feature processors stay in the model.
-
-    Args:
-        bags: puts the bags there; its settings, ``optimizer``, ``flush`` and the like
-            are for these tables too. Give it to ``DistributedModelParallel`` as well if
-            the model has other bag collections.
-
-    Example:
-        ``bags = RemoteEmbeddingBagCollectionSharder(client, Adagrad())`` and
-        ``sharders=[bags, RemoteFeatureProcessedEmbeddingBagCollectionSharder(bags)]``
-    """
-
-    @property
-    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """Which modules this sharder takes."""
-        return FeatureProcessedEmbeddingBagCollection
-
-    def bags_of(
-        self, module: FeatureProcessedEmbeddingBagCollection
-    ) -> EmbeddingBagCollection:
-        """Return the bags of a module."""
-        return module._embedding_bag_collection
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the one type; planners refuse others for these modules.
-
-        They fear for row-wise shards that positions of ids are lost. Here they are not:
-        the processors get the whole batch.
-        """
-        return [_SHARDING_TYPE]
-
-    def shard(
-        self,
-        module: FeatureProcessedEmbeddingBagCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedRemoteFeatureProcessedEmbeddingBagCollection:
-        """Make the tables known to the servers, and return the module that uses them.
-
-        Raises:
-            ConfigError: a setting of the collection that the servers cannot honour.
-            ServerError: a server refuses a table, or does not answer.
-        """
-        device = device or torch.device("cpu")
-        bags_only = self.bags_of(module)
-        require_own_plan(bags_only.embedding_bag_configs(), params, _SHARDING_TYPE)
-        bags = self._bags.put_on_servers(bags_only, env, device)
-        return ShardedRemoteFeatureProcessedEmbeddingBagCollection(module, bags, device)

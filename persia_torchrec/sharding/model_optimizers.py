@@ -33,6 +33,7 @@ from persia_torchrec.embedding.optim import (
     RowwiseLAMB,
 )
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.torchrec_api import optimizers_in_backward
 
 Arguments = dict[str, Any]
 
@@ -108,16 +109,15 @@ def model_optimizers(module: nn.Module) -> dict[str, Optimizer]:
         return {name: translated(*own, table=name) for name in names}
     optimizers = {}
     for name, parameter in module.named_parameters():
-        classes = getattr(parameter, "_optimizer_classes", [])
-        arguments = getattr(parameter, "_optimizer_kwargs", [])
+        given = optimizers_in_backward(parameter)
         table = name.split(".")[-2]  # "embedding_bags.TABLE.weight"
-        if len(classes) > 1:
+        if len(given) > 1:
             raise ConfigError(
                 f"Table {table!r} must have one optimizer. Received: "
-                f"{[cls.__name__ for cls in classes]}, by apply_optimizer_in_backward."
+                f"{[cls.__name__ for cls, _ in given]}, by apply_optimizer_in_backward."
             )
-        if classes:
-            optimizers[table] = translated(classes[0], arguments[0], table=table)
+        for cls, arguments in given:
+            optimizers[table] = translated(cls, arguments, table=table)
     return optimizers
 
 

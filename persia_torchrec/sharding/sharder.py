@@ -1,30 +1,55 @@
-"""The one thing a TorchRec user adds: a sharder that puts tables on the servers.
+"""The sharders that a TorchRec user adds: they put tables on the servers.
 
-DistributedModelParallel(model, sharders=[RemoteEmbeddingBagCollectionSharder(...)])
+``DistributedModelParallel(model, sharders=remote_sharders(client))`` replaces
+TorchRec's list of default sharders. What this list has instead:
+
+    EmbeddingBagCollection                    on the servers
+    EmbeddingCollection                       on the servers
+    FeatureProcessedEmbeddingBagCollection    its bags on the servers
+    FusedEmbeddingBagCollection               on the servers, with its own optimizer
+    quantised and managed-collision modules   as TorchRec shards them by default
+
+Modules that are, or hold, bags go through the sharder of bags. So all bags of a model
+have the same settings, and are flushed and scheduled together.
 """
 
-from abc import abstractmethod
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.bag_sharder import (
-    BagSharder,
+from persia_torchrec.sharding.agreement import rendezvous
+from persia_torchrec.sharding.base_sharder import (
     CollectionSharder,
     Module,
+    PlannedSharder,
     Sharded,
+    TableControl,
 )
-from persia_torchrec.sharding.collection import CollectionSpec, describe_bags
-from persia_torchrec.sharding.joining import Joint
+from persia_torchrec.sharding.collection import CollectionSpec, describe_collection
+from persia_torchrec.sharding.feature_processed import (
+    ShardedRemoteFeatureProcessedEmbeddingBagCollection,
+)
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
+from persia_torchrec.sharding.remote_sequences import ShardedRemoteEmbeddingCollection
 from persia_torchrec.sharding.rows_on_device import RowsOnDevice
+from persia_torchrec.sharding.torchrec_api import processed_bags
 from persia_torchrec.sharding.warm_start import OptimizerState, load_tables
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
@@ -33,12 +58,21 @@ from persia_torchrec.worker.embedding_worker import EmbeddingWorker
 from persia_torchrec.worker.pipeline import BatchPipeline, Lookup
 from persia_torchrec.worker.pooled import PooledLookup
 from persia_torchrec.worker.rows import RowsLookup
+from persia_torchrec.worker.sequences import SequenceLookup
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
     torch.float16: Precision.FP16,
     torch.bfloat16: Precision.BF16,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTables:
+    """Names of the tables that a planner, or a sharder, has seen in a collection."""
+
+    planned: set[str] = field(default_factory=set)
+    described: set[str] = field(default_factory=set)
 
 
 class RemoteSharder(CollectionSharder[Module, Sharded]):
@@ -67,7 +101,8 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
             their gradients once, as in TorchRec. All must run as many training steps
             (see ``join`` where data end unevenly), and the acknowledgement that bounds
             the staleness is that of the joint update. "each": the gradients of each
-            trainer are applied as they come, as in PERSIA; nobody waits for another.
+            trainer are applied as they come, as in PERSIA; no trainer waits for
+            another.
         joint_timeout_s: seconds that a joint update may wait for the slowest trainer.
 
     Raises:
@@ -95,14 +130,14 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         update: Literal["joint", "each"] = "joint",
         joint_timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(
-            timeout_s=client.timeout_s,
-            gradient_division=gradient_division,
-            joint=Joint(client, joint_timeout_s) if update == "joint" else None,
-        )
         if update not in ("joint", "each"):
             raise ConfigError(
                 f'update must be "joint" or "each". Received: {update!r}.'
+            )
+        if update == "joint" and not 0 < joint_timeout_s < math.inf:
+            raise ConfigError(
+                "joint_timeout_s must be finite and positive. "
+                f"Received: {joint_timeout_s}."
             )
         if wire_dtype not in _PRECISIONS:
             raise ConfigError(
@@ -111,13 +146,17 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
             )
         if staleness < 0:
             raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
+        self._joint_timeout_s = joint_timeout_s if update == "joint" else 0.0
+        super().__init__(
+            timeout_s=client.timeout_s + self._joint_timeout_s,
+            gradient_division=gradient_division,
+        )
         self._client = client
         self._optimizer = optimizer if optimizer is not None else Adagrad()
         self._staleness = staleness
         self._precision = _PRECISIONS[wire_dtype]
         self._settings = dict(tables or {})
-        self._planned: set[str] = set()
-        self._described: set[str] = set()
+        self.seen = SeenTables()
         watch_models()
 
     def share_tables(self, other: "RemoteSharder[Any, Any]") -> None:
@@ -126,17 +165,12 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         Flushes, rates, the loss scale and settings of either are then those of both.
         Call it before a model is planned.
         """
-        self._tables = other._tables
-        self._planned, self._described = other._planned, other._described
-
-    @abstractmethod
-    def spec_of(self, module: Module) -> CollectionSpec:
-        """Return the collection's tables and features in the servers' terms."""
+        self.remote_tables, self.seen = other.remote_tables, other.seen
 
     def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
-        """Return a stand-in of one row for each table; planners ask before sharding."""
+        """Return a placeholder of one row for each table; planners ask first."""
         parameters = super().shardable_parameters(module)
-        self._planned.update(parameters)
+        self.seen.planned.update(parameters)
         return parameters
 
     def describe(self, module: Module) -> CollectionSpec:
@@ -146,11 +180,11 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
             ConfigError: a setting that the servers cannot honour, or settings of a
                 table that a planner has not seen in any collection.
         """
-        spec = self.spec_of(module)
+        spec = describe_collection(module, self._optimizer, self._settings)
         names = {table.name for table in spec.tables}
-        self._described |= names
-        if names <= self._planned:  # and so has the planner seen all collections
-            require_known_tables(self._settings, self._planned)
+        self.seen.described.update(names)
+        if names <= self.seen.planned:  # and so the planner has seen all collections
+            require_known_tables(self._settings, self.seen.planned)
         return spec
 
     def load_weights(
@@ -164,12 +198,12 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         """Fill all tables that are sharded so far from an ordinary checkpoint.
 
         The arguments, what is returned and what is raised are those of
-        ``warm_start.load_tables``.
+        :func:`persia_torchrec.load_tables`.
 
         Raises:
             ConfigError: no model is sharded yet, and so there are no tables.
         """
-        names = self._tables.names()
+        names = self.remote_tables.names()
         if not names:
             raise ConfigError(
                 "Weights can be loaded when the model is sharded, into its tables. "
@@ -178,7 +212,9 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
             )
         self.flush()
         return load_tables(
-            *(self._client, state_dict, names),
+            self._client,
+            state_dict,
+            names,
             optimizer_state=optimizer_state,
             ids=ids,
             step=step,
@@ -190,7 +226,7 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         Raises:
             ConfigError: ``tables`` names a table that no collection has.
         """
-        require_known_tables(self._settings, self._planned | self._described)
+        require_known_tables(self._settings, self.seen.planned | self.seen.described)
 
     def make_pipeline(
         self, spec: CollectionSpec, device: torch.device
@@ -207,10 +243,18 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
             lookup, staleness=self._staleness, timeout_s=self._client.timeout_s
         )
 
+    def join_trainers(
+        self, pipeline: BatchPipeline[Any, Any], env: ShardingEnv, device: torch.device
+    ) -> None:
+        """Let the trainers update jointly, unless each updates by itself."""
+        if not self._joint_timeout_s:
+            return
+        if trainers := rendezvous(env, device, self._client, self._joint_timeout_s):
+            pipeline.set_trainers(trainers)
+
 
 class RemoteEmbeddingBagCollectionSharder(
-    RemoteSharder[EmbeddingBagCollectionInterface, ShardedRemoteEmbeddingBagCollection],
-    BagSharder,
+    RemoteSharder[EmbeddingBagCollectionInterface, ShardedRemoteEmbeddingBagCollection]
 ):
     """Put every ``EmbeddingBagCollection`` of a model on the embedding servers.
 
@@ -223,8 +267,174 @@ class RemoteEmbeddingBagCollectionSharder(
         TableSettings(optimizer=Adam(1e-3), admission=AdmitFrequency(3))})``
     """
 
-    host_lookup: ClassVar[type[EmbeddingWorker]] = PooledLookup
+    kind = (EmbeddingBagCollection, ShardedRemoteEmbeddingBagCollection)
+    host_lookup = PooledLookup
 
-    def spec_of(self, module: EmbeddingBagCollectionInterface) -> CollectionSpec:
-        """Return the collection's tables and features in the servers' terms."""
-        return describe_bags(module, self._optimizer, self._settings)
+
+class RemoteEmbeddingCollectionSharder(
+    RemoteSharder[EmbeddingCollection, ShardedRemoteEmbeddingCollection]
+):
+    """Put every ``EmbeddingCollection`` of a model on the embedding servers.
+
+    The arguments, and which optimizer a table gets, are those of
+    :class:`RemoteEmbeddingBagCollectionSharder`; a model that has collections of both
+    kinds needs both sharders. Features are not pooled: the model gets a
+    ``JaggedTensor`` for each, with a row for every id.
+
+    Example:
+        ``DistributedModelParallel(model, sharders=[
+        RemoteEmbeddingCollectionSharder(client, Adam(1e-3), staleness=1)])``
+    """
+
+    kind = (EmbeddingCollection, ShardedRemoteEmbeddingCollection)
+    host_lookup = SequenceLookup
+
+
+class _ThroughBags(PlannedSharder[Module, Sharded]):
+    def __init__(self, bags: RemoteEmbeddingBagCollectionSharder) -> None:
+        super().__init__()
+        self._bags = bags
+
+    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
+        return self._bags.shardable_parameters(self.tables_in(module))
+
+    def put_on_servers(
+        self, module: Module, env: ShardingEnv, device: torch.device
+    ) -> Any:
+        return self._bags.put_on_servers(self.tables_in(module), env, device)
+
+
+class RemoteFusedEmbeddingBagCollectionSharder(
+    _ThroughBags[FusedEmbeddingBagCollection, ShardedRemoteEmbeddingBagCollection]
+):
+    """Put every ``FusedEmbeddingBagCollection`` of a model on the embedding servers.
+
+    Its optimizer goes there too; see ``sharding/model_optimizers.py``.
+
+    Args:
+        bags: puts them there; its settings, ``optimizer``, ``flush`` and the like are
+            for these tables too. Give it to ``DistributedModelParallel`` as well if the
+            model has other bag collections.
+    """
+
+    @property
+    def module_type(self) -> type[FusedEmbeddingBagCollection]:
+        """Which modules this sharder takes."""
+        return FusedEmbeddingBagCollection
+
+
+class RemoteFeatureProcessedEmbeddingBagCollectionSharder(
+    _ThroughBags[
+        FeatureProcessedEmbeddingBagCollection,
+        ShardedRemoteFeatureProcessedEmbeddingBagCollection,
+    ]
+):
+    """Put the bags of every ``FeatureProcessedEmbeddingBagCollection`` on the servers.
+
+    The feature processors stay in the model.
+
+    Args:
+        bags: puts the bags there; its settings, ``optimizer``, ``flush`` and the like
+            are for these tables too. Give it to ``DistributedModelParallel`` as well if
+            the model has other bag collections.
+
+    Example:
+        ``bags = RemoteEmbeddingBagCollectionSharder(client, Adagrad())`` and
+        ``sharders=[bags, RemoteFeatureProcessedEmbeddingBagCollectionSharder(bags)]``
+    """
+
+    # Planners refuse others for these modules, lest row-wise shards lose the positions
+    # of ids. Here they are not lost: the processors get the whole batch.
+    sharding_type = ShardingType.TABLE_WISE.value
+
+    @property
+    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
+        """Which modules this sharder takes."""
+        return FeatureProcessedEmbeddingBagCollection
+
+    def tables_in(
+        self, module: FeatureProcessedEmbeddingBagCollection
+    ) -> EmbeddingBagCollection:
+        """Return the bags of a module."""
+        return processed_bags(module)
+
+    def put_on_servers(
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        env: ShardingEnv,
+        device: torch.device,
+    ) -> ShardedRemoteFeatureProcessedEmbeddingBagCollection:
+        """Put the bags on the servers, with the processors before them."""
+        bags = super().put_on_servers(module, env, device)
+        return ShardedRemoteFeatureProcessedEmbeddingBagCollection(module, bags, device)
+
+
+def remote_sharders(
+    client: EmbeddingClient,
+    optimizer: Optimizer | None = None,
+    staleness: int = 0,
+    wire_dtype: torch.dtype = torch.float32,
+    *,
+    tables: Mapping[str, TableSettings] | None = None,
+    gradient_division: bool = True,
+    update: Literal["joint", "each"] = "joint",
+    joint_timeout_s: float = 600.0,
+) -> "RemoteSharders":
+    """Return the sharders that put every collection of a model on the servers.
+
+    The arguments, and what is raised, are those of
+    :class:`persia_torchrec.RemoteSharder`; ``tables`` may name tables of collections of
+    any kind.
+
+    Returns:
+        A list, for ``DistributedModelParallel`` and for planners. Its ``flush``,
+        ``optimizer``, ``load_weights`` and the like are for all tables of the model.
+
+    Example:
+        ``sharders = remote_sharders(client, Adagrad(lr=0.02), staleness=1)`` and
+        ``DistributedModelParallel(model, sharders=sharders)``
+    """
+    bags, sequences = (
+        kind(
+            client,
+            optimizer,
+            staleness,
+            wire_dtype,
+            tables=tables,
+            gradient_division=gradient_division,
+            update=update,
+            joint_timeout_s=joint_timeout_s,
+        )
+        for kind in (
+            RemoteEmbeddingBagCollectionSharder,
+            RemoteEmbeddingCollectionSharder,
+        )
+    )
+    sequences.share_tables(bags)
+    ours: list[ModuleSharder[Any]] = [
+        bags,
+        sequences,
+        RemoteFeatureProcessedEmbeddingBagCollectionSharder(bags),
+        RemoteFusedEmbeddingBagCollectionSharder(bags),
+    ]
+    taken = {sharder.module_type for sharder in ours}
+    others = [s for s in get_default_sharders() if s.module_type not in taken]
+    return RemoteSharders(bags, [*ours, *others])
+
+
+class RemoteSharders(TableControl, list[ModuleSharder[nn.Module]]):
+    """A list of sharders, and what they do together; see :func:`remote_sharders`.
+
+    Args:
+        first: the sharder that has all tables of all others.
+        sharders: all of them.
+    """
+
+    def __init__(
+        self,
+        first: RemoteSharder[Any, Any],
+        sharders: Iterable[ModuleSharder[Any]],
+    ) -> None:
+        list.__init__(self, sharders)
+        TableControl.__init__(self, first.remote_tables, first.timeout_s)
+        self.load_weights = first.load_weights

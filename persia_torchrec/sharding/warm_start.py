@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import (
@@ -31,6 +30,7 @@ from persia_torchrec.client.transfer import (
     rows_per_block,
 )
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.sharding.torchrec_api import ShardedTensor
 from persia_torchrec.wire.precision import Floats
 
 OptimizerState = Mapping[str, object]

@@ -1,19 +1,34 @@
-"""What a sharder cannot see: the model around the collections that it shards.
+"""What a sharder cannot see: the whole model around the collections that it shards.
+
+    require_sharders     no collection is left behind as a dense copy on each trainer
+    join                 trainers whose data end unevenly
+    describe_placement   what lies where
 
 TorchRec hands a sharder its own modules only. Whatever no sharder takes stays as it is
 and is copied to every trainer, as dense parameters are. For a collection that is a
 mistake as a rule: it was sharded by default, until ``sharders=[...]`` replaced the list
-of defaults. So a whole model is looked at when a ``DistributedModelParallel`` gets it,
-by torch's hook for modules that get children; where nothing is on the servers, nothing
-is said.
+of defaults. So a whole model is checked when a ``DistributedModelParallel`` gets it, by
+torch's hook for modules that get children; where nothing is on the servers, nothing is
+said.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.modules.module import register_module_module_registration_hook
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import (
+    DistributedModelParallel,
+    get_unwrapped_module,
+)
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -24,10 +39,9 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
-from persia_torchrec.sharding.remote_sequences import ShardedRemoteEmbeddingCollection
-
-_ON_SERVERS = (ShardedRemoteEmbeddingBagCollection, ShardedRemoteEmbeddingCollection)
+from persia_torchrec.sharding.mixed import MixedCollection
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.torchrec_api import embedding_kernels, table_configs
 
 _SHARDED_BY_DEFAULT = (
     EmbeddingBagCollection,
@@ -36,10 +50,12 @@ _SHARDED_BY_DEFAULT = (
 )
 """Collections for which TorchRec has a sharder by default, by their exact types."""
 
+_Local: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+
 
 @functools.cache
 def watch_models() -> None:
-    """Look from now on at every model that a ``DistributedModelParallel`` gets.
+    """Check from now on every model that a ``DistributedModelParallel`` gets.
 
     It stays for the life of the process, and costs a call and a type check for each
     module that gets a child.
@@ -65,10 +81,9 @@ def require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
             or a managed collision module, of which each trainer has its own, maps the
             ids of tables on the servers.
     """
-    modules = dict(model.named_modules())
-    if not any(isinstance(module, _ON_SERVERS) for module in modules.values()):
+    if not _remote_collections(model):
         return
-    for path, module in modules.items():
+    for path, module in model.named_modules():
         if type(module) in _SHARDED_BY_DEFAULT and type(module) not in taken:
             raise ConfigError(
                 "Every embedding collection of a model must have a sharder. Received: "
@@ -83,10 +98,133 @@ def require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
 
 def _require_one_trainer(path: str, module: nn.Module) -> None:
     are_several = dist.is_initialized() and dist.get_world_size() > 1
-    if are_several and any(isinstance(part, _ON_SERVERS) for part in module.modules()):
+    if are_several and _remote_collections(module):
         raise ConfigError(
             "Ids of tables on the servers must mean the same on all trainers. "
             f"Received: the {type(module).__name__} {path!r}, which maps ids on each "
             f"trainer by itself, and {dist.get_world_size()} trainers. Leave the "
             "managed collision module out: the servers take raw 64-bit ids."
+        )
+
+
+def _remote_collections(model: nn.Module) -> list[ShardedRemoteCollection[Any, Any]]:
+    return [m for m in model.modules() if isinstance(m, ShardedRemoteCollection)]
+
+
+@contextlib.contextmanager
+def join(model: nn.Module) -> Iterator[None]:
+    """Train inside this block where trainers' data may not end at the same batch.
+
+    A trainer that comes to the end of the block, even without a batch, does not hold
+    the others up any more: it answers the all-reduces of their dense gradients, and
+    the servers do without its gradients in the joint updates. The block ends when all
+    trainers are there; the dense model of the last one, and its loss scale, are then
+    those of all, and the next steps are joint again. Gradients are divided by the
+    number of all trainers throughout, as in
+    ``torch.nn.parallel.DistributedDataParallel.join``.
+
+    An exception ends the block at once, on this trainer alone.
+
+    Args:
+        model: a ``DistributedModelParallel``, the same on every trainer.
+
+    Raises:
+        ConfigError: the dense half was wrapped with ``static_graph``, as TorchRec's
+            default wrapper does: a trainer without a first batch would break it.
+        PersiaError: an earlier update failed.
+
+    Example:
+        ``with join(model): train(model, this_trainers_batches)``, where the model was
+        made with ``data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=
+        False)``.
+    """
+    collections = _remote_collections(model)
+    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if any(replica.static_graph for replica in replicas):
+        raise ConfigError(
+            "Data may end unevenly only without static_graph. Received: a model that "
+            "was wrapped with it. Give DistributedModelParallel(data_parallel_wrapper="
+            "DefaultDataParallelWrapper(static_graph=False))."
+        )
+    agreements = {
+        c.agreement: None for c in collections if c.agreement and c.agreement.is_used
+    }
+    joinables: list[Joinable] = [*replicas[:1], *agreements]
+    are_several = (
+        bool(joinables) and dist.get_world_size(joinables[0].join_process_group) > 1
+    )
+    with (
+        Join(joinables, divide_by_initial_world_size=True)
+        if are_several
+        else contextlib.nullcontext()
+    ):
+        yield
+        for collection in collections:
+            collection.pipeline.leave()
+
+
+def describe_placement(model: nn.Module) -> str:
+    """Say in a table what lies where in a sharded model.
+
+    TorchRec's plan names every table too, but cannot say "on the servers": there, such
+    a table is a row_wise one of a single row.
+
+    Args:
+        model: a ``DistributedModelParallel``, or a part of it.
+
+    Returns:
+        One line per table of the model: its collection's path; its name; its place,
+        "servers" or how TorchRec shards it; the ranks that hold it; its rows, "any" on
+        the servers, where a table has no length; its dim; the name of its optimizer:
+        "the model's" is the one that the training loop steps, "fused" that of a fused
+        table which other trainers hold. In each collection, those on the servers come
+        last.
+    """
+    lines: list[tuple[str, ...]] = [
+        ("collection", "table", "place", "ranks", "rows", "dim", "optimizer")
+    ]
+    described: set[nn.Module] = set()
+    for path, module in get_unwrapped_module(model).named_modules():
+        if isinstance(module, _Local):
+            lines.extend(_describe_local(path, module))
+        remote = module.remote if isinstance(module, MixedCollection) else module
+        if isinstance(remote, ShardedRemoteCollection) and remote not in described:
+            described.add(remote)
+            lines.extend(_describe_remote(path, remote))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _describe_remote(
+    path: str, module: ShardedRemoteCollection[Any, Any]
+) -> Iterator[tuple[str, ...]]:
+    for spec in module.tables:
+        optimizer = type(spec.optimizer).__name__
+        yield path, spec.name, "servers", "-", "any", str(spec.dim), optimizer
+
+
+def _describe_local(path: str, module: _Local) -> Iterator[tuple[str, ...]]:
+    # What fbgemm calls the optimizer of each table that this trainer holds.
+    optimizers = {
+        table.name: kernel.emb_module.optimizer.name
+        for kernel in embedding_kernels(module)
+        for table in kernel.config.embedding_tables
+        if hasattr(kernel.emb_module, "optimizer")
+    }
+    for name, sharding in module.module_sharding_plan.items():
+        config = table_configs(module)[name]
+        is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
+        yield (
+            path,
+            name,
+            f"{sharding.sharding_type} {sharding.compute_kernel}",
+            ",".join(map(str, sharding.ranks or ())) or "-",
+            str(config.num_embeddings),
+            str(config.embedding_dim),
+            "the model's" if is_dense else optimizers.get(name, "fused"),
         )

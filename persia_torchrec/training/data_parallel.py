@@ -65,7 +65,7 @@ class Replication(DataParallelWrapper):
 
         A trainer that comes to the end of the block answers the collectives of
         :meth:`after_step` of those that go on, until all are there. Those of the
-        backward pass are answered by ``sharding.joining.join``.
+        backward pass are answered by ``persia_torchrec.join``.
         """
 
 

@@ -27,8 +27,8 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.joining import join
 from persia_torchrec.sharding.remote_lookup import StartedPull
+from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.context_checkpoints import ContextCheckpoints
 from persia_torchrec.training.data_parallel import init_process_group, replication_of

@@ -6,11 +6,10 @@ PERSIA draws initial weights) the sharder takes from the YAML file itself, and i
 pulls go through the embedding workers of the job.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torchrec.modules.embedding_configs import (
-    BaseEmbeddingConfig,
     EmbeddingBagConfig,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -18,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
-from persia_torchrec.sharding.bag_sharder import CollectionSharder
+from persia_torchrec.sharding.base_sharder import CollectionSharder
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.sharded_slots import ShardedSlots
@@ -61,6 +60,8 @@ class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
         timeout_s: seconds that a pull or a push may take.
     """
 
+    kind = (EmbeddingBagCollection, ShardedSlots)
+
     def __init__(
         self,
         workers: RemoteWorkers,
@@ -78,22 +79,6 @@ class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
         self._optimizer = optimizer
         self._settings = settings
 
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """Which modules this sharder takes."""
-        return EmbeddingBagCollection
-
-    @property
-    def sharded_type(self) -> type[ShardedSlots]:
-        """What it makes of them."""
-        return ShardedSlots
-
-    def configs_of(
-        self, module: EmbeddingBagCollection
-    ) -> Sequence[BaseEmbeddingConfig]:
-        """Return TorchRec's description of the tables."""
-        return module.embedding_bag_configs()
-
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
         """Return the slots; a batch has any of them, in an order of its own."""
         tables = tables_of(self._schema, self._config, self._optimizer, self._settings)
@@ -104,4 +89,4 @@ class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
     ) -> SlotsPipeline:
         """Return the pipeline, its tables known to workers and servers."""
         self._workers.add_tables(spec.tables)
-        return BatchPipeline(self._workers, staleness=1, timeout_s=self._timeout_s)
+        return BatchPipeline(self._workers, staleness=1, timeout_s=self.timeout_s)

@@ -14,14 +14,14 @@ from torchrec import (
 from persia_torchrec import Adagrad, Adam, AdmitFrequency, Expiry, TableSettings
 from persia_torchrec.embedding import Constant, Normal, Uniform
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.collection import describe_bags
+from persia_torchrec.sharding.collection import describe_collection
 
 
 def describe(*tables, is_weighted=False):
     module = EmbeddingBagCollection(
         tables=list(tables), is_weighted=is_weighted, device=torch.device("meta")
     )
-    return describe_bags(module, Adagrad(lr=0.5))
+    return describe_collection(module, Adagrad(lr=0.5))
 
 
 def table(name="term", *, num=100, dim=8, features=("ad",), **settings):
@@ -136,19 +136,19 @@ ALL_SETTINGS = TableSettings(
 def test_settings_of_a_table_win_over_the_collection_and_touch_no_other_table():
     tables = [table("term", init_fn=torch.nn.init.zeros_), table("user")]
     module = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    term, user = describe_bags(module, Adagrad(), {"term": ALL_SETTINGS}).tables
+    term, user = describe_collection(module, Adagrad(), {"term": ALL_SETTINGS}).tables
     for field in dataclasses.fields(ALL_SETTINGS):
         assert getattr(term, field.name) == getattr(ALL_SETTINGS, field.name)
     assert (term.dim, term.seed) == (8, describe(table("term")).tables[0].seed)
-    assert user == describe_bags(module, Adagrad()).tables[1]
+    assert user == describe_collection(module, Adagrad()).tables[1]
 
 
 def test_settings_left_out_are_the_collections():
     tables = [table(data_type=DataType.FP16, init_fn=torch.nn.init.zeros_)]
     module = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     settings = {"term": TableSettings(keeps_metadata=True)}
-    (spec,) = describe_bags(module, Adagrad(lr=0.5), settings).tables
-    (plain,) = describe_bags(module, Adagrad(lr=0.5)).tables
+    (spec,) = describe_collection(module, Adagrad(lr=0.5), settings).tables
+    (plain,) = describe_collection(module, Adagrad(lr=0.5)).tables
     assert spec == dataclasses.replace(plain, keeps_metadata=True)
 
 
@@ -158,7 +158,7 @@ def test_an_initializer_in_the_settings_stands_for_an_init_fn_of_ones_own():
         device=torch.device("meta"),
     )
     settings = {"term": TableSettings(initializer=Constant(2.0))}
-    (spec,) = describe_bags(module, Adagrad(), settings).tables
+    (spec,) = describe_collection(module, Adagrad(), settings).tables
     assert spec.initializer == Constant(2.0)
 
 
@@ -177,14 +177,14 @@ def test_an_initializer_in_the_settings_stands_for_an_init_fn_of_ones_own():
 def test_settings_that_cannot_work_are_refused_by_table(settings, message):
     module = EmbeddingBagCollection(tables=[table()], device=torch.device("meta"))
     with pytest.raises(ConfigError, match=message):
-        describe_bags(module, Adagrad(), {"term": TableSettings(**settings)})
+        describe_collection(module, Adagrad(), {"term": TableSettings(**settings)})
 
 
 def test_a_pooling_that_the_servers_do_not_know_is_refused():
     module = EmbeddingBagCollection(tables=[table()], device=torch.device("meta"))
     module.embedding_bag_configs()[0].pooling = PoolingType.NONE
     with pytest.raises(ConfigError, match=r"'term': pooling must be SUM or MEAN"):
-        describe_bags(module, Adagrad())
+        describe_collection(module, Adagrad())
 
 
 @pytest.mark.parametrize("is_weighted", [True, False])

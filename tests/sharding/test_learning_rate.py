@@ -153,7 +153,7 @@ class TestTheOptimizer:
         sharder = RemoteEmbeddingBagCollectionSharder(job.client)
         env = ShardingEnv.from_local(1, 0)
         for table in TABLES:
-            sharder.put_on_servers(Bags([table]).bags, env, None)
+            sharder.put_on_servers(Bags([table]).bags, env, torch.device("cpu"))
             if table is TABLES[0]:
                 assert sharder.optimizer is sharder.optimizer
         with pytest.raises(ConfigError, match="when all collections are sharded"):

@@ -38,7 +38,7 @@ from persia_torchrec import (
     describe_placement,
 )
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.sharding.mixed_lookup import ShardedMixedEmbeddingBagCollection
+from persia_torchrec.sharding.mixed import ShardedMixedEmbeddingBagCollection
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
 from tests.sharding.mixed_model import (
     ADAGRAD,

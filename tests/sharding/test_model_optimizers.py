@@ -14,7 +14,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from persia_torchrec import LAMB, LARS, SGD, Adagrad, Adam, AdamW, TableSettings
 from persia_torchrec.embedding.optim import RowwiseAdam, RowwiseLAMB
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.collection import describe_bags, describe_sequences
+from persia_torchrec.sharding.collection import describe_collection
 from persia_torchrec.sharding.model_optimizers import model_optimizers, translated
 from tests.sharding.remote_job import META
 
@@ -107,7 +107,7 @@ def test_an_optimizer_that_cannot_move_is_named_and_the_nearest_that_can(cls, ne
     apply(cls, [weight(collection, "user")], {"lr": 0.1})
     message = rf"Table 'user': .*Received: torch\..*{cls.__name__}\. .*{nearest}"
     with pytest.raises(ConfigError, match=message):
-        describe_bags(collection, SGD(1.0))
+        describe_collection(collection, SGD(1.0))
 
 
 def test_two_optimizers_of_one_table_are_refused():
@@ -115,7 +115,7 @@ def test_two_optimizers_of_one_table_are_refused():
     for cls in (torch.optim.SGD, torch.optim.Adam):
         apply(cls, [weight(collection, "term")], {"lr": 0.1})
     with pytest.raises(ConfigError, match=r"'term' must have one .*'SGD', 'Adam'"):
-        describe_bags(collection, SGD(1.0))
+        describe_collection(collection, SGD(1.0))
 
 
 def test_settings_win_over_the_model_and_the_model_over_the_sharder():
@@ -123,7 +123,7 @@ def test_settings_win_over_the_model_and_the_model_over_the_sharder():
     apply(torch.optim.SGD, [weight(collection, "term")], {"lr": 0.25})
     apply(torch.optim.SGD, [weight(collection, "user")], {"lr": 0.5})
     settings = {"user": TableSettings(optimizer=Adam(0.1))}
-    spec = describe_bags(collection, Adagrad(1.0), settings)
+    spec = describe_collection(collection, Adagrad(1.0), settings)
     assert {table.name: table.optimizer for table in spec.tables} == {
         "term": SGD(0.25),
         "user": Adam(0.1),
@@ -145,7 +145,7 @@ def test_tables_of_sequences_may_have_their_own_too():
         tables=[EmbeddingConfig(10, 4, name="term", feature_names=["ad"])], device=META
     )
     apply(torchrec.optim.LAMB, collection.parameters(), {"lr": 0.1})
-    (table,) = describe_sequences(collection, SGD(1.0)).tables
+    (table,) = describe_collection(collection, SGD(1.0)).tables
     assert table.optimizer == LAMB(0.1)
 
 
@@ -156,5 +156,5 @@ def test_the_optimizer_of_a_fused_collection_is_that_of_all_its_tables():
         optimizer_kwargs={"lr": 0.125},
         device=META,
     )
-    spec = describe_bags(collection, Adagrad())
+    spec = describe_collection(collection, Adagrad())
     assert [table.optimizer for table in spec.tables] == [SGD(0.125)] * 3

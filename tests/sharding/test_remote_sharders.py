@@ -188,7 +188,7 @@ class TestAPlanOfOthers:
         sharders = remote_sharders(job.client)
         ours = shard(Bags(bags_of("processed", "h")), *sharders).plan
         (rows,) = ours.plan.values()  # by rows, as for bags without processors
-        with pytest.raises(ConfigError, match="table_wise, with one row"):
+        with pytest.raises(ConfigError, match="table_wise, with a placeholder"):
             DistributedModelParallel(
                 Processed(), sharders=sharders, plan=ShardingPlan({"bags": rows})
             )

@@ -1,0 +1,374 @@
+"""The base of all sharders: what TorchRec's planner asks, what users do with tables.
+
+The planner plans these collections like any other module. It is told of one placeholder
+parameter per table, of one row and without storage, since the rows take no memory here;
+the sharding type and the kernel are names that the planner knows ("row_wise" and
+"fused"), as it refuses unknown ones.
+
+    TableControl         flush, rates, loss scale, settings: of all tables of a model
+    PlannedSharder       what a planner and DistributedModelParallel ask
+    CollectionSharder    both; puts collections on the servers
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ParameterSharding,
+    ParameterStorage,
+    ShardedModule,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.agreement import Agreement
+from persia_torchrec.sharding.collection import (
+    Collection,
+    CollectionSpec,
+    table_configs,
+)
+from persia_torchrec.sharding.remote_lookup import Hooks, ShardedRemoteCollection
+from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
+from persia_torchrec.sharding.remote_tables import RemoteTables
+from persia_torchrec.table import TableChange
+from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.worker.tally import TrainingSummary
+
+_ADD_TABLES_TIMEOUT_S = 120.0
+
+_ROW_WISE = ShardingType.ROW_WISE.value
+
+Module = TypeVar("Module", bound=nn.Module)
+Sharded = TypeVar("Sharded", bound=ShardedModule[Any, Any, Any, Any])
+
+
+class TableControl:
+    """What a trainer does with its tables on the servers, beside training them.
+
+    Args:
+        tables: of the collections that are sharded, and of those yet to be.
+        timeout_s: seconds that a pull or a push may take.
+    """
+
+    def __init__(self, tables: RemoteTables, timeout_s: float) -> None:
+        self.remote_tables = tables
+        self.timeout_s = timeout_s
+
+    def flush(self) -> None:
+        """Wait until every update of the collections sharded so far is applied.
+
+        Call it before rows are read elsewhere or the script ends, unless the staleness
+        is 0.
+
+        Raises:
+            PersiaError: one of the updates failed, or was not acknowledged in time.
+        """
+        self.remote_tables.flush()
+        self.remote_tables.report()
+
+    def close(self) -> None:
+        """Stop the threads of the collections sharded so far. May be called twice."""
+        self.report_at_end()
+        self.remote_tables.close()
+
+    def summary(self) -> TrainingSummary:
+        """Return what became of this trainer's batches so far: how stale rows were.
+
+        :meth:`flush` logs it.
+        """
+        return self.remote_tables.summary()
+
+    def report_at_end(self) -> None:
+        """Log :meth:`summary`, and warn of gradients of evicted rows; once.
+
+        Call it before the end of a training. :meth:`close` does.
+        """
+        self.remote_tables.report_at_end()
+
+    def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
+        """Change the learning rate of tables on the servers; returns at once.
+
+        The gradients of backward passes so far are applied with the previous rate,
+        those of later ones with the new rate. (So it is for this trainer. Another
+        trainer's get the new rate when it arrives: let all set the same.)
+
+        Args:
+            lr: the new rate.
+            tables: names of tables; all that are sharded so far by default.
+
+        Raises:
+            ConfigError: an unknown table, or its optimizer refuses the rate.
+            PersiaError: an earlier update failed.
+        """
+        self.remote_tables.set_learning_rate(lr, tables)
+
+    def change_tables(self, change: TableChange) -> None:
+        """Change settings of tables, and wait until every server has them.
+
+        Updates so far are applied with the previous settings.
+
+        Args:
+            change: returns a table with other settings, or as it is.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+            ServerError: a server refuses, failed, or did not answer in time.
+        """
+        for done in self.remote_tables.change(change):
+            done.result(self.timeout_s * 2 + _ADD_TABLES_TIMEOUT_S)
+
+    def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Undo the loss scale of automatic mixed precision before gradients leave.
+
+        The gradients that a backward pass pushes are divided by ``scaler.get_scale()``
+        of that moment. A collection whose gradients are not finite pushes nothing for
+        that batch, as ``scaler.step`` skips an optimizer. To let the scaler know, call
+        ``scaler.step(sharder.optimizer)`` too, between ``backward`` and ``update``, and
+        ``zero_grad`` of it as of the dense optimizer.
+
+        Several trainers agree at the end of each backward pass: when one of them has
+        gradients that are not finite, the scalers of all find it. So every trainer does
+        as many backward passes, and each goes through a table of this sharder; within
+        ``join(model)`` trainers may end. The finite gradients of the others, and of
+        other collections, have left for the servers by then, and are applied.
+
+        Args:
+            scaler: what scales the loss; for all collections, sharded or to be.
+        """
+        self.remote_tables.use_grad_scaler(scaler)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What trainers agree on; None where there is but one, or nothing sharded."""
+        return self.remote_tables.agreement
+
+    @property
+    def optimizer(self) -> RemoteOptimizer:
+        """The tables' learning rates, for ``torch.optim.lr_scheduler``.
+
+        Ask for it when ``DistributedModelParallel`` has sharded all collections.
+
+        Raises:
+            ConfigError: no collection is sharded, or one more since the first time.
+        """
+        return self.remote_tables.optimizer()
+
+
+class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
+    """What a planner and ``DistributedModelParallel`` ask of a sharder.
+
+    A subclass says which modules it takes, and puts one on the servers.
+    """
+
+    fused_params: ClassVar[None] = None
+    """TorchRec's settings of its kernels: none. Planners of torchrec up to 1.6 read it
+    of every sharder; those of 1.7 to 1.9 ask first whether it is there."""
+
+    sharding_type: ClassVar[str] = _ROW_WISE
+    """Of the plans for these modules."""
+
+    @abstractmethod
+    def put_on_servers(
+        self, module: Module, env: ShardingEnv, device: torch.device
+    ) -> Sharded:
+        """Make the tables known to the servers, and return the module that uses them.
+
+        Args:
+            module: the collection; its weights, if it has any, are not used.
+            env: gives the number of trainers.
+            device: where the embeddings are wanted.
+
+        Raises:
+            ConfigError: a setting of the collection is one that the servers cannot
+                honour.
+            ServerError: a server refuses a table, or does not answer.
+        """
+
+    def tables_in(self, module: Module) -> Collection:
+        """Return the collection of tables that a module is, or holds."""
+        return module
+
+    def shard(
+        self,
+        module: Module,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Sharded:
+        """Check the plan, and do what :meth:`put_on_servers` does.
+
+        Args:
+            module: the collection.
+            params: the plan of all tables of the collection, made with this sharder.
+            env: gives the number of trainers.
+            device: where the embeddings are wanted; the CPU by default.
+            module_fqn: the module's path in the model; not needed.
+
+        Raises:
+            ConfigError: as there, or the plan was made without this sharder.
+            ServerError: as there.
+        """
+        require_tables(table_configs(self.tables_in(module)), params)
+        for name, sharding in params.items():
+            if not is_planned_on_servers(sharding, self.sharding_type):
+                raise ConfigError(
+                    f"The plan must have table {name!r} on the servers, where this "
+                    f"sharder puts it: {self.sharding_type}, with a placeholder of one "
+                    f"row. Received: {sharding}. Pass the sharders that the model gets "
+                    "to the planner: planner.collective_plan(model, sharders, pg)."
+                )
+        return self.put_on_servers(module, env, device or torch.device("cpu"))
+
+    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
+        """Return a placeholder of one row for each table."""
+        return {
+            config.name: nn.Parameter(
+                torch.empty(1, config.embedding_dim, device="meta")
+            )
+            for config in table_configs(self.tables_in(module))
+        }
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the one type: rows are spread over servers."""
+        return [self.sharding_type]
+
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
+        """Return the one kernel: lookup and update are the servers' own."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return zero bytes: the rows are not on this device."""
+        on_gpu = compute_device_type == "cuda"
+        storage = ParameterStorage.HBM if on_gpu else ParameterStorage.DDR
+        return {storage.value: 0}
+
+
+class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
+    """Replace a collection of TorchRec's by its remote counterpart.
+
+    Args:
+        timeout_s: seconds that a pull or a push may take.
+        gradient_division: divide gradients by the number of trainers.
+    """
+
+    kind: ClassVar[tuple[type[nn.Module], type[ShardedRemoteCollection[Any, Any]]]]
+    """Which collections it takes, and what it makes of them."""
+
+    def __init__(self, *, timeout_s: float, gradient_division: bool) -> None:
+        PlannedSharder.__init__(self)
+        TableControl.__init__(self, RemoteTables(), timeout_s)
+        self._gradient_division = gradient_division
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """Which modules this sharder takes."""
+        return self.kind[0]
+
+    @abstractmethod
+    def describe(self, module: Module) -> CollectionSpec:
+        """Return the collection's tables and features in the servers' terms."""
+
+    @abstractmethod
+    def make_pipeline(
+        self, spec: CollectionSpec, device: torch.device
+    ) -> BatchPipeline[Any, Any]:
+        """Return the pipeline of a collection, its tables known to the servers.
+
+        Args:
+            spec: the collection's tables and features.
+            device: where the embeddings are wanted.
+        """
+
+    def require_known_settings(self) -> None:
+        """Refuse settings that belong to no collection; called when a batch comes."""
+
+    def join_trainers(
+        self, pipeline: BatchPipeline[Any, Any], env: ShardingEnv, device: torch.device
+    ) -> None:
+        """Let the trainers update jointly, if they do."""
+
+    def put_on_servers(
+        self, module: Module, env: ShardingEnv, device: torch.device
+    ) -> Sharded:
+        """Make the tables known to the servers, and return the module that uses them.
+
+        Raises:
+            ConfigError: a setting of the collection is one that the servers cannot
+                honour.
+            ServerError: a server refuses a table, or does not answer.
+        """
+        spec = self.describe(module)
+        world_size = env.world_size if self._gradient_division else 1
+        pipeline = self.make_pipeline(spec, device)
+        tables = self.remote_tables.add(pipeline, spec.tables, device)
+        if env.world_size > 1:
+            self.remote_tables.meet(env.process_group, device)
+        self.join_trainers(pipeline, env, device)
+        _, sharded_type = self.kind
+        # A table of two collections stands in the optimizer of the first.
+        keys = {f"{sharded_type.weights_in}.{name}.weight": name for name in tables}
+        sharded = sharded_type(
+            pipeline,
+            spec,
+            device=device,
+            gradient_scale=1 / world_size,
+            hooks=Hooks(
+                before_pull=self.require_known_settings,
+                before_push=self.remote_tables.before_push,
+                loss_scale=self.remote_tables.loss_scale,
+                after_check=self.remote_tables.after_check,
+            ),
+            optimizer=self.remote_tables.optimizer_of(keys),
+        )
+        sharded.agreement = self.remote_tables.agreement
+        return sharded
+
+
+def require_tables(
+    configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding]
+) -> None:
+    """Refuse a plan of other tables.
+
+    Raises:
+        ConfigError: the plan does not name the tables of these configs.
+    """
+    names = {config.name for config in configs}
+    if params.keys() != names:
+        raise ConfigError(
+            f"The plan must name the tables {sorted(names)}. "
+            f"Received: {sorted(params)}."
+        )
+
+
+def is_planned_on_servers(
+    sharding: ParameterSharding, sharding_type: str = _ROW_WISE
+) -> bool:
+    """Return whether a plan is of a placeholder, as this project's sharders offer.
+
+    Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
+    """
+    spec = sharding.sharding_spec
+    return (
+        sharding.sharding_type == sharding_type
+        and isinstance(spec, EnumerableShardingSpec)
+        and num_rows(spec) == 1
+    )
+
+
+def num_rows(spec: EnumerableShardingSpec) -> int:
+    """Return the rows of a planned table, or of its placeholder."""
+    return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)

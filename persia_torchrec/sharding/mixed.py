@@ -1,0 +1,429 @@
+"""Collections of which some tables lie on the servers, and their sharder.
+
+DistributedModelParallel knows one sharder per kind of module, so this one stands for
+two: the remote one for the tables on the servers, TorchRec's for the others. What it
+makes is TorchRec's own sharded module of the local tables, with all that belongs to it:
+parameters, state dict, fused optimizer, data parallel wrappers. The remote module of
+the other tables is its child, and goes through the same three calls:
+
+                   local                                   remote
+    input_dist     ids go to the trainers with their rows  pull begins
+    compute        look up                                 wait for the pull
+    output_dist    embeddings go where the ids came from   name the columns
+                   `------ joined in the order of the unsharded collection ------'
+
+What the remote module has to remember of a batch travels in TorchRec's own context of
+that batch, so that its pipelines see nothing but an awaitable of their own.
+"""
+
+import functools
+import itertools
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    LazyAwaitable,
+    ModuleSharder,
+    ParameterSharding,
+    ShardedModule,
+    ShardingEnv,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.base_sharder import (
+    CollectionSharder,
+    is_planned_on_servers,
+    num_rows,
+    require_tables,
+)
+from persia_torchrec.sharding.collection import (
+    Collection,
+    name_columns,
+    select_tables,
+    table_configs,
+)
+from persia_torchrec.sharding.placement import Placement
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.torchrec_api import ParametersInTurn, sharded_settings
+from persia_torchrec.sharding.when_used import when_used
+
+_REMOTE = "remote."
+
+
+class Column(NamedTuple):
+    """Where an output of the whole collection comes from.
+
+    Attributes:
+        name: in the output of the whole collection.
+        is_remote: whether its table is on the servers.
+        own_name: in the output of the local, or of the remote tables alone: there a
+            feature may be shared by fewer tables.
+    """
+
+    name: str
+    is_remote: bool
+    own_name: str
+
+
+class LocalAndRemote(NamedTuple):
+    """A collection in two.
+
+    Attributes:
+        local: the tables under TorchRec, not sharded yet.
+        remote: the tables on the servers, sharded.
+        columns: of the whole, in its order.
+    """
+
+    local: Collection
+    remote: ShardedRemoteCollection[Any, Any]
+    columns: Sequence[Column]
+
+
+def order_columns(
+    whole: Collection, local: Collection, remote: Collection
+) -> list[Column]:
+    """Return the columns of a collection, in its order."""
+    of_local, of_remote = name_columns(local), name_columns(remote)
+    return [
+        Column(name, feature in of_remote, (of_remote | of_local)[feature])
+        for feature, name in name_columns(whole).items()
+    ]
+
+
+def join_outputs(
+    columns: Sequence[Column],
+    local: Any,
+    remote: Any,
+) -> KeyedTensor | dict[str, JaggedTensor]:
+    """Put the outputs of local and remote tables into the order of the whole.
+
+    Args:
+        columns: of the whole.
+        local: a KeyedTensor ``(B, T)`` of the local tables, in any order, or a
+            mapping to the JaggedTensor of each sequence.
+        remote: likewise of the remote tables.
+    """
+    is_pooled = isinstance(local, KeyedTensor)
+    outputs = [o.to_dict() if is_pooled else o for o in (local, remote)]
+    blocks = [(c.name, outputs[c.is_remote][c.own_name]) for c in columns]
+    if not is_pooled:
+        return dict(blocks)
+    return KeyedTensor(
+        keys=[name for name, _ in blocks],  # a name may come twice
+        length_per_key=[block.shape[1] for _, block in blocks],
+        values=torch.cat([block for _, block in blocks], dim=1),
+    )
+
+
+def _drop_prefix(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Give the state of remote tables the keys that an unsharded collection has."""
+    own = f"{prefix}{_REMOTE}"
+    for key in [key for key in state_dict if key.startswith(own)]:
+        state_dict[prefix + key.removeprefix(own)] = state_dict.pop(key)
+
+
+def _add_prefix(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Give the state of remote tables the keys that their own module expects."""
+    assert isinstance(module, MixedCollection)
+    for key in module.remote.tables_by_key():
+        if prefix + key in state_dict:
+            state_dict[f"{prefix}{_REMOTE}{key}"] = state_dict.pop(prefix + key)
+
+
+class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
+    """Adds the remote tables to TorchRec's sharded module of the local ones.
+
+    Args:
+        tables: of the collection.
+        plan: of the local tables.
+        env: gives the trainers.
+        sharder: how TorchRec shards the local tables.
+        device: where the embeddings are wanted.
+        module_fqn: the collection's path in the model.
+    """
+
+    def __init__(
+        self,
+        tables: LocalAndRemote,
+        plan: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        sharder: BaseEmbeddingSharder[Any],
+        device: torch.device | None,
+        module_fqn: str | None,
+    ) -> None:
+        super().__init__(
+            tables.local,
+            plan,
+            env,
+            device=device,
+            module_fqn=module_fqn,
+            **sharded_settings(sharder),
+        )
+        self.remote = tables.remote
+        self._columns = tables.columns
+        self.register_state_dict_post_hook(_drop_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
+        """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
+        awaitable = super().input_dist(ctx, *input, **kwargs)
+        # TorchRec's comes first: it refuses a batch before it has begun anything.
+        ctx.remote_context = self.remote.create_context()
+        ctx.remote_input = self.remote.input_dist(ctx.remote_context, *input, **kwargs)
+        return awaitable
+
+    def output_dist(self, ctx: Any, output: Any) -> LazyAwaitable[Any]:
+        """Join the output of local and remote tables."""
+        return self._joined(super().output_dist(ctx, output), ctx)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> LazyAwaitable[Any]:
+        """Look up in local and remote tables, and join."""
+        return self._joined(super().compute_and_output_dist(ctx, input), ctx)
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """The optimizers of all tables; TorchRec and schedules ask for it."""
+        both = (super().fused_optimizer, self.remote.fused_optimizer)
+        return CombinedOptimizer([("", optimizer) for optimizer in both])
+
+    def copy(self, device: torch.device) -> NoReturn:
+        """Refuse, as the remote module does."""
+        raise ConfigError(
+            "A collection with tables on the embedding servers cannot be copied to "
+            "another device. Build a second DistributedModelParallel there."
+        )
+
+    def _joined(self, local: Awaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
+        started = ctx.remote_input.wait().wait()
+        remote = self.remote.compute_and_output_dist(ctx.remote_context, started)
+        columns = self._columns
+        return when_used(lambda: join_outputs(columns, local.wait(), remote.wait()))
+
+
+class ShardedMixedEmbeddingBagCollection(
+    MixedCollection, ShardedEmbeddingBagCollection
+):
+    """An ``EmbeddingBagCollection``, some of its tables on the embedding servers."""
+
+
+class ShardedMixedEmbeddingCollection(MixedCollection, ShardedEmbeddingCollection):
+    """An ``EmbeddingCollection``, some of its tables on the embedding servers."""
+
+
+_MIXED = {
+    EmbeddingBagCollection: (
+        EmbeddingBagCollectionSharder,
+        ShardedMixedEmbeddingBagCollection,
+    ),
+    EmbeddingCollection: (EmbeddingCollectionSharder, ShardedMixedEmbeddingCollection),
+}
+"""TorchRec's sharder and our sharded module of each kind of collection."""
+
+
+class MixedSharder(BaseEmbeddingSharder[Collection]):
+    """Put some tables on the embedding servers, and leave the others to TorchRec.
+
+    Ids of local tables are row numbers, below ``num_embeddings``, as ever in TorchRec;
+    their optimizer is TorchRec's (``fused_params``, ``apply_optimizer_in_backward``, or
+    for data parallel tables the model's own), and their weights are in the model's
+    state dict. What is said of the servers' tables is ``remote``'s.
+
+    TorchRec's planner sees the parameters of the local tables, and plans them as ever,
+    and a placeholder of one row for each table on the servers.
+
+    Args:
+        remote: shards the tables on the servers; its kind of collection is this one's.
+        placement: which tables are on the servers.
+        local: shards the other tables; TorchRec's sharder, as it is, by default.
+
+    Raises:
+        ConfigError: ``remote`` is for another kind of module than the two collections,
+            or ``local`` is not TorchRec's sharder for the same kind.
+            When the model is planned: ``placement`` names a table that no collection
+            has. When it is sharded: the plan was not made with this placement.
+
+    Example:
+        ``MixedSharder(RemoteEmbeddingBagCollectionSharder(client, Adagrad(lr=0.02)),
+        Placement(min_rows=1_000_000))``
+    """
+
+    def __init__(
+        self,
+        remote: CollectionSharder[Any, Any],
+        placement: Placement,
+        local: BaseEmbeddingSharder[Any] | None = None,
+    ) -> None:
+        if remote.module_type not in _MIXED:
+            raise ConfigError(
+                "remote must be the sharder of EmbeddingBagCollection or of "
+                f"EmbeddingCollection. Received: {type(remote).__name__}."
+            )
+        expected, self._sharded_type = _MIXED[remote.module_type]
+        local = local if local is not None else expected()
+        if type(local).shard is not expected.shard:
+            raise ConfigError(
+                f"local must be a {expected.__name__} of TorchRec, or a subclass that "
+                f"shards as it does. Received: {type(local).__name__}."
+            )
+        super().__init__(local.fused_params, local.qcomm_codecs_registry)
+        self._remote = remote
+        self._placement = placement
+        self._local = local
+        self._planned: set[str] = set()
+        # The sharder of the table that the planner asks about; otherwise both.
+        self._turn: tuple[ModuleSharder[Any], ...] = (local, remote)
+
+    @property
+    def module_type(self) -> type[Any]:
+        """Which modules this sharder takes."""
+        return self._remote.module_type
+
+    def shardable_parameters(self, module: Collection) -> dict[str, nn.Parameter]:
+        """Return the local tables' weights, and placeholders of one row per remote."""
+        local, remote = self._split(module)
+        of_remote = self._remote.shardable_parameters(remote) if remote else {}
+        parameters = self._local.shardable_parameters(local) if local else {}
+        parameters |= of_remote
+        self._planned.update(parameters)
+        in_order = {c.name: parameters[c.name] for c in table_configs(module)}
+        begin_turn = functools.partial(self._begin_turn, of_remote.keys())
+        return ParametersInTurn(in_order, begin_turn)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the types of the table whose turn it is, or of both kinds."""
+        answers = (s.sharding_types(compute_device_type) for s in self._turn)
+        return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
+        """Return the kernels of the table whose turn it is, or of both kinds."""
+        answers = (
+            sharder.compute_kernels(sharding_type, compute_device_type)
+            for sharder in self._turn
+        )
+        return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return the bytes of a local table; a placeholder's are next to none."""
+        return self._local.storage_usage(tensor, compute_device_type, compute_kernel)
+
+    def shard(
+        self,
+        module: Collection,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedModule[Any, Any, Any, Any]:
+        """Return TorchRec's module of the local tables, with the remote ones in it.
+
+        Args:
+            module: the collection.
+            params: the plan; it must name all tables of the collection, and must have
+                been made with this placement.
+            env: gives the trainers.
+            device: where the embeddings are wanted; the CPU by default.
+            module_fqn: the module's path in the model.
+
+        Raises:
+            ConfigError: the plan is another one's, ``placement`` names a table that no
+                collection has, or the remote sharder refuses a table.
+            ServerError: a server refuses a table, or does not answer.
+        """
+        self._require_plan(module, params)
+        local, remote = self._split(module)
+        if local is None:
+            return self._remote.shard(module, params, env, device, module_fqn)
+        if remote is None:
+            return self._local.shard(module, params, env, device, module_fqn)
+        tables = LocalAndRemote(
+            local,
+            self._remote.shard(remote, _select(params, remote), env, device),
+            order_columns(module, local, remote),
+        )
+        plan = _select(params, local)
+        return self._sharded_type(tables, plan, env, self._local, device, module_fqn)
+
+    def _split(self, module: Collection) -> tuple[Collection | None, Collection | None]:
+        """Return the local and the remote tables; None where there are none."""
+        configs = table_configs(module)
+        remote = {c.name for c in configs if self._placement.is_remote(c)}
+        local = {c.name for c in configs} - remote
+        return (
+            select_tables(module, local) if local else None,
+            select_tables(module, remote) if remote else None,
+        )
+
+    def _begin_turn(self, on_servers: Container[str], table: str | None) -> None:
+        """Answer for one table, or for none in particular."""
+        if table is None:
+            self._turn = (self._local, self._remote)
+        else:
+            self._turn = (self._remote if table in on_servers else self._local,)
+
+    def _require_plan(
+        self, module: Collection, params: EmbeddingModuleShardingPlan
+    ) -> None:
+        """Refuse a plan of other tables, or of another placement."""
+        configs = table_configs(module)
+        require_tables(configs, params)
+        if params.keys() <= self._planned:  # and so the planner has seen all
+            self._placement.require_known(self._planned)
+        for config in configs:
+            is_remote = self._placement.is_remote(config)
+            if not _fits(params[config.name], config, is_remote=is_remote):
+                where = "on the servers" if is_remote else "under TorchRec"
+                raise ConfigError(
+                    f"The plan must have been made with this sharder's placement, by "
+                    f"which table {config.name!r} lies {where}. Received: "
+                    f"{params[config.name]}. Let the planner plan with this sharder."
+                )
+
+
+def _fits(
+    sharding: ParameterSharding, config: BaseEmbeddingConfig, *, is_remote: bool
+) -> bool:
+    """Return whether a table was planned for where it lies."""
+    if is_remote:
+        return is_planned_on_servers(sharding)
+    spec = sharding.sharding_spec
+    if not isinstance(spec, EnumerableShardingSpec):  # data parallel
+        return True
+    return num_rows(spec) == config.num_embeddings or config.use_virtual_table
+
+
+def _select(
+    params: EmbeddingModuleShardingPlan, collection: Collection
+) -> EmbeddingModuleShardingPlan:
+    """Return the plan of some of the tables."""
+    names = [config.name for config in table_configs(collection)]
+    return EmbeddingModuleShardingPlan({name: params[name] for name in names})

@@ -1,0 +1,119 @@
+"""Everything private of torch and TorchRec that this package relies on.
+
+No other file reaches into these libraries: a new release of theirs is fitted here.
+Checked with torch 2.13 and TorchRec 1.8; ``tests/sharding/test_torchrec_api.py`` names
+each attribute, and fails with a sentence where one is missing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+__all__ = ["ShardedTensor"]
+
+GROWTH_TRACKER = "_growth_tracker"
+"""The key of a ``GradScaler``'s state that counts steps since the scale changed."""
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread; -1 of none.
+
+    torch's own hooks tell backward passes apart by it.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call when the backward pass that runs in this thread has run all its nodes.
+
+    DistributedDataParallel and FSDP finish in the same way; its all-reduces have begun
+    by then, and its gradients need not be there yet.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def optimizers_in_backward(
+    parameter: nn.Parameter,
+) -> list[tuple[type[torch.optim.Optimizer], Mapping[str, Any]]]:
+    """Return what ``apply_optimizer_in_backward`` gave a parameter, with arguments."""
+    classes = getattr(parameter, "_optimizer_classes", [])
+    arguments = getattr(parameter, "_optimizer_kwargs", [])
+    return list(zip(classes, arguments, strict=True))
+
+
+def set_device(collection: Any, device: torch.device) -> None:
+    """Change which device a collection says it is on."""
+    collection._device = device
+
+
+def processed_bags(
+    module: FeatureProcessedEmbeddingBagCollection,
+) -> EmbeddingBagCollection:
+    """Return the bags that feature processors weight."""
+    return module._embedding_bag_collection
+
+
+def feature_processors(module: FeatureProcessedEmbeddingBagCollection) -> nn.Module:
+    """Return the feature processors of a collection."""
+    return module._feature_processors
+
+
+def sharded_settings(sharder: BaseEmbeddingSharder[Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a sharder of TorchRec's gives its modules."""
+    settings = {
+        "fused_params": sharder.fused_params,
+        "qcomm_codecs_registry": sharder.qcomm_codecs_registry,
+    }
+    if isinstance(sharder, EmbeddingCollectionSharder):
+        return settings | {"use_index_dedup": sharder._use_index_dedup}
+    order = sharder._sharded_module_order_overwrite
+    return settings | {"sharded_module_order_overwrite": order}
+
+
+def table_configs(sharded: Any) -> Mapping[str, BaseEmbeddingConfig]:
+    """Return the configs of a sharded collection's tables, by name."""
+    return sharded._table_name_to_config
+
+
+def embedding_kernels(sharded: Any) -> list[BaseEmbedding]:
+    """Return what holds the tables of a sharded collection on this trainer."""
+    modules = (m for lookup in sharded._lookups for m in lookup.modules())
+    return [module for module in modules if isinstance(module, BaseEmbedding)]
+
+
+class ParametersInTurn(dict[str, nn.Parameter]):
+    """Parameters that say, while a planner iterates over them, whose turn it is.
+
+    The planner asks a sharder once per table for sharding types and kernels, but does
+    not say for which table: it asks while it iterates over ``items()``.
+
+    Args:
+        parameters: by table.
+        begin_turn: called with the name of each table, and with None at the end.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        begin_turn: Callable[[str | None], None],
+    ) -> None:
+        super().__init__(parameters)
+        self._begin_turn = begin_turn
+
+    def items(self) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        """Yield tables and parameters, each in its turn."""
+        try:
+            for name, parameter in super().items():
+                self._begin_turn(name)
+                yield name, parameter
+        finally:
+            self._begin_turn(None)

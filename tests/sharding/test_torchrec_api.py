@@ -1,0 +1,151 @@
+"""What the package takes from torch and TorchRec that is not theirs to promise."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+)
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+)
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from persia_torchrec.sharding import torchrec_api
+from tests.sharding.remote_job import META, Bags, shard
+
+CHECKED_WITH = {"torch": "2.13", "torchrec": "1.8"}
+
+
+def bags(is_weighted=False):
+    config = EmbeddingBagConfig(10, 4, name="term", feature_names=["ad"])
+    return EmbeddingBagCollection(tables=[config], is_weighted=is_weighted, device=META)
+
+
+def weight_with_optimizer():
+    (parameter,) = bags().parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 1.0})
+    return parameter
+
+
+def feature_processed():
+    processors = PositionWeightedModuleCollection({"ad": 3})
+    return FeatureProcessedEmbeddingBagCollection(bags(is_weighted=True), processors)
+
+
+OWNERS = {
+    "torch._C": lambda: torch._C,
+    "torch.autograd.Variable": lambda: torch.autograd.Variable,
+    "torch.distributed": lambda: torch.distributed,
+    "a parameter of apply_optimizer_in_backward": weight_with_optimizer,
+    "an EmbeddingBagCollection": bags,
+    "a FeatureProcessedEmbeddingBagCollection": feature_processed,
+    "an EmbeddingBagCollectionSharder": EmbeddingBagCollectionSharder,
+    "an EmbeddingCollectionSharder": EmbeddingCollectionSharder,
+}
+
+TAKEN = {
+    "_current_graph_task_id": "torch._C",
+    "_execution_engine": "torch.autograd.Variable",
+    "_shard": "torch.distributed",
+    "_optimizer_classes": "a parameter of apply_optimizer_in_backward",
+    "_optimizer_kwargs": "a parameter of apply_optimizer_in_backward",
+    "_device": "an EmbeddingBagCollection",
+    "_embedding_bag_collection": "a FeatureProcessedEmbeddingBagCollection",
+    "_feature_processors": "a FeatureProcessedEmbeddingBagCollection",
+    "_sharded_module_order_overwrite": "an EmbeddingBagCollectionSharder",
+    "_use_index_dedup": "an EmbeddingCollectionSharder",
+}
+"""Each private attribute, and what has it; more below: those of sharded modules."""
+
+OF_SHARDED = ("_table_name_to_config", "_lookups")
+
+FILE = Path(torchrec_api.__file__)
+OWN = {"_begin_turn", "_C"}
+
+
+def missing(name, owner):
+    return (
+        f"{owner} has no attribute {name!r} any more. sharding/torchrec_api.py was "
+        f"checked with {CHECKED_WITH}, and these are other versions. "
+        "Find what took its place, and change that file."
+    )
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_private_attributes_are_there(name):
+    owner = TAKEN[name]
+    assert hasattr(OWNERS[owner](), name), missing(name, owner)
+
+
+def test_the_growth_tracker_is_in_the_state_of_a_scaler():
+    key = torchrec_api.GROWTH_TRACKER
+    state = torch.amp.GradScaler("cpu").state_dict()
+    assert key in state, missing(key, "the state of a GradScaler")
+
+
+def test_sharded_modules_have_their_configs_and_lookups(job):
+    module = shard(
+        Bags(bags().embedding_bag_configs()), EmbeddingBagCollectionSharder()
+    )
+    for name in OF_SHARDED:
+        assert hasattr(module.module.bags, name), missing(name, "a sharded collection")
+    assert list(torchrec_api.table_configs(module.module.bags)) == ["term"]
+    (kernel,) = torchrec_api.embedding_kernels(module.module.bags)
+    assert [table.name for table in kernel.config.embedding_tables] == ["term"]
+
+
+def test_contexts_of_batches_take_further_attributes():
+    for context in (EmbeddingBagCollectionContext(), EmbeddingCollectionContext()):
+        context.remote_input = None
+
+
+def test_an_output_that_waits_overrides_what_lazy_awaitables_call():
+    assert hasattr(LazyAwaitable, "_wait_impl"), missing("_wait_impl", "LazyAwaitable")
+
+
+def test_the_planner_asks_a_sharder_while_it_iterates_over_its_parameters(job):
+    asked = []
+    topology = Topology(world_size=1, compute_device="cpu")
+
+    class Asked(EmbeddingBagCollectionSharder):
+        def shardable_parameters(self, module):
+            parameters = super().shardable_parameters(module)
+            return torchrec_api.ParametersInTurn(parameters, asked.append)
+
+        def sharding_types(self, compute_device_type):
+            asked.append("sharding_types")
+            return super().sharding_types(compute_device_type)
+
+    enumerator = EmbeddingEnumerator(topology, batch_size=1)
+    enumerator.enumerate(Bags(bags().embedding_bag_configs()), [Asked()])
+    assert asked == ["term", "sharding_types", None]
+
+
+def test_this_list_names_every_private_attribute_of_the_file():
+    tree = ast.parse(FILE.read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    used |= {
+        part
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for part in node.module.split(".")
+    }
+    private = {
+        name
+        for name in used
+        if isinstance(name, str) and name.startswith("_") and name.isidentifier()
+    }
+    private = {name for name in private if not name.startswith("__")}
+    assert private - OWN == {*TAKEN, *OF_SHARDED, torchrec_api.GROWTH_TRACKER}
