@@ -1,9 +1,9 @@
-"""What the environment says: the only place that reads it.
+"""The environment of a process: the only module that reads and sets variables.
 
 Launchers describe a process by variables: which copy of its role it is, where the
-job's address book stands, where its files lie. Everything else takes these values as
-arguments. Nothing is remembered: each call reads the variable as it is now. A variable
-that is set to nothing counts as unset, for launchers that write out every variable.
+job's address book is, where its files are. Everything else takes these values as
+arguments. Nothing is cached: each call reads the variable again. An empty variable
+counts as unset, for launchers that write out every variable.
 
     RANK, LOCAL_RANK, WORLD_SIZE               one NN worker among all (torchrun)
     MASTER_ADDR, MASTER_PORT                   where the NN workers meet (torchrun)
@@ -20,21 +20,20 @@ that is set to nothing counts as unset, for launchers that write out every varia
     PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
 
-PERSIA's further variables, which have no meaning here, are refused by its launcher:
-see ``REFUSED``.
+PERSIA's further variables have no effect here, and its launcher rejects them: see
+``REFUSED``.
 """
 
 import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from persia_torchrec.errors import ConfigError
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
-"""What ``LOG_LEVEL`` may say, in capitals or not."""
+"""Values of ``LOG_LEVEL``, in capitals or not."""
 
 MAX_PORT = 65_535
 
@@ -47,18 +46,17 @@ class JobStore(NamedTuple):
     host: str
     port: int
     job_id: str
-    """As ``job_id()`` tells; empty: whichever job is there."""
+    """As ``job_id()`` returns it; empty: any job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A variable of PERSIA that has no meaning here."""
+class Refused(NamedTuple):
+    """A variable of PERSIA that has no effect here."""
 
     harmless: str
     """The value that asks for nothing; PERSIA's default, where that is so."""
 
     reason: str
-    """Why it is refused, and what to do instead."""
+    """Why it is rejected, and what to do instead."""
 
 
 REFUSED: Mapping[str, Refused] = {
@@ -70,9 +68,8 @@ REFUSED: Mapping[str, Refused] = {
     ),
     "PERSIA_SOCKET_IFNAME": Refused(
         "",
-        "A role tells the others the address of the interface that leads to the "
-        "coordinator. Set PERSIA_STORE_HOST to the coordinator's address in the "
-        "network to be used.",
+        "A role registers the address of the interface that leads to the coordinator. "
+        "Set PERSIA_STORE_HOST to the coordinator's address in the network to be used.",
     ),
     "PERSIA_SCHEDULED_THREAD_POOL_SIZE": Refused(
         "1", "It sizes a thread pool of PERSIA that has no counterpart here."
@@ -81,10 +78,10 @@ REFUSED: Mapping[str, Refused] = {
         "0", "Nothing looks for deadlocks: every wait has a deadline of its own."
     ),
     "PERSIA_SKIP_CHECK_DATA": Refused(
-        "0", "A batch is checked when it is made; the servers trust in it."
+        "0", "A batch is checked when it is made; the servers rely on it."
     ),
 }
-"""Variables of PERSIA that ``persia-launcher`` refuses."""
+"""Variables of PERSIA that ``persia-launcher`` rejects."""
 
 
 def get_rank() -> int:
@@ -118,33 +115,30 @@ def master() -> tuple[str | None, int | None]:
     return _text("MASTER_ADDR"), port or None
 
 
+def set_env(name: str, value: str | int) -> None:
+    """Set a variable for this process and those that it starts from now on."""
+    os.environ[name] = str(value)
+
+
 @contextlib.contextmanager
 def set_within(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables within a block, for this process and those that it starts there.
-
-    Those of before are back afterwards.
-    """
-    before = {name: os.environ.get(name) for name in variables}
+    """Set variables within a block; restore the previous values afterwards."""
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 
 
-def set_env(name: str, value: str | int) -> None:
-    """Set a variable for this process and those that it starts from now on."""
-    os.environ[name] = str(value)
-
-
 def job_id() -> str:
     """Return the id of this process's job, ``PERSIA_JOB_ID``; empty when unset.
 
-    Every process of a job has the same one, and no other job has it. Where it is unset
+    Every process of a job has the same one, and no other job has it. If it is unset,
     the coordinator draws one, and the others take that of the job that they find.
     """
     return _text("PERSIA_JOB_ID") or ""
@@ -159,7 +153,7 @@ def job_store() -> JobStore | None:
     hosts, as in Slurm's ``node[03-07],node12``, it is the first.
 
     Returns:
-        None when ``PERSIA_STORE_PORT`` is unset: the process belongs to no job.
+        None when ``PERSIA_STORE_PORT`` is unset: the process does not belong to a job.
 
     Raises:
         ConfigError: the port is not in ``[1, 65535]``.
@@ -172,25 +166,44 @@ def job_store() -> JobStore | None:
     return JobStore(_store_host(), port, job_id())
 
 
+def require_job_store(role: str, instead: str = "") -> JobStore:
+    """Return what :func:`job_store` does, for a role that must belong to a job.
+
+    Args:
+        role: for the message, as ``"An embedding worker"``.
+        instead: for the message: other ways, as ``", or pass --servers"``.
+
+    Raises:
+        ConfigError: ``PERSIA_STORE_PORT`` is unset, or not in ``[1, 65535]``.
+    """
+    store = job_store()
+    if store is None:
+        raise ConfigError(
+            f"{role} must belong to a job: PERSIA_STORE_PORT is not set. Start it with "
+            "torchx (see components/), or with persia-launcher after `persia-launcher "
+            f"coordinator`{instead}."
+        )
+    return store
+
+
 def is_local_job() -> bool:
     """Return whether all of the job runs on this machine.
 
     So it is when torchx runs it here, by ``TORCHX_JOB_ID``, or when
-    ``PERSIA_STORE_HOST`` names this machine as only itself can.
+    ``PERSIA_STORE_HOST`` is a loopback name.
     """
-    by_torchx = (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
-    return by_torchx or _text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
+    return _is_local_torchx() or _text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
 
 
 def is_one_local_app() -> bool:
-    """Return whether torchx has started all of the job here, as one app.
+    """Return whether torchx has started all of the job on this machine, as one app.
 
     So it is when ``TORCHX_JOB_ID`` names the local scheduler, and the address book is
     where the app's first role runs (``PERSIA_STORE_HOST_ENV``).
     """
-    by_torchx = (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
     has_host = _text("PERSIA_STORE_HOST") is not None
-    return by_torchx and not has_host and _text("PERSIA_STORE_HOST_ENV") is not None
+    has_host_env = _text("PERSIA_STORE_HOST_ENV") is not None
+    return _is_local_torchx() and has_host_env and not has_host
 
 
 def is_started_by_torchrun() -> bool:
@@ -221,6 +234,11 @@ def data_loader_entry() -> str | None:
     return _text("PERSIA_DATALOADER_ENTRY")
 
 
+def data_dir() -> str | None:
+    """Return the folder of the training data, ``PERSIA_DATA_DIR``."""
+    return _text("PERSIA_DATA_DIR")
+
+
 def embedding_worker_services() -> list[str]:
     """Return the addresses in ``EMBEDDING_WORKER_SERVICE``, none when it is unset.
 
@@ -237,17 +255,11 @@ def embedding_worker_services() -> list[str]:
     return addresses
 
 
-def is_launcher_verbose() -> bool:
-    """Return whether ``persia-launcher`` shows what it starts."""
-    return _integer("PERSIA_LAUNCHER_VERBOSE", default=0, minimum=0) > 0
-
-
 def metrics_gateway() -> tuple[str, int] | None:
     """Return host and port of the pushgateway, ``PERSIA_METRICS_GATEWAY_ADDR``.
 
     Returns:
-        None when it is unset: nothing is pushed then. An IPv6 address comes without
-        its brackets.
+        None when it is unset: metrics are not pushed. An IPv6 address has no brackets.
 
     Raises:
         ConfigError: it is not ``host:port``.
@@ -264,14 +276,19 @@ def metrics_gateway() -> tuple[str, int] | None:
     return match[1].strip("[]"), int(match[2])
 
 
+def is_launcher_verbose() -> bool:
+    """Return whether ``persia-launcher`` shows what it starts."""
+    return _integer("PERSIA_LAUNCHER_VERBOSE", default=0, minimum=0) > 0
+
+
 def names_store_host() -> bool:
     """Return whether the environment says where the job's address book is."""
     names = ("PERSIA_STORE_HOST", "PERSIA_STORE_HOST_ENV")
     return any(_text(name) is not None for name in names)
 
 
-def refuse_what_has_no_meaning() -> None:
-    """Refuse PERSIA's variables that nothing here acts on.
+def reject_unsupported_variables() -> None:
+    """Reject PERSIA's variables that have no effect here.
 
     Raises:
         ConfigError: one of ``REFUSED`` is set to more than its harmless value.
@@ -282,11 +299,6 @@ def refuse_what_has_no_meaning() -> None:
             raise ConfigError(
                 f"{name} must not be set. Received: {value!r}. {refused.reason}"
             )
-
-
-def data_dir() -> str | None:
-    """Return where the training data lie, ``PERSIA_DATA_DIR``."""
-    return _text("PERSIA_DATA_DIR")
 
 
 def log_level(default: str = "INFO") -> str:
@@ -306,19 +318,20 @@ def log_level(default: str = "INFO") -> str:
     return level
 
 
+def _is_local_torchx() -> bool:
+    return (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
+
+
 def _store_host() -> str:
     host = _text("PERSIA_STORE_HOST")
     if host is not None:
         return host
     variable = _text("PERSIA_STORE_HOST_ENV")
     hosts = _text(variable) if variable is not None else None
-    return _first_host(hosts) if hosts is not None else "localhost"
-
-
-def _first_host(hosts: str) -> str:
-    """Return the first of ``a,b`` or of Slurm's ``node[03-07,09]``: ``node03``."""
-    each_range_by_its_first = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts)
-    return each_range_by_its_first.partition(",")[0].strip()
+    if hosts is None:
+        return "localhost"
+    first_of_ranges = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts)  # node[03-07]: node03
+    return first_of_ranges.partition(",")[0].strip()
 
 
 def _integer(name: str, *, default: int, minimum: int) -> int:

@@ -397,8 +397,7 @@ def test_only_a_file_for_inference_has_its_settings(tmp_path, in_job):
         path.write_text(text)
         assert inference_settings(path, in_job=in_job) is None
     path.write_text(INFER)
-    settings = inference_settings(path, in_job=in_job)
-    assert settings.common.infer.servers == ("a:1",)
+    assert inference_settings(path, in_job=in_job).servers == ("a:1",)
 
 
 def test_a_member_of_a_job_reads_a_bad_file_when_it_has_joined(tmp_path):

@@ -219,8 +219,8 @@ def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSetting
 
 def inference_settings(
     path: str | Path | None, *, in_job: bool
-) -> GlobalSettings | None:
-    """Return the settings of an inference job; None if the role is not for inference.
+) -> InferSettings | None:
+    """Return ``infer_config``; None if the role is not for inference.
 
     No key is logged: a server reads the file again, to act on it.
 
@@ -236,12 +236,11 @@ def inference_settings(
     if path is None:
         return None
     try:
-        settings = load_global_config(path, warns=False)
+        return load_global_config(path, warns=False).common.infer
     except ConfigError:
         if in_job:
             return None
         raise
-    return settings if settings.common.infer is not None else None
 
 
 def refuse_inference(role: str, path: str | Path | None) -> None:

@@ -44,12 +44,7 @@ class DataCtx(BaseCtx):
         self, threadpool_worker_size: int = 10, device_id: int | None = None
     ) -> None:
         super().__init__(threadpool_worker_size, device_id)
-        store = env.job_store()
-        if store is None:
-            raise ConfigError(
-                "DataCtx must belong to a job: PERSIA_STORE_PORT is not set. Start the "
-                "data loader through torchx (see components/)."
-            )
+        store = env.require_job_store("A DataCtx")
         self._loader = env.get_replica_index()
         self._num_loaders = env.get_replica_size()
         if self._loader >= self._num_loaders:

@@ -307,12 +307,7 @@ def _slots() -> EmbeddingSchema:
     path = env.embedding_config_path()
     if path is not None:
         return load_embedding_config(path, warns=False)
-    store = env.job_store()
-    if store is None:
-        raise ConfigError(
-            "A training context must belong to a job: PERSIA_STORE_PORT is not set. "
-            "Start the script through torchx (see components/), or persia-launcher."
-        )
+    store = env.require_job_store("A training context")
     return ask_for_slots(store, timeout_s=_DISCOVERY_TIMEOUT_S)
 
 

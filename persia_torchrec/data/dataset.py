@@ -84,12 +84,9 @@ class StreamingDataset(IterableDatasetBase):
                 "A StreamingDataset can be iterated over once: what was received is "
                 "gone. Let the data loaders send the data again to a new job."
             )
-        store = env.job_store()
-        if store is None:
-            raise ConfigError(
-                "A StreamingDataset must belong to a job: PERSIA_STORE_PORT is not "
-                "set. Start the script through torchx, or use an IterableDataset."
-            )
+        store = env.require_job_store(
+            "A StreamingDataset", ", or use an IterableDataset"
+        )
         rank, world_size = env.get_rank(), env.get_world_size()
         inbox: Inbox[ReferencedBatch] = Inbox(self.buffer_size, rank, world_size)
         book = AddressBook.join(*store)

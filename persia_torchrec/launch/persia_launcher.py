@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         arguments = parser().parse_args(argv)
-        env.refuse_what_has_no_meaning()
+        env.reject_unsupported_variables()
         if not env.names_store_host():
             env.set_env("PERSIA_STORE_HOST", "localhost")
         build: Callable[[argparse.Namespace], Command] = arguments.build

@@ -23,7 +23,7 @@ class ServerConfig:
     port: int = 0
     """Port to listen on; 0 takes a free one."""
 
-    capacity_rows: int = 1_000_000
+    capacity_rows: int = field(default=1_000_000, metadata={"flag": "--capacity"})
     """Rows of all tables together; beyond that, rows are evicted."""
 
     eviction: Literal["lru", "lfu"] = "lru"
@@ -54,7 +54,9 @@ class ServerConfig:
     incremental_queue: int = 1000
     """How many times that may wait while increments cannot be written."""
 
-    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    metrics: MetricsSettings = field(
+        default_factory=MetricsSettings, metadata={"flag": None}
+    )
     """Whether and how metrics are pushed, if the environment names a gateway."""
 
     checkpoint: str | None = None

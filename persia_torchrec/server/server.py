@@ -33,7 +33,6 @@ from persia_torchrec.errors import ConfigError, FrameError, PersiaError
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.joint_steps import JointSteps, Member
-from persia_torchrec.server.readiness import refusing_requests
 from persia_torchrec.server.requests import (
     RequestReader,
     error_to_tell,
@@ -45,6 +44,7 @@ from persia_torchrec.server.snapshots import Snapshots
 from persia_torchrec.server.stages import Stages
 from persia_torchrec.server.staleness import OpenBatches
 from persia_torchrec.server.updates import Update, gradients_of
+from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (

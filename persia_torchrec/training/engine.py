@@ -393,13 +393,7 @@ def find_job() -> FoundJob:
         DiscoveryError: workers or servers did not register in time.
         JobMismatchError: another job has the port.
     """
-    store = env.job_store()
-    if store is None:
-        raise ConfigError(
-            "A context must belong to a job: PERSIA_STORE_PORT is not set. "
-            "Start the script through torchx (see components/), or persia-launcher."
-        )
-    book = AddressBook.join(*store)
+    book = AddressBook.join(*env.require_job_store("A context"))
     try:
         servers = book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
         workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)

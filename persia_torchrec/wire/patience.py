@@ -4,7 +4,7 @@ The first start on a machine compiles, which takes half a minute of processor ti
 much longer where many processes do it on few cores. That is progress: a time limit that
 is about processes which are stuck does not count it. A process says that it compiles by
 its heartbeats in a job (``discovery.py``), by lines to whoever started it
-(``server/readiness.py``), and by refusing clients (``NotReadyError``).
+(``service_main.py``), and by refusing clients (``NotReadyError``).
 """
 
 MAX_COMPILING_S = 900.0

@@ -6,26 +6,18 @@ Servers that are not there yet, or not ready, are waited for.
 """
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.compiled import telling_of_compilation
-from persia_torchrec.config import EmbeddingSchema, GlobalSettings, MetricsSettings
+from persia_torchrec.config import EmbeddingSchema, MetricsSettings
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.ports import tcp_address
-from persia_torchrec.wire.service import Service
-from persia_torchrec.wire.signals import EndSignals
-from persia_torchrec.worker.buffers import buffer_of
 from persia_torchrec.worker.hello import Slot
-from persia_torchrec.worker.measured import make_lookup, pushing_metrics
-from persia_torchrec.worker.process import WorkerProcess
+from persia_torchrec.worker.measured import make_lookup
 from persia_torchrec.worker.slots import SlotsLookup
-from persia_torchrec.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -33,47 +25,6 @@ _SERVERS_TIMEOUT_S = 600.0
 _REQUEST_TIMEOUT_S = 60.0
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
-
-
-def serve_standalone(
-    servers: Sequence[str],
-    schema: EmbeddingSchema,
-    settings: GlobalSettings,
-    *,
-    host: str,
-    port: int,
-    await_tables: bool = True,
-) -> None:
-    """Answer lookups until SIGTERM or SIGINT; the main thread calls this.
-
-    Args:
-        servers: addresses of all servers, in the order of their shards.
-        schema: the slots.
-        settings: of the buffer for data loaders, if there are any, and of metrics.
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        await_tables: tables that are missing may still come, from a job that trains.
-
-    Raises:
-        ConfigError: the servers are others than these shards, or a slot's table has
-            another dim, or is missing.
-        ServerError: the servers did not answer in time, or not with their rows.
-        WireError: the address cannot be listened on.
-    """
-    ending = threading.Event()
-    with telling_of_compilation():
-        warm_up()
-    metrics = settings.common.metrics
-    with EndSignals(lambda _: ending.set()):
-        ready = ready_lookup(
-            servers, schema, metrics, ending, await_tables=await_tables
-        )
-        if ready is not None:
-            client, lookup = ready
-            process = WorkerProcess(lookup, buffer_of(settings.embedding_worker))
-            with pushing_metrics(process, lookup, env.get_replica_index(), metrics):
-                _serve(process, host, port, ending)
-            client.close()
 
 
 def ready_lookup(
@@ -99,8 +50,9 @@ def ready_lookup(
         The client, and the lookup over it; None if the process is to end.
 
     Raises:
-        ConfigError: as :func:`serve_standalone`.
-        ServerError: the same.
+        ConfigError: the servers are not these shards, or a slot's table has another
+            dim, or is missing.
+        ServerError: the servers did not answer in time, or not with their rows.
     """
     addresses = [tcp_address(server) for server in servers]
     client = _connect(addresses, ending, greeting)
@@ -203,15 +155,3 @@ def require_dims(slots: Sequence[Slot], schema: EmbeddingSchema) -> None:
                 f"{slot.dim}. Received: {dim} in the embedding config. Give the "
                 "embedding_config.yml of the training."
             )
-
-
-def _serve(
-    process: WorkerProcess, host: str, port: int, ending: threading.Event
-) -> None:
-    service = Service(
-        "embedding worker", process.answer, host=host, port=port, num_threads=8
-    )
-    sys.stdout.write(f"ready {service.address}\n")
-    sys.stdout.flush()
-    ending.wait()
-    service.close()

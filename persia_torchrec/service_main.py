@@ -1,0 +1,237 @@
+"""What the mains of embedding servers, workers and inference servers have in common.
+
+A service either is a member of a job, which registers its address and ends with the
+job, or it stands alone, and ends by SIGTERM or SIGINT. Its main sees a ``Lifetime``,
+which hides the difference::
+
+    def serve(life):
+        server = Server(life.greeting)
+        life.call_at_end(server.stop)
+        life.register(server.address)         # the others may find it
+        tell_ready(server.address)            # the line "ready ADDRESS"
+        server.run()
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+from persia_torchrec import env
+from persia_torchrec.errors import NotReadyError, PersiaError, WireError
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.messages import Header
+from persia_torchrec.wire.ports import LOOPBACK, local_address
+from persia_torchrec.wire.signals import EndSignals, end_by_signals
+from persia_torchrec.wire.transport import Listener
+
+LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_PARENT_CHECK_S = 1.0
+_POLL_MS = 100
+
+
+def run_service(name: str, serve: Callable[[], None], level: str = "INFO") -> int:
+    """Run a service: set up logging, and turn an error into a log line and a status.
+
+    Args:
+        name: of the logger.
+        serve: serves until the end.
+        level: of the log, unless ``LOG_LEVEL`` is set.
+
+    Returns:
+        The exit status of the process.
+    """
+    end_by_signals()
+    try:
+        logging.basicConfig(level=env.log_level(level), format=LINE_FORMAT)
+        serve()
+    except PersiaError as exc:
+        logging.getLogger(name).error("%s: %s", type(exc).__name__, exc)
+        return 1
+    return 0
+
+
+class Lifetime:
+    """The life of a service that stands alone: it ends by SIGTERM or SIGINT.
+
+    The signals are handled from the first :meth:`call_at_end` on; before it, they end
+    the process at once. The main thread enters the block and calls the methods.
+
+    Attributes:
+        host: default address to listen on.
+        greeting: of the service's connections.
+    """
+
+    def __init__(self, host: str = LOOPBACK, greeting: Greeting = NO_JOB) -> None:
+        self.host = host
+        self.greeting = greeting
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
+        self._is_over = False  # guarded by _lock
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Have something called, from another thread, when the service must end."""
+        with self._lock:
+            self._callbacks.append(callback)
+            is_first, is_over = len(self._callbacks) == 1, self._is_over
+        if is_first:
+            self._stack.enter_context(EndSignals(lambda _: self._end()))
+        if is_over:
+            callback()
+
+    def wait_for_end(self) -> None:
+        """Wait until the service must end."""
+        ending = threading.Event()
+        self.call_at_end(ending.set)
+        ending.wait()
+
+    def register(self, address: str) -> None:
+        """Make the address known to the job, if there is one."""
+
+    def tell_compiling(self, is_compiling: bool) -> None:
+        """Make known that the service compiles its loops, or no longer does."""
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback()
+
+
+class ChildLifetime(Lifetime):
+    """The life of a service that another process has started: it ends with that.
+
+    It writes the lines ``compiling`` and ``compiled``, so that the other process can
+    extend its deadline. SIGINT is ignored: Ctrl-C is for the parent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parent = os.getppid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._end_with_parent, daemon=True).start()
+        return self
+
+    def tell_compiling(self, is_compiling: bool) -> None:
+        """Write a line when compiling begins or ends."""
+        _write_line("compiling" if is_compiling else "compiled")
+
+    def _end_with_parent(self) -> None:
+        never = threading.Event()
+        while os.getppid() == self._parent:
+            never.wait(_PARENT_CHECK_S)
+        self._end()
+
+
+class JobLifetime(Lifetime):
+    """The life of a member of a job: it ends with the job."""
+
+    def __init__(self, member: JobMember, role: str, index: int, size: int) -> None:
+        super().__init__(local_address(member.book.host_name), member.book.greeting)
+        self.member = member
+        self._replica = (role, index, size)
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Have something called, from another thread, when the job has ended."""
+        self.member.call_at_end(callback)
+
+    def wait_for_end(self) -> None:
+        """Wait until the job is finished.
+
+        Raises:
+            JobError: the job has failed.
+        """
+        self.member.wait_for_end()
+
+    def register(self, address: str) -> None:
+        """Make the address known to the job."""
+        role, index, size = self._replica
+        self.member.book.register(role, index, size, address)
+
+    def tell_compiling(self, is_compiling: bool) -> None:
+        """Have the others of the job extend their deadlines meanwhile."""
+        self.member.tell_compiling(is_compiling)
+
+
+@contextlib.contextmanager
+def job_lifetime(
+    role: str, index: int, size: int, store: env.JobStore
+) -> Iterator[JobLifetime]:
+    """Be a member of a job within a block.
+
+    Enter it before anything can go wrong, so that the job learns of it.
+
+    Args:
+        role: as :meth:`JobMember.join` has it.
+        index: which replica of the role this is.
+        size: how many there are.
+        store: where the job's address book is.
+
+    Raises:
+        DiscoveryError: the address book does not answer.
+        JobMismatchError: another job is there, or another process has this place.
+        JobError: the job failed elsewhere.
+    """
+    with JobMember.join(role, index, size, store=store) as member:
+        yield JobLifetime(member, role, index, size)
+
+
+def tell_ready(address: str) -> None:
+    """Write the line that the process which started this one waits for."""
+    _write_line(f"ready {address}")
+
+
+@contextlib.contextmanager
+def refusing_requests(listener: Listener) -> Iterator[None]:
+    """Answer all requests to a socket with ``NotReadyError`` within a block.
+
+    A thread does so, and owns the socket meanwhile.
+
+    Args:
+        listener: of a server that compiles its loops.
+    """
+    is_over = threading.Event()
+
+    def refuse() -> None:
+        while not is_over.is_set():
+            message = listener.receive(_POLL_MS)
+            if message is not None:
+                peer, frames = message
+                error = NotReadyError("compiling its loops.", server=listener.address)
+                with contextlib.suppress(WireError):  # not a message of ours
+                    listener.send_error(peer, Header.decode(frames[0]).request, error)
+
+    thread = threading.Thread(target=refuse, name="not ready", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _write_line(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
