@@ -28,7 +28,10 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def get_default_logger(
-    name: str = "persia_torchrec", *, log_file: str | Path | None = None
+    name: str = "persia_torchrec",
+    *,
+    log_file: str | Path | None = None,
+    level: str = "INFO",
 ) -> logging.Logger:
     """Return the logger of that name, printing to stderr from ``LOG_LEVEL`` up.
 
@@ -37,13 +40,14 @@ def get_default_logger(
 
     Args:
         name: the logger's; the default shows what this package itself logs.
-        log_file: a file that receives the same lines, without colour, at its end.
+        log_file: a file to which the same lines are appended, without colour.
+        level: the level while ``LOG_LEVEL`` is unset.
 
     Raises:
         ConfigError: ``LOG_LEVEL`` is no level, or ``log_file`` cannot be written.
     """
     logger = logging.getLogger(name)
-    logger.setLevel(env.log_level())
+    logger.setLevel(env.log_level(level))
     logger.propagate = False  # a logger above that prints would print it again
     if not any(isinstance(handler, _Console) for handler in logger.handlers):
         logger.addHandler(_Console())

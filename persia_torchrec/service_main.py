@@ -24,14 +24,13 @@ from typing import Self
 
 from persia_torchrec import env
 from persia_torchrec.errors import NotReadyError, PersiaError, WireError
+from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.messages import Header
 from persia_torchrec.wire.ports import LOOPBACK, local_address
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
 from persia_torchrec.wire.transport import Listener
-
-LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _PARENT_CHECK_S = 1.0
 _POLL_MS = 100
@@ -50,7 +49,7 @@ def run_service(name: str, serve: Callable[[], None], level: str = "INFO") -> in
     """
     end_by_signals()
     try:
-        logging.basicConfig(level=env.log_level(level), format=LINE_FORMAT)
+        get_default_logger(level=level)
         serve()
     except PersiaError as exc:
         logging.getLogger(name).error("%s: %s", type(exc).__name__, exc)

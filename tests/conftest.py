@@ -3,6 +3,7 @@
 ``pytest --hypothesis-profile=nightly`` searches longer and with new random numbers.
 """
 
+import logging
 import os
 import signal
 
@@ -50,13 +51,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _keep_signal_handlers():
-    """Restore what SIGTERM and SIGINT do: the mains of roles that tests call set it."""
+def _keep_what_mains_set():
+    """Restore signals and the package's logger, which the mains of roles set up."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     handlers = {number: signal.getsignal(number) for number in numbers}
+    package = logging.getLogger("persia_torchrec")
+    level, propagates, printers = package.level, package.propagate, package.handlers[:]
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    package.setLevel(level)
+    package.propagate, package.handlers[:] = propagates, printers
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What belongs to a training is no role of an inference job, whoever starts it."""
 
-import logging
-
 import pytest
 
 from persia_torchrec.launch import coordinator, script
@@ -11,13 +9,6 @@ common_config:
   job_type: Infer
   infer_config: {servers: ["127.0.0.1:8888"], embedding_checkpoint: run}
 """
-
-
-@pytest.fixture(autouse=True)
-def _a_logger_as_before(monkeypatch):
-    package = logging.getLogger("persia_torchrec")
-    for name, value in (("propagate", True), ("handlers", []), ("level", 0)):
-        monkeypatch.setattr(package, name, value)
 
 
 @pytest.fixture(autouse=True)

@@ -175,22 +175,22 @@ def test_a_worker_that_is_told_too_few_servers_ends_and_says_why(processes, trai
     ],
 )
 def test_a_server_that_cannot_serve_ends_and_says_why(
-    tmp_path, monkeypatch, caplog, servers, arguments, message
+    tmp_path, monkeypatch, capfd, servers, arguments, message
 ):
     path = tmp_path / "global_config.yml"
     path.write_text(InferenceJob.text(servers, tmp_path / "absent"))
     command = ["server", "--shard", "0", "--global-config", str(path), *arguments]
     monkeypatch.setattr(sys, "argv", command)
     assert server.main() == 1
-    assert message in caplog.text
+    assert message in capfd.readouterr().err
 
 
 def test_a_worker_that_is_told_twice_how_to_learn_its_tables_says_so(
-    tmp_path, monkeypatch, caplog
+    tmp_path, monkeypatch, capfd
 ):
     path = tmp_path / "global_config.yml"
     path.write_text(InferenceJob.text(["127.0.0.1:1"], tmp_path))
     command = ["worker", "--global-config", str(path), "--learn-tables"]
     monkeypatch.setattr(sys, "argv", command)
     assert worker.main() == 1
-    assert "--learn-tables is for workers of a job" in caplog.text
+    assert "--learn-tables is for workers of a job" in capfd.readouterr().err

@@ -150,11 +150,11 @@ def test_it_ends_by_sigterm_and_takes_its_servers_with_it(trained, tmp_path):
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    trained, monkeypatch, caplog, arguments, message
+    trained, monkeypatch, capfd, arguments, message
 ):
     monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG", raising=False)
     monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
     command = ["serving", "--checkpoint", str(trained.checkpoint), *arguments]
     monkeypatch.setattr(sys, "argv", command)
     assert main() == 1
-    assert re.search(message, caplog.text)
+    assert re.search(message, capfd.readouterr().err)

@@ -123,8 +123,8 @@ class Answering:
         return {"tables": tables}
 
 
-def test_a_worker_beside_a_job_must_be_told_the_servers(monkeypatch, caplog):
+def test_a_worker_beside_a_job_must_be_told_the_servers(monkeypatch, capfd):
     monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
     monkeypatch.setattr(sys, "argv", ["worker"])
     assert main() == 1
-    assert "pass --servers" in caplog.text
+    assert "pass --servers" in capfd.readouterr().err
