@@ -217,7 +217,7 @@ class AddressBook:
         Args:
             role: as ``"server"``.
             index: which of the role, in ``[0, size)``.
-            size: how many the role has; all of them must say the same.
+            size: how many the role has; all of them must register the same.
             address: as ``"tcp://10.0.0.7:18000"``.
 
         Raises:
@@ -227,16 +227,16 @@ class AddressBook:
         self.put(f"address/{role}/{index}", address)
 
     def claim_size(self, role: str, index: int, size: int) -> None:
-        """Say how many a role has, unless another has said so; they must agree.
+        """Register the size of a role, or compare it with the one registered.
 
         Args:
             role: as ``"server"``.
-            index: which of the role says so.
+            index: which of the role calls.
             size: how many there are.
 
         Raises:
-            ConfigError: ``index`` is out of its range, or ``size`` is not what
-                another process, or the coordinator, said.
+            ConfigError: ``index`` is out of its range, or another process, or the
+                coordinator, registered another size.
         """
         if not 0 <= index < size:
             raise ConfigError(
@@ -245,9 +245,9 @@ class AddressBook:
         known = self.claim(f"address/{role}/size", str(size))
         if known != str(size):
             raise ConfigError(
-                f"Every {role} must say how many there are alike, as the coordinator. "
-                f"Received: {size} from {role} {index}, {known} from another. "
-                f"Start {known}. {self.another_port()}"
+                f"Every {role} and the coordinator must be started with the same "
+                f"number of them. Received: {size} from {role} {index}, {known} from "
+                f"another. Start {known}. {self.another_port()}"
             )
 
     def addresses(self, role: str, *, timeout_s: float) -> list[str]:
@@ -278,25 +278,25 @@ class AddressBook:
     # Notes from one process to the others
 
     def tell(self, name: str, value: str) -> None:
-        """Leave a note for the other processes; replaces an earlier one."""
+        """Publish a note for the other processes; replaces a previous one."""
         self.put(f"note/{name}", value)
 
     def claim_note(self, name: str, value: str) -> str:
-        """Leave a note unless there is one of that name; return what is there then."""
+        """Publish a note unless there is one of that name; return the one there."""
         return self.claim(f"note/{name}", value)
 
     def ask(self, names: Sequence[str], *, timeout_s: float) -> list[str]:
         """Return the notes of these names, once all of them are there.
 
         Raises:
-            DiscoveryError: one was not told within ``timeout_s``.
+            DiscoveryError: one was not published within ``timeout_s``.
             JobError: the job has failed meanwhile.
         """
         keys = [f"note/{name}" for name in names]
         if not self._wait_for(keys, time.monotonic() + timeout_s):
             missing = [n for n in names if self.peek(f"note/{n}") is None]
             raise DiscoveryError(
-                f"Notes must be told within {timeout_s:g} s. Missing: "
+                f"Notes must be published within {timeout_s:g} s. Missing: "
                 f"{', '.join(missing)}."
             )
         return [str(value) for value in self._call(_Get(keys))]

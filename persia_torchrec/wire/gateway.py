@@ -1,19 +1,19 @@
 """Metrics of a process, pushed to a Prometheus pushgateway.
 
-A thread of its own reads the numbers of its role every so often and sends them by HTTP,
-under the labels of PERSIA and one more:
+A thread reads the metrics of its role at intervals and sends them by HTTP, under
+PERSIA's labels and one more:
 
     job          job_name of the metrics_config
     instance     rep_<index of the replica, or rank>
-    ip_addr      of the interface that leads to the gateway
+    ip_addr      of the interface that routes to the gateway
     role         embedding_parameter_server, embedding_worker or nn_worker
 
-The role is there because a gateway keeps what was pushed last under equal labels, and
-roles that share a machine have an address in common.
+The role is a label because a gateway keeps only the last push under equal labels, and
+roles that share a host share its address.
 
-Nobody waits for a gateway. A push that fails is logged, now and then, and the next one
-is as ever: numbers only rise or are of now, so that a lost push loses none. The last
-push is made when the role ends; it alone may hold the process up, for a moment.
+No role waits for a gateway. A push that fails is logged, at most once a minute. Pushes
+are idempotent: metrics are cumulative counters or current gauges, so a lost push loses
+no data. The last push is made when the role ends; it alone may delay the process.
 """
 
 import http.client
@@ -49,7 +49,7 @@ _WARNING_S = 60.0
 """Seconds between two warnings."""
 
 Read = Callable[[], Sequence[Reading]]
-"""Returns the numbers of now; the pushing thread calls it."""
+"""Returns the current metrics; the pushing thread calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ def is_pushed(settings: MetricsSettings) -> bool:
 def push_metrics(
     role: str, index: int, settings: MetricsSettings, read: Read
 ) -> "Pushes | None":
-    """Begin to push metrics, if the environment names a gateway and they are enabled.
+    """Start to push metrics, if they are enabled and the environment names a gateway.
 
     Args:
         role: as PERSIA's launcher calls it.
@@ -99,7 +99,7 @@ def push_metrics(
         read: see ``Read``.
 
     Returns:
-        What pushes until it is closed; None where nothing is pushed.
+        Pushes metrics until it is closed; None where none are pushed.
 
     Raises:
         ConfigError: the variable does not name a gateway.
@@ -127,7 +127,7 @@ class Pushes:
     Args:
         destination: see :class:`Destination`.
         interval_s: seconds from one push to the next.
-        read: see ``Read``; what it raises is logged, as a failed push is.
+        read: see ``Read``; an error that it raises is logged like a failed push.
     """
 
     def __init__(self, destination: Destination, interval_s: float, read: Read) -> None:
@@ -152,8 +152,8 @@ class Pushes:
         due_s = time.monotonic() + self._interval_s
         while not self._closing.wait(max(due_s - time.monotonic(), 0.0)):
             self._push(PUSH_TIMEOUT_S)
-            # From the last due time, so that the time of a push is not added; pushes
-            # that were missed meanwhile are not made up for.
+            # From the last due time, so that the time of a push is not added; missed
+            # pushes are skipped.
             due_s = max(due_s + self._interval_s, time.monotonic())
         self._push(LAST_PUSH_TIMEOUT_S)
 
@@ -174,7 +174,7 @@ class Pushes:
             )
         except (OSError, http.client.HTTPException, PersiaError) as exc:
             self._warn(exc, has_traceback=False)
-        except Exception as exc:  # noqa: BLE001  # the role goes on without metrics
+        except Exception as exc:  # noqa: BLE001  # the role continues without metrics
             self._warn(exc, has_traceback=True)
         else:
             if self._num_failed:
@@ -200,10 +200,9 @@ def _sender(
     headers: list[tuple[str, str]],
     data: bytes,
 ) -> Callable[[], None]:
-    """Return what makes a request; the library's own would ask a proxy for it.
+    """Return a function that sends a request, without a proxy, unlike the library's.
 
-    The gateway stands in the network of the job, as servers and workers do, whatever
-    way there is to the world outside.
+    The gateway is in the network of the job, as servers and workers are.
     """
 
     def send() -> None:
@@ -215,7 +214,7 @@ def _sender(
 
 
 class _Collected(Collector):
-    """Readings as the library takes them: those of one name together."""
+    """Readings as the library expects them: those of one name together."""
 
     def __init__(self, readings: Iterable[Reading]) -> None:
         self._readings = readings

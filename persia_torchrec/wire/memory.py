@@ -1,9 +1,8 @@
-"""How a process that does nothing but answer requests treats freed memory.
+"""Reuse of freed memory in processes that answer requests.
 
-Every large message gets memory of its own from the C library, which by default gives it
-back to the operating system soon after: each page of the next message is then cleared
-anew. For a server that receives gradients all the time that was a quarter of the time
-of its receiving thread.
+By default the C library returns the memory of each large message to the operating
+system, which clears every page of the next one again. That took a quarter of the time
+of a thread that receives gradients.
 """
 
 import ctypes
@@ -18,11 +17,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def keep_freed_memory() -> bool:
     """Make the C library reuse the memory of messages of up to 32 MiB.
 
-    For processes of our own, before their first request: it holds for the whole
-    process.
+    For processes of our own, before their first request: it affects the whole process.
 
     Returns:
-        Whether this is possible here: with glibc.
+        Whether this is possible: with glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

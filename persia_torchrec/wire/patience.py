@@ -1,26 +1,26 @@
-"""How long others wait for a process that compiles its loops.
+"""Deadlines that are extended while a process of the job compiles its loops.
 
-The first start on a machine compiles, which takes half a minute of processor time, and
-much longer where many processes do it on few cores. That is progress: a time limit that
-is about processes which are stuck does not count it. A process says that it compiles by
-its heartbeats in a job (``discovery.py``), by lines to whoever started it
-(``service_main.py``), and by refusing clients (``NotReadyError``).
+The first start on a host compiles, which takes half a minute of processor time, and
+much longer where many processes do it on few cores. A timeout that detects stuck
+processes does not count that time. A process reports that it compiles with its
+heartbeats, by lines to its parent process, and by rejecting clients with
+``NotReadyError``.
 """
 
 MAX_COMPILING_S = 900.0
-"""By how much any time limit is extended at most."""
+"""The most by which a deadline is extended."""
 
 _BEATS_S = 5.0
-"""Longer than between two heartbeats of a process that compiles on a busy machine."""
+"""More than between two heartbeats of a process that compiles on a busy host."""
 
 
 class Patience:
-    """A deadline that is put off for as long as a process of the job compiles.
+    """A deadline that is extended while a process of the job compiles.
 
-    Owned by the thread that waits, which looks several times a second.
+    Owned by the thread that waits, which checks it several times per second.
 
     Args:
-        deadline: as ``now``; put off by ``MAX_COMPILING_S`` at most.
+        deadline: as ``now``; extended by ``MAX_COMPILING_S`` at most.
         now: of ``time.monotonic()``.
     """
 
@@ -35,8 +35,8 @@ class Patience:
         """Return whether the time has run out.
 
         Args:
-            num_beats: what lies in the address book, and grows with each heartbeat of
-                a process that compiles.
+            num_beats: the number in the address book that grows with each heartbeat
+                of a process that compiles.
             now: of ``time.monotonic()``.
         """
         if self._num_beats is not None and num_beats != self._num_beats:

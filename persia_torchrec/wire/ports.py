@@ -1,4 +1,4 @@
-"""TCP ports of this machine, and the addresses under which it is reached."""
+"""TCP ports of this host, and the addresses under which others reach it."""
 
 import contextlib
 import errno
@@ -6,18 +6,17 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
+from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError, DiscoveryError
-
-MAX_PORT = 65_535
 
 LOOPBACK = "127.0.0.1"
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on at this moment.
+    """Return a TCP port that no process listens on at this moment.
 
-    Another process may take it before the caller does: whoever can listen on port 0
-    and tell the port afterwards should do that instead.
+    Another process may take it before the caller does: listen on port 0 and publish the
+    port afterwards where that is possible.
 
     Args:
         address: the interface's IP address, or an empty string for all of them.
@@ -63,10 +62,10 @@ def free_port_from(first: int, step: int = 1) -> int:
 
 @contextlib.contextmanager
 def reserved_port_from(first: int) -> Iterator[int]:
-    """Keep the first free port from ``first`` on for a process that is yet to come.
+    """Reserve the first free port from ``first`` on for a process yet to start.
 
-    Within the block :func:`free_port_from` passes it over, in all processes, while
-    ZeroMQ and c10d can listen on it: they share a port with who does not listen.
+    Within the block :func:`free_port_from` skips it, in all processes, while ZeroMQ and
+    c10d can listen on it: they share a port with sockets that do not listen.
 
     Args:
         first: in ``[1, 65535]``.
@@ -85,16 +84,16 @@ def reserved_port_from(first: int) -> Iterator[int]:
             except OSError as exc:
                 if exc.errno != errno.EADDRINUSE:
                     raise
-                continue  # another process was quicker
+                continue  # another process was faster
             place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             yield port
             return
 
 
 def tcp_address(address: str) -> str:
-    """Return an address as ZeroMQ takes it; PERSIA writes ``host:port``.
+    """Return an address as ZeroMQ expects it; PERSIA writes ``host:port``.
 
-    Blanks, as in the ``"localhost: 8888"`` of PERSIA's documentation, are left out.
+    Blanks, as in the ``"localhost: 8888"`` of PERSIA's documentation, are removed.
 
     Example:
         >>> tcp_address("10.0.0.1:7000"), tcp_address("tcp://10.0.0.1:7000")
@@ -105,13 +104,13 @@ def tcp_address(address: str) -> str:
 
 
 def local_address(towards: str) -> str:
-    """Return the IP address under which the machine of that name reaches this one.
+    """Return the IP address under which a host reaches this one.
 
-    It is the address of the interface that leads there, so 127.0.0.1 for
+    It is the address of the interface that routes there, so 127.0.0.1 for
     ``localhost``. Nothing is sent. IPv4 is preferred.
 
     Raises:
-        DiscoveryError: the name is unknown, or no interface leads there.
+        DiscoveryError: the name is unknown, or no interface routes there.
 
     Example:
         >>> local_address("localhost")
@@ -125,6 +124,6 @@ def local_address(towards: str) -> str:
             address = str(probe.getsockname()[0])
     except OSError as exc:
         raise DiscoveryError(
-            f"A way to the machine {towards!r} must exist. Received: {exc}."
+            f"A route to the host {towards!r} must exist. Received: {exc}."
         ) from exc
     return LOOPBACK if ipaddress.ip_address(address).is_loopback else address

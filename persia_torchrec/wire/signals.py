@@ -1,14 +1,14 @@
-"""SIGTERM and SIGINT, heard whatever the main thread does.
+"""SIGTERM and SIGINT, received whatever the main thread does.
 
 Python runs a signal's handler in the main thread, between two of its instructions. So
-the handler waits for as long as that thread waits for a lock (the system may have given
-the signal to another thread) or is inside native code. And an exception that it raises
-is lost where Python swallows exceptions: in a callback from native code, which LLVM
-makes for each loop that numba compiles or loads, in ``__del__``, and in some imports.
+the handler is delayed while that thread waits for a lock (the kernel may have given the
+signal to another thread) or is inside native code. And an exception that it raises is
+lost where Python swallows exceptions: in a callback from native code, as LLVM makes one
+for each loop that numba compiles or loads, in ``__del__``, and in some imports.
 
-Here a thread of its own hears them. The interpreter writes the number of each signal to
-a pipe, from whichever thread receives it (``signal.set_wakeup_fd``). Signals are not
-blocked: a mask would be inherited by the processes that a user's script starts.
+Here a thread of its own receives them. The interpreter writes the number of each signal
+to a pipe, from any thread that receives it (``signal.set_wakeup_fd``). Signals are not
+blocked: processes that a user's script starts would inherit the mask.
 """
 
 import logging
@@ -27,17 +27,16 @@ _JOIN_TIMEOUT_S = 2.0
 
 
 class EndSignals:
-    """Hears signals from the beginning to the end of a ``with`` block.
+    """Receives signals from the beginning to the end of a ``with`` block.
 
-    The main thread enters and leaves the block. Before and after it a signal does what
-    it did before, which by default is to end the process at once. A child that is
-    forked within the block is as one from before it. SIGINT stays ignored where it is,
-    as in a command that a shell runs in the background; and a handler that somebody
-    else sets within the block is left alone, and replaces ours.
+    The main thread enters and leaves the block. Outside of it the previous handlers
+    hold, which by default end the process at once; so they do in a child that is forked
+    within the block. SIGINT stays ignored where it was, as in a command that a shell
+    runs in the background. A handler set by other code within the block replaces ours.
 
     Args:
         react: called with the signal's name, as ``"SIGTERM"``, in a thread of its own.
-        handler: called as well, in the main thread, as soon as that is possible.
+        handler: called as well, in the main thread, as soon as possible.
         numbers: of the signals.
 
     Example::
@@ -57,7 +56,7 @@ class EndSignals:
         self._react = react
         self._handler = handler or _ignore
         self._is_set = False
-        self._held = threading.local()  # what a thread that forks has held up
+        self._held = threading.local()  # signal mask of a thread that forks
         self._numbers = [
             n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN
         ]
@@ -90,7 +89,7 @@ class EndSignals:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def _restore(self) -> None:
-        """Set everything as it was before; does so once."""
+        """Restore the previous handlers, once."""
         if not self._is_set:
             return
         self._is_set = False
@@ -101,7 +100,7 @@ class EndSignals:
         is_ours = descriptor == self._writer
         signal.set_wakeup_fd(self._wakeup_before if is_ours else descriptor)
 
-    # A signal to a child that is being forked waits until the child hears for itself.
+    # A signal to a child that is being forked waits until it has its own handlers.
 
     def _hold(self) -> None:
         if self._is_set:
@@ -123,15 +122,15 @@ class EndSignals:
                     try:
                         self._react(signal.Signals(number).name)
                     except Exception:
-                        logger.exception("the end could not be begun")
+                        logger.exception("the reaction to %s failed", number)
         os.close(self._reader)
 
 
 def end_by_signals() -> None:
     """Let SIGINT end this process at once, as SIGTERM does, until ``EndSignals``.
 
-    For the beginning of a role's ``main``: there is nothing yet that must be told of
-    the end, and a ``KeyboardInterrupt`` may be lost.
+    For the beginning of a role's ``main``: no other process has to be told of the end
+    yet, and a ``KeyboardInterrupt`` may be lost.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -140,11 +139,11 @@ def end_by_signals() -> None:
 def is_in_compiler(frame: FrameType | None) -> bool:
     """Return whether a thread is inside numba, which compiles or loads a loop.
 
-    An exception that a handler raises there is lost, or leaves objects of LLVM half
-    made, which ends the process by SIGSEGV.
+    An exception that a handler raises there is lost, or leaves incomplete objects of
+    LLVM, which end the process by SIGSEGV.
 
     Args:
-        frame: what the thread does, as a handler is told.
+        frame: the innermost of the thread, as a handler gets it.
     """
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -155,4 +154,4 @@ def is_in_compiler(frame: FrameType | None) -> bool:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing in the main thread; that it is called interrupts a sleep there."""
+    """Do nothing in the main thread; the call interrupts a sleep there."""

@@ -110,7 +110,7 @@ def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, 
     told = Path("trained.txt").read_text()
     assert told == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
     said = capfd.readouterr()
-    for word in ("theirs", "JobMismatch", "must say how many"):
+    for word in ("theirs", "JobMismatch", "with the same number"):
         assert word not in said.out + said.err
     assert "address already in use" in errors["their coordinator"].lower()
     for role in ROLES:

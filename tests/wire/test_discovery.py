@@ -51,7 +51,7 @@ def test_a_role_that_was_restarted_is_found_at_its_new_address(host, book):
     assert host.addresses("worker", timeout_s=TIMEOUT_S) == ["tcp://127.0.0.1:2"]
 
 
-def test_those_that_did_not_register_in_time_are_named(book):
+def test_processes_that_did_not_register_in_time_are_named(book):
     book.register("server", 1, 4, "tcp://127.0.0.1:1")
     started = time.monotonic()
     with pytest.raises(DiscoveryError, match=r"Missing: server 0, server 2, server 3"):
@@ -59,12 +59,12 @@ def test_those_that_did_not_register_in_time_are_named(book):
     assert time.monotonic() - started < 2
 
 
-def test_a_role_of_which_nobody_registered_in_time_is_named(book):
+def test_a_role_without_any_registration_is_named(book):
     with pytest.raises(TimeoutError, match=r"Every worker must .* within 0\.1 s"):
         book.addresses("worker", timeout_s=0.1)
 
 
-def test_a_wait_goes_on_while_a_process_of_the_job_compiles(host, book):
+def test_a_wait_is_extended_while_a_process_of_the_job_compiles(host, book):
     found = []
     waiting = threading.Thread(
         target=lambda: found.extend(book.addresses("server", timeout_s=1.0))
@@ -82,7 +82,7 @@ def test_a_wait_goes_on_while_a_process_of_the_job_compiles(host, book):
     assert found == ["tcp://127.0.0.1:1"]
 
 
-def test_a_wait_for_the_address_book_is_given_up_when_it_makes_no_sense():
+def test_a_wait_for_the_address_book_ends_when_its_look_raises():
     def look():
         raise JobError("The coordinator has ended.")
 
@@ -90,7 +90,7 @@ def test_a_wait_for_the_address_book_is_given_up_when_it_makes_no_sense():
         AddressBook.join("127.0.0.1", draw_port(), timeout_s=60.0, look=look)
 
 
-def test_nobody_at_the_address_is_said_within_the_deadline():
+def test_an_address_without_a_listener_is_reported_within_the_deadline():
     port = draw_port()
     started = time.monotonic()
     with pytest.raises(DiscoveryError, match=rf"127\.0\.0\.1:{port}.*refused"):
@@ -98,14 +98,14 @@ def test_nobody_at_the_address_is_said_within_the_deadline():
     assert time.monotonic() - started < 3
 
 
-def test_somebody_else_at_the_address_is_said_within_the_deadline():
+def test_another_service_at_the_address_is_reported_within_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         port = somebody.getsockname()[1]
         with pytest.raises(DiscoveryError, match="Something else listens there"):
             AddressBook.join("127.0.0.1", port, timeout_s=0.5)
 
 
-def test_an_unknown_host_is_said_within_the_deadline():
+def test_an_unknown_host_is_reported_within_the_deadline():
     with pytest.raises(DiscoveryError, match=r"no-such-host\.invalid:29400"):
         AddressBook.join("no-such-host.invalid", 29400, timeout_s=0.3)
 
@@ -151,7 +151,7 @@ def test_an_id_that_no_job_can_have_is_refused(host):
         AddressBook.join("localhost", host.port, "two words")
 
 
-def test_notes_are_answered_once_all_are_told(host, book):
+def test_notes_are_returned_once_all_are_published(host, book):
     host.tell("one", "1")
     with pytest.raises(DiscoveryError, match=r"Missing: two, three"):
         book.ask(["one", "two", "three"], timeout_s=0.1)
@@ -173,19 +173,19 @@ def test_a_finished_job_does_not_fail_any_more(host, book):
     assert book.state() == ("finished", "")
 
 
-def test_who_waits_for_a_role_learns_that_the_job_has_failed(host, book):
+def test_a_wait_for_a_role_ends_when_the_job_has_failed(host, book):
     host.fail("server 0", "out of memory")
     with pytest.raises(JobError, match="server 0: out of memory"):
         book.addresses("server", timeout_s=TIMEOUT_S)
 
 
-def test_a_closed_book_says_so(book):
+def test_a_closed_book_raises(book):
     book.close()
     with pytest.raises(JobError, match="a closed one"):
         book.state()
 
 
-def test_a_book_whose_host_is_gone_says_so(host, book):
+def test_a_book_whose_host_has_ended_raises(host, book):
     host.close()
     with pytest.raises(JobError, match=rf"localhost:{host.port} must answer"):
         book.state()

@@ -62,7 +62,7 @@ def push(settings=EVERY_SECOND, read=three):
     return pushes
 
 
-def test_readings_come_with_their_types_under_the_labels(gateway):
+def test_metrics_are_pushed_with_their_types_and_labels(gateway):
     push().close()
     (came,) = gateway.wait()
     assert came.labels == {
@@ -85,7 +85,7 @@ def test_readings_come_with_their_types_under_the_labels(gateway):
     }
 
 
-def test_pushes_come_at_the_interval_and_once_more_at_the_end(gateway):
+def test_metrics_are_pushed_at_the_interval_and_once_at_the_end(gateway):
     began_s = time.monotonic()
     pushes = push()
     first, second, *_ = gateway.wait(2)
@@ -117,13 +117,13 @@ def test_nothing_is_pushed_without_a_gateway_or_when_disabled(monkeypatch, gatew
     assert gateway.pushes() == []
 
 
-def test_a_variable_that_names_no_gateway_is_refused(monkeypatch):
+def test_a_variable_that_does_not_name_a_gateway_is_refused(monkeypatch):
     monkeypatch.setenv("PERSIA_METRICS_GATEWAY_ADDR", "http://gateway:9091")
     with pytest.raises(ConfigError, match="PERSIA_METRICS_GATEWAY_ADDR must be host"):
         push_metrics("nn_worker", 0, EVERY_SECOND, three)
 
 
-def test_a_proxy_is_not_asked(gateway, monkeypatch):
+def test_a_proxy_is_not_used(gateway, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     push().close()
@@ -134,7 +134,7 @@ def warnings_of(caplog):
     return [r for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_a_gateway_that_refuses_is_warned_of_now_and_then(refusing, caplog):
+def test_a_gateway_that_refuses_is_logged_at_most_once_per_minute(refusing, caplog):
     num_read = 0
 
     def read():
@@ -149,13 +149,13 @@ def test_a_gateway_that_refuses_is_warned_of_now_and_then(refusing, caplog):
     assert "Connection refused" in warnings_of(caplog)[0].getMessage()
 
 
-def test_a_gateway_that_answers_with_an_error_is_warned_of(gateway, caplog):
+def test_a_gateway_that_answers_with_an_error_is_logged(gateway, caplog):
     gateway.status = 400
     push().close()
     assert "HTTP Error 400" in warnings_of(caplog)[0].getMessage()
 
 
-def test_pushes_reach_a_gateway_again_that_was_away(gateway, caplog):
+def test_pushes_resume_when_the_gateway_is_back(gateway, caplog):
     gateway.status = 503
     with caplog.at_level(logging.INFO, LOGGER):
         pushes = push()
@@ -168,7 +168,7 @@ def test_pushes_reach_a_gateway_again_that_was_away(gateway, caplog):
     )
 
 
-def test_what_fails_while_reading_ends_nothing(gateway, caplog):
+def test_an_error_while_reading_metrics_does_not_end_the_pushes(gateway, caplog):
     num_read = 0
 
     def read():
@@ -184,7 +184,7 @@ def test_what_fails_while_reading_ends_nothing(gateway, caplog):
     assert "KeyError" in caplog.text
 
 
-def test_a_gateway_that_hangs_holds_nobody_up(hanging, monkeypatch, caplog):
+def test_a_gateway_that_hangs_delays_no_caller(hanging, monkeypatch, caplog):
     monkeypatch.setattr(gateway_module, "PUSH_TIMEOUT_S", 0.2)
     monkeypatch.setattr(gateway_module, "LAST_PUSH_TIMEOUT_S", 0.2)
     pushes = push()
@@ -197,7 +197,7 @@ def test_a_gateway_that_hangs_holds_nobody_up(hanging, monkeypatch, caplog):
     assert "metrics pushes" not in names
 
 
-def test_the_end_of_a_role_waits_for_a_push_under_way_for_a_moment_only(
+def test_the_end_of_a_role_waits_for_a_push_under_way_with_a_timeout(
     hanging, monkeypatch
 ):
     monkeypatch.setattr(gateway_module, "CLOSE_TIMEOUT_S", 0.3)
@@ -207,7 +207,7 @@ def test_the_end_of_a_role_waits_for_a_push_under_way_for_a_moment_only(
     assert 0.2 < time.monotonic() - began_s < gateway_module.LAST_PUSH_TIMEOUT_S
 
 
-def test_a_mean_is_of_what_came_since_the_last_reading():
+def test_a_mean_covers_the_observations_since_the_last_reading():
     means = Means()
     assert means.since_last("a", 0.0, 0) is None
     assert means.since_last("a", 6.0, 3) == 2.0
@@ -216,7 +216,7 @@ def test_a_mean_is_of_what_came_since_the_last_reading():
     assert means.since_last("b", 5.0, 1) == 5.0
 
 
-def test_observations_of_several_threads_are_all_there():
+def test_observations_of_several_threads_are_all_counted():
     observed = Observations({"time": "seconds", "errors": "how many"})
 
     def note():
@@ -235,7 +235,7 @@ def test_observations_of_several_threads_are_all_there():
     ]
 
 
-def test_what_fails_is_not_timed():
+def test_a_block_that_raises_is_not_timed():
     observed = Observations({"time": "seconds"})
     with pytest.raises(KeyError), observed.timed("time"):
         raise KeyError

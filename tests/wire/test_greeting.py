@@ -11,14 +11,14 @@ ADDRESS = "tcp://127.0.0.1:7000"
 
 
 @given(JOB_IDS)
-def test_a_greeting_is_read_as_it_was_written(job_id):
+def test_a_greeting_round_trips(job_id):
     name = Greeting(job_id).encode()
     assert Greeting.decode(name) == Greeting(job_id)
     assert len(name) <= 255
     assert name[0] != 0  # such names are ZeroMQ's own
 
 
-def test_no_two_sockets_and_no_two_jobs_have_one_name():
+def test_routing_ids_and_job_ids_are_unique():
     assert OURS.encode() != OURS.encode()
     assert Greeting.draw() != Greeting.draw()
     assert Greeting.draw().job_id
@@ -46,14 +46,14 @@ def test_an_id_that_no_job_can_have_is_refused(job_id):
     ],
     ids=range(10),  # the names hold random bytes
 )
-def test_a_name_that_is_no_greeting_is_refused(name):
+def test_a_routing_id_that_is_not_a_greeting_is_refused(name):
     with pytest.raises(FrameError, match="greeting"):
         OURS.admit(name, ADDRESS)
     NO_JOB.admit(name, ADDRESS)  # which lets everybody in
 
 
 @given(st.binary(max_size=255))
-def test_any_bytes_are_read_or_refused(name):
+def test_any_bytes_are_parsed_or_refused(name):
     try:
         OURS.admit(name, ADDRESS)
     except (WireError, JobMismatchError):
@@ -61,13 +61,13 @@ def test_any_bytes_are_read_or_refused(name):
     assert Greeting.decode(name).job_id in ("", OURS.job_id)
 
 
-def test_a_job_lets_in_its_own_and_those_of_no_job():
+def test_a_job_admits_its_own_clients_and_those_of_no_job():
     OURS.admit(OURS.encode(), ADDRESS)
     OURS.admit(NO_JOB.encode(), ADDRESS)
     NO_JOB.admit(OURS.encode(), ADDRESS)
 
 
-def test_another_job_is_told_the_address_and_both_ids():
+def test_a_client_of_another_job_is_told_the_address_and_both_ids():
     expected = rf"of {ADDRESS} must belong to job 'ads-7'\. Received: job 'news-1'"
     with pytest.raises(JobMismatchError, match=expected):
         OURS.admit(THEIRS.encode(), ADDRESS)

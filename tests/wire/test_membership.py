@@ -41,7 +41,7 @@ def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes)
     assert record.has_left(record.process())
 
 
-def test_what_a_member_raises_fails_the_job_and_the_member(book, processes):
+def test_an_exception_of_a_member_fails_the_job_and_the_member(book, processes):
     member = processes.start("member", members.fail, book.port)
     assert member.status() == 1
     assert book.state() == ("failed", "server 0: ValueError: the table is round")
@@ -54,7 +54,7 @@ def test_a_member_that_leaves_before_the_end_fails_the_job(book, processes):
     assert book.state() == ("failed", "server 0: it left before the job had ended")
 
 
-def test_a_member_ends_when_another_has_failed_and_says_why(book, processes):
+def test_a_member_ends_when_another_has_failed_and_logs_why(book, processes):
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     book.fail("trainer 1", "the loss is not a number")
@@ -74,7 +74,7 @@ def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
     assert record.has_left(record.process())
 
 
-def test_a_member_ends_when_the_coordinator_is_gone(book, processes):
+def test_a_member_ends_when_the_coordinator_has_ended(book, processes):
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     book.close()
@@ -94,7 +94,7 @@ def test_a_member_ends_when_the_coordinator_does_not_answer(tmp_path, processes)
     assert coordinator.status() == -signal.SIGKILL  # torchx would wait for it
 
 
-def test_a_member_ends_when_the_process_that_started_it_is_gone(book, processes):
+def test_a_member_ends_when_its_parent_process_has_ended(book, processes):
     parent = processes.start("parent", members.serve_as_a_child, book.port)
     parent.has_printed("serving")
     parent.has_printed(".")
@@ -105,7 +105,7 @@ def test_a_member_ends_when_the_process_that_started_it_is_gone(book, processes)
     assert "server 0 lost the process that started it" in parent.output()
 
 
-def test_a_forked_child_does_not_speak_for_the_member(book, processes):
+def test_a_forked_child_that_exits_does_not_fail_the_job(book, processes):
     member = processes.start("member", members.fork_a_child_that_leaves, book.port)
     member.has_printed("the child has ended")
     assert book.state() == ("running", "")
@@ -117,9 +117,7 @@ def test_a_forked_child_does_not_speak_for_the_member(book, processes):
 @pytest.mark.parametrize(
     "main", [members.serve, members.be_in_a_callback, members.be_in_the_compiler]
 )
-def test_a_member_that_is_ended_from_outside_fails_the_job(
-    book, processes, main, number
-):
+def test_a_member_that_gets_a_signal_fails_the_job(book, processes, main, number):
     member = processes.start("member", main, book.port)
     member.has_printed("serving")
     member.send(number)
@@ -139,7 +137,7 @@ def test_a_signal_that_another_thread_receives_ends_a_member_that_waits(
     assert book.state() == ("failed", "server 0: ended from outside (SIGTERM)")
 
 
-def test_a_member_that_handles_a_signal_by_itself_lives_on(book, processes):
+def test_a_member_that_handles_a_signal_by_itself_keeps_running(book, processes):
     member = processes.start("member", members.hear_by_itself, book.port)
     member.has_printed("serving")
     member.send(signal.SIGTERM)
@@ -152,7 +150,7 @@ def test_a_member_that_handles_a_signal_by_itself_lives_on(book, processes):
     assert member.status() == 0
 
 
-def test_a_signal_to_a_forked_child_is_not_one_to_the_member(book, processes):
+def test_a_signal_to_a_forked_child_does_not_reach_the_member(book, processes):
     member = processes.start("member", members.end_a_forked_child, book.port)
     member.has_printed(f"the child has ended by {signal.SIGTERM:d}.")
     record = MemberRecord(book, "server", 0)
@@ -163,7 +161,7 @@ def test_a_signal_to_a_forked_child_is_not_one_to_the_member(book, processes):
     assert member.status() == 0
 
 
-def test_a_member_that_is_ended_because_another_has_failed_says_why(book, processes):
+def test_a_member_that_is_ended_because_another_has_failed_logs_why(book, processes):
     dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
@@ -173,9 +171,7 @@ def test_a_member_that_is_ended_because_another_has_failed_says_why(book, proces
     assert "trainer 1: the loss is not a number" in member.output()
 
 
-def test_what_an_expendable_member_raises_after_the_end_does_not_matter(
-    book, processes
-):
+def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, processes):
     dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
     member = processes.start("member", members.fail_after_the_end, book.port)
     member.has_printed("serving")
@@ -185,9 +181,7 @@ def test_what_an_expendable_member_raises_after_the_end_does_not_matter(
     assert "left" in member.output()
 
 
-def test_what_a_member_raises_because_another_has_failed_is_not_the_reason(
-    book, processes
-):
+def test_an_exception_caused_by_another_failure_is_not_the_reason(book, processes):
     dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
     member = processes.start("member", members.fail_after_the_end, book.port)
     member.has_printed("serving")
@@ -211,7 +205,7 @@ def test_a_second_process_of_the_same_member_ends_alone(book, processes):
     assert member.status() == 0
 
 
-def test_one_of_another_number_of_its_role_ends_alone(book, processes):
+def test_a_process_with_another_size_of_its_role_ends_alone(book, processes):
     book.claim_size("server", 0, 2)  # as the coordinator was told
     second = processes.start("second", members.serve, book.port)
     assert second.status() == 1
@@ -220,7 +214,7 @@ def test_one_of_another_number_of_its_role_ends_alone(book, processes):
     assert MemberRecord(book, "server", 0).process() is None
 
 
-def test_a_member_that_was_killed_may_be_started_again(book, processes):
+def test_a_killed_member_may_be_restarted(book, processes):
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     member.send(signal.SIGKILL)
@@ -230,9 +224,7 @@ def test_a_member_that_was_killed_may_be_started_again(book, processes):
     assert again.status() == 0
 
 
-def test_an_error_of_the_process_group_waits_for_the_name_of_who_is_gone(
-    book, processes
-):
+def test_an_error_of_the_process_group_waits_for_its_cause(book, processes):
     member = processes.start("member", members.lose_the_process_group, book.port)
     assert member.status() == 1
     assert book.state() == ("failed", "coordinator: trainer 1 was killed")

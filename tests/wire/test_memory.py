@@ -29,7 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can do it")
-def test_memory_of_large_messages_is_used_again():
+def test_memory_of_large_messages_is_reused():
     def faults(keep):
         code = FAULTS_OF_NEW_BLOCKS.format(keep=keep)
         return int(subprocess.check_output([sys.executable, "-c", code]))

@@ -38,7 +38,7 @@ requests = st.lists(st.builds(TableIds, st.integers(0, 2**40), id_arrays(9)))
 
 
 @given(headers)
-def test_a_header_comes_back_as_it_was(header):
+def test_a_header_round_trips(header):
     frame = header.encode()
     assert len(frame) == 48
     assert Header.decode(frame) == Header.decode(memoryview(frame)) == header
@@ -58,7 +58,7 @@ def test_a_header_is_laid_out_as_the_protocol_says():
         (40, b"\3\0\0\0", "Unknown field.*3 is not a valid Precision"),
     ],
 )
-def test_a_header_that_is_not_ours_is_refused(offset, value, message):
+def test_a_header_of_another_protocol_is_refused(offset, value, message):
     frame = bytearray(Header(Kind.HELLO).encode())
     frame[offset : offset + len(value)] = value
     with pytest.raises(FrameError, match=message):
@@ -73,7 +73,7 @@ def test_a_header_of_another_size_is_refused(size):
 
 
 @given(st.binary(max_size=60) | st.binary(min_size=44, max_size=44))
-def test_random_bytes_are_no_header(data):
+def test_random_bytes_are_not_a_header(data):
     for frame in (data, b"PTRC" + data):
         try:
             header = Header.decode(frame)
@@ -83,7 +83,7 @@ def test_random_bytes_are_no_header(data):
 
 
 @given(requests)
-def test_the_ids_of_each_table_come_back_as_they_were(tables):
+def test_the_ids_of_each_table_round_trip(tables):
     frames = [b"", *encode_segments(tables)]
     decoded = decode_segments(frames, num_frames=3)
     assert [t.table for t in decoded] == [t.table for t in tables]
@@ -145,7 +145,7 @@ def test_random_bytes_are_refused_or_name_exactly_the_ids_that_follow(segments, 
     assert b"".join(t.ids.tobytes() for t in tables) == ids
 
 
-def test_json_comes_back_as_it_was():
+def test_json_round_trips():
     value = {"name": "Stra\u00dfe", "dims": [1, 2.5, None]}
     assert decode_json([b"", encode_json(value)]) == value
 
@@ -155,7 +155,7 @@ def test_json_comes_back_as_it_was():
     [b"", b"{", b"\xff", b"'a'", b'{"a": 1} x', b"[" * 100_000],
     ids=["nothing", "half", "no text", "quotes", "more", "deep"],
 )
-def test_a_body_that_is_no_json_is_refused(body):
+def test_a_body_that_is_not_json_is_refused(body):
     with pytest.raises(FrameError, match="Frame 1 must be JSON"):
         decode_json([b"", body])
 
@@ -220,7 +220,7 @@ def test_counts_are_laid_out_as_the_protocol_says():
         (bytes(7), r"uint32 must be a multiple of 4 bytes\. Received: 7 bytes"),
     ],
 )
-def test_counts_that_are_not_one_an_id_are_refused(frame, message):
+def test_counts_that_are_not_one_per_id_are_refused(frame, message):
     with pytest.raises(FrameError, match=message):
         decode_counts([b"", b"", TWO_IDS, frame])
 

@@ -1,7 +1,7 @@
 from persia_torchrec.wire.patience import MAX_COMPILING_S, Patience
 
 
-def test_time_runs_out_at_the_deadline_where_nobody_compiles():
+def test_time_runs_out_at_the_deadline_where_no_process_compiles():
     patience = Patience(10.0, 0.0)
     assert [patience.is_over(3, now) for now in (0.0, 9.9, 10.0)] == [
         *(False, False),
@@ -18,7 +18,7 @@ def test_the_time_in_which_a_process_compiles_does_not_count():
     assert patience.is_over(99, 200.0)
 
 
-def test_a_process_that_compiles_for_ever_is_not_waited_for():
+def test_a_process_that_compiles_for_ever_extends_a_deadline_only_so_far():
     patience = Patience(10.0, 0.0)
     overs = [patience.is_over(second, float(second)) for second in range(2000)]
     assert overs.index(True) == 10 + MAX_COMPILING_S

@@ -16,7 +16,7 @@ def test_a_free_port_can_be_listened_on():
         assert server.getsockname()[1] > 0
 
 
-def test_a_port_in_use_is_passed_over():
+def test_a_port_in_use_is_skipped():
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         taken = server.getsockname()[1]
         found = find_free_port(taken, 7)
@@ -33,12 +33,12 @@ def test_where_no_port_is_free_there_is_an_error():
 
 
 @pytest.mark.parametrize(("first", "step"), [(0, 1), (65_536, 1), (10_000, 0)])
-def test_a_port_that_cannot_be_is_refused(first, step):
+def test_a_port_out_of_range_is_refused(first, step):
     with pytest.raises(ConfigError, match=f"Received: {first} and {step}"):
         free_port_from(first, step)
 
 
-def test_a_reserved_port_is_passed_over_by_all_but_who_listens_on_it():
+def test_a_reserved_port_is_skipped_but_can_be_listened_on():
     with reserved_port_from(draw_port()) as port, reserved_port_from(port) as other:
         assert free_port_from(port) > other > port
         listener = Listener("127.0.0.1", port)

@@ -84,7 +84,7 @@ def test_float16_is_as_exact_for_small_numbers_as_for_large_ones(exponent, value
     assert (np.abs(back - values) <= bound).all()
 
 
-def test_a_gradient_that_no_half_could_hold_travels_in_float16():
+def test_a_gradient_beyond_the_range_of_float16_travels_scaled():
     values = np.array([3e-12, -1.25e-9, 0, 7e-17], dtype=np.float32)
     back = there_and_back(values, Precision.FP16)
     assert not values.astype(np.float16).any()
@@ -158,7 +158,7 @@ def test_frames_may_begin_anywhere_in_memory(precision):
 
 
 @pytest.mark.parametrize("precision", Precision)
-def test_infinities_stay_so_and_do_not_touch_the_others(precision):
+def test_infinities_stay_infinite_and_do_not_affect_the_others(precision):
     values = np.array([np.inf, 1e-9, -np.inf, 0.5e-9], dtype=np.float32)
     back = there_and_back(values, precision)
     assert back[[0, 2]].tolist() == [np.inf, -np.inf]
@@ -184,7 +184,7 @@ def test_bfloat16_ties_go_to_the_even_neighbour_and_overflow_to_infinity():
 
 
 @pytest.mark.parametrize("precision", Precision)
-def test_what_is_not_a_number_stays_so(precision):
+def test_a_nan_stays_a_nan(precision):
     bits = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF]
     values = np.array(bits, dtype=np.uint32).view(np.float32)
     assert np.isnan(there_and_back(values, precision)).all()

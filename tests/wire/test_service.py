@@ -39,7 +39,7 @@ def result(reply):
     return [bytes(frame) for frame in reply.result(DEADLINE_S)[1][1:]]
 
 
-def test_each_request_gets_what_the_handler_returns_for_it(start):
+def test_each_request_gets_its_own_reply(start):
     ask = start(lambda header, frames: [header.kind.name.encode(), *frames[1:]])
     replies = [ask(b"%d" % n, kind=Kind.BACKWARD) for n in range(50)]
     assert [result(reply) for reply in replies] == [
@@ -47,7 +47,7 @@ def test_each_request_gets_what_the_handler_returns_for_it(start):
     ]
 
 
-def test_what_the_handler_raises_goes_to_who_asked_and_to_nobody_else(start):
+def test_an_exception_of_the_handler_goes_to_its_client_only(start):
     def handle(header, frames):
         if bytes(frames[1]) == b"bad":
             raise BatchError("the batch is round")
@@ -64,7 +64,7 @@ def test_what_the_handler_raises_goes_to_who_asked_and_to_nobody_else(start):
     assert result(good) == [b"good"]
 
 
-def test_a_request_that_waits_does_not_hold_up_another(start):
+def test_a_request_that_waits_does_not_delay_another(start):
     released = threading.Event()
 
     def handle(header, frames):
@@ -80,7 +80,7 @@ def test_a_request_that_waits_does_not_hold_up_another(start):
     assert result(waiting) == [b"wait"]
 
 
-def test_requests_beyond_what_may_wait_are_refused(start, monkeypatch):
+def test_requests_beyond_the_bound_of_the_queue_are_refused(start, monkeypatch):
     monkeypatch.setattr(service, "MAX_WAITING", 2)
     released = threading.Event()
 
@@ -98,7 +98,9 @@ def test_requests_beyond_what_may_wait_are_refused(start, monkeypatch):
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"nonsense"], [b"x" * 48], [b"", b"", b""]])
-def test_nonsense_is_answered_with_an_error_and_the_service_lives_on(start, frames):
+def test_a_malformed_message_is_answered_with_an_error_and_the_service_continues(
+    start, frames
+):
     ask = start(lambda header, frames: [b"fine"])
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(ask.service.address)
@@ -111,7 +113,7 @@ def test_nonsense_is_answered_with_an_error_and_the_service_lives_on(start, fram
     assert result(ask()) == [b"fine"]
 
 
-def test_closing_answers_what_is_under_way_and_nothing_more(start):
+def test_closing_answers_requests_under_way_and_no_others(start):
     begun, released = threading.Event(), threading.Event()
 
     def handle(header, frames):

@@ -126,7 +126,7 @@ def test_messages_to_one_server_arrive_in_the_order_of_submit(start, connect):
     assert [frames for _, frames in peer.seen] == [[body] for body in bodies]
 
 
-def test_several_threads_ask_at_once(start, connect):
+def test_several_threads_send_requests_concurrently(start, connect):
     connections = connect(start(echo).address, max_pending=8)
 
     def ask(n):
@@ -150,7 +150,7 @@ def test_an_error_of_the_server_names_it_and_keeps_its_text(start, connect):
     assert caught.value.server == f"echo server 0 at {peer.address}"
 
 
-def test_nobody_at_the_address_is_said_within_the_deadline(connect):
+def test_an_address_without_a_listener_is_reported_within_the_deadline(connect):
     address = f"tcp://127.0.0.1:{draw_port()}"
     started = time.monotonic()
     reply = submit(connect(address), timeout_s=0.3, what="counting rows")
@@ -161,7 +161,7 @@ def test_nobody_at_the_address_is_said_within_the_deadline(connect):
     assert 0.3 <= time.monotonic() - started < 2
 
 
-def test_a_server_that_is_silent_is_told_from_one_that_answers(start, connect):
+def test_a_silent_server_does_not_affect_requests_to_another(start, connect):
     silent, talking = start(), start(echo)
     connections = connect(silent.address, talking.address)
     late = submit(connections, server=0, timeout_s=0.2)
@@ -182,7 +182,7 @@ def test_each_request_has_a_deadline_of_its_own(start, connect):
         patient.result(DEADLINE_S)
 
 
-def test_a_reply_after_the_deadline_is_nobodys(start, connect):
+def test_a_reply_after_the_deadline_is_dropped(start, connect):
     held = threading.Event()
 
     def answer_late(listener, peer, header, frames):
@@ -215,7 +215,7 @@ def test_a_server_that_ends_fails_its_pending_requests_at_once(start, connect):
     assert not other.done()
 
 
-def test_a_server_that_comes_back_is_reached_again(start, connect):
+def test_a_restarted_server_is_reached_again(start, connect):
     first = start(port=draw_port())
     connections = connect(first.address)
     lost = submit(connections)
@@ -253,14 +253,14 @@ def test_more_requests_than_may_be_pending_wait_and_then_fail(start, connect):
     assert len(peer.seen) <= 2
 
 
-def test_a_request_that_is_over_makes_room_for_another(start, connect):
+def test_a_request_that_has_ended_frees_its_slot(start, connect):
     connections = connect(start().address, max_pending=1)
     for _ in range(3):
         with pytest.raises(RequestTimeoutError, match="no reply"):
             submit(connections, timeout_s=0.02).result(DEADLINE_S)
 
 
-def test_closing_fails_what_is_pending_and_what_comes_after(start, connect):
+def test_closing_fails_pending_and_later_requests(start, connect):
     connections = connect(start().address)
     pending = submit(connections, what="lookup")
     connections.close()
@@ -299,7 +299,7 @@ def nonsense(*frames):
         ),
     ],
 )
-def test_a_server_that_sends_nonsense_fails_its_own_requests_only(
+def test_a_server_that_sends_malformed_replies_fails_its_own_requests_only(
     start, connect, frames, message
 ):
     silent, odd, good = start(), start(nonsense(*frames)), start(echo)
@@ -315,7 +315,7 @@ def test_a_server_that_sends_nonsense_fails_its_own_requests_only(
     assert not waiting.done()
 
 
-def test_a_server_cannot_answer_what_another_was_asked(start, connect):
+def test_a_server_cannot_answer_a_request_to_another(start, connect):
     def answer_all(listener, peer, header, body):
         for number in range(1, 10):
             listener.send(peer, Header(Kind.REPLY, number), body)
@@ -387,7 +387,7 @@ def test_no_address_is_refused():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "tcp://", "tcp://host", "", "x"])
-def test_an_address_that_cannot_be_read_is_refused(address):
+def test_an_address_that_cannot_be_parsed_is_refused(address):
     good = f"tcp://127.0.0.1:{draw_port()}"
     with pytest.raises(ConfigError, match=rf"'tcp://host:port'. Received: '{address}'"):
         Connections("echo server", [good, address])
@@ -401,7 +401,7 @@ def test_an_address_that_is_taken_cannot_be_listened_on():
     listener.close()
 
 
-def test_a_listener_waits_no_longer_than_it_is_told():
+def test_a_listener_waits_for_its_timeout_at_most():
     listener = Listener("127.0.0.1", 0)
     started = time.monotonic()
     assert listener.receive(50) is None
@@ -409,7 +409,7 @@ def test_a_listener_waits_no_longer_than_it_is_told():
     listener.close()
 
 
-def test_a_listener_sees_whether_a_peer_is_still_there():
+def test_a_listener_sees_whether_a_peer_is_connected():
     listener = Listener("127.0.0.1", 0)
     staying, going = (zmq.Context.instance().socket(zmq.DEALER) for _ in range(2))
     peers = []
@@ -433,7 +433,7 @@ def test_a_listener_sees_whether_a_peer_is_still_there():
     listener.close()
 
 
-def test_a_client_does_not_mind_being_looked_for(start, connect):
+def test_a_client_ignores_a_liveness_probe(start, connect):
     def look_first(listener, peer, header, frames):
         assert all(listener.is_connected(peer) for _ in range(3))
         echo(listener, peer, header, frames)
@@ -443,7 +443,7 @@ def test_a_client_does_not_mind_being_looked_for(start, connect):
         assert bytes(submit(connections, [body]).result(DEADLINE_S)[1][1]) == body
 
 
-def test_both_ends_of_a_connection_notice_a_network_that_is_gone(start, connect):
+def test_both_ends_of_a_connection_detect_a_lost_network(start, connect):
     peer = start(echo)
     submit(connect(peer.address)).result(DEADLINE_S)
     port = int(peer.address.rpartition(":")[2])
@@ -478,7 +478,7 @@ def limits_of(fd):
         )
 
 
-def test_a_reply_to_a_peer_that_is_gone_is_dropped():
+def test_a_reply_to_a_disconnected_peer_is_dropped():
     listener = Listener("127.0.0.1", 0)
     gone = zmq.Context.instance().socket(zmq.DEALER)
     gone.connect(listener.address)
@@ -491,7 +491,7 @@ def test_a_reply_to_a_peer_that_is_gone_is_dropped():
     listener.close()
 
 
-def test_a_request_of_another_job_is_refused_and_never_seen(start, connect):
+def test_a_request_of_another_job_is_refused_and_not_handled(start, connect):
     peer = start(echo, Greeting("ours"))
     theirs = connect(peer.address, greeting=Greeting("theirs"))
     message = (
@@ -508,13 +508,13 @@ def test_a_request_of_another_job_is_refused_and_never_seen(start, connect):
     assert len(peer.seen) == 2
 
 
-def test_who_belongs_to_a_job_is_served_by_who_belongs_to_none(start, connect):
+def test_a_client_of_a_job_is_served_by_a_listener_of_no_job(start, connect):
     connections = connect(start(echo).address, greeting=Greeting("theirs"))
     assert submit(connections).result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("name", [None, b"\x01", b"a name"])
-def test_who_does_not_greet_is_refused_by_a_listener_of_a_job(start, name):
+def test_a_client_without_a_greeting_is_refused_by_a_listener_of_a_job(start, name):
     peer = start(echo, Greeting("ours"))
     with zmq.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.linger = 0
@@ -531,7 +531,7 @@ def test_who_does_not_greet_is_refused_by_a_listener_of_a_job(start, name):
     assert peer.seen == []
 
 
-def test_more_peers_come_than_a_listener_remembers(start, connect, monkeypatch):
+def test_more_peers_connect_than_a_listener_remembers(start, connect, monkeypatch):
     monkeypatch.setattr(transport_module, "_MAX_KNOWN_PEERS", 2)
     peer = start(echo, Greeting("ours"))
     all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
@@ -578,7 +578,7 @@ def _pass_on(source, target):
             target.sendall(data)
 
 
-def test_who_connects_again_before_its_loss_is_seen_is_served(start, connect):
+def test_a_client_that_reconnects_before_its_loss_is_detected_is_served(start, connect):
     peer = start(echo, Greeting("ours"))
     with contextlib.closing(Relay(peer.address)) as relay:
         connections = connect(relay.address, greeting=Greeting("ours"))
