@@ -66,12 +66,10 @@ if TYPE_CHECKING:
         RemoteSharder,
         remote_sharders,
     )
-    from persia_torchrec.sharding.table_tensors import (
+    from persia_torchrec.sharding.state import (
+        load_tables,
         plain_state_dict,
         read_table,
-    )
-    from persia_torchrec.sharding.warm_start import (
-        load_tables,
     )
     from persia_torchrec.sharding.whole_model import (
         describe_placement,
@@ -124,9 +122,9 @@ _HOME = {
     "remote_sharders": "sharding.sharder",
     "RemoteFusedEmbeddingBagCollectionSharder": "sharding.sharder",
     "join": "sharding.whole_model",
-    "plain_state_dict": "sharding.table_tensors",
-    "read_table": "sharding.table_tensors",
-    "load_tables": "sharding.warm_start",
+    "plain_state_dict": "sharding.state",
+    "read_table": "sharding.state",
+    "load_tables": "sharding.state",
     "TableSettings": "table",
     "load_checkpoint": "training.checkpoint",
     "save_checkpoint": "training.checkpoint",

@@ -50,7 +50,7 @@ class EmbeddingCtx(LookupCtx):
         DiscoveryError: workers or servers did not register in time.
     """
 
-    _embeddings: Engine | Onlooker
+    embeddings: Engine | Onlooker
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class EmbeddingCtx(LookupCtx):
 
     @property
     def _source(self) -> Engine | Onlooker:
-        return self._embeddings
+        return self.embeddings
 
     @property
     def _can_train(self) -> bool:
-        return isinstance(self._embeddings, Engine)
+        return isinstance(self.embeddings, Engine)
 
     def wait_servers_ready(self, timeout_s: float = 600.0) -> None:
         """Wait until all embedding servers answer, and the workers with their tables.
@@ -86,16 +86,16 @@ class EmbeddingCtx(LookupCtx):
         Raises:
             RequestTimeoutError: they did not in time; the message says what is missing.
         """
-        self._embeddings.wait_until_ready(timeout_s)
+        self.embeddings.wait_until_ready(timeout_s)
 
     def note_wait(self, seconds: float) -> None:
         """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
-        if isinstance(self._embeddings, Engine):
-            self._embeddings.note_wait(seconds)
+        if isinstance(self.embeddings, Engine):
+            self.embeddings.note_wait(seconds)
 
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
-        return self._embeddings.client.num_rows()
+        return self.embeddings.client.num_rows()
 
     def configure_embedding_parameter_servers(
         self, embedding_config: EmbeddingConfig
@@ -116,12 +116,12 @@ class EmbeddingCtx(LookupCtx):
         Raises:
             PersiaError: a server refuses, or an earlier update failed.
         """
-        self._embeddings.configure(embedding_config)
+        self.embeddings.configure(embedding_config)
 
     def clear_embeddings(self) -> None:
         """Drop all rows on all embedding servers."""
-        self._embeddings.flush()
-        self._embeddings.client.clear()
+        self.embeddings.flush()
+        self.embeddings.client.clear()
 
     def dump_checkpoint(
         self,
@@ -168,7 +168,7 @@ class EmbeddingCtx(LookupCtx):
         files = self._dense_files(
             dense_filename, jit_dense_filename if with_jit_model else None
         )
-        self._embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)
+        self.embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)
 
     def load_checkpoint(
         self,
@@ -201,7 +201,7 @@ class EmbeddingCtx(LookupCtx):
 
     def dump_embedding(self, dst_dir: str, blocking: bool = True) -> None:
         """Write a checkpoint of the embeddings alone: :meth:`dump_checkpoint`."""
-        self._embeddings.checkpoints.dump(dst_dir, {}, blocking=blocking)
+        self.embeddings.checkpoints.dump(dst_dir, {}, blocking=blocking)
 
     def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
         """Load the embeddings alone: :meth:`load_checkpoint`."""
@@ -213,7 +213,7 @@ class EmbeddingCtx(LookupCtx):
         Raises:
             PersiaError: the last one failed; it is told once.
         """
-        self._embeddings.checkpoints.wait_for_dump()
+        self.embeddings.checkpoints.wait_for_dump()
 
     def wait_for_load_embedding(self) -> None:
         """Wait until no load is under way; all ranks call it together.
@@ -221,7 +221,7 @@ class EmbeddingCtx(LookupCtx):
         Raises:
             CheckpointError: the last one failed; it is told once.
         """
-        self._embeddings.checkpoints.wait_for_load()
+        self.embeddings.checkpoints.wait_for_load()
 
     def _dense_files(self, dense: str, jit: str | None) -> dict[str, bytes]:
         """Return the model's files by name; none where another rank writes them."""
@@ -241,7 +241,7 @@ class EmbeddingCtx(LookupCtx):
         blocking: bool,
     ) -> Folder:
         """Load the rows, and each file into what is given for it; return where from."""
-        folder = self._embeddings.checkpoints.find(src_dir)
+        folder = self.embeddings.checkpoints.find(src_dir)
         states: dict[str, Any] = {}
 
         def read() -> None:
@@ -253,7 +253,7 @@ class EmbeddingCtx(LookupCtx):
                 apply_state(target, states[name], folder.path_of(name))
 
         everywhere(read)
-        self._embeddings.checkpoints.load(folder, blocking=blocking)
+        self.embeddings.checkpoints.load(folder, blocking=blocking)
         everywhere(apply)
         return folder
 
@@ -267,7 +267,7 @@ class EmbeddingCtx(LookupCtx):
         self._connect()
         try:
             if self.preprocess_mode is not PreprocessMode.TRAIN:
-                self._embeddings.flush()
+                self.embeddings.flush()
             if self.embedding_config is not None:
                 self.configure_embedding_parameter_servers(self.embedding_config)
         except BaseException:
@@ -287,14 +287,14 @@ class EmbeddingCtx(LookupCtx):
         outer = entered_context()
         if isinstance(outer, EmbeddingCtx):
             self._disconnect()
-            self._embeddings = outer._embeddings
-            if self.device_id not in (None, self._embeddings.device.index):
+            self.embeddings = outer.embeddings
+            if self.device_id not in (None, self.embeddings.device.index):
                 raise ConfigError(
                     "device_id must be that of the context around this one, "
-                    f"{self._embeddings.device.index}. Received: {self.device_id}."
+                    f"{self.embeddings.device.index}. Received: {self.device_id}."
                 )
         elif self._own is None:
-            self._own = self._embeddings = Onlooker(self._device)
+            self._own = self.embeddings = Onlooker(self._device)
 
     def _disconnect(self) -> None:
         if self._own is not None:

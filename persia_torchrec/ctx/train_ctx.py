@@ -81,7 +81,7 @@ class TrainCtx(EmbeddingCtx):
     """
 
     model: nn.Module
-    _embeddings: Engine
+    embeddings: Engine
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class TrainCtx(EmbeddingCtx):
             grad_update_buffer_size=grad_update_buffer_size,
             lookup_emb_directly=lookup_emb_directly,
         )
-        self._embeddings = Engine(self.model, config)
-        self.embedding_optimizer = self._embeddings.sharder.optimizer
+        self.embeddings = Engine(self.model, config)
+        self.embedding_optimizer = self.embeddings.sharder.optimizer
 
     def forward(
         self, batch: PersiaTrainingBatch
@@ -141,11 +141,11 @@ class TrainCtx(EmbeddingCtx):
         """
         non_id_tensors, labels = self._dense_tensors(batch)
         enabled = self._scaler is not None
-        with torch.autocast(self._embeddings.device.type, enabled=enabled):
+        with torch.autocast(self.embeddings.device.type, enabled=enabled):
             if batch.is_training:
-                output = self._embeddings.run(non_id_tensors, batch.pull)
+                output = self.embeddings.run(non_id_tensors, batch.pull)
             else:
-                output = self.model(non_id_tensors, self._embeddings.embed(batch.pull))
+                output = self.model(non_id_tensors, self.embeddings.embed(batch.pull))
         # Loss functions such as BCELoss take no half precision.
         return _in_full_precision(output) if enabled else output, labels
 
@@ -178,7 +178,7 @@ class TrainCtx(EmbeddingCtx):
             self.dense_optimizer.step()
         else:
             loss = self._backward_scaled(loss, self._scaler)
-        self._embeddings.after_step()
+        self.embeddings.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
         return loss
@@ -188,7 +188,7 @@ class TrainCtx(EmbeddingCtx):
 
         The end of the block logs it.
         """
-        return self._embeddings.sharder.summary()
+        return self.embeddings.sharder.summary()
 
     def dump_checkpoint(  # type: ignore[override]  # PERSIA names them otherwise here
         self,
@@ -230,7 +230,7 @@ class TrainCtx(EmbeddingCtx):
                     f"The files must have names of their own, and none {_TRAINING}. "
                     f"Received: {sorted(files)} for {3 + with_jit_model} files."
                 )
-        self._embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)
+        self.embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)
 
     def load_checkpoint(  # type: ignore[override]  # as above
         self,
@@ -274,11 +274,11 @@ class TrainCtx(EmbeddingCtx):
     ) -> torch.Tensor:
         scaled = scaler.scale(loss)
         scale = scaler.get_scale()
-        self._embeddings.set_loss_scale(scale)
-        num_skipped = self._embeddings.num_skipped
+        self.embeddings.set_loss_scale(scale)
+        num_skipped = self.embeddings.num_skipped
         scaled.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         scaler.step(self.dense_optimizer)
-        if self._embeddings.has_skipped(since=num_skipped):
+        if self.embeddings.has_skipped(since=num_skipped):
             scaler.update(scale / self._update_factor)
         else:
             scaler.update()
@@ -286,7 +286,7 @@ class TrainCtx(EmbeddingCtx):
 
     def _begin(self) -> None:
         """Begin to step with the other trainers, which do so too."""
-        self._in_step = self._embeddings.in_step(self._scaler)
+        self._in_step = self.embeddings.in_step(self._scaler)
         self._in_step.__enter__()
 
     def _end(self, exc: BaseException | None) -> None:
@@ -295,11 +295,11 @@ class TrainCtx(EmbeddingCtx):
             traceback = None if exc is None else exc.__traceback__
             self._in_step.__exit__(exc_type, exc, traceback)
             if exc is None:
-                self._embeddings.flush()
-                self._embeddings.checkpoints.wait_for_dump()
-                self._embeddings.sharder.report_at_end()
+                self.embeddings.flush()
+                self.embeddings.checkpoints.wait_for_dump()
+                self.embeddings.sharder.report_at_end()
         finally:
-            self._embeddings.close()
+            self.embeddings.close()
 
 
 def _slots() -> EmbeddingSchema:

@@ -41,9 +41,8 @@ from persia_torchrec.data.kjt import JaggedBatch
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.sharding.pool_rows import pool_rows
-from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
-from persia_torchrec.sharding.state_entries import add_entries, take_entries
+from persia_torchrec.sharding.on_device import DeviceBatch, Tensors, pool_rows
+from persia_torchrec.sharding.state import add_entries, take_entries
 from persia_torchrec.sharding.when_used import Here, WhenUsedModule, not_traced
 from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.bags import Bags

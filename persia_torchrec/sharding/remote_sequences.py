@@ -17,12 +17,12 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from persia_torchrec.sharding.on_device import DeviceBatch, Tensors
 from persia_torchrec.sharding.remote_lookup import (
     RemoteContext,
     ShardedRemoteCollection,
     StartedPull,
 )
-from persia_torchrec.sharding.rows_on_device import DeviceBatch, Tensors
 from persia_torchrec.sharding.when_used import Here
 
 Sequences = dict[str, JaggedTensor]

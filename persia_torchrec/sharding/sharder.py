@@ -46,11 +46,11 @@ from persia_torchrec.sharding.collection import CollectionSpec, describe_collect
 from persia_torchrec.sharding.feature_processed import (
     ShardedRemoteFeatureProcessedEmbeddingBagCollection,
 )
+from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
 from persia_torchrec.sharding.remote_sequences import ShardedRemoteEmbeddingCollection
-from persia_torchrec.sharding.rows_on_device import RowsOnDevice
+from persia_torchrec.sharding.state import OptimizerState, load_tables
 from persia_torchrec.sharding.torchrec_api import processed_bags
-from persia_torchrec.sharding.warm_start import OptimizerState, load_tables
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision

@@ -39,7 +39,7 @@ from persia_torchrec.checkpoint.series import (
 from persia_torchrec.client.checkpoints import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.sharding.state_entries import is_state_entry
+from persia_torchrec.sharding.state import is_state_entry
 
 T = TypeVar("T")
 

@@ -38,8 +38,7 @@ from persia_torchrec.training.measured import (
     make_measures,
     metrics_settings,
 )
-from persia_torchrec.training.sharded_slots import ShardedSlots
-from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
+from persia_torchrec.training.slots import ShardedSlots, SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.worker.bags import Bags

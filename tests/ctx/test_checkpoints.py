@@ -139,7 +139,7 @@ def dump_and_fail(ctx, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("persia_torchrec.checkpoint.manifest.Manifest.write", fail)
         ctx.dump_checkpoint(folder, blocking=False)
-        ctx._embeddings.checkpoints._dump._outcome.exception(timeout=20)
+        ctx.embeddings.checkpoints._dump._outcome.exception(timeout=20)
 
 
 def train_and_fail(job, folder):

@@ -450,7 +450,7 @@ class TestWhatUsersForget:
             batches = [batch_of(list(range(n, n + 20))) for n in range(40)]
             with job.train_ctx() as ctx:
                 train(ctx, batches, embedding_staleness=1)
-                ctx._embeddings.flush()
+                ctx.embeddings.flush()
                 assert warnings() == ["worker.tally"]
             summary = ctx.summary()
         assert warnings() == ["worker.tally", "sharding.remote_tables"]
@@ -487,7 +487,7 @@ class TestSettingsOfSingleTables:
                     "user": 1.0,
                     "things": 10.0,
                 }
-                specs = ctx._embeddings.sharder._tables._specs
+                specs = ctx.embeddings.sharder.remote_tables._specs
             assert job.read("user", 1)[0, 0] == -1
             # Its id is in both slots of the group.
             assert job.read("basket", 1)[0, 0] == 3 - 10 - 10

@@ -10,8 +10,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import AdamAsync
-from persia_torchrec.sharding.table_tensors import plain_state_dict, read_table
-from persia_torchrec.sharding.warm_start import load_tables
+from persia_torchrec.sharding.state import load_tables, plain_state_dict, read_table
 from tests.integration.test_same_as_torchrec import (
     ADAGRAD_CASE,
     CASES,

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia_torchrec.sharding.pool_rows import pool_by_loops, pool_by_torch
-from persia_torchrec.sharding.rows_on_device import DeviceBatch
+from persia_torchrec.sharding.on_device import DeviceBatch, pool_by_torch, pool_rows
 from persia_torchrec.worker.bags import POOLINGS
 from persia_torchrec.worker.embedding_worker import BatchFeatures, RoutedBatch
 from tests import reference
@@ -46,7 +45,7 @@ def with_gradients(pool, rows, weights, *bags):
 @given(bags(), st.sampled_from(POOLINGS))
 def test_loops_and_torch_pool_weighted_bags_alike(bags, pooling):
     rows, weights, batch = bags
-    ours = with_gradients(pool_by_loops, rows, weights, batch, 0, pooling)
+    ours = with_gradients(pool_rows, rows, weights, batch, 0, pooling)
     torchs = with_gradients(pool_by_torch, rows, weights, batch, 0, pooling)
     for of_ours, of_torch in zip(ours, torchs, strict=True):
         torch.testing.assert_close(of_ours, of_torch, rtol=1e-4, atol=1e-5)
@@ -62,7 +61,7 @@ def test_torch_pools_bags_without_weights_as_the_reference_says(bags, pooling):
     np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("pool", [pool_by_loops, pool_by_torch])
+@pytest.mark.parametrize("pool", [pool_rows, pool_by_torch])
 @pytest.mark.parametrize("num_samples", [0, 3])
 def test_a_batch_without_ids_has_no_rows_to_pool(pool, num_samples):
     lengths = np.zeros(num_samples, dtype=np.int32)

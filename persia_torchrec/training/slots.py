@@ -1,17 +1,17 @@
 """PERSIA's slots as a TorchRec collection, and the sharder that puts it on the servers.
 
 The collection is an ordinary ``EmbeddingBagCollection`` on the meta device, one table
-a feature group. What its configuration cannot say (prefixes, the root scaling, how
+per feature group. What its configuration cannot say (prefixes, the root scaling, how
 PERSIA draws initial weights) the sharder takes from the YAML file itself, and its
 pulls go through the embedding workers of the job.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torchrec.modules.embedding_configs import (
-    EmbeddingBagConfig,
-)
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec.config import EmbeddingSchema
@@ -19,9 +19,16 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.sharding.base_sharder import CollectionSharder
 from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.remote_lookup import (
+    RemoteContext,
+    ShardedRemoteCollection,
+    StartedPull,
+)
+from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
+from persia_torchrec.sharding.when_used import Here
 from persia_torchrec.table import TableSettings
-from persia_torchrec.training.sharded_slots import ShardedSlots
 from persia_torchrec.worker.bags import Bags
+from persia_torchrec.worker.hello import Slot
 from persia_torchrec.worker.pipeline import BatchPipeline
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
 from persia_torchrec.worker.schema import features_of, tables_of
@@ -30,7 +37,7 @@ SlotsPipeline = BatchPipeline[BatchReference | Mapping[str, Bags], RemoteBatch]
 
 
 def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
-    """Return the slots as a collection on the meta device, one table a group."""
+    """Return the slots as a collection on the meta device, one table per group."""
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -43,6 +50,32 @@ def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
         ],
         device=torch.device("meta"),
     )
+
+
+class ShardedSlots(ShardedRemoteCollection[Slots, Slots]):
+    """PERSIA's slots on the embedding servers; gives a float32 tensor per slot.
+
+    Of the slots that the batch has, in its order.
+    """
+
+    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> Slots:
+        """Wait for the embeddings of each slot; see ``sharding/slot_tensors.py``."""
+        pulled = dist_input.wait()
+        handle, outputs = pulled.handle, self.embeddings(pulled)
+        slots = [
+            Slot(name=feature.name, dim=dim, num_places=feature.num_places)
+            for feature, dim in zip(self._spec.features, self._spec.dims(), strict=True)
+        ]
+        return slot_tensors(slots, handle.slots, outputs, handle.places)
+
+    def output_dist(self, ctx: RemoteContext, output: Slots) -> LazyAwaitable[Slots]:
+        """Return the output: it is there."""
+        return Here(output)
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+        """What this module was before it was sharded."""
+        return EmbeddingBagCollection
 
 
 class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
@@ -74,15 +107,13 @@ class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
     ) -> None:
         super().__init__(timeout_s=timeout_s, gradient_division=False)
         self._workers = workers
-        self._schema = schema
-        self._config = config
-        self._optimizer = optimizer
-        self._settings = settings
+        self._spec = CollectionSpec(
+            tables_of(schema, config, optimizer, settings), features_of(schema)
+        )
 
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
         """Return the slots; a batch has any of them, in an order of its own."""
-        tables = tables_of(self._schema, self._config, self._optimizer, self._settings)
-        return CollectionSpec(tables, features_of(self._schema))
+        return self._spec
 
     def make_pipeline(
         self, spec: CollectionSpec, device: torch.device

@@ -5,7 +5,7 @@ from persia_torchrec.config import load_embedding_config
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError
-from persia_torchrec.training.slots_sharder import SlotsSharder, make_collection
+from persia_torchrec.training.slots import SlotsSharder, make_collection
 from persia_torchrec.worker.remote import RemoteWorkers
 from persia_torchrec.worker.schema import features_of, tables_of
 from tests.local_job import LocalJob

@@ -1,4 +1,4 @@
-"""Unique rows on the device of the model, so that pooling happens there.
+"""Unique rows on the device of the model, and the pooling of them there.
 
     pulling thread   rows, inverse indices -> pinned memory -> device, on a side stream
     compute          the model's stream waits for that copy; pools; autograd
@@ -8,27 +8,34 @@
 On a GPU the trainer's thread waits for nothing: the streams wait for one another, and
 the threads of the pipeline for the copies. On the CPU the same happens without streams.
 
+Bags are pooled in the autograd graph, weighted or not, by torch's operators, which run
+on any device; or, for weighted bags on the CPU, by the loops of ``worker/weighted.py``,
+which are faster there.
+
 Dimension key:
     B: samples
     L: ids of one feature in a batch
-    U: unique ids of one table
+    U: unique ids of its table
     D: embedding dim
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.table import TableChange
-from persia_torchrec.worker.bags import Bags
+from persia_torchrec.worker.bags import Bags, Pooling
 from persia_torchrec.worker.embedding_worker import RoutedBatch
 from persia_torchrec.worker.pulled import Outputs
 from persia_torchrec.worker.rows import RowsLookup
+from persia_torchrec.worker.weighted import pool_weighted, weighted_gradients
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -39,9 +46,9 @@ class DeviceBatch:
 
     Attributes:
         batch: the same batch on the host.
-        rows: float32 ``(U, D)``, one a table.
-        inverses: int32 ``(L,)``, one a feature.
-        offsets: int32 ``(B + 1,)``, one a feature: where its bags begin, and L.
+        rows: float32 ``(U, D)``, one per table.
+        inverses: int32 ``(L,)``, one per feature.
+        offsets: int32 ``(B + 1,)``, one per feature: where its bags begin, and L.
         table_of: for each feature, which table is its own.
         came: ends when the above are on the device; None on the CPU.
         left: ends when the gradients are on the host; None before, and on the CPU.
@@ -143,10 +150,86 @@ class RowsOnDevice:
     def _copy(
         self, arrays: Iterable[npt.NDArray[np.generic]], dtype: type[np.generic]
     ) -> torch.Tensor:
-        """Return arrays on the device, one behind the other."""
+        """Return arrays on the device, one after the other."""
         arrays = list(arrays)
         shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         staged = torch.empty(shape, dtype=torch_dtype, pin_memory=self._on_gpu)
         np.concatenate(arrays, out=staged.numpy())
         return staged.to(self._device, non_blocking=True)
+
+
+def pool_rows(
+    rows_UD: torch.Tensor,
+    weights_L: torch.Tensor | None,
+    batch: DeviceBatch,
+    feature: int,
+    pooling: Pooling,
+) -> torch.Tensor:
+    """Pool the bags of a feature.
+
+    Args:
+        rows_UD: float32 ``(U, D)``, of the feature's table.
+        weights_L: float32 ``(L,)`` on the same device; None counts every id once.
+        batch: which row each id is.
+        feature: which feature of the batch.
+        pooling: how.
+
+    Returns:
+        float32 ``(B, D)``.
+    """
+    pool = pool_by_torch
+    if weights_L is not None and rows_UD.device.type == "cpu":
+        pool = _WeightedBags.apply
+    pooled_BD: torch.Tensor = pool(rows_UD, weights_L, batch, feature, pooling)
+    return pooled_BD
+
+
+def pool_by_torch(
+    rows_UD: torch.Tensor,
+    weights_L: torch.Tensor | None,
+    batch: DeviceBatch,
+    feature: int,
+    pooling: Pooling,
+) -> torch.Tensor:
+    """Pool the bags of a feature with torch's operators; see :func:`pool_rows`."""
+    offsets = batch.offsets[feature]
+    pooled_BD = functional.embedding_bag(
+        batch.inverses[feature],
+        rows_UD,
+        offsets,
+        mode="sum",
+        include_last_offset=True,
+        per_sample_weights=weights_L,
+    )
+    if pooling == "sum":
+        return pooled_BD
+    lengths_B1 = offsets.diff().clamp(min=1).to(torch.float32).unsqueeze(1)
+    return pooled_BD / (lengths_B1 if pooling == "mean" else lengths_B1.sqrt())
+
+
+class _WeightedBags(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_UD: torch.Tensor,
+        weights_L: torch.Tensor,
+        batch: DeviceBatch,
+        feature: int,
+        pooling: Pooling,
+    ) -> torch.Tensor:
+        host = batch.batch
+        ctx.bags = host.inverses[feature], host.lengths[feature], pooling
+        ctx.save_for_backward(rows_UD, weights_L)
+        return torch.from_numpy(
+            pool_weighted(rows_UD.numpy(), weights_L.numpy(), *ctx.bags)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows_UD, weights_L = (tensor.numpy() for tensor in ctx.saved_tensors)
+        of_rows, of_weights = weighted_gradients(
+            grads[0].numpy(), rows_UD, weights_L, *ctx.bags
+        )
+        both = torch.from_numpy(of_rows), torch.from_numpy(of_weights)
+        return *both, None, None, None

@@ -1,0 +1,430 @@
+"""Tables on the servers, and state dicts of torch: entries, and tensors either way.
+
+    model.state_dict()    holds a str in place of each table: see state_entry
+    load_tables           tensors of an ordinary checkpoint -> servers
+    read_table            servers -> tensors, to save, serve or train as any other model
+
+A table that was trained without servers is a tensor: row ``i`` has the id ``i``. So it
+is in TorchRec, where ``EmbeddingBagCollection`` calls it ``embedding_bags.NAME.weight``
+and ``EmbeddingCollection`` ``embeddings.NAME.weight``, and in ``nn.Embedding`` and
+``nn.EmbeddingBag``. With the state of its optimizer, training continues on the servers
+as if nothing had happened. Tensors are read block by block, so that those of
+``torch.load(path, mmap=True)`` may be larger than memory.
+
+Which ids? If the earlier lookups used the ids that the later ones use, a row's number
+is its id. A model that hashed raw ids to ``[0, num_embeddings)`` looked up hashed ids:
+keep hashing, and nothing changes; or stop hashing, and give with ``ids`` the raw id
+that each row is to belong to.
+
+Dimension key:
+    N: rows of a table
+    D: embedding dim
+    S: optimizer-state floats per row
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.client.transfer import (
+    BLOCK_ROWS,
+    IdsOfRows,
+    RowBlock,
+    blocks_of,
+    ids_of_rows,
+    rows_per_block,
+)
+from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.sharding.collection import table_configs
+from persia_torchrec.sharding.torchrec_api import ShardedTensor
+from persia_torchrec.store.initial_rows import initial_rows
+from persia_torchrec.wire.precision import Floats
+
+OptimizerState = Mapping[str, object]
+"""``{"state": {key of a weight: {name: tensor}}}``, as the ``state_dict()`` of
+TorchRec's fused optimizer has it, and of its ``KeyedOptimizerWrapper`` around any of
+torch's."""
+
+_BAGS, _SEQUENCES = "embedding_bags", "embeddings"
+"""What TorchRec's two kinds of collections call their tables together."""
+
+_STEP = "step"
+
+_BEGINNING = "on the embedding servers, not in this state: "
+
+
+# In place of tables in a state dict.
+
+
+def state_entry(table: str) -> str:
+    """Return what stands in a state dict for the weights of a table.
+
+    A str goes through ``torch.save``, ``torch.load(weights_only=True)`` and
+    ``torch.distributed.checkpoint`` as it is, and code that takes it for a tensor
+    fails.
+    """
+    return (
+        f"{_BEGINNING}the rows of table {table!r}. save_checkpoint and load_checkpoint "
+        "of persia_torchrec keep them with the dense half; plain_state_dict and "
+        "read_table return them as tensors, load_weights of the sharder takes tensors."
+    )
+
+
+def is_state_entry(value: object) -> bool:
+    """Return whether a value of a state dict stands for a table on the servers."""
+    return isinstance(value, str) and value.startswith(_BEGINNING)
+
+
+class HoldsEntries(Protocol):
+    """A module whose tables are on the servers."""
+
+    def tables_by_key(self) -> Mapping[str, str]:
+        """Return the tables' names, by the keys that TorchRec gives their weights."""
+
+
+def add_entries(
+    module: HoldsEntries, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Put an entry for each table into the state of a model; a hook for torch."""
+    for key, table in module.tables_by_key().items():
+        state_dict[prefix + key] = state_entry(table)
+
+
+def take_entries(
+    module: HoldsEntries,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    *_: object,
+) -> None:
+    """Take the entries out of a state before the rest is loaded; a hook for torch.
+
+    Raises:
+        ConfigError: there are weights of a table, which would be lost.
+    """
+    for key, table in module.tables_by_key().items():
+        entry = state_dict.pop(prefix + key, None)
+        if entry is None and strict:
+            missing_keys.append(prefix + key)
+        elif not isinstance(entry, str | None):
+            raise ConfigError(
+                f"{prefix + key!r} must not hold weights: the rows of this table are "
+                f"on the embedding servers. Received: {type(entry).__name__}. Call "
+                "load_weights(state_dict) of the sharder, or load_tables(client, "
+                f"state_dict, [{table!r}]), to write them there; then load the dense "
+                "half with strict=False, from a state without the keys of tables on "
+                "the servers."
+            )
+
+
+# From tensors.
+
+
+def load_tables(
+    client: EmbeddingClient,
+    state_dict: Mapping[str, torch.Tensor],
+    tables: Iterable[str],
+    *,
+    optimizer_state: OptimizerState | None = None,
+    ids: Mapping[str, IdsOfRows] | None = None,
+    step: int | None = None,
+) -> dict[str, int]:
+    """Fill tables on the servers from a checkpoint of ordinary tensors.
+
+    Call it when the model is sharded and before it trains. Of ordinary tensors one
+    trainer is enough, while the others wait at a barrier; of sharded ones, as
+    ``DistributedModelParallel`` has them, each trainer writes its own shards, which
+    must be of whole rows.
+
+    Args:
+        client: of the servers, which know the tables.
+        state_dict: holds, among others, the weight of each table, under TorchRec's name
+            behind any path, or as ``"NAME"`` or ``"NAME.weight"``; of any floating
+            dtype, ``(N, D)``, on any device.
+        tables: names of the tables to fill; the others are left alone.
+        optimizer_state: of the same tables. The tensors of a table, ``(N,)`` or
+            ``(N, k)``, are put side by side in their order and must be what the table's
+            optimizer keeps: Adagrad's sum, Adam's ``exp_avg`` and ``exp_avg_sq``. A
+            ``step`` among them is Adam's ``t``. Without it, new rows get the initial
+            state, and rows that are there keep theirs.
+        ids: of the rows of single tables, by name; by default a row's number.
+        step: how many updates the tables have had, where the state does not tell, as
+            that of TorchRec's fused optimizers does not.
+
+    Returns:
+        How many rows of each table were written.
+
+    Raises:
+        ConfigError: a table has no weight in ``state_dict``, or several, or no state;
+            or the servers do not know it.
+        BatchError: weights or state do not have the table's shape, or are not sharded
+            by rows.
+        ServerError: a server failed, refused, or did not answer in time.
+
+    Example:
+        ``load_tables(client, torch.load("model.pt", mmap=True), ["user", "item"])``
+    """
+    num_rows = {}
+    for table in tables:
+        spec = client.table(table)
+        weight = _find(table, state_dict, "state_dict")
+        if not isinstance(weight, torch.Tensor):
+            raise ConfigError(
+                f"Table {table!r}: state_dict must hold a tensor. "
+                f"Received: {type(weight)}."
+            )
+        state: list[torch.Tensor] = []
+        step_of_table = step
+        if optimizer_state is not None and spec.num_state_floats:
+            state, step_of_table = _find_state(table, optimizer_state, step)
+        blocks = _cut(weight, state, (ids or {}).get(table), rows_per_block(spec))
+        num_rows[table] = client.fill(table, blocks)
+        if step_of_table is not None:
+            client.step(table, step_of_table)
+    return num_rows
+
+
+class _TensorRows:
+    """Tensors of the same rows, side by side, read as float32 slice by slice."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitem__(self, rows: slice, /) -> Floats:
+        slices = [t[rows].detach().to("cpu", torch.float32) for t in self._tensors]
+        floats: Floats = torch.cat([s.reshape(len(s), -1) for s in slices], 1).numpy()
+        return floats
+
+
+def _cut(
+    weight: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    ids: IdsOfRows,
+    block_rows: int,
+) -> Iterator[RowBlock]:
+    shards = [_local_shards(tensor) for tensor in (weight, *state)]
+    if len({len(of_tensor) for of_tensor in shards}) > 1:
+        raise BatchError(
+            "Weights and optimizer state must be sharded alike. Received: "
+            f"{[len(of_tensor) for of_tensor in shards]} shards here."
+        )
+    for (first_row, weights), *of_state in zip(*shards, strict=True):
+        yield from blocks_of(
+            _TensorRows([weights]),
+            ids,
+            _TensorRows([shard for _, shard in of_state]) if of_state else None,
+            block_rows=block_rows,
+            first_row=first_row,
+        )
+
+
+def _local_shards(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Return each shard that is here, after the number of its first row."""
+    if not isinstance(tensor, ShardedTensor):
+        return [(0, tensor)]
+    shards = []
+    size = tuple(tensor.metadata().size)
+    for shard in tensor.local_shards():
+        if tuple(shard.tensor.shape[1:]) != size[1:]:
+            raise BatchError(
+                "Sharded tensors must be sharded by rows. Received: a shard of "
+                f"{tuple(shard.tensor.shape)} of {size}. Gather it."
+            )
+        shards.append((shard.metadata.shard_offsets[0], shard.tensor))
+    return shards
+
+
+def _find(table: str, entries: Mapping[str, Any], where: str) -> Any:
+    """Return the entry of a table, by any of the keys that it may have."""
+    own = [f"{parent}.{table}.weight" for parent in (_BAGS, _SEQUENCES)]
+    keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
+    keys += [key for key in (*own, f"{table}.weight", table) if key in entries]
+    if len(keys) != 1:
+        raise ConfigError(
+            f"{where} must hold table {table!r} once, as {own[0]!r} or {own[1]!r} "
+            f"behind any path, or as {table!r}. Received: "
+            f"{keys or sorted(entries)[:20]}."
+        )
+    return entries[keys[0]]
+
+
+def _find_state(
+    table: str, optimizer_state: OptimizerState, step: int | None
+) -> tuple[list[torch.Tensor], int | None]:
+    """Return the tensors of a table's optimizer state, and its step."""
+    entries = optimizer_state.get("state")
+    if not isinstance(entries, Mapping):
+        raise ConfigError(
+            "optimizer_state must be the state_dict() of a keyed optimizer, with "
+            f"'state'. Received: {sorted(optimizer_state)}."
+        )
+    tensors = []
+    for name, value in _find(table, entries, "optimizer_state").items():
+        if name.rpartition(".")[2] == _STEP:
+            step = int(value) if step is None else step
+        else:
+            tensors.append(value)
+    if not tensors:
+        raise ConfigError(
+            f"optimizer_state must hold the state of table {table!r}. Received: none. "
+            "Leave it out to begin with the initial state."
+        )
+    return tensors, step
+
+
+# To tensors.
+
+
+class TableTensors(NamedTuple):
+    """A whole table, as an ordinary checkpoint has it.
+
+    Attributes:
+        weights: float32 ``(N, D)``, on the CPU.
+        state: float32 ``(N, S)``: optimizer state, in the layout of its optimizer.
+        is_present: bool ``(N,)``: which rows were on the servers.
+        step: how many updates the table has had.
+    """
+
+    weights: torch.Tensor
+    state: torch.Tensor
+    is_present: torch.Tensor
+    step: int
+
+
+def read_table(
+    client: EmbeddingClient,
+    table: str,
+    num_rows: int,
+    *,
+    ids: IdsOfRows = None,
+    missing: Literal["initial", "zeros"] = "initial",
+) -> TableTensors:
+    """Return a table of the servers as ordinary tensors, row by row.
+
+    Flush the sharder first: updates on their way are not in it. Training may continue;
+    what an export then holds says ``EmbeddingClient.export``.
+
+    Args:
+        client: of the servers, which know the table.
+        table: its name.
+        num_rows: N; a tensor has a length, which a table of the servers has not.
+        ids: the id of each row; by default a row's number.
+        missing: what a row is whose id the servers do not have, because it never came
+            or was evicted: what it would start with, weights and state, or zeros.
+
+    Raises:
+        BatchError: the servers have an id that belongs to none of the rows, or ids
+            repeat.
+        ServerError: a server failed, refused, or did not answer in time.
+    """
+    spec = client.table(table)
+    rows = _RowsOfIds(table, ids_of_rows(ids, 0, num_rows))
+    width = spec.dim + spec.num_state_floats
+    floats = np.zeros((num_rows, width), dtype=np.float32)
+    is_present = np.zeros(num_rows, dtype=np.bool_)
+    for block in client.export(table):
+        numbers = rows.find(block.ids)
+        floats[numbers, : spec.dim] = block.weights
+        floats[numbers, spec.dim :] = block.state
+        is_present[numbers] = True
+    if missing == "initial":
+        absent = np.flatnonzero(~is_present)
+        for start in range(0, len(absent), BLOCK_ROWS):
+            numbers = absent[start : start + BLOCK_ROWS]
+            floats[numbers] = initial_rows(spec, rows.ids[numbers])
+    weights, state = torch.from_numpy(floats).split([spec.dim, width - spec.dim], dim=1)
+    return TableTensors(
+        weights.contiguous(),
+        state.contiguous(),
+        torch.from_numpy(is_present),
+        client.step(table),
+    )
+
+
+def plain_state_dict(
+    client: EmbeddingClient,
+    model: torch.nn.Module,
+    *,
+    ids: Mapping[str, IdsOfRows] | None = None,
+    missing: Literal["initial", "zeros"] = "initial",
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a model's tables, for its ``load_state_dict``.
+
+    Args:
+        client: of the servers, which know the tables.
+        model: with TorchRec's ordinary collections, as it is before it is sharded; only
+            their names and lengths are used, so it may be on the meta device.
+        ids: of the rows of single tables, by name; by default a row's number.
+        missing: as of :func:`read_table`.
+
+    Returns:
+        float32 ``(num_embeddings, D)`` per table, by its key in ``model.state_dict()``.
+
+    Raises:
+        BatchError: the servers have an id that belongs to none of the rows.
+        ServerError: a server failed, refused, or did not answer in time.
+    """
+    tensors = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            continue
+        parent = _BAGS if isinstance(module, EmbeddingBagCollection) else _SEQUENCES
+        prefix = f"{path}.{parent}" if path else parent
+        for config in table_configs(module):
+            table = config.name
+            tensors[f"{prefix}.{table}.weight"] = read_table(
+                client,
+                table,
+                config.num_embeddings,
+                ids=(ids or {}).get(table),
+                missing=missing,
+            ).weights
+    return tensors
+
+
+class _RowsOfIds:
+    """Finds the rows of a table that ids belong to."""
+
+    def __init__(self, table: str, ids: Ids) -> None:
+        self.ids = ids
+        self._table = table
+        is_sorted = bool((ids[1:] > ids[:-1]).all())
+        self._order = None if is_sorted else np.argsort(ids)
+        self._sorted = ids if self._order is None else ids[self._order]
+        repeated = self._sorted[1:][self._sorted[1:] == self._sorted[:-1]]
+        if len(repeated):
+            raise BatchError(
+                f"Table {table!r}: each row must have an id of its own. "
+                f"Received: {repeated[0]} for several."
+            )
+
+    def find(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """Return the number of the row of each id.
+
+        Raises:
+            BatchError: an id has none.
+        """
+        found = np.searchsorted(self._sorted, ids)
+        is_known = found < len(self._sorted)
+        is_known[is_known] = self._sorted[found[is_known]] == ids[is_known]
+        if not is_known.all():
+            raise BatchError(
+                f"Table {self._table!r}: every id on the servers must belong to one of "
+                f"the {len(self.ids)} rows. Received: id {ids[~is_known][0]}. Give "
+                "num_rows beyond the largest id, or with ids the id of each row."
+            )
+        return found if self._order is None else self._order[found]
