@@ -25,10 +25,6 @@ from tests.processes import Processes, is_running, wait_until
 
 ROOT = Path(__file__).parents[1]
 
-JOB_DEADLINE_S = 240.0
-"""When a test gives up waiting for a job; so long that a busy machine does not fail
-it."""
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -125,16 +121,13 @@ class ForkedJob:
         wait_until(
             lambda: text in self.output() or not self._is_running(),
             f"the job prints {text!r}",
-            JOB_DEADLINE_S,
-            self.output,
+            details=self.output,
         )
         assert text in self.output(), self.output()
 
     def wait(self) -> Ended:
         """Wait until all processes have ended."""
-        wait_until(
-            lambda: not self._is_running(), "the job ends", JOB_DEADLINE_S, self.output
-        )
+        wait_until(lambda: not self._is_running(), "the job ends", details=self.output)
         logs = {name: running.output() for name, running in self._running.items()}
         statuses = [running.status() for running in self._running.values()]
         return Ended(int(any(statuses)), self.output(), logs)

@@ -32,9 +32,6 @@ from tests.servers import DEADLINE_S, Servers, ids_of
 
 Answer = Callable[[Header, Frames], Frames]
 
-IMPORT_S = 120.0
-"""What a process may take to import TorchRec, on a machine with much else to do."""
-
 ONE_SLOT = """
 feature_index_prefix_bit: 8
 slots_config:
@@ -285,7 +282,6 @@ def run_two_trainers(
         for rank in range(2)
     ]
     for trainer in trainers:
-        trainer.process.join(IMPORT_S)
         assert trainer.status() == 0, trainer.output()
 
 

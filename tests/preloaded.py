@@ -3,6 +3,8 @@
 TorchRec, the mains of all roles, and the compiled loops, loaded from numba's cache.
 """
 
+import logging
+
 import persia_torchrec.ctx
 import persia_torchrec.launch.coordinator
 import persia_torchrec.launch.script
@@ -16,3 +18,6 @@ from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
 warm_up_store()
 warm_up_worker()
 precision.warm_up()
+
+# TorchRec sets up the root logger while it is imported; the mains of roles do, too.
+logging.root.handlers.clear()

@@ -17,7 +17,7 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["__main__", "tests.preloaded"])
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 """When a test gives up waiting; so long that a busy machine does not fail it."""
 
 

@@ -16,7 +16,7 @@ from persia_torchrec.store.engine_choice import measurements
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.wire.messages import Precision
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.multiprocess]
 
 TABLES = {
     "store": "rates 7 limits 3 memory 3 eviction 10 stages 9 sizes 4 overhead 4"

@@ -8,7 +8,7 @@ from tests.local_job import LocalJob, run_two_trainers
 from tests.ports import draw_port
 from tests.processes import Processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 def test_one_may_dump_alone_and_both_load_and_hear_of_errors(tmp_path, monkeypatch):

@@ -40,7 +40,6 @@ def run(*arguments, python=sys.executable):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_it_runs_the_tests_marked_gpu_or_says_that_there_is_no_device(wheels):
     result = run(wheels, "-p", "carried", SOME_OF_IT)
     assert result.returncode == 0, result.stdout + result.stderr

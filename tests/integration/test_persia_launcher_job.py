@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_jobs import JOB_DEADLINE_S, ROOT
+from tests.forked_jobs import ROOT
 from tests.ports import draw_port, draw_ports
+from tests.processes import DEADLINE_S
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -71,7 +72,7 @@ class Job:
             process.wait()
 
     def ends(self, name: str) -> int:
-        return self._started[name].wait(JOB_DEADLINE_S)
+        return self._started[name].wait(DEADLINE_S)
 
     def log(self, name: str) -> str:
         return (self._folder / name).read_text()

@@ -22,13 +22,12 @@ from persia_torchrec.embedding.data import (
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.utils import setup_seed
 from tests.local_job import Batches, LocalJob
-from tests.processes import Processes, wait_until
+from tests.processes import DEADLINE_S, Processes, wait_until
 from tests.serving.running import Serving
 
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         "PERSIA_DATA_DIR" not in os.environ,
         reason="PERSIA_DATA_DIR names no folder with adult.data and adult.test",
@@ -70,7 +69,7 @@ def predict(address, batch):
         data=batch.to_bytes(),
         headers={"Content-Type": "application/octet-stream"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         return json.load(answer)["predictions"]
 
 
@@ -84,27 +83,7 @@ def deterministic():
 
 
 def test_the_auc_over_http_is_that_of_the_job(tmp_path, monkeypatch, deterministic):
-    data = adult.obtain_adult(os.environ["PERSIA_DATA_DIR"])
-    test = batches(data.test, 1024, requires_grad=False)
-    setup_seed(3)
-    model = DNN()
-    job = LocalJob(tmp_path, monkeypatch, CONFIG.read_text(), capacity_rows=10_000)
-    with job, job.train_ctx(model, Adagrad(lr=1e-2)) as ctx:
-        train(ctx, data.train)
-        expected = evaluate(model, test)
-        job.client.checkpoints.dump(tmp_path / "run")
-        torch.jit.script(model).save(tmp_path / "run" / "jit_dense.pt")
-    arguments = ["--checkpoint", str(tmp_path / "run")]
-    arguments += ["--embedding-config", str(CONFIG)]
-    with Processes(tmp_path) as processes:
-        serving = Serving(processes, *arguments)
-        answers = [predict(serving.address, batch) for batch in test]
-    check_auc(data, expected, answers)
-
-
-def test_a_server_that_was_there_before_the_training_predicts_as_well_after_it(
-    tmp_path, monkeypatch, deterministic
-):
+    """Of a server that follows the training, and of one that starts after it."""
     data = adult.obtain_adult(os.environ["PERSIA_DATA_DIR"])
     test = batches(data.test, 1024, requires_grad=False)
     setup_seed(3)
@@ -113,27 +92,31 @@ def test_a_server_that_was_there_before_the_training_predicts_as_well_after_it(
     writing = {"incremental_dir": logs, "incremental_interval_s": 0.5}
     settings = {"capacity_rows": 10_000, **writing}
     job = LocalJob(tmp_path, monkeypatch, CONFIG.read_text(), **settings)
+    serve = ["--checkpoint", run, "--embedding-config", str(CONFIG)]
     with (
         job,
         job.train_ctx(model, Adagrad(lr=1e-2)) as ctx,
         Processes(tmp_path) as processes,
     ):
         ctx.dump_checkpoint(run, with_jit_model=True)  # nothing is trained yet
-        arguments = ["--checkpoint", run, "--follow", logs]
-        serving = Serving(processes, *arguments, "--embedding-config", str(CONFIG))
-        before = predict(serving.address, test[0])
+        following = Serving(processes, *serve, "--follow", logs)
+        before = predict(following.address, test[0])
         train(ctx, data.train)
         ctx.dump_checkpoint(run, with_jit_model=True)
         expected = evaluate(model, test)
         assert not np.allclose(before, expected[0].reshape(-1), atol=1e-3)
 
         def is_followed():
-            served = predict(serving.address, test[0])
+            served = predict(following.address, test[0])
             return np.allclose(served, expected[0].reshape(-1), atol=1e-6)
 
         wait_until(is_followed, "the server has what was trained")
-        answers = [predict(serving.address, batch) for batch in test]
-    check_auc(data, expected, answers)
+        of_following = [predict(following.address, batch) for batch in test]
+    with Processes(tmp_path / "run") as processes:
+        later = Serving(processes, *serve)
+        of_later = [predict(later.address, batch) for batch in test]
+    check_auc(data, expected, of_following)
+    check_auc(data, expected, of_later)
 
 
 def evaluate(model, test):

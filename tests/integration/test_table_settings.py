@@ -31,7 +31,7 @@ from tests.optimizers import EVERY_OPTIMIZER
 from tests.reference import Row, step
 from tests.sharding.remote_job import Bags, ids_of, kjt_of, remote_modules
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess]
 
 DEADLINE_S = 30.0
 DIM = 4

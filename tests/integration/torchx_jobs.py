@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.forked_jobs import JOB_DEADLINE_S, ROOT, Ended
+from tests.forked_jobs import ROOT, Ended
 from tests.processes import is_running, wait_until
 
 TORCHX = [sys.executable, "-m", "torchx.cli.main", "run"]
@@ -87,8 +87,7 @@ class TorchxJob:
         wait_until(
             lambda: text in self.output() or self._torchx.poll() is not None,
             f"the job prints {text!r}",
-            JOB_DEADLINE_S,
-            self.output,
+            details=self.output,
         )
         assert text in self.output(), self.output()
 
@@ -97,8 +96,7 @@ class TorchxJob:
         wait_until(
             lambda: self._torchx.poll() is not None and not self.pids(),
             "torchx and all processes of the job end",
-            JOB_DEADLINE_S,
-            self.output,
+            details=self.output,
         )
         logs = {
             f"{path.parents[1].name} {path.parent.name}": path.read_text()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -13,21 +14,13 @@ from persia_torchrec.helper import PersiaServiceCtx, ensure_persia_service
 from persia_torchrec.utils import dump_yaml
 from tests.launch import helped
 from tests.launch.jobs import draw_service_ports
-from tests.processes import is_running
+from tests.processes import DEADLINE_S, is_running
 
 VARIABLES = ("PERSIA_STORE_PORT", "PERSIA_STORE_HOST", "PERSIA_EMBEDDING_CONFIG")
 
-real = [
-    pytest.mark.multiprocess,
-    pytest.mark.slow,
-    pytest.mark.timeout(180),
-]
-
 
 def with_marks(test):
-    for mark in real:
-        test = mark(test)
-    return test
+    return pytest.mark.multiprocess(pytest.mark.slow(test))
 
 
 @pytest.fixture(autouse=True)
@@ -52,25 +45,39 @@ def is_tracker(pid):
 
 
 @with_marks
-def test_the_block_trains_on_what_a_data_loader_sends():
+def test_the_block_trains_on_what_a_data_loader_sends(monkeypatch):
+    """The block's own error leaves it as it is, and the job of around it is back."""
     before = children_of_this_process()
-    try:
-        with ensure_persia_service(
+    around = {"PERSIA_STORE_PORT": "1", "PERSIA_JOB_ID": "of the job around it"}
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    ports = draw_service_ports()
+    taken = ports["nats_server_port"]
+    with (
+        contextlib.suppress(KeyError),
+        contextlib.closing(socket.create_server(("127.0.0.1", taken))),
+        ensure_persia_service(
             data_loader_func=helped.send,
             embedding_config=helped.SLOTS,
             embedding_parameter_replica_num=2,
-            **draw_service_ports(),
-        ):
-            assert all(name in os.environ for name in VARIABLES)
-            started = children_of_this_process() - before
+            **ports,
+        ),
+    ):
+        assert all(name in os.environ for name in VARIABLES)
+        assert int(os.environ["PERSIA_STORE_PORT"]) > taken
+        assert os.environ["PERSIA_JOB_ID"] not in ("", around["PERSIA_JOB_ID"])
+        started = children_of_this_process() - before
+        try:
             num, rows = helped.train()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        raise KeyError
     assert num == helped.NUM_BATCHES
     assert sum(rows) == helped.NUM_BATCHES
     assert len(rows) == 2
-    assert not any(name in os.environ for name in VARIABLES)
+    assert {name: os.environ[name] for name in around} == around
+    assert "PERSIA_EMBEDDING_CONFIG" not in os.environ
     assert len(started) >= 6  # coordinator, two servers, worker, loader, stand-in
     assert children_of_this_process() == before
 
@@ -93,7 +100,7 @@ def test_nn_workers_are_waited_for_and_scripts_and_files_are_taken(tmp_path):
 
 
 def wait_to_be_interrupted():
-    threading.Event().wait(120)
+    threading.Event().wait(DEADLINE_S)
     pytest.fail("the block was not interrupted")
 
 
@@ -106,24 +113,6 @@ def test_a_process_that_fails_interrupts_the_block_and_is_named():
     with pytest.raises(JobError, match="loader 0: ValueError: there is no"), service:
         wait_to_be_interrupted()
     assert children_of_this_process() == before
-
-
-@with_marks
-def test_a_port_that_is_taken_is_passed_over_and_an_error_of_the_block_is_its_own():
-    ports = draw_service_ports()
-    first = ports["nats_server_port"]
-    outer, inner = (
-        PersiaServiceCtx(embedding_config=helped.SLOTS, **ports) for _ in range(2)
-    )
-    with contextlib.suppress(KeyError), outer:
-        assert int(os.environ["PERSIA_STORE_PORT"]) == first
-        job_id = os.environ["PERSIA_JOB_ID"]
-        with inner:
-            assert int(os.environ["PERSIA_STORE_PORT"]) > first
-            assert os.environ["PERSIA_JOB_ID"] not in ("", job_id)
-        assert int(os.environ["PERSIA_STORE_PORT"]) == first
-        raise KeyError
-    assert "PERSIA_STORE_PORT" not in os.environ
 
 
 class HasAMethod:

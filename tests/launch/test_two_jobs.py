@@ -15,10 +15,9 @@ from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
 from tests.launch import helped
 from tests.launch.jobs import draw_service_ports
-from tests.processes import Processes, wait_until
+from tests.processes import DEADLINE_S, Processes, wait_until
 from tests.serving.inference_job import run_server, run_worker
 
-START_S = 120.0
 SCRIPTS = ("trainer", "loader")
 ROLES = (*SCRIPTS, "server", "worker")
 
@@ -70,16 +69,15 @@ def refusal_by(address):
     connections = Connections("role", [address], greeting=greeting)
     with contextlib.closing(connections):
         question = (0, Header(Kind.HELLO), [encode_json(None)])
-        reply = connections.submit(*question, timeout_s=START_S, what="asking")
+        reply = connections.submit(*question, timeout_s=DEADLINE_S, what="asking")
         with pytest.raises(RemoteError, match="Received: job 'theirs'") as refused:
-            reply.result(START_S)
+            reply.result(DEADLINE_S)
     assert refused.value.kind == "JobMismatchError"
     return str(refused.value).partition("belong to job '")[2].partition("'")[0]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(helped.__file__).partition("/tests/")[0])
@@ -94,7 +92,7 @@ def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, 
     ):
         names = ("PERSIA_JOB_ID", "PERSIA_STORE_PORT", "PERSIA_EMBEDDING_CONFIG")
         ours, port, config = (os.environ[name] for name in names)
-        wait_until(Path("training").exists, "the job trains", START_S)
+        wait_until(Path("training").exists, "the job trains", DEADLINE_S)
         comers = Comers(processes, port, config)
         comers.come("their coordinator", "coordinator", job_id="theirs")
         for role in ROLES:
@@ -105,7 +103,7 @@ def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, 
         errors = comers.refusals()
         with contextlib.closing(AddressBook.join("localhost", int(port))) as book:
             for role in ("server", "worker"):
-                assert refusal_by(*book.addresses(role, timeout_s=START_S)) == ours
+                assert refusal_by(*book.addresses(role, timeout_s=DEADLINE_S)) == ours
         Path("go").touch()
     told = Path("trained.txt").read_text()
     assert told == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"

@@ -8,15 +8,15 @@ import urllib.request
 import numpy as np
 import pytest
 
-from tests.forked_jobs import JOB_DEADLINE_S, ROOT
+from tests.forked_jobs import ROOT
 from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port, draw_ports
+from tests.processes import DEADLINE_S
 from tests.serving.conftest import EVALUATION
 
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.slow,
-    pytest.mark.timeout(JOB_DEADLINE_S + 60),
 ]
 
 
@@ -43,7 +43,7 @@ def predictions_of(port, batch):
         data=batch.to_bytes(),
         headers={"Content-Type": "application/octet-stream"},
     )
-    with urllib.request.urlopen(request, timeout=JOB_DEADLINE_S) as answer:
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         return json.load(answer)["predictions"]
 
 

@@ -9,10 +9,7 @@ from tests.sharding import two_trainers
 from tests.sharding.remote_job import RemoteJob, Servers
 from tests.sharding.two_trainers import ADAM, CASES, EPOCHS, SGD, TRAININGS
 
-TRAINING_S = 120.0
-"""What two processes may take to import TorchRec and train, on a busy machine."""
-
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(TRAINING_S + 30)]
+pytestmark = pytest.mark.multiprocess
 
 
 def train(names, folder, backend="gloo"):
@@ -29,7 +26,6 @@ def train(names, folder, backend="gloo"):
             for rank in range(2)
         ]
         for trainer in trainers:
-            trainer.process.join(TRAINING_S)
             assert trainer.status() == 0, trainer.output()
     return {
         (name, rank): np.load(folder / f"{name} {rank}.npz")

@@ -42,7 +42,7 @@ from tests.sharding.remote_job import (
 )
 
 NUM_IDS = 30
-NUM_STEPS = 200
+NUM_STEPS = 100
 NUM_SAMPLES = 16
 
 TABLES = [

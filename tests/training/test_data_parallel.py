@@ -13,7 +13,7 @@ from tests.processes import Processes
 from tests.training import two_trainers
 from tests.training.two_trainers import LR, Run, loss_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PERIOD = 3
 NUM_STEPS = 12

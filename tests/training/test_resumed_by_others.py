@@ -10,10 +10,7 @@ from tests.sharding.remote_job import RemoteJob, Servers
 from tests.training import resuming_trainers
 from tests.training.resuming_trainers import Resuming
 
-TRAINING_S = 500.0
-"""What two processes may take to import TorchRec and train, on a busy machine."""
-
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(TRAINING_S + 30)]
+pytestmark = pytest.mark.multiprocess
 
 
 def resume_by_two(folder):
@@ -29,7 +26,6 @@ def resume_by_two(folder):
             for rank in range(2)
         ]
         for trainer in trainers:
-            trainer.process.join(TRAINING_S)
             assert trainer.status() == 0, trainer.output()
     return [np.load(folder / f"{rank}.npz") for rank in range(2)]
 
