@@ -11,6 +11,7 @@ server fails, all trainers raise, and there is no manifest: the checkpoint of be
 still the latest.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -38,10 +39,13 @@ from persia_torchrec.checkpoint.series import (
 )
 from persia_torchrec.client.checkpoints import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.errors import CheckpointError
+from persia_torchrec.errors import CheckpointError, PersiaError
 from persia_torchrec.sharding.state import is_state_entry
 
 T = TypeVar("T")
+
+_CANCEL_S = 30.0
+"""What a failed save waits for the servers to end theirs."""
 
 
 @runtime_checkable
@@ -96,8 +100,10 @@ def save_checkpoint(
     try:
         everywhere(lambda: _save_dense(state, folder.child(DENSE)))
     except BaseException:
-        if servers is not None:
+        if servers is not None:  # the servers must be free for the next attempt
             servers.cancel()
+            with contextlib.suppress(PersiaError, TimeoutError):
+                servers.wait(_CANCEL_S)
         raise
 
     def complete() -> SavedCheckpoint:
