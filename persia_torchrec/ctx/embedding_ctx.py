@@ -1,22 +1,14 @@
 """What training and evaluation share: a model, and the embeddings of its job."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 
-from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.ctx.lookup_ctx import LookupCtx, PreprocessMode
-from persia_torchrec.ctx.onlooker import Onlooker
+from persia_torchrec.ctx.read_only import ReadOnlyEmbeddings
 from persia_torchrec.data.loader import entered_context
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.training.checkpoint import everywhere
-from persia_torchrec.training.context_checkpoints import (
-    Target,
-    apply_state,
+from persia_torchrec.training.checkpoint import (
     is_first,
-    read_state,
     script_bytes,
     state_bytes,
 )
@@ -50,7 +42,7 @@ class EmbeddingCtx(LookupCtx):
         DiscoveryError: workers or servers did not register in time.
     """
 
-    embeddings: Engine | Onlooker
+    embeddings: Engine | ReadOnlyEmbeddings
 
     def __init__(
         self,
@@ -63,7 +55,7 @@ class EmbeddingCtx(LookupCtx):
         super().__init__(threadpool_worker_size, device_id)
         self.preprocess_mode = preprocess_mode
         self.embedding_config = embedding_config
-        self._own: Onlooker | None = None
+        self._own: ReadOnlyEmbeddings | None = None
         self._connect()
         outer = entered_context()
         if model is None and isinstance(outer, EmbeddingCtx):
@@ -71,7 +63,7 @@ class EmbeddingCtx(LookupCtx):
         self.model = model
 
     @property
-    def _source(self) -> Engine | Onlooker:
+    def _source(self) -> Engine | ReadOnlyEmbeddings:
         return self.embeddings
 
     @property
@@ -197,7 +189,9 @@ class EmbeddingCtx(LookupCtx):
                 fault, nothing has changed.
         """
         model = self._require_model()
-        self._load(src_dir, {dense_filename: model}, map_location, blocking)
+        self.embeddings.checkpoints.load(
+            src_dir, {dense_filename: model}, map_location, blocking=blocking
+        )
 
     def dump_embedding(self, dst_dir: str, blocking: bool = True) -> None:
         """Write a checkpoint of the embeddings alone: :meth:`dump_checkpoint`."""
@@ -205,7 +199,7 @@ class EmbeddingCtx(LookupCtx):
 
     def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
         """Load the embeddings alone: :meth:`load_checkpoint`."""
-        self._load(src_dir, {}, None, blocking)
+        self.embeddings.checkpoints.load(src_dir, {}, blocking=blocking)
 
     def wait_for_dump_embedding(self) -> None:
         """Wait until no dump is under way.
@@ -232,30 +226,6 @@ class EmbeddingCtx(LookupCtx):
         if jit is not None:
             files[jit] = script_bytes(model)
         return files
-
-    def _load(
-        self,
-        src_dir: str,
-        targets: Mapping[str, Target],
-        map_location: str | None,
-        blocking: bool,
-    ) -> Folder:
-        """Load the rows, and each file into what is given for it; return where from."""
-        folder = self.embeddings.checkpoints.find(src_dir)
-        states: dict[str, Any] = {}
-
-        def read() -> None:
-            for name in targets:
-                states[name] = read_state(folder, name, map_location)
-
-        def apply() -> None:
-            for name, target in targets.items():
-                apply_state(target, states[name], folder.path_of(name))
-
-        everywhere(read)
-        self.embeddings.checkpoints.load(folder, blocking=blocking)
-        everywhere(apply)
-        return folder
 
     def _begin(self) -> None:
         """Connect if it was left before, and wait for updates of before.
@@ -294,7 +264,7 @@ class EmbeddingCtx(LookupCtx):
                     f"{self.embeddings.device.index}. Received: {self.device_id}."
                 )
         elif self._own is None:
-            self._own = self.embeddings = Onlooker(self._device)
+            self._own = self.embeddings = ReadOnlyEmbeddings(self._device)
 
     def _disconnect(self) -> None:
         if self._own is not None:

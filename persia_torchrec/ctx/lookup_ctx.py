@@ -15,7 +15,7 @@ from persia_torchrec.data.dense import dense_tensor
 from persia_torchrec.data.loader import LookupSettings, PersiaTrainingBatch
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.training.context_checkpoints import (
+from persia_torchrec.training.checkpoint import (
     Target,
     apply_state,
     is_first,

@@ -20,7 +20,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSettings
-from persia_torchrec.training.context_checkpoints import Target, read_state, state_bytes
+from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine, EngineConfig
 from persia_torchrec.worker.slots_of_job import ask_for_slots
 from persia_torchrec.worker.tally import TrainingSummary
@@ -260,7 +260,9 @@ class TrainCtx(EmbeddingCtx):
             dense_model_filename: self.model,
             opt_filename: self.dense_optimizer,
         }
-        folder = self._load(src_dir, targets, map_location, blocking)
+        folder = self.embeddings.checkpoints.load(
+            src_dir, targets, map_location, blocking=blocking
+        )
         training = read_state(folder, _TRAINING)
         for group in self.embedding_optimizer.param_groups:
             rates = training["learning_rates"]

@@ -1,24 +1,37 @@
-"""One checkpoint of both halves, by one call, and back.
+"""Checkpoints of both halves: the dense model, and the rows on the servers.
+
+A TorchRec user's ``save_checkpoint`` writes the dense half by torch's own distributed
+checkpoint, ``DENSE`` below; PERSIA's contexts write few plain files, as ``torch.save``
+and ``torch.jit.save`` do, by ``ContextCheckpoints``:
+
+    path/
+      checkpoint-00000001/           each takes the next number
+        DENSE/  or  dense.pt ...     the dense half
+        shard-00000-of-00002.rows    one per server
+        manifest.json                written last: the checkpoint is complete
 
     every trainer   flush: its updates are acknowledged by the servers
     all             wait for each other
     rank 0          makes a new folder; the servers begin to write their rows into it
-    every trainer   torch.distributed.checkpoint writes the dense half, into ``dense``
+    every trainer   writes its share of the dense half (of a context: rank 0, first)
     rank 0          waits for the servers, and writes the manifest last
 
-Nobody trains meanwhile, so that both halves are of the same step. When one trainer or
-server fails, all trainers raise, and there is no manifest: the checkpoint of before is
-still the latest.
+No trainer trains while ``save_checkpoint`` runs, so that both halves are of the same
+step. When one trainer or server fails, all trainers raise, and there is no manifest:
+the previous checkpoint is still the latest.
 """
 
 import contextlib
 import dataclasses
+import io
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -30,6 +43,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
+from persia_torchrec import env
+from persia_torchrec.checkpoint import manifest as manifests
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.manifest import Manifest
 from persia_torchrec.checkpoint.series import (
@@ -39,13 +54,22 @@ from persia_torchrec.checkpoint.series import (
 )
 from persia_torchrec.client.checkpoints import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.errors import CheckpointError, PersiaError
+from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.sharding.state import is_state_entry
+
+if TYPE_CHECKING:
+    from persia_torchrec.client.checkpoints import Task
+
 
 T = TypeVar("T")
 
 _CANCEL_S = 30.0
 """What a failed save waits for the servers to end theirs."""
+
+Files = Mapping[str, bytes]
+Target = nn.Module | torch.optim.Optimizer
+
+_CLOSE_S = 10.0
 
 
 @runtime_checkable
@@ -300,3 +324,203 @@ def _raise_any(errors: list[str | None]) -> None:
     failed = [f"trainer {rank}: {error}" for rank, error in enumerate(errors) if error]
     if failed:
         raise CheckpointError(" ".join(failed))
+
+
+class ContextCheckpoints:
+    """Dumps and loads of one trainer's contexts; its main thread calls them.
+
+    One dump is under way at most, and one load; what becomes of them is told to the
+    call that waits, or to the next one.
+
+    Args:
+        client: of the servers; only rank 0 uses it.
+        flush: waits until every update of this trainer is applied.
+    """
+
+    def __init__(self, client: EmbeddingClient, flush: Callable[[], None]) -> None:
+        self._client = client
+        self._flush = flush
+        self._dump: Task[SavedCheckpoint] | None = None
+        self._load: Task[SavedCheckpoint] | None = None
+        self._is_loading = False
+
+    def dump(
+        self, path: str | os.PathLike[str], files: Files, *, blocking: bool
+    ) -> None:
+        """Write a checkpoint; ranks other than 0 wait for their updates only.
+
+        Args:
+            path: of the folder that gets the checkpoint's folder.
+            files: bytes by name, written before the rows.
+            blocking: wait for the end; otherwise for the files only.
+        """
+        for name in files:
+            if (
+                not name
+                or "/" in name
+                or name == manifests.NAME
+                or name.endswith(".rows")
+            ):
+                raise ConfigError(
+                    f"A file's name must be a plain one, neither {manifests.NAME} nor "
+                    f"*.rows. Received: {name!r}."
+                )
+        self.wait_for_dump()
+        self._flush()
+        if not is_first():
+            return
+
+        def add_files(folder: Folder) -> None:
+            for name, data in files.items():
+                folder.write(name, data)
+
+        self._dump = self._client.checkpoints.start_dump(path, add_files=add_files)
+        if blocking:
+            self.wait_for_dump()
+
+    def wait_for_dump(self) -> None:
+        """Wait for the dump under way, if there is one; raise what made it fail."""
+        task, self._dump = self._dump, None
+        if task is not None:
+            task.wait()
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        targets: Mapping[str, Target],
+        map_location: str | None = None,
+        *,
+        blocking: bool,
+    ) -> Folder:
+        """Load rows, and each file into what is given for it; all ranks call this.
+
+        Returns:
+            The complete checkpoint that rank 0 has found.
+
+        Raises:
+            ConfigError: there are several trainers, outside of a ``TrainCtx``, and
+                they have no process group.
+        """
+        if env.get_world_size() > 1 and not dist.is_initialized():
+            raise ConfigError(
+                f"The {env.get_world_size()} trainers of a job must load together. "
+                "Received: an EmbeddingCtx before they have met. Load within the "
+                "TrainCtx, or call torch.distributed.init_process_group before."
+            )
+        folder = Folder(at_first(lambda: find_checkpoint(path).url))
+        states: dict[str, Any] = {}
+
+        def read() -> None:
+            for name in targets:
+                states[name] = read_state(folder, name, map_location)
+
+        def apply() -> None:
+            for name, target in targets.items():
+                apply_state(target, states[name], folder.path_of(name))
+
+        def start() -> None:
+            self._load = self._client.checkpoints.start_load(folder.url)
+
+        everywhere(read)
+        self.wait_for_dump()
+        self.wait_for_load()
+        everywhere(self._flush)
+        self._is_loading = True
+        at_first(start)
+        if blocking:
+            self.wait_for_load()
+        everywhere(apply)
+        return folder
+
+    def wait_for_load(self) -> None:
+        """Wait for the load under way, if there is one; all ranks call this."""
+        if not self._is_loading:
+            return
+        self._is_loading = False
+        task, self._load = self._load, None
+        at_first(lambda: task.wait() if task is not None else None)
+
+    def close(self) -> None:
+        """Give up what is under way. May be called twice."""
+        for task in (self._dump, self._load):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(PersiaError, TimeoutError):
+                    task.wait(_CLOSE_S)
+        self._dump = self._load = None
+
+
+def is_first() -> bool:
+    """Return whether this trainer writes the files: rank 0, or the only one."""
+    return (dist.get_rank() if dist.is_initialized() else env.get_rank()) == 0
+
+
+def state_bytes(state: object) -> bytes:
+    """Return a state dictionary as ``torch.save`` writes it."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def script_bytes(model: nn.Module) -> bytes:
+    """Return a model as TorchScript, for ``torch.jit.load``.
+
+    Raises:
+        ConfigError: ``torch.jit.script`` does not take the model.
+    """
+    buffer = io.BytesIO()
+    try:
+        with warnings.catch_warnings():
+            # torch deprecates TorchScript; PERSIA's file is TorchScript all the same.
+            warnings.filterwarnings("ignore", ".*torch.jit.*", DeprecationWarning)
+            torch.jit.save(torch.jit.script(model), buffer)
+    except Exception as exc:  # the compiler raises a class for each kind of mistake
+        raise ConfigError(
+            "The dense model must be one that torch.jit.script takes; annotate the "
+            "lists of tensors that its forward gets. Received: "
+            f"{type(model).__name__} ({exc})."
+        ) from exc
+    return buffer.getvalue()
+
+
+def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
+    """Return what :func:`state_bytes` wrote to a file.
+
+    Args:
+        folder: of the file.
+        name: of the file.
+        map_location: as ``torch.load`` takes it; None is the CPU, from where
+            ``load_state_dict`` copies to the device of model and optimizer.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged, or holds more than
+            tensors, numbers and text.
+    """
+    if folder.size_of(name) is None:
+        raise CheckpointError(
+            f"{folder.path_of(name)} must be there. Received: {folder.url} with "
+            f"{sorted(folder.names())[:8] or 'nothing'}. A dump of the embeddings "
+            "alone is for load_embedding."
+        )
+    data = io.BytesIO(folder.read(name))
+    where: Any = "cpu" if map_location is None else map_location
+    try:
+        return torch.load(data, map_location=where, weights_only=True)
+    except Exception as exc:  # what a damaged file makes the reader raise has no list
+        raise CheckpointError(
+            f"{folder.path_of(name)} must be a file of torch.save. Received: {exc}."
+        ) from exc
+
+
+def apply_state(target: Target, state: Any, path: str) -> None:
+    """Load a state dictionary into a model or an optimizer.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer.
+    """
+    try:
+        target.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(
+            f"{path} must fit the {type(target).__name__}. Received: {exc}."
+        ) from exc

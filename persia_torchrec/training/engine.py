@@ -9,9 +9,10 @@ a TorchRec user's model takes. The engine belongs to one trainer process and is 
 by its main thread; only :meth:`Engine.start_pull` may be called by another.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,17 +31,15 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
-from persia_torchrec.training.context_checkpoints import ContextCheckpoints
+from persia_torchrec.training.checkpoint import ContextCheckpoints
 from persia_torchrec.training.data_parallel import init_process_group, replication_of
 from persia_torchrec.training.measured import (
     MeasuredWorkers,
     Measures,
-    make_measures,
     metrics_settings,
 )
 from persia_torchrec.training.slots import ShardedSlots, SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.hello import require_slots, wait_until_ready
 from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
@@ -51,6 +50,7 @@ REQUEST_TIMEOUT_S = 120.0
 _DISCOVERY_TIMEOUT_S = 300.0
 
 Pull = StartedPull[RemoteBatch]
+Workers = TypeVar("Workers", bound=RemoteWorkers)
 
 
 class HybridModel(nn.Module):
@@ -128,11 +128,10 @@ class Engine:
         self._config = config
         self._settings: LookupSettings | None = None
         settings = metrics_settings()
-        self._measures = make_measures(settings)
-        job = find_job()
+        self._measures = Measures()
+        self.client, self._workers = connect_to_job(MeasuredWorkers)
+        self._workers.observed = self._measures.observed
         init_process_group(config.distributed, config.device)
-        self.client = job.connect_client()
-        self._workers = _connect(job, self._measures)
         self.sharder = SlotsSharder(
             self._workers,
             config.schema,
@@ -161,16 +160,14 @@ class Engine:
             held=config.grad_update_buffer_size, sent=config.backward_workers_size
         )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
-        self._pushes = (
-            self._measures.push(settings, self._totals) if self._measures else None
-        )
+        self._pushes = self._measures.push(settings, self._totals)
 
     @property
     def device(self) -> torch.device:
         """Of the dense model."""
         return self._config.device
 
-    @contextmanager
+    @contextlib.contextmanager
     def in_step(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
         """Keep trainers in step whose data do not end at the same batch.
 
@@ -233,20 +230,17 @@ class Engine:
 
     def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model; its backward pass updates both halves."""
-        if self._measures is not None:
-            self._measures.wait_for(pull.wait)
+        self._measures.wait_for(pull.wait)
         return self.dmp(non_id_tensors, pull)
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
         """Wait for a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
-        if self._measures is not None:
-            self._measures.wait_for(pull.wait)
+        self._measures.wait_for(pull.wait)
         return self._hybrid.embed(pull)
 
     def note_wait(self, seconds: float) -> None:
-        """Take down how long the loader made the trainer wait for its next batch."""
-        if self._measures is not None:
-            self._measures.note_wait(seconds)
+        """Note how long the loader made the trainer wait for its next batch."""
+        self._measures.note_wait(seconds)
 
     def set_loss_scale(self, scale: float) -> None:
         """Divide the gradients that go to the servers by the scale of the loss.
@@ -349,43 +343,13 @@ class Engine:
         self._settings = settings
 
 
-@dataclass(frozen=True, slots=True)
-class FoundJob:
-    """Where the embeddings of this process's job are.
+def connect_to_job(
+    make_workers: Callable[..., Workers],
+) -> tuple[EmbeddingClient, Workers]:
+    """Connect to the embedding servers and the embedding workers of this job.
 
-    Attributes:
-        workers: addresses of the embedding workers.
-        servers: addresses of the embedding servers.
-        greeting: of the job.
-    """
-
-    workers: list[str]
-    servers: list[str]
-    greeting: Greeting
-
-    def connect_client(self) -> EmbeddingClient:
-        """Connect to the servers."""
-        return EmbeddingClient.connect(
-            self.servers, timeout_s=REQUEST_TIMEOUT_S, greeting=self.greeting
-        )
-
-    def connect_workers(self) -> RemoteWorkers:
-        """Connect to the embedding workers."""
-        return RemoteWorkers(
-            self.workers, timeout_s=REQUEST_TIMEOUT_S, greeting=self.greeting
-        )
-
-
-def _connect(job: FoundJob, measures: Measures | None) -> RemoteWorkers:
-    if measures is None:
-        return job.connect_workers()
-    return MeasuredWorkers(
-        job.workers, REQUEST_TIMEOUT_S, measures.observed, job.greeting
-    )
-
-
-def find_job() -> FoundJob:
-    """Return where the job's embedding workers and servers are.
+    Args:
+        make_workers: ``RemoteWorkers``, or a subclass.
 
     Raises:
         ConfigError: this process belongs to no job.
@@ -393,9 +357,12 @@ def find_job() -> FoundJob:
         JobMismatchError: another job has the port.
     """
     book = AddressBook.join(*env.require_job_store("A context"))
-    try:
+    with contextlib.closing(book):
         servers = book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
         workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
-    finally:
-        book.close()
-    return FoundJob(workers, servers, book.greeting)
+    settings: dict[str, Any] = {
+        "timeout_s": REQUEST_TIMEOUT_S,
+        "greeting": book.greeting,
+    }
+    client = EmbeddingClient.connect(servers, **settings)
+    return client, make_workers(workers, **settings)

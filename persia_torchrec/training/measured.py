@@ -1,11 +1,11 @@
 """What a trainer tells a metrics gateway: PERSIA's metrics of its NN workers.
 
-They are made only where somebody looks. What PERSIA has as the value of the last batch
-is here the mean of the batches since the last push.
+What PERSIA has as the value of the last batch is here the mean of the batches since the
+last push. Without a gateway the numbers are made and not read.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from persia_torchrec import env
@@ -13,8 +13,7 @@ from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.config import MetricsSettings, load_global_config
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.metrics import Observations, Reading
-from persia_torchrec.wire.gateway import Pushes, is_pushed, push_metrics
-from persia_torchrec.wire.greeting import Greeting
+from persia_torchrec.wire.gateway import Pushes, push_metrics
 from persia_torchrec.worker.bags import Bags
 from persia_torchrec.worker.pipeline import PulledBatch
 from persia_torchrec.worker.pulled import Outputs
@@ -54,7 +53,7 @@ class Measures:
         self._waited_s = 0.0
 
     def note_wait(self, seconds: float) -> None:
-        """Take down how long the batch took to come that is trained on next."""
+        """Note the latency of the batch that is trained on next."""
         self._waited_s = seconds
 
     def wait_for(self, wait: Callable[[], PulledBatch[RemoteBatch]]) -> None:
@@ -71,7 +70,11 @@ class Measures:
             self.observed.observe(_WAIT, passed_s)
 
     def push(self, settings: MetricsSettings, totals: Totals) -> Pushes | None:
-        """Begin to push all that is measured, and counters of the trainer's own."""
+        """Begin to push all that is measured, and counters of the trainer's own.
+
+        Returns:
+            Pushes until it is closed; None where none are wanted.
+        """
 
         def read() -> list[Reading]:
             own = (
@@ -84,24 +87,13 @@ class Measures:
 
 
 class MeasuredWorkers(RemoteWorkers):
-    """Connections to all embedding workers that measure what goes through them.
+    """Connections to all embedding workers, with timers around pulls and pushes.
 
-    Args:
-        addresses: of the workers, in their order.
-        timeout_s: seconds that a request may take.
+    Attributes:
         observed: where the numbers go.
-        greeting: of this process.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        timeout_s: float,
-        observed: Observations,
-        greeting: Greeting,
-    ) -> None:
-        super().__init__(addresses, timeout_s=timeout_s, greeting=greeting)
-        self._observed = observed
+    observed: Observations
 
     def pull(
         self,
@@ -110,10 +102,10 @@ class MeasuredWorkers(RemoteWorkers):
     ) -> tuple[Outputs, RemoteBatch]:
         """Have a batch pulled and pooled; see :meth:`RemoteWorkers.pull`."""
         try:
-            with self._observed.timed(_FORWARD):
+            with self.observed.timed(_FORWARD):
                 return super().pull(source, number)
         except PersiaError:
-            self._observed.count(_FORWARD_ERROR)
+            self.observed.count(_FORWARD_ERROR)
             raise
 
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
@@ -126,7 +118,7 @@ class MeasuredWorkers(RemoteWorkers):
 
     def _note_reply(self, began_s: float, reply: Reply) -> None:
         if reply.exception() is None:
-            self._observed.observe(_BACKWARD, time.perf_counter() - began_s)
+            self.observed.observe(_BACKWARD, time.perf_counter() - began_s)
 
 
 def metrics_settings() -> MetricsSettings:
@@ -135,14 +127,9 @@ def metrics_settings() -> MetricsSettings:
     A trainer needs nothing else of that file: without a gateway it is not read.
 
     Raises:
-        ConfigError: the file is not as it must be.
+        ConfigError: the file is not as it must be, or the gateway's address is not.
     """
-    path = env.global_config_path()
-    if path is None or env.metrics_gateway() is None:
+    gateway, path = env.metrics_gateway(), env.global_config_path()
+    if path is None or gateway is None:
         return MetricsSettings()
     return load_global_config(path, warns=False).common.metrics
-
-
-def make_measures(settings: MetricsSettings) -> Measures | None:
-    """Return what measures a trainer, or None where nobody looks."""
-    return Measures() if is_pushed(settings) else None

@@ -8,8 +8,9 @@ from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.data.dataflow import BatchReceiver
 from persia_torchrec.data.inbox import Inbox
 from persia_torchrec.errors import RemoteError
-from persia_torchrec.training.engine import find_job
+from persia_torchrec.training.engine import connect_to_job
 from persia_torchrec.wire.greeting import Greeting
+from persia_torchrec.worker.remote import RemoteWorkers
 from tests.local_job import LocalJob, batch_of
 
 THEIRS = Greeting("theirs")
@@ -34,7 +35,7 @@ def test_a_trainer_is_refused_by_servers_and_by_workers(job, refused):
     with refused, job.train_ctx():
         pass
     with refused:
-        find_job().connect_workers().hello()
+        connect_to_job(RemoteWorkers)[1].hello()
 
 
 def test_who_evaluates_outside_of_a_training_is_refused(job, refused):

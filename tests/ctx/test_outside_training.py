@@ -17,7 +17,7 @@ from persia_torchrec.errors import (
     PersiaError,
     RequestTimeoutError,
 )
-from tests.ctx.onlookers import evaluate_elsewhere
+from tests.ctx.readers import evaluate_elsewhere
 from tests.local_job import (
     Batches,
     LocalJob,

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from examples.adult_income import adult, model
-from persia_torchrec.training.context_checkpoints import script_bytes
+from persia_torchrec.training.checkpoint import script_bytes
 
 FOLDER = Path(model.__file__).parent
 

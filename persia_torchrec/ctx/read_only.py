@@ -8,14 +8,10 @@ before or after its training, a data loader's, or one more that the job's enviro
 was given to.
 """
 
-import os
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from persia_torchrec import env
-from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import LookupSettings
@@ -24,8 +20,8 @@ from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.serving.reader import LookedUp, SlotsReader
 from persia_torchrec.serving.side_by_side import SideBySide
-from persia_torchrec.training.context_checkpoints import ContextCheckpoints
-from persia_torchrec.training.engine import REQUEST_TIMEOUT_S, find_job
+from persia_torchrec.training.checkpoint import ContextCheckpoints
+from persia_torchrec.training.engine import REQUEST_TIMEOUT_S, connect_to_job
 from persia_torchrec.worker.hello import Hello, wait_until_ready
 from persia_torchrec.worker.remote import BatchReference, RemoteWorkers
 
@@ -35,8 +31,8 @@ _NO_TABLES = (
 )
 
 
-class Onlooker(SideBySide):
-    """Looks at the embeddings of a job. Its lookups may come from any thread.
+class ReadOnlyEmbeddings(SideBySide):
+    """Reads the embeddings of a job. Its lookups may come from any thread.
 
     Args:
         device: where tensors are wanted.
@@ -51,12 +47,10 @@ class Onlooker(SideBySide):
     """
 
     def __init__(self, device: torch.device) -> None:
-        job = find_job()
-        self.client = job.connect_client()
-        self._workers = job.connect_workers()
-        self._job_reader = JobReader(self._workers, self.client, device)
+        self.client, self._workers = connect_to_job(RemoteWorkers)
+        self._job_reader = _JobReader(self._workers, self.client, device)
         super().__init__(self._job_reader, timeout_s=2 * REQUEST_TIMEOUT_S)
-        self.checkpoints = JobCheckpoints(self.client, self.flush)
+        self.checkpoints = ContextCheckpoints(self.client, self.flush)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until the servers answer, and the workers too once there are tables.
@@ -107,14 +101,8 @@ class Onlooker(SideBySide):
         self.client.close()
 
 
-class JobReader(SlotsReader):
-    """Looks batches of a job up, also those whose ids a data loader has sent.
-
-    Args:
-        workers: of the job.
-        client: of its servers.
-        device: where tensors are wanted.
-    """
+class _JobReader(SlotsReader):
+    """Looks batches of a job up, also those whose ids a data loader has sent."""
 
     def __init__(
         self, workers: RemoteWorkers, client: EmbeddingClient, device: torch.device
@@ -124,12 +112,6 @@ class JobReader(SlotsReader):
         self._client = client
 
     def hello(self) -> Hello:
-        """Ask whether all that a lookup needs is ready.
-
-        Raises:
-            ConfigError: there are no tables yet.
-            PersiaError: something else is missing; the message says what.
-        """
         try:
             return super().hello()
         except RemoteError as exc:
@@ -146,27 +128,8 @@ class JobReader(SlotsReader):
         is_training: bool = False,
         settings: LookupSettings | None = None,
     ) -> LookedUp:
-        """Look a batch up: by its ids, or by the reference to where they wait."""
         if isinstance(batch, PersiaBatch):
             return super().start_pull(batch, is_training=is_training)
         slots = self.slots()
         outputs, handle = self._workers.pull(BatchReference(*batch.origin), None)
         return LookedUp(slots, handle.slots, outputs, handle.places)
-
-
-class JobCheckpoints(ContextCheckpoints):
-    """Dumps and loads of a process that may not have met the other trainers."""
-
-    def find(self, path: str | os.PathLike[str]) -> Folder:
-        """Return the checkpoint to load; see :class:`ContextCheckpoints`.
-
-        Raises:
-            ConfigError: there are several trainers, and they have not met.
-        """
-        if env.get_world_size() > 1 and not dist.is_initialized():
-            raise ConfigError(
-                f"The {env.get_world_size()} trainers of a job must load together. "
-                "Received: an EmbeddingCtx before they have met. Load within the "
-                "TrainCtx, or call torch.distributed.init_process_group before."
-            )
-        return super().find(path)
