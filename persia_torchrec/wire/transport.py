@@ -86,16 +86,16 @@ class Wakeup:
         """Wake the thread, unless that was done already or it has closed the pipe."""
         with self._lock:
             if not self._is_awake and not self._is_closed:
+                self._is_awake = True
                 os.write(self._writer, b"\0")
-                self._is_awake = True  # last: a signal may interrupt its thread here
 
     def drain(self) -> None:
         """Allow the next wake-up; call it before looking for work."""
         with self._lock:
             if self._is_awake and not self._is_closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.fd, 64)
                 self._is_awake = False
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.fd, 1)
 
     def close(self) -> None:
         """Close both ends. May be called twice."""
@@ -387,7 +387,8 @@ class Connections:
         try:
             while (timeout_ms := self._expire()) is not None:
                 ready = dict(poller.poll(timeout_ms))
-                if self._wakeup.fd in ready:
+                # A signal may interrupt wake() before it writes: look after each wait.
+                if not ready or self._wakeup.fd in ready:
                     self._send_outgoing()
                 for server, socket in enumerate(self._sockets):
                     if socket in ready:
