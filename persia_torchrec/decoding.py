@@ -112,8 +112,9 @@ def _describe(exc: msgspec.ValidationError, content: Any, place: Place) -> str:
     expected = _EXPECTED.fullmatch(match["what"])
     if expected is None:  # raised by __post_init__
         return f"{place}: {match['what']}"
-    name = expected["type"].removesuffix(" | null")
-    must = expected["bound"] or _NAMES.get(name, name)
+    names = [name for name in expected["type"].split(" | ") if name != "null"]
+    kinds = " or ".join(_NAMES.get(name, name) for name in names)
+    must = expected["bound"] or kinds
     subject = f"each key of {place}" if match["key"] else str(place)
     if match["key"] or "[...]" in path:  # msgspec does not tell which entry of a dict
         return f"{subject} must be {must}."

@@ -6,8 +6,7 @@ from torch import nn
 
 from persia_torchrec.ctx.lookup_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.serving.reader import SlotsReader
-from persia_torchrec.serving.side_by_side import SideBySide
+from persia_torchrec.serving.embeddings import ConcurrentLookups, SlotsReader
 from persia_torchrec.wire.ports import tcp_address
 from persia_torchrec.worker.remote import RemoteWorkers
 
@@ -61,10 +60,10 @@ class InferCtx(LookupCtx):
         addresses = [tcp_address(a) for a in embedding_worker_address_list]
         self._workers = RemoteWorkers(addresses, timeout_s=timeout_s)
         self._reader = SlotsReader(self._workers, self._device)
-        self._lookups = SideBySide(self._reader, timeout_s=2 * timeout_s + 5)
+        self._lookups = ConcurrentLookups(self._reader, timeout_s=2 * timeout_s + 5)
 
     @property
-    def _source(self) -> SideBySide:
+    def _source(self) -> ConcurrentLookups:
         return self._lookups
 
     def note_wait(self, seconds: float) -> None:

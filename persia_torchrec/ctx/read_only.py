@@ -14,12 +14,14 @@ import torch
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.data.dataflow import ReferencedBatch
-from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, RemoteError
-from persia_torchrec.serving.reader import LookedUp, SlotsReader
-from persia_torchrec.serving.side_by_side import SideBySide
+from persia_torchrec.serving.embeddings import (
+    ConcurrentLookups,
+    LookedUp,
+    SlotsReader,
+)
 from persia_torchrec.training.checkpoint import ContextCheckpoints
 from persia_torchrec.training.engine import REQUEST_TIMEOUT_S, connect_to_job
 from persia_torchrec.worker.hello import Hello, wait_until_ready
@@ -31,7 +33,7 @@ _NO_TABLES = (
 )
 
 
-class ReadOnlyEmbeddings(SideBySide):
+class ReadOnlyEmbeddings(ConcurrentLookups):
     """Reads the embeddings of a job. Its lookups may come from any thread.
 
     Args:
@@ -121,15 +123,10 @@ class _JobReader(SlotsReader):
                 f"A lookup needs the tables of the slots. {_NO_TABLES}"
             ) from exc
 
-    def start_pull(
-        self,
-        batch: PersiaBatch | ReferencedBatch,
-        *,
-        is_training: bool = False,
-        settings: LookupSettings | None = None,
-    ) -> LookedUp:
+    def look_up(self, batch: PersiaBatch | ReferencedBatch) -> LookedUp:
+        """Look a batch up: by its ids, or by the reference to where they wait."""
         if isinstance(batch, PersiaBatch):
-            return super().start_pull(batch, is_training=is_training)
+            return super().look_up(batch)
         slots = self.slots()
         outputs, handle = self._workers.pull(BatchReference(*batch.origin), None)
         return LookedUp(slots, handle.slots, outputs, handle.places)

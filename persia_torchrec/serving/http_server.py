@@ -2,12 +2,23 @@
 
     GET  /health    {"ready": true, "rows": ..., "model": ..., "uptime_s": ...}
     POST /predict   application/octet-stream: PersiaBatch.to_bytes()
-                    application/json: see json_batch.py
-                    answer: {"predictions": [...]}, one a sample
+                    application/json: see below
+                    answer: {"predictions": [...]}, one per sample
 
 Each error is JSON too, {"error": its class and text}: 400 for a batch that cannot be
-predicted, 503 when embeddings do not answer, or when as many requests as allowed are
-under way. A connection carries one request.
+predicted, 503 when embeddings do not answer or when as many requests as allowed are in
+progress. A connection carries one request.
+
+A batch as JSON::
+
+    {"id_type_features": {"item": [[7, 8], []], "user": [[3], [4]]},
+     "non_id_type_features": [[[0.5, 1.0], [0.0, 2.0]]]}
+
+An ID feature has a list of ids, integers in ``[0, 2**64)``, for each sample. The model
+gets the embeddings in the order of the ID features in the text, so that must be the
+model's order: write the text without sorting its keys. The dense features are in the
+model's order too. Each has a number, or a list of numbers, for each sample, and comes
+to the model as float32. They may be left out.
 """
 
 import json
@@ -15,13 +26,19 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from persia_torchrec.embedding.data import PersiaBatch
+import msgspec
+import numpy as np
+
+from persia_torchrec.decoding import Place, convert
+from persia_torchrec.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
+from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
@@ -29,17 +46,14 @@ from persia_torchrec.errors import (
     PersiaError,
     ServerError,
 )
-from persia_torchrec.serving.json_batch import batch_of_json
 from persia_torchrec.serving.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 65536
 
-_READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
-    "application/octet-stream": PersiaBatch.from_bytes,
-    "application/json": batch_of_json,
-}
+_Ids = list[list[int]]
+_Numbers = list[float | list[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +67,19 @@ class HttpConfig:
     """Port to listen on; 0 takes a free one."""
 
     max_requests: int = 64
-    """Requests that may be under way; more are refused with status 503."""
+    """Requests that may be in progress; more are rejected with status 503."""
 
     max_body_bytes: int = 64 * 2**20
-    """Bytes that a batch may have; a larger one is refused with status 413."""
+    """Bytes that a batch may have; a larger one is rejected with status 413."""
 
     receive_timeout_s: float = 30.0
-    """Seconds in which a request must have come."""
+    """Seconds within which a request must arrive."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be in [0, 65535]. Received: {self.port}.")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(
+                f"port must be in [0, {MAX_PORT}]. Received: {self.port}."
+            )
         for name in ("max_requests", "max_body_bytes", "receive_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(
@@ -101,14 +117,84 @@ class PredictionServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more requests; those under way are answered. May be called twice."""
+        """Finish the requests in progress, and accept no more. May be called twice."""
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
 
 
+def parse_json_batch(data: bytes) -> PersiaBatch:
+    """Read a batch.
+
+    Args:
+        data: UTF-8 text, as at the head of this file.
+
+    Raises:
+        BatchError: it is not such JSON, or its parts do not fit one another.
+
+    Example:
+        >>> batch = parse_json_batch(b'{"id_type_features": {"item": [[7, 8], []]}}')
+        >>> batch.batch_size, batch.id_type_features[0].ids.tolist()
+        (2, [7, 8])
+    """
+    try:
+        value = json.loads(data, object_pairs_hook=_build_object)
+    except (ValueError, RecursionError) as exc:
+        raise BatchError(f"A batch must be JSON in UTF-8 ({exc}).") from exc
+    batch = convert(value, _JsonBatch, Place("A batch"), BatchError)
+    return PersiaBatch(
+        [_read_ids(name, ids) for name, ids in batch.id_type_features.items()],
+        [_read_dense(*dense) for dense in enumerate(batch.non_id_type_features)],
+        requires_grad=False,
+    )
+
+
+class _JsonBatch(msgspec.Struct, forbid_unknown_fields=True):
+    id_type_features: dict[str, object]
+    non_id_type_features: list[object] = []
+
+
+def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Build an object of JSON in the order of the text; reject duplicate keys."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"each key must be given once. Received: {key!r} twice")
+    return value
+
+
+def _read_ids(name: str, value: object) -> IDTypeFeature:
+    feature = f"Id type feature {name!r}"
+    samples = convert(value, _Ids, Place(feature), BatchError)
+    try:
+        return IDTypeFeature(name, [np.array(ids, dtype=np.uint64) for ids in samples])
+    except OverflowError as exc:
+        raise BatchError(
+            f"{feature} must have ids in [0, 2**64). Received: {value!r:.100}."
+        ) from exc
+
+
+def _read_dense(number: int, value: object) -> NonIDTypeFeature:
+    name = f"Non-id type feature {number}"
+    samples = convert(value, _Numbers, Place(name), BatchError)
+    try:
+        array = np.array(samples, dtype=np.float32)
+    except ValueError as exc:
+        raise BatchError(
+            f"{name} must have a number, or a list of as many numbers, for each "
+            f"sample. Received: {value!r:.100}."
+        ) from exc
+    return NonIDTypeFeature(array, f"number {number}")
+
+
+_READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
+    "application/octet-stream": PersiaBatch.from_bytes,
+    "application/json": parse_json_batch,
+}
+
+
 class _HttpServer(ThreadingHTTPServer):
-    """Knows what its handlers need, and bounds their number."""
+    """Limits the number of connections, and holds what the handlers need."""
 
     daemon_threads = False
     block_on_close = True
@@ -122,7 +208,7 @@ class _HttpServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a thread, if one is free."""
         if not self._free.acquire(blocking=False):
-            _refuse(request, self.config.max_requests)
+            _reject(request, self.config.max_requests)
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -135,7 +221,7 @@ class _HttpServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong with a connection; others go on."""
+        """Log the failure of a connection; the others continue."""
         exc = sys.exception()
         logger.warning("the connection of %s failed: %r", client_address, exc)
 
@@ -147,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "persia_torchrec"
 
     def setup(self) -> None:
-        """Begin: no read or write of this connection waits for longer than allowed."""
+        """Set the deadline of the request, and of each read and write."""
         super().setup()
         timeout_s = self.server.config.receive_timeout_s
         self.connection.settimeout(timeout_s)
@@ -169,31 +255,28 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_unknown()
             return
         try:
-            status, answer = HTTPStatus.OK, self._predict()
-        except Exception as exc:  # the server lives on; the client is told
+            kind = self.headers.get_content_type()
+            if kind not in _READERS:
+                raise BatchError(
+                    f"Content-Type must be one of {', '.join(_READERS)}. "
+                    f"Received: {kind}."
+                )
+            batch = _READERS[kind](self._receive_body())
+            predictions = self.server.predictor.predict(batch)
+        except Exception as exc:  # the server continues; the client gets the error
             if not isinstance(exc, PersiaError | TimeoutError):
                 logger.exception("a request failed")
-            status = _status_of(exc)
-            answer = {"error": f"{type(exc).__name__}: {exc}"}
-        self._answer(status, answer)
+            self._answer(_status_of(exc), {"error": f"{type(exc).__name__}: {exc}"})
+        else:
+            self._answer(HTTPStatus.OK, {"predictions": predictions})
 
-    def _predict(self) -> dict[str, object]:
-        kind = self.headers.get_content_type()
-        read = _READERS.get(kind)
-        if read is None:
-            raise BatchError(
-                f"Content-Type must be one of {', '.join(_READERS)}. Received: {kind}."
-            )
-        batch = read(self._body())
-        return {"predictions": self.server.predictor.predict(batch)}
-
-    def _body(self) -> bytes:
+    def _receive_body(self) -> bytes:
         """Receive the body, within the limits of size and time."""
         text = self.headers.get("Content-Length", "")
         limit = self.server.config.max_body_bytes
         if not (text.isascii() and text.isdigit()):
             raise BatchError(
-                f"A request must tell its Content-Length. Received: {text!r:.100}."
+                f"A request must have a Content-Length. Received: {text!r:.100}."
             )
         if int(text[:20]) > limit:
             raise _BodyTooLargeError(
@@ -221,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.NOT_FOUND, {"error": error})
 
     def _answer(self, status: HTTPStatus, value: dict[str, object]) -> None:
-        body = json.dumps(value, allow_nan=False).encode()
+        body = msgspec.json.encode(value)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -229,7 +312,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log a request for debugging only."""
+        """Log a request, at DEBUG."""
         logger.debug(format, *args)
 
 
@@ -251,9 +334,9 @@ def _status_of(exc: Exception) -> HTTPStatus:
             return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
-def _refuse(request: Any, max_requests: int) -> None:
-    """Tell a connection that there is no thread for it."""
-    body = json.dumps({"error": f"{max_requests} requests are under way."}).encode()
+def _reject(request: Any, max_requests: int) -> None:
+    """Answer a connection for which there is no thread."""
+    body = msgspec.json.encode({"error": f"{max_requests} requests are in progress."})
     head = (
         f"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nRetry-After: 1\r\n\r\n"
@@ -262,4 +345,4 @@ def _refuse(request: Any, max_requests: int) -> None:
         request.settimeout(0.1)
         request.sendall(head.encode() + body)
     except OSError:
-        logger.debug("a refused connection is gone")
+        logger.debug("a rejected connection is gone")

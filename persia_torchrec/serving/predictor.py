@@ -1,4 +1,4 @@
-"""From a batch to predictions: embeddings looked up, the dense model run on them."""
+"""From a batch to predictions: look embeddings up, run the dense model on them."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ from persia_torchrec.checkpoint.series import complete_checkpoints, find_checkpo
 from persia_torchrec.data.dense import dense_tensor
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import BatchError, CheckpointError, PersiaError
-from persia_torchrec.serving.reader import SlotsReader
+from persia_torchrec.serving.embeddings import SlotsReader
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ class Predictor:
     """Predicts. Any thread may call any method.
 
     Args:
-        reader: where embeddings are looked up.
+        reader: looks embeddings up.
         model: takes a list of dense tensors and a list of embedding tensors, in the
             order of the batch's ID features; returns a float tensor ``(B, ...)``; on
             the reader's device. It is put into evaluation mode.
         name: of the model, for people.
 
     Attributes:
-        name: of the model that predicts now.
+        name: of the current model.
     """
 
     def __init__(self, reader: SlotsReader, model: nn.Module, name: str) -> None:
@@ -48,7 +48,7 @@ class Predictor:
         self._model, self.name = model.eval(), name
 
     def predict(self, batch: PersiaBatch) -> Predictions:
-        """Predict; labels are not looked at.
+        """Predict; labels are ignored.
 
         Returns:
             For each sample a number, or where the model gives several, a list.
@@ -56,13 +56,13 @@ class Predictor:
         Raises:
             BatchError: the batch does not fit slots or model.
             ServerError: an embedding worker or server failed, or did not answer.
-            PersiaError: the model gives no predictions that can be sent.
+            PersiaError: the model's output is not predictions.
         """
-        looked_up = self._reader.start_pull(batch)
+        looked_up = self._reader.look_up(batch)
         device = self._reader.device
         dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         with torch.inference_mode():
-            embeddings = self._reader.embed(looked_up)
+            embeddings = self._reader.to_tensors(looked_up)
             try:
                 output = self._model(dense, embeddings)
             except (RuntimeError, IndexError) as exc:
@@ -75,10 +75,10 @@ class Predictor:
                     f"{', '.join(slots)} as embeddings; "
                     f"{type(exc).__name__}: {''.join(reason)}"
                 ) from exc
-        return _predictions(output, batch.batch_size)
+        return _read_predictions(output, batch.batch_size)
 
     def health(self) -> dict[str, object]:
-        """Say how it is: ready or not, rows on the servers, model, time since start."""
+        """Return readiness, rows on the servers, model and uptime."""
         health: dict[str, object] = {"ready": True}
         try:
             health["rows"] = sum(self._reader.hello().num_rows)
@@ -90,16 +90,16 @@ class Predictor:
 
 
 class ModelFollower:
-    """Predicts with the dense model of the latest checkpoint, once it is complete.
+    """Loads the dense model of each later checkpoint, once that is complete.
 
-    A checkpoint without such a file does not matter: one of the embeddings alone.
+    A checkpoint without such a file is ignored: one of the embeddings alone.
 
     Args:
         predictor: gets the models.
         run: the folder of checkpoints, or its URL.
         name: of the file.
-        device: where the model is wanted.
-        poll_s: how often to look, in seconds.
+        device: of the model.
+        poll_s: seconds from one look to the next.
     """
 
     def __init__(
@@ -115,36 +115,33 @@ class ModelFollower:
         self._name = name
         self._device = device
         self._poll_s = poll_s
-        self._taken = predictor.name
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End. May be called twice."""
+        """Stop. May be called twice."""
         self._ending.set()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while not self._ending.wait(self._poll_s):
             try:
-                self._look()
-            except Exception as exc:  # the model of before predicts on
+                self._load_latest()
+            except Exception as exc:  # the predictor continues with its model
                 logger.warning(
-                    "the model of before stays: %s",
+                    "the previous model stays: %s",
                     exc,
                     exc_info=not isinstance(exc, PersiaError),
                 )
                 self._ending.wait(_RETRY_S)
 
-    def _look(self) -> None:
+    def _load_latest(self) -> None:
         for folder in complete_checkpoints(self._run_folder):
             if self._name in folder.names():
-                path = folder.path_of(self._name)
-                if path != self._taken:
+                if folder.path_of(self._name) != self._predictor.name:
                     model, name = load_model(folder.url, self._name, self._device)
                     self._predictor.use(model, name)
-                    self._taken = path
                     logger.info("serving model=%s", name)
                 return
 
@@ -155,16 +152,16 @@ def load_model(
     """Load a TorchScript model from the folder of a checkpoint.
 
     Args:
-        path: of a checkpoint, or of a folder of several. The model lies in it, or in
-            its latest complete checkpoint.
+        path: of a checkpoint, or of a folder of several. The model is in it, or in its
+            latest complete checkpoint.
         name: of the file.
-        device: where the model is wanted.
+        device: of the model.
 
     Returns:
         The model, and its path.
 
     Raises:
-        CheckpointError: it is not there, or no TorchScript model.
+        CheckpointError: there is no such file, or it is not a TorchScript model.
     """
     folder = Folder(path)
     if name not in folder.names():
@@ -186,7 +183,7 @@ def load_model(
     return model, file
 
 
-def _predictions(output: object, batch_size: int) -> Predictions:
+def _read_predictions(output: object, batch_size: int) -> Predictions:
     if not isinstance(output, torch.Tensor) or output.shape[:1] != (batch_size,):
         what = output.shape if isinstance(output, torch.Tensor) else type(output)
         raise PersiaError(
@@ -196,7 +193,7 @@ def _predictions(output: object, batch_size: int) -> Predictions:
     flat = output.to("cpu", torch.float32).reshape(batch_size, -1)
     if not bool(torch.isfinite(flat).all()):
         raise PersiaError(
-            "The model must return finite numbers. Received: an infinity or no number."
+            "The model must return finite numbers. Received: infinity or NaN."
         )
     values: Predictions = (flat[:, 0] if flat.shape[1] == 1 else flat).tolist()
     return values

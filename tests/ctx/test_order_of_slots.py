@@ -17,9 +17,9 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import BatchError, RemoteError
+from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
-from persia_torchrec.serving.reader import SlotsReader
 from persia_torchrec.worker.remote import RemoteWorkers
 from persia_torchrec.worker.schema import features_of
 from persia_torchrec.worker.slots import SlotsLookup

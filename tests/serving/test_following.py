@@ -12,8 +12,8 @@ from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.local import embeddings_of_checkpoint
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from tests.local_job import Batches, LocalJob
 from tests.processes import Processes, wait_until
@@ -124,7 +124,7 @@ def test_predictions_follow_a_training_within_seconds(tmp_path, monkeypatch):
         ctx.dump_checkpoint(run, with_jit_model=True)
         first = evaluate(model)
         schema = load_embedding_config(job.config_path)
-        with embeddings_of_checkpoint(
+        with host_checkpoint(
             run, schema, CPU, num_servers=2, incremental_dir=logs
         ) as reader:
             script, name = load_model(run, "jit_dense.pt", CPU)

@@ -12,9 +12,9 @@ from torch import nn
 
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
-from persia_torchrec.serving.reader import SlotsReader
 from persia_torchrec.table import TableSpec
 from persia_torchrec.worker.slots import SlotsLookup
 from tests.local_job import batch_of
@@ -127,7 +127,7 @@ def test_more_requests_than_allowed_are_refused(serve):
     with connect(server) as connection:
         answer = received(connection)
     assert b"503 Service Unavailable" in answer
-    assert b"2 requests are under way" in answer
+    assert b"2 requests are in progress" in answer
     model.may_end.set()
     for thread in threads:
         thread.join(DEADLINE_S)
@@ -174,7 +174,7 @@ def test_a_body_must_have_a_length(serve, length):
         connection.sendall(head + length + b"\r\n")
         answer = received(connection)
     assert b"400 Bad Request" in answer
-    assert b"must tell its Content-Length" in answer
+    assert b"must have a Content-Length" in answer
 
 
 def test_it_is_not_ready_without_its_embedding_servers(serve):

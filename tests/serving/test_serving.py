@@ -145,7 +145,7 @@ def test_it_ends_by_sigterm_and_takes_its_servers_with_it(trained, tmp_path):
         (["--model", "absent.pt"], "must be a TorchScript model. .* no such file"),
         (["--model", "manifest.json"], "must be a TorchScript model, as"),
         (["--max-requests", "0"], "max_requests must be > 0"),
-        (["--workers-of-job"], "PERSIA_STORE_PORT must name the port of the job's"),
+        (["--workers-of-job"], "must belong to a job: PERSIA_STORE_PORT is not set"),
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
     ],
 )

@@ -1,0 +1,263 @@
+"""Embeddings for inference: read-only lookups, here or by embedding workers.
+
+    batch -> lookup -> slot_tensors.py -> tensors
+
+Ids take the same path as in training and evaluation, so that the embeddings of equal
+rows are bit-identical.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.compiled import telling_of_compilation
+from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.routing.dedup import Positions
+from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.sharding.slot_tensors import slot_tensors
+from persia_torchrec.worker.hello import Hello, Slot, require_slots, wait_until_ready
+from persia_torchrec.worker.pulled import Outputs
+from persia_torchrec.worker.remote import RemoteWorkers
+from persia_torchrec.worker.schema import bags_of, features_of
+from persia_torchrec.worker.slots import SlotsLookup
+from persia_torchrec.worker.standalone import require_dims
+from persia_torchrec.worker.warm_up import warm_up
+
+_REQUEST_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """The embeddings of one batch, on the CPU.
+
+    Attributes:
+        slots: all slots.
+        names: of those that the batch has, in its order.
+        outputs: of the lookup, for these.
+        places: for each raw slot of the batch, the positions of its ids.
+    """
+
+    slots: tuple[Slot, ...]
+    names: tuple[str, ...]
+    outputs: Outputs
+    places: Sequence[Positions]
+
+
+class SlotsReader:
+    """Looks batches up for inference. Any thread may call any method.
+
+    Args:
+        lookup: in this process, or by embedding workers; the reader does not close it.
+        device: of the tensors.
+        status: returns how fresh the rows are, for ``GET /health``.
+    """
+
+    def __init__(
+        self,
+        lookup: SlotsLookup | RemoteWorkers,
+        device: torch.device,
+        status: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        self.device = device
+        self.status = status
+        self._lookup = lookup
+        self._slots: tuple[Slot, ...] | None = None
+
+    def hello(self) -> Hello:
+        """Ask whether all that a lookup needs is ready.
+
+        Raises:
+            PersiaError: it is not; the message says what.
+        """
+        hello = self._lookup.hello()
+        self._slots = hello.slots
+        return hello
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until :meth:`hello` succeeds.
+
+        Raises:
+            RequestTimeoutError: it did not in time; the last reason follows.
+        """
+        wait_until_ready(self.hello, timeout_s)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Return the slots; asks for them once.
+
+        Raises:
+            PersiaError: the lookup is not ready.
+        """
+        return self._slots or self.hello().slots
+
+    def look_up(self, batch: PersiaBatch | ReferencedBatch) -> LookedUp:
+        """Look a batch up.
+
+        Raises:
+            BatchError: an ID feature of the batch is not a slot, or its ids are held by
+                an embedding worker of a training job.
+            ServerError: a worker or a server failed, or did not answer in time.
+        """
+        if isinstance(batch, ReferencedBatch):
+            raise BatchError(
+                "A batch for inference must have its ids. Received: a batch of a "
+                "StreamingDataset, whose ids an embedding worker of a job holds."
+            )
+        slots = self.slots()
+        features = {feature.name: feature for feature in batch.id_type_features}
+        require_slots(list(features), [slot.name for slot in slots])
+        outputs, handle = self._lookup.pull(bags_of(features), None)
+        return LookedUp(slots, handle.slots, outputs, handle.places)
+
+    def to_tensors(self, looked_up: LookedUp) -> list[torch.Tensor]:
+        """Return a tensor per slot, in the batch's order; see ``slot_tensors.py``."""
+        outputs = [
+            torch.from_numpy(output).to(self.device, non_blocking=True)
+            for output in looked_up.outputs
+        ]
+        tensors = slot_tensors(
+            looked_up.slots, looked_up.names, outputs, looked_up.places
+        )
+        return list(tensors.values())
+
+
+class ConcurrentLookups:
+    """Looks up several batches of a ``DataLoader`` at once, by a reader.
+
+    Any thread may call any method.
+
+    Args:
+        reader: looks up; it bounds how long a lookup may take.
+        timeout_s: seconds to wait for the lookup of a batch and of those before it.
+    """
+
+    def __init__(self, reader: SlotsReader, *, timeout_s: float) -> None:
+        self._reader = reader
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._num_threads = 1  # guarded by _lock
+        self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self._reader.device
+
+    def start_pull(
+        self,
+        batch: PersiaBatch | ReferencedBatch,
+        *,
+        is_training: bool,
+        settings: LookupSettings | None = None,
+    ) -> Future[LookedUp]:
+        """Begin to look a batch up.
+
+        Args:
+            batch: as the reader takes it.
+            is_training: False.
+            settings: of the ``DataLoader`` that the batch comes from; None looks up
+                before it returns.
+
+        Raises:
+            PersiaError: without settings: what went wrong.
+        """
+        assert not is_training, "a reader changes nothing"
+        if settings is None:
+            looked_up: Future[LookedUp] = Future()
+            looked_up.set_result(self._reader.look_up(batch))
+            return looked_up
+        with self._lock:
+            if settings.num_workers != self._num_threads:
+                self._num_threads = settings.num_workers
+                self._pool.shutdown(wait=True)
+                self._pool = ThreadPoolExecutor(self._num_threads, "lookups")
+            return self._pool.submit(self._reader.look_up, batch)
+
+    def embed(self, pull: Future[LookedUp]) -> list[torch.Tensor]:
+        """Wait for a batch; return its embeddings, a tensor per slot.
+
+        Raises:
+            PersiaError: what went wrong with its lookup.
+        """
+        try:
+            looked_up = pull.result(self._timeout_s)
+        except PersiaError:
+            raise
+        except CancelledError as exc:
+            raise PersiaError("The context is closed.") from exc
+        except TimeoutError as exc:
+            raise RequestTimeoutError(
+                f"a batch must be looked up within {self._timeout_s:g} s",
+                server="embeddings",
+            ) from exc
+        return self._reader.to_tensors(looked_up)
+
+    def close(self) -> None:
+        """Begin no further lookup. May be called twice."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def host_checkpoint(
+    path: str | os.PathLike[str],
+    schema: EmbeddingSchema,
+    device: torch.device,
+    *,
+    num_servers: int = 1,
+    incremental_dir: str | None = None,
+) -> Iterator[SlotsReader]:
+    """Load a checkpoint into servers on this machine, for the time of a block.
+
+    Args:
+        path: of a checkpoint's folder, or of one with several, for its latest.
+        schema: the slots.
+        device: of the tensors.
+        num_servers: processes over which the rows are sharded.
+        incremental_dir: follow what a training writes there.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or it is damaged.
+        ConfigError: its tables are not those of the slots.
+        ServerError: a server does not start.
+    """
+    with EmbeddingCluster.of_checkpoint(
+        os.fspath(path), num_servers, incremental_dir=incremental_dir
+    ) as cluster:
+        client = EmbeddingClient.connect(
+            cluster.addresses, timeout_s=_REQUEST_TIMEOUT_S
+        )
+        try:
+            with telling_of_compilation():
+                warm_up()
+            client.learn_tables()
+            lookup = SlotsLookup(client, features_of(schema))
+            follows = incremental_dir is not None
+            status = (lambda: _following(client.counters())) if follows else dict
+            reader = SlotsReader(lookup, device, status)
+            require_dims(reader.hello().slots, schema)
+            yield reader
+        finally:
+            client.close()
+
+
+def _following(counters: Sequence[Mapping[str, int]]) -> dict[str, object]:
+    """Return how far the servers lag behind the training that they follow."""
+    faults = ("following_lost", "following_stopped")
+    num_faults = sum(c.get(fault, 0) for c in counters for fault in faults)
+    delay_ms = max(c.get("increment_delay_ms", 0) for c in counters)
+    return {
+        "following": {
+            "increments": sum(c.get("increments_put_in", 0) for c in counters),
+            "delay_s": delay_ms / 1000,
+            "lost": num_faults > 0,
+        }
+    }
