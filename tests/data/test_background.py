@@ -5,7 +5,7 @@ import pytest
 
 from persia_torchrec.data.background import in_background
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Item:

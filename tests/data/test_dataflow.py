@@ -17,7 +17,7 @@ from persia_torchrec.errors import RemoteError, ServerError
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 ORIGIN = (1, 0, 77)
 
 

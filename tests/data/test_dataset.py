@@ -7,7 +7,7 @@ from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from tests.local_job import batch_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Numbered(IterableDataset):

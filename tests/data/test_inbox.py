@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from persia_torchrec.data.inbox import Inbox
 from persia_torchrec.errors import DataflowError
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def inbox(*, capacity=100, rank=0, world_size=1):

@@ -33,7 +33,7 @@ from tests.sharding.remote_job import Bags, ids_of, kjt_of, remote_modules
 
 pytestmark = [pytest.mark.multiprocess]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 DIM = 4
 
 

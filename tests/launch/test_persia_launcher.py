@@ -15,7 +15,7 @@ from persia_torchrec import env
 from persia_torchrec.launch import persia_launcher
 from persia_torchrec.wire.discovery import AddressBook
 from tests.launch.jobs import Job
-from tests.processes import Processes
+from tests.processes import DEADLINE_S, Processes
 
 ROOT = Path(__file__).parents[2]
 SLOTS = "slots_config: {item: {dim: 4}}"
@@ -284,7 +284,7 @@ def test_nn_workers_of_two_machines_find_each_other(tmp_path, monkeypatch):
             for node in (1, 0)
         ]
         try:
-            output = "".join(node.communicate(timeout=40)[0] for node in nodes)
+            output = "".join(node.communicate(timeout=DEADLINE_S)[0] for node in nodes)
         finally:
             for node in nodes:
                 node.kill()

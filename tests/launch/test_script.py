@@ -115,7 +115,7 @@ reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
     os.write(writing, b"up")
-    time.sleep(60)
+    time.sleep(600)
 os.read(reading, 2)
 os.kill(child, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM

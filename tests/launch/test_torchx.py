@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 
 COMPONENT = """
@@ -27,7 +29,7 @@ def train(port: int = 0) -> specs.AppDef:
         ],
     )
 """
-LOADER = "import time; time.sleep(60)"
+LOADER = "import time; time.sleep(600)"
 TRAINER = "import os; print('trainer', os.environ['RANK']); os.kill(os.getpid(), 9)"
 
 
@@ -46,11 +48,12 @@ def logs_of_failed(folder, *arguments):
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}",
             "PYTHONPATH": str(ROOT),
             "HOME": str(folder),
+            "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
         text=True,
         check=False,
-        timeout=55,
+        timeout=DEADLINE_S,
     )
     assert run.returncode == 1, run.stderr
     return {

@@ -16,7 +16,7 @@ from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from tests.local_job import Batches, LocalJob
-from tests.processes import Processes, wait_until
+from tests.processes import DEADLINE_S, Processes, wait_until
 from tests.serving.conftest import CONFIG, EVALUATION, Dense, batch_of_numbers
 from tests.serving.inference_job import InferenceJob, address_of
 
@@ -47,7 +47,7 @@ def posted(address, batch):
         batch.to_bytes(),
         {"Content-Type": "application/octet-stream"},
     )
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         return json.load(answer)["predictions"]
 
 
@@ -92,7 +92,7 @@ def test_an_inference_job_follows_a_training_by_its_global_config(
         train(ctx, range(3, 8))
         of_job = InferCtx([worker.address for worker in training.workers])
         with of_job, InferCtx([address_of(worker)]) as infer:
-            infer.wait_for_serving(60)
+            infer.wait_for_serving(DEADLINE_S)
             wait_until(
                 lambda: embeddings_of(infer) == embeddings_of(of_job),
                 "the embeddings are those of the training",
@@ -147,7 +147,7 @@ def test_predictions_follow_a_training_within_seconds(tmp_path, monkeypatch):
                 following = json.load(answer)["following"]
             assert following["increments"] > 0
             assert not following["lost"]
-            assert 0 <= following["delay_s"] < 20
+            assert 0 <= following["delay_s"] < DEADLINE_S
 
             train(ctx, range(10, 15))
             ctx.dump_checkpoint(run, with_jit_model=True)

@@ -23,7 +23,7 @@ from persia_torchrec.worker.slots import SlotsLookup
 from tests.servers import ids_of
 from tests.worker.one_feature import bags_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 TABLE = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
 FEATURE = FeatureSpec(name="item", key="item", table="item")
 
