@@ -1,0 +1,76 @@
+"""The public names, and where they are: ``__init__.py`` imports each on first use."""
+
+from persia_torchrec.client.client import (
+    EmbeddingClient as EmbeddingClient,
+)
+from persia_torchrec.client.transfer import (
+    RowBlock as RowBlock,
+    blocks_of as blocks_of,
+)
+from persia_torchrec.embedding.admission import (
+    AdmitAll as AdmitAll,
+    AdmitBloom as AdmitBloom,
+    AdmitFrequency as AdmitFrequency,
+    AdmitProbability as AdmitProbability,
+)
+from persia_torchrec.embedding.eviction import (
+    Expiry as Expiry,
+)
+from persia_torchrec.embedding.initializer import (
+    Constant as Constant,
+    Gamma as Gamma,
+    InverseSqrtDim as InverseSqrtDim,
+    Normal as Normal,
+    Poisson as Poisson,
+    TruncatedNormal as TruncatedNormal,
+    Uniform as Uniform,
+)
+from persia_torchrec.embedding.optim import (
+    FTRL as FTRL,
+    LAMB as LAMB,
+    LARS as LARS,
+    SGD as SGD,
+    Adagrad as Adagrad,
+    AdagradDecay as AdagradDecay,
+    Adam as Adam,
+    AdamAsync as AdamAsync,
+    AdamW as AdamW,
+    RowwiseAdam as RowwiseAdam,
+    RowwiseLAMB as RowwiseLAMB,
+)
+from persia_torchrec.errors import (
+    PersiaError as PersiaError,
+)
+from persia_torchrec.server.cluster import (
+    EmbeddingCluster as EmbeddingCluster,
+)
+from persia_torchrec.sharding.mixed import (
+    MixedSharder as MixedSharder,
+)
+from persia_torchrec.sharding.placement import (
+    Placement as Placement,
+)
+from persia_torchrec.sharding.sharder import (
+    RemoteEmbeddingBagCollectionSharder as RemoteEmbeddingBagCollectionSharder,
+    RemoteEmbeddingCollectionSharder as RemoteEmbeddingCollectionSharder,
+    RemoteFeatureProcessedEmbeddingBagCollectionSharder as RemoteFeatureProcessedEmbeddingBagCollectionSharder,
+    RemoteFusedEmbeddingBagCollectionSharder as RemoteFusedEmbeddingBagCollectionSharder,
+    RemoteSharder as RemoteSharder,
+    remote_sharders as remote_sharders,
+)
+from persia_torchrec.sharding.state import (
+    load_tables as load_tables,
+    plain_state_dict as plain_state_dict,
+    read_table as read_table,
+)
+from persia_torchrec.sharding.whole_model import (
+    describe_placement as describe_placement,
+    join as join,
+)
+from persia_torchrec.table import (
+    TableSettings as TableSettings,
+)
+from persia_torchrec.training.checkpoint import (
+    load_checkpoint as load_checkpoint,
+    save_checkpoint as save_checkpoint,
+)
