@@ -5,11 +5,10 @@ trainer; ``eval_ctx`` within it, or anywhere else in the job, evaluates. ``Infer
 looks embeddings up outside of any job. ``cnt_ctx()`` is the one that is entered.
 """
 
-from persia_torchrec.ctx.base_ctx import BaseCtx, cnt_ctx
+from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode, cnt_ctx
 from persia_torchrec.ctx.data_ctx import DataCtx
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx, eval_ctx
 from persia_torchrec.ctx.infer_ctx import InferCtx
-from persia_torchrec.ctx.lookup_ctx import PreprocessMode
 from persia_torchrec.ctx.train_ctx import TrainCtx
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from persia_torchrec.ctx.lookup_ctx import LookupCtx, PreprocessMode
+from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.ctx.read_only import ReadOnlyEmbeddings
 from persia_torchrec.data.loader import entered_context
 from persia_torchrec.embedding import EmbeddingConfig

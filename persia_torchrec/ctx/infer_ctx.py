@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from persia_torchrec.ctx.lookup_ctx import LookupCtx, PreprocessMode
+from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.serving.embeddings import ConcurrentLookups, SlotsReader
 from persia_torchrec.wire.ports import tcp_address

@@ -8,9 +8,8 @@ from torch import nn
 
 from persia_torchrec import env
 from persia_torchrec.config import EmbeddingSchema, load_embedding_config
-from persia_torchrec.ctx.base_ctx import BaseCtx, require_at_least_1
+from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode, require_at_least_1
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
-from persia_torchrec.ctx.lookup_ctx import PreprocessMode
 from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.distributed import (
     DistributedBaseOption,

@@ -302,15 +302,26 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
         """Let the trainers update jointly, if they do."""
 
     def put_on_servers(
-        self, module: Module, env: ShardingEnv, device: torch.device
-    ) -> Sharded:
+        self,
+        module: Module,
+        env: ShardingEnv,
+        device: torch.device,
+        sharded_type: type[ShardedRemoteCollection[Any, Any]] | None = None,
+    ) -> Any:
         """Make the tables known to the servers, and return the module that uses them.
+
+        Args:
+            module: the collection.
+            env: gives the number of trainers.
+            device: where the embeddings are wanted.
+            sharded_type: what to make of it, if not what :attr:`kind` says.
 
         Raises:
             ConfigError: a setting of the collection is one that the servers cannot
                 honour.
             ServerError: a server refuses a table, or does not answer.
         """
+        sharded_type = sharded_type or self.kind[1]
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
         pipeline = self.make_pipeline(spec, device)
@@ -318,7 +329,6 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
         if env.world_size > 1:
             self.remote_tables.meet(env.process_group, device)
         self.join_trainers(pipeline, env, device)
-        _, sharded_type = self.kind
         # A table of two collections stands in the optimizer of the first.
         keys = {f"{sharded_type.weights_in}.{name}.weight": name for name in tables}
         sharded = sharded_type(

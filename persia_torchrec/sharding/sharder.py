@@ -301,7 +301,7 @@ class _ThroughBags(PlannedSharder[Module, Sharded]):
     def put_on_servers(
         self, module: Module, env: ShardingEnv, device: torch.device
     ) -> Any:
-        return self._bags.put_on_servers(self.tables_in(module), env, device)
+        return self._bags.put_on_servers(module, env, device)
 
 
 class RemoteFusedEmbeddingBagCollectionSharder(
@@ -363,10 +363,13 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(
         module: FeatureProcessedEmbeddingBagCollection,
         env: ShardingEnv,
         device: torch.device,
-    ) -> ShardedRemoteFeatureProcessedEmbeddingBagCollection:
+    ) -> Any:
         """Put the bags on the servers, with the processors before them."""
-        bags = super().put_on_servers(module, env, device)
-        return ShardedRemoteFeatureProcessedEmbeddingBagCollection(module, bags, device)
+        made = ShardedRemoteFeatureProcessedEmbeddingBagCollection
+        bags = self.tables_in(module)
+        sharded = self._bags.put_on_servers(bags, env, device, made)
+        sharded.use_processors(module)
+        return sharded
 
 
 def remote_sharders(

@@ -32,7 +32,7 @@ from persia_torchrec.sharding.remote_lookup import StartedPull
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints
-from persia_torchrec.training.data_parallel import init_process_group, replication_of
+from persia_torchrec.training.data_parallel import build_replication, init_process_group
 from persia_torchrec.training.measured import (
     MeasuredWorkers,
     Measures,
@@ -141,7 +141,7 @@ class Engine:
             timeout_s=REQUEST_TIMEOUT_S,
         )
         hybrid = HybridModel(make_collection(config.schema), model)
-        self._replication = replication_of(config.distributed, model)
+        self._replication = build_replication(config.distributed, model)
         self.dmp = DistributedModelParallel(
             hybrid,
             device=config.device,

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.training.byte_gradients import (
+from persia_torchrec.training.data_parallel import (
     BLOCK,
     decode_blocks,
     encode_blocks,
