@@ -1,7 +1,8 @@
 # make train   train the adult-income example on this machine
 # make test    everything that must hold before a change is done
+# make coverage    the lines of the package that no test runs
 #
-# Both start from nothing: they make .venv with what the machine needs. torch comes
+# All start from nothing: they make .venv with what the machine needs. torch comes
 # first and alone, because fbgemm has to fit it; torchrec's own metadata asks for the
 # CUDA build of fbgemm, so that its needs are installed by name.
 
@@ -9,6 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/installed
+COVERAGE := $(CURDIR)/build/coverage
 
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 TORCH := torch==2.13.0
@@ -22,11 +24,11 @@ ifneq ($(wildcard $(ADULT)),)
 export PERSIA_DATA_DIR ?= $(abspath $(ADULT))
 endif
 
-.PHONY: help install train test lint unit clean
+.PHONY: help install train test lint unit coverage clean
 .NOTPARALLEL:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s  %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP)  ## make .venv
 
@@ -55,6 +57,13 @@ lint: $(STAMP)  ## format, lint, types, import rules
 
 unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
+	rm -rf $(COVERAGE)
+	mkdir -p $(COVERAGE)
+	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage run -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage combine --quiet $(COVERAGE)
+	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage report
 
 clean:  ## remove all that the other targets made
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
