@@ -11,7 +11,6 @@ from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.data.dataflow import ReferencedBatch
-from persia_torchrec.data.dense import dense_tensor
 from persia_torchrec.data.loader import (
     LookupSettings,
     PersiaTrainingBatch,
@@ -21,6 +20,7 @@ from persia_torchrec.data.loader import (
 )
 from persia_torchrec.embedding.data import BatchRest, PersiaBatch
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.sharding.slot_tensors import dense_tensor
 from persia_torchrec.training.checkpoint import (
     Target,
     apply_state,

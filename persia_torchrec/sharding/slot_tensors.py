@@ -1,8 +1,10 @@
-"""PERSIA's slots as tensors: what a lookup gives, laid out as a model takes it.
+"""A PERSIA batch as tensors: what a model takes, on its device. Needs no TorchRec.
 
-    pooled slot   (B, D)          its columns of the pooled array
-    raw slot      (B, F, D + 1)   a vector for each place; the last channel is 1.0 where
-                                  an id stands, and 0.0, as all others, where none does
+    dense feature, label   any shape
+    pooled slot            (B, D)          its columns of the pooled array
+    raw slot               (B, F, D + 1)   a vector for each position; the last channel
+                                           is 1.0 where an id stands, and 0.0, as all
+                                           others, where none does
 
 The model gets one for each slot that the batch has, in the order of the batch.
 
@@ -10,12 +12,14 @@ Dimension key:
     B: samples
     T: sum of the dims of the pooled slots
     N: different ids of a raw slot
-    F: places a sample
+    F: positions per sample
     D: embedding dim
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -23,6 +27,16 @@ from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.worker.hello import Slot, require_slots
 
 Slots = dict[str, torch.Tensor]
+
+
+def dense_tensor(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device.
+
+    On the CPU the tensor shares the array's memory, unless that cannot be written to,
+    as that of a batch made of bytes.
+    """
+    writable = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(writable).to(device, non_blocking=True)
 
 
 def slot_tensors(
@@ -39,7 +53,7 @@ def slot_tensors(
             columns and of the raw slots.
         outputs: float32 ``(B, T)``, and ``(N, D)`` for each raw slot: what a
             ``SlotsLookup`` gave.
-        places: int32 ``(B, F)`` for each raw slot, see ``worker/raw_ids.py``.
+        places: int32 ``(B, F)`` for each raw slot: the vector of each position.
 
     Returns:
         float32, in the order of ``names``, on the device of the outputs, in their
@@ -54,20 +68,20 @@ def slot_tensors(
     pooled_BT, *raw = outputs
     pooled = [slot for slot in slots if not slot.num_places]
     columns = pooled_BT.split([slot.dim for slot in pooled], dim=1)
-    tensors = {slot.name: part for slot, part in zip(pooled, columns, strict=True)}
+    tensors = {slot.name: block for slot, block in zip(pooled, columns, strict=True)}
     raw_slots = [slot for slot in slots if slot.num_places]
     for slot, rows_ND, of_slot in zip(raw_slots, raw, places, strict=True):
         places_BF = torch.from_numpy(of_slot).to(rows_ND.device, non_blocking=True)
-        tensors[slot.name] = laid_out(rows_ND, places_BF)
+        tensors[slot.name] = pad_raw(rows_ND, places_BF)
     return {name: tensors[name] for name in names}
 
 
-def laid_out(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:
-    """Give each place of a raw slot its vector, and the mask channel.
+def pad_raw(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:
+    """Give each position of a raw slot its vector, and the mask channel.
 
     Args:
         rows_ND: float32 ``(N, D)``.
-        places_BF: int32 ``(B, F)``: which row, from 1; 0 is an empty place.
+        places_BF: int32 ``(B, F)``: which row, from 1; 0 is an empty position.
 
     Returns:
         float32 ``(B, F, D + 1)``.

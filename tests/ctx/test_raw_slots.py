@@ -7,7 +7,7 @@ from persia_torchrec.ctx import eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
-from persia_torchrec.sharding.slot_tensors import laid_out
+from persia_torchrec.sharding.slot_tensors import pad_raw
 from tests.local_job import Batches, LocalJob
 from tests.servers import ids_of
 
@@ -63,13 +63,13 @@ def batch_of(samples):
 def test_a_raw_slot_has_a_vector_a_place_and_a_mask():
     rows_ND = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     places_BF = torch.tensor([[2, 1, 0], [0, 0, 0]], dtype=torch.int32)
-    assert laid_out(rows_ND, places_BF).tolist() == [
+    assert pad_raw(rows_ND, places_BF).tolist() == [
         [[3, 4, 1], [1, 2, 1], [0, 0, 0]],
         [[0, 0, 0]] * 3,
     ]
 
 
-def test_raw_slots_are_laid_out_and_trained_by_place(job):
+def test_raw_slots_are_pad_raw_and_trained_by_place(job):
     model = ByPlace()
     config = EmbeddingConfig(weight_bound=0)
     with job.train_ctx(model, embedding_config=config) as ctx:

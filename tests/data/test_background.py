@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from persia_torchrec.data.background import in_background
+from persia_torchrec.data.dataset import in_background
 
 DEADLINE_S = 120.0
 
