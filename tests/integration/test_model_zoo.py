@@ -4,22 +4,22 @@ Each is built twice from the same dense weights and the same rows: with its tabl
 the servers, and in plain TorchRec with fbgemm's fused rowwise Adagrad.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
 from torchrec.modules.mlp import MLP
 
-from persia_torchrec import Adagrad
-from persia_torchrec.client.client import BatchNumber
-from tests.sharding.remote_job import META, RemoteJob, remote_modules, shard
+from persia_torchrec import Adagrad, RemoteEmbeddingBagCollectionSharder
+from tests.integration.twins import Twins, WithLoss
+from tests.sharding.remote_job import META, RemoteJob, remote_modules
 
 FEATURES = ("user", "query", "ad", "place")
 NUM_IDS = 40
@@ -29,6 +29,12 @@ NUM_SAMPLES = 32
 NUM_STEPS = 160
 LR = 0.1
 EPS = 1e-8
+
+
+class Batch(NamedTuple):
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+    labels: torch.Tensor
 
 
 class TwoTower(nn.Module):
@@ -61,8 +67,7 @@ GIVES_PROBABILITIES = {"SimpleDeepFMNN"}
 
 
 def make_model(name):
-    """Return a model, its dense weights the same each time, its tables on meta."""
-    torch.manual_seed(0)
+    """Return a model, its tables on meta."""
     tables = [
         EmbeddingBagConfig(NUM_IDS, DIM, name=f"table_{key}", feature_names=[key])
         for key in FEATURES
@@ -87,56 +92,7 @@ def make_batch(weights, rng):
     dense = torch.randn(NUM_SAMPLES, NUM_DENSE, generator=rng)
     score = scores.view(-1, NUM_SAMPLES).sum(0) + dense[:, 0]
     kjt = KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths.int())
-    return Batch(dense, kjt, (score > 0).float())
-
-
-def train(model, batches, loss_fn):
-    """Return the loss of each step; the dense half is trained by plain SGD."""
-    dense = [weight for key, weight in model.named_parameters() if "_bag" not in key]
-    optimizer = torch.optim.SGD(dense, lr=0.1)
-    losses = []
-    for batch in batches:
-        output = model(batch.dense_features, batch.sparse_features).squeeze(-1)
-        loss = loss_fn(output, batch.labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return np.array(losses)
-
-
-def make_twin(name, job):
-    """Return the model in plain TorchRec, with the rows that the servers begin with."""
-    arguments = {"learning_rate": LR, "eps": EPS}
-    kind = EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    sharder = EmbeddingBagCollectionSharder({"optimizer": kind, **arguments})
-    fused = ParameterConstraints(
-        sharding_types=["table_wise"], compute_kernels=["fused"]
-    )
-    constraints = {f"table_{key}": fused for key in FEATURES}
-    twin = shard(make_model(name), sharder, constraints=constraints)
-    tables = {
-        key.split(".")[-2]: value
-        for key, value in twin.state_dict().items()
-        if "embedding_bags" in key
-    }
-    assert len(tables) == len(FEATURES)
-    for table, weight in tables.items():
-        split = job.client.split(np.arange(NUM_IDS, dtype=np.uint64))
-        number = BatchNumber(BatchNumber.new_stream(), 1)
-        (rows,) = job.client.pull([(table, split)], batch=number)
-        (piece,) = weight.local_shards()
-        piece.tensor.copy_(torch.from_numpy(rows[split.place]))
-    return twin
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Run small operators in one thread: two wait for each other on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    return Batch(dense=dense, ids=kjt, labels=(score > 0).float())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -144,14 +100,22 @@ def test_a_model_of_torchrec_trains_on_the_servers_as_it_does_in_torchrec(name):
     optimizer = Adagrad(
         LR, initial_accumulator_value=0, eps=EPS, vectorwise_shared=True
     )
+    kind = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    fused = {"optimizer": kind, "learning_rate": LR, "eps": EPS}
     loss_fn = nn.BCELoss() if name in GIVES_PROBABILITIES else nn.BCEWithLogitsLoss()
     batches = make_batches(NUM_STEPS)
     with RemoteJob() as job:
-        model = job.put_on_servers(make_model(name), optimizer)
-        assert len(remote_modules(model)) == 1
-        twin = make_twin(name, job)
-        losses = train(model, batches, loss_fn)
-        expected = train(twin, batches, loss_fn)
+        twins = Twins(
+            *(job, lambda: WithLoss(make_model(name), loss_fn)),
+            [RemoteEmbeddingBagCollectionSharder(job.client, optimizer)],
+            EmbeddingBagCollectionSharder(fused),
+            dims={f"table_{key}": DIM for key in FEATURES},
+            num_ids=NUM_IDS,
+        )
+        assert len(remote_modules(twins.remote)) == 1
+        losses = twins.train(twins.remote, batches)
+        expected = twins.train(twins.plain, batches)
+        twins.require_equal_rows()
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     # Nothing of this would mean much if the model had learnt nothing.
     assert losses[-20:].mean() < 0.9 * losses[:20].mean()

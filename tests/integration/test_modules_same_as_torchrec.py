@@ -28,7 +28,6 @@ from torchrec.distributed.fp_embeddingbag import (
     FeatureProcessedEmbeddingBagCollectionSharder,
 )
 from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.feature_processor_ import (
     PositionWeightedModule,
@@ -47,8 +46,8 @@ from persia_torchrec import (
     RemoteFeatureProcessedEmbeddingBagCollectionSharder,
     RemoteFusedEmbeddingBagCollectionSharder,
 )
-from persia_torchrec.client.client import BatchNumber
-from tests.sharding.remote_job import CPU, META, RemoteJob, shard
+from tests.integration.twins import Twins, WithLoss
+from tests.sharding.remote_job import CPU, META, RemoteJob
 
 NUM_IDS = 40
 NUM_SAMPLES = 16
@@ -175,19 +174,6 @@ def sum_by_sample(dense, feature):
     sample = samples.repeat_interleave(feature.lengths())
     zeros = torch.zeros(len(dense), values.shape[1], device=dense.device)
     return zeros.index_add(0, sample, values)
-
-
-class WithLoss(nn.Module):
-    """A model as TorchRec's pipelines want it: a batch in, loss and result out."""
-
-    def __init__(self, model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch):
-        logits = self.model(batch.dense, batch.ids)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, loss.detach()
 
 
 def as_int32(kjt):
@@ -383,56 +369,15 @@ def make_batches(case):
     return [make_batch(generator, case) for _ in range(case.num_steps)]
 
 
-class Twins:
-    """One model twice: its tables on the servers, and in plain TorchRec."""
-
-    def __init__(self, job, case, device=CPU):
-        torch.manual_seed(0)
-        model = case.model()
-        dense = {key: v.clone() for key, v in model.state_dict().items() if v.numel()}
-        dense = {key: value for key, value in dense.items() if not value.is_meta}
-        self.configs = configs_of(model.embeddings)
-        model = model.to(device) if device != CPU else model
-        sharders = case.remote(job.client)
-        self.remote = job.shard(WithLoss(model), sharders, device=device)
-        twin = case.model()
-        twin.load_state_dict(dense, strict=False)
-        fused = ParameterConstraints(
-            sharding_types=["table_wise"], compute_kernels=["fused"]
-        )
-        constraints = {config.name: fused for config in self.configs}
-        self.local = shard(WithLoss(twin), case.local(), constraints=constraints)
-        for config in self.configs:
-            ids = np.arange(NUM_IDS, dtype=np.uint64)
-            split = job.client.split(ids)
-            number = BatchNumber(BatchNumber.new_stream(), 1)
-            (rows,) = job.client.pull([(config.name, split)], batch=number)
-            self.local_rows(config.name).copy_(torch.from_numpy(rows[split.place]))
-
-    def local_rows(self, table):
-        (piece,) = (
-            value.local_shards()
-            for name, value in self.local.state_dict().items()
-            if name.endswith(f".{table}.weight")
-        )
-        return piece[0].tensor
-
-    def train(self, model, batches):
-        """Return the loss of each step; the dense half is trained by plain SGD."""
-        optimizer = self.dense_optimizer(model)
-        losses = []
-        for batch in batches:
-            loss, detached = model(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(detached.item())
-        return np.array(losses)
-
-    def dense_optimizer(self, model):
-        tables = tuple(f".{config.name}.weight" for config in self.configs)
-        dense = [p for name, p in model.named_parameters() if not name.endswith(tables)]
-        return torch.optim.SGD(dense, lr=0.1)
+def make_twins(job, case, device=CPU):
+    configs = configs_of(case.model().embeddings)
+    return Twins(
+        *(job, lambda: WithLoss(case.model())),
+        *(case.remote(job.client), case.local()),
+        dims={config.name: config.embedding_dim for config in configs},
+        num_ids=NUM_IDS,
+        device=device,
+    )
 
 
 def configs_of(module):
@@ -441,14 +386,6 @@ def configs_of(module):
     if isinstance(module, FeatureProcessedEmbeddingBagCollection):
         module = module._embedding_bag_collection
     return module.embedding_bag_configs()
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
@@ -465,19 +402,14 @@ def test_every_step_has_the_loss_of_plain_torchrec(job, monkeypatch, case):
             RemoteEmbeddingCollectionSharder,
         ):
             monkeypatch.setattr(sharder, "POOLS_ON", {"cpu"})
-    twins = Twins(job, case)
-    starts = {c.name: twins.local_rows(c.name).clone() for c in twins.configs}
+    twins = make_twins(job, case)
     losses = twins.train(twins.remote, make_batches(case))
     batches = make_batches(case)
     if case.is_variable:
         batches = [batch.repeated() for batch in batches]
-    expected = twins.train(twins.local, batches)
+    expected = twins.train(twins.plain, batches)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for config in twins.configs:
-        rows = job.read(config.name, range(NUM_IDS))[:, : config.embedding_dim]
-        local = twins.local_rows(config.name)
-        np.testing.assert_allclose(rows, local.numpy(), rtol=1e-4, atol=1e-5)
-        assert (local - starts[config.name]).abs().max() > 0.05
+    twins.require_equal_rows()
     assert job.total("gradients_missed") == 0
 
 
@@ -493,12 +425,12 @@ def test_every_step_has_the_loss_of_plain_torchrec(job, monkeypatch, case):
 )
 def test_a_pipeline_of_torchrec_trains_every_module_as_a_plain_loop_does(job, case):
     case = replace(CASES[case], **VARIANT)
-    twins = Twins(job, case)
+    twins = make_twins(job, case)
     optimizer = twins.dense_optimizer(twins.remote)
     pipeline = TrainPipelineSparseDist(twins.remote, optimizer, CPU)
     batches = iter(make_batches(case))
     losses = [pipeline.progress(batches).item() for _ in range(case.num_steps)]
-    expected = twins.train(twins.local, make_batches(case))
+    expected = twins.train(twins.plain, make_batches(case))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
@@ -539,7 +471,7 @@ def full_batches(num, max_ids=2):
         pytest.param(replace(SEQUENCES, model=FewSequences), id="sequences"),
     ],
 )
-def test_a_compiled_model_trains_as_compiled_plain_torchrec(job, case):
+def test_a_compiled_model_trains_as_plain_torchrec_does(job, case):
     torch.compiler.reset()
     graphs = []
 
@@ -549,17 +481,15 @@ def test_a_compiled_model_trains_as_compiled_plain_torchrec(job, case):
         )
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    twins = Twins(job, case)
+    twins = make_twins(job, case)
     open_batches = job.total("open_batches")  # it has made rows
     remote = torch.compile(twins.remote, backend=recorded)
     losses = twins.train(remote, full_batches(4))
     compiled = {name for graph in graphs for name in graph}
     assert {"tanh", "linear", "binary_cross_entropy_with_logits"} <= compiled
-    local = torch.compile(twins.local, backend="aot_eager")
-    expected = twins.train(local, full_batches(4))
+    expected = twins.train(twins.plain, full_batches(4))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    rows = job.read("term", range(NUM_IDS))[:, :4]
-    np.testing.assert_allclose(rows, twins.local_rows("term").numpy(), atol=1e-6)
+    twins.require_equal_rows(rtol=0, atol=1e-6, moved=0)
     # A second number of ids makes graphs of any number; then there are no more.
     twins.train(remote, full_batches(4, max_ids=3))
     num_graphs = len(graphs)
@@ -575,9 +505,9 @@ def test_a_compiled_model_trains_as_compiled_plain_torchrec(job, case):
 )
 def test_a_module_on_a_gpu_trains_as_plain_torchrec_does(job, case):
     device, case = torch.device("cuda", 0), CASES[case]
-    twins = Twins(job, case, device)
+    twins = make_twins(job, case, device)
     on_gpu = [batch.to(device) for batch in make_batches(case)]
     losses = twins.train(twins.remote, on_gpu)
-    expected = twins.train(twins.local, make_batches(case))
+    expected = twins.train(twins.plain, make_batches(case))
     # Sums there are in another order.
     np.testing.assert_allclose(losses, expected, rtol=1e-3)

@@ -18,16 +18,16 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner.types import ParameterConstraints
 
-from persia_torchrec import SGD, Adagrad
-from persia_torchrec.client.client import BatchNumber
+from persia_torchrec import SGD, Adagrad, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import Optimizer
-from tests.sharding.remote_job import CPU, META, RemoteJob, shard
+from tests.integration.twins import Twins, WithLoss
+from tests.sharding.remote_job import CPU, META, RemoteJob
 
 NUM_IDS = 40
 NUM_SAMPLES = 32
 NUM_STEPS = 200
+LR = 0.2
 FEATURES = {"ad": 16, "query": 16, "user": 8, "place": 4}
 
 
@@ -123,84 +123,30 @@ def make_batches(num):
     return [make_batch(generator) for _ in range(num)]
 
 
-def train(model, batches):
-    """Return the loss of each step; the dense half is trained by plain SGD."""
-    dense = [weight for name, weight in model.named_parameters() if "bags" not in name]
-    optimizer = torch.optim.SGD(dense, lr=0.2)
-    losses = []
-    for batch in batches:
-        logits = model(batch.dense, batch.ids)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return np.array(losses)
+def make_model():
+    return WithLoss(Dlrm())
 
 
-class Twins:
-    """One model twice: its tables on the servers, and in plain TorchRec."""
-
-    def __init__(self, job, case, *, device=CPU, **settings):
-        self.job = job
-        torch.manual_seed(0)
-        model = Dlrm()
-        dense = {key: v.clone() for key, v in model.state_dict().items() if v.numel()}
-        self.remote = job.put_on_servers(
-            model.to(device) if device != CPU else model,
-            case.optimizer,
-            device=device,
-            **settings,
-        )
-        twin = Dlrm()
-        twin.load_state_dict(dense, strict=False)
-        sharder = EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": case.kind, **case.arguments}
-        )
-        fused = ParameterConstraints(
-            sharding_types=["table_wise"], compute_kernels=["fused"]
-        )
-        constraints = {table.name: fused for table in tables()}
-        self.local = shard(twin, sharder, constraints=constraints)
-        self.start = {}
-        for table in tables():
-            ids = np.arange(NUM_IDS, dtype=np.uint64)
-            split = job.client.split(ids)
-            number = BatchNumber(BatchNumber.new_stream(), 1)
-            (rows,) = job.client.pull([(table.name, split)], batch=number)
-            self.start[table.name] = rows[split.place]
-            self.local_rows(table).copy_(torch.from_numpy(rows[split.place]))
-
-    def local_rows(self, table):
-        name = f"embeddings.embedding_bags.{table.name}.weight"
-        (piece,) = self.local.state_dict()[name].local_shards()
-        return piece.tensor
-
-    def remote_rows(self, table):
-        return self.job.read(table.name, range(NUM_IDS))[:, : table.embedding_dim]
-
-    def row_differences(self):
-        """Return the largest difference of a table's rows, for each table."""
-        return [
-            np.abs(self.remote_rows(table) - self.local_rows(table).numpy()).max()
-            for table in tables()
-        ]
-
-    def row_moves(self):
-        """Return how far the row went that went farthest, for each table."""
-        return [
-            np.abs(self.remote_rows(table) - self.start[table.name]).max()
-            for table in tables()
-        ]
+def plain_sharder(case):
+    return EmbeddingBagCollectionSharder({"optimizer": case.kind, **case.arguments})
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Run small operators in one thread: two wait for each other on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+def make_twins(job, case, *, device=CPU, **settings):
+    sharder = RemoteEmbeddingBagCollectionSharder(
+        job.client, case.optimizer, **settings
+    )
+    return Twins(
+        *(job, make_model, [sharder], plain_sharder(case)),
+        dims={table.name: table.embedding_dim for table in tables()},
+        num_ids=NUM_IDS,
+        device=device,
+    )
+
+
+def train(twins, batches):
+    """Return the losses on the servers, and in plain TorchRec."""
+    remote = twins.train(twins.remote, batches, lr=LR)
+    return remote, twins.train(twins.plain, batches, lr=LR)
 
 
 @pytest.fixture
@@ -219,15 +165,12 @@ def test_the_batches_have_repeated_ids_and_empty_bags():
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_has_the_loss_of_plain_torchrec(job, case):
-    twins = Twins(job, case)
-    batches = make_batches(NUM_STEPS)
-    losses = train(twins.remote, batches)
-    expected = train(twins.local, batches)
+    twins = make_twins(job, case)
+    losses, expected = train(twins, make_batches(NUM_STEPS))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    assert max(twins.row_differences()) < 1e-5
-    # Nothing of this would mean much if the tables had learnt nothing.
+    twins.require_equal_rows(rtol=0, moved=0.1)
+    # Nothing of this would mean much if the model had learnt nothing.
     assert expected[-20:].mean() < 0.75 * expected[:5].mean()
-    assert min(twins.row_moves()) > 0.1
     assert job.total("gradients_missed") == 0
 
 
@@ -236,9 +179,8 @@ def test_the_number_of_servers_does_not_change_the_training():
     losses = {}
     for num_servers in (1, 3):
         with RemoteJob(num_servers=num_servers) as job:
-            torch.manual_seed(0)
-            model = job.put_on_servers(Dlrm(), ADAGRAD_CASE.optimizer)
-            losses[num_servers] = train(model, batches)
+            twins = make_twins(job, ADAGRAD_CASE)
+            losses[num_servers] = twins.train(twins.remote, batches, lr=LR)
     assert np.array_equal(losses[1], losses[3])
 
 
@@ -246,10 +188,8 @@ def test_the_number_of_servers_does_not_change_the_training():
     ("wire_dtype", "rtol"), [(torch.float16, 2e-4), (torch.bfloat16, 5e-3)]
 )
 def test_half_of_the_bytes_on_the_wire_cost_little_of_the_loss(job, wire_dtype, rtol):
-    twins = Twins(job, ROWWISE_CASE, wire_dtype=wire_dtype)
-    batches = make_batches(50)
-    losses = train(twins.remote, batches)
-    expected = train(twins.local, batches)
+    twins = make_twins(job, ROWWISE_CASE, wire_dtype=wire_dtype)
+    losses, expected = train(twins, make_batches(50))
     np.testing.assert_allclose(losses, expected, rtol=rtol)
     assert not np.array_equal(losses, expected)
 
@@ -259,10 +199,11 @@ def test_half_of_the_bytes_on_the_wire_cost_little_of_the_loss(job, wire_dtype, 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_on_a_gpu_trains_as_plain_torchrec_does(job, case):
     device = torch.device("cuda", 0)
-    twins = Twins(job, case, device=device)
+    twins = make_twins(job, case, device=device)
     batches = make_batches(NUM_STEPS)
-    losses = train(twins.remote, [batch.to(device) for batch in batches])
-    expected = train(twins.local, batches)
+    on_gpu = [batch.to(device) for batch in batches]
+    losses = twins.train(twins.remote, on_gpu, lr=LR)
+    expected = twins.train(twins.plain, batches, lr=LR)
     # The dense half sums in another order there.
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
-    assert max(twins.row_differences()) < 1e-3
+    twins.require_equal_rows(rtol=0, atol=1e-3, moved=0.1)

@@ -5,33 +5,25 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagConfig
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner.types import ParameterConstraints
 
 from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import AdamAsync
 from persia_torchrec.sharding.state import load_tables, plain_state_dict, read_table
+from tests.integration import twins
 from tests.integration.test_same_as_torchrec import (
     ADAGRAD_CASE,
     CASES,
+    LR,
     NUM_IDS,
-    Dlrm,
     make_batches,
+    make_model,
+    plain_sharder,
     tables,
-    train,
 )
+from tests.integration.twins import shard_plain
 from tests.sharding.remote_job import Bags, RemoteJob, kjt_of, shard
 
 NAMES = [table.name for table in tables()]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Run small operators in one thread: two wait for each other on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
@@ -42,14 +34,12 @@ def job():
 
 def on_torchrec(case):
     """Return the model on plain TorchRec, its tables with fbgemm's fused optimizer."""
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": case.kind, **case.arguments}
-    )
-    fused = ParameterConstraints(
-        sharding_types=["table_wise"], compute_kernels=["fused"]
-    )
     torch.manual_seed(0)
-    return shard(Dlrm(), sharder, constraints=dict.fromkeys(NAMES, fused))
+    return shard_plain(make_model(), plain_sharder(case), NAMES)
+
+
+def train(model, batches):
+    return twins.train(model, batches, twins.dense_optimizer(model, NAMES, LR))
 
 
 def dense_of(model):
@@ -62,7 +52,7 @@ def test_fifty_steps_here_and_fifty_there_are_a_hundred(job, case):
     batches = make_batches(100)
     plain = on_torchrec(case)
     train(plain, batches[:50])
-    model = Dlrm()
+    model = make_model()
     model.load_state_dict(dense_of(plain), strict=False)
     sharder = RemoteEmbeddingBagCollectionSharder(job.client, case.optimizer)
     remote = shard(model, sharder)
@@ -83,7 +73,7 @@ def test_without_the_state_training_would_go_on_otherwise(job):
     batches = make_batches(60)
     plain = on_torchrec(ADAGRAD_CASE)
     train(plain, batches[:50])
-    model = Dlrm()
+    model = make_model()
     model.load_state_dict(dense_of(plain), strict=False)
     remote = job.put_on_servers(model, ADAGRAD_CASE.optimizer)
     load_tables(job.client, plain.state_dict(), NAMES)
@@ -96,10 +86,10 @@ def test_without_the_state_training_would_go_on_otherwise(job):
 def test_what_was_trained_on_the_servers_goes_on_without_them(job):
     batches = make_batches(40)
     torch.manual_seed(0)
-    remote = job.put_on_servers(Dlrm(), ADAGRAD_CASE.optimizer)
+    remote = job.put_on_servers(make_model(), ADAGRAD_CASE.optimizer)
     train(remote, batches[:20])
     plain = on_torchrec(ADAGRAD_CASE)
-    weights = {**dense_of(remote), **plain_state_dict(job.client, Dlrm())}
+    weights = {**dense_of(remote), **plain_state_dict(job.client, make_model())}
     states = plain.fused_optimizer.state_dict()["state"]
     for key, tensor in plain.state_dict().items():
         if "embedding_bags" not in key:
