@@ -63,7 +63,7 @@ def test_every_counter_is_described(counters):
     assert counters.keys() - kinds - DESCRIBED == set()
 
 
-def test_what_is_described_is_counted(counters):
+def test_every_described_counter_exists(counters):
     only_when_it_happens = {
         *("requests_refused", "following_stopped", "increment_delay_ms_max")
     }

@@ -64,7 +64,7 @@ def test_there_are_names_to_compare():
 
 
 @pytest.mark.parametrize(("modules", "name"), SAME, ids=[name for _, name in SAME])
-def test_what_is_called_the_same_has_the_same_arguments_and_defaults(modules, name):
+def test_functions_of_the_same_name_have_the_same_arguments_and_defaults(modules, name):
     found = find(modules, name.partition("(")[0])
     expected = parameters_of(name)
     if not expected:
@@ -81,9 +81,7 @@ def test_what_is_called_the_same_has_the_same_arguments_and_defaults(modules, na
 @pytest.mark.parametrize(
     ("title", "table"), [("other name", RENAMED), ("ignored key", IGNORED)]
 )
-def test_every_key_that_does_not_do_what_it_says_and_no_other_is_explained(
-    title, table
-):
+def test_exactly_the_keys_that_differ_are_explained(title, table):
     text = PAGE.partition(f"| {title} |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| `([\w.*]+)`.*? \| (.*) \|$", text, re.M))
     assert list(rows) == [row.key_path for row in table]
@@ -94,7 +92,7 @@ def test_every_key_that_does_not_do_what_it_says_and_no_other_is_explained(
             )
 
 
-def test_every_variable_that_is_refused_and_no_other_is_called_so():
+def test_exactly_the_rejected_variables_are_listed_as_rejected():
     table = PAGE.partition("| variable of PERSIA |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (`[A-Z_`, ]+`) \| (.*) \|", table, re.M)
     refused = [
@@ -110,7 +108,7 @@ def test_every_variable_that_is_refused_and_no_other_is_called_so():
             assert all(f'"{name}"' in read for name in re.findall(r"`(\w+)`", names))
 
 
-def test_every_algorithm_of_bagua_is_spoken_of():
+def test_every_algorithm_of_bagua_is_documented():
     for algorithm in (*ALGORITHMS, *REFUSED_ALGORITHMS):
         assert f"`{algorithm}`" in PAGE
 

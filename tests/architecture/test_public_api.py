@@ -52,7 +52,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("module", OF_PERSIA)
-def test_persias_names_are_where_they_were(module):
+def test_persias_names_can_be_imported_from_persias_modules(module):
     found = dir(importlib.import_module(f"persia_torchrec.{module}"))
     assert set(OF_PERSIA[module]) <= set(found)
 
@@ -72,7 +72,7 @@ def test_persias_names_are_where_they_were(module):
         ("persia_torchrec.ctx", "torchx"),
     ],
 )
-def test_a_process_loads_no_library_that_it_does_not_need(modules, not_loaded):
+def test_a_module_imports_only_the_libraries_it_needs(modules, not_loaded):
     code = (
         f"import sys, {modules}\n"
         f"loaded = {set(not_loaded.split())} & sys.modules.keys()\n"

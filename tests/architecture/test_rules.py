@@ -49,7 +49,7 @@ def test_files_and_functions_are_short(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_docstrings_name_no_argument_that_is_not_there(name):
+def test_docstrings_name_only_existing_arguments(name):
     for function in functions(name):
         given = function.args
         names = [*given.posonlyargs, *given.args, *given.kwonlyargs]

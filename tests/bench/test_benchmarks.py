@@ -224,7 +224,7 @@ def test_a_wrong_value_in_redis_ends_it(monkeypatch, caplog):
         (["training", "--staleness", "-1"], "staleness must be above 0. Received:"),
     ],
 )
-def test_what_cannot_be_measured_is_an_error(argv, message, tmp_path, caplog):
+def test_invalid_settings_are_errors(argv, message, tmp_path, caplog):
     path = tmp_path / "never.json"
     assert main([*argv, "--json", str(path)]) == 1
     assert message in caplog.text
@@ -234,7 +234,7 @@ def test_what_cannot_be_measured_is_an_error(argv, message, tmp_path, caplog):
 @pytest.mark.parametrize(
     "argv", [["stores"], ["store", "--figures", "all"], ["store", "--optimizer", "x"]]
 )
-def test_unknown_words_are_refused(argv, capsys):
+def test_unknown_arguments_are_rejected(argv, capsys):
     with pytest.raises(SystemExit):
         main(argv)
     assert "invalid choice" in capsys.readouterr().err

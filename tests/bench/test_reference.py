@@ -47,7 +47,7 @@ def test_the_expected_update_is_the_formula_of_the_optimizer(name):
 
 
 @pytest.mark.parametrize("factor", [1 + 1e-3, -1, math.nan, math.inf])
-def test_one_wrong_number_is_noticed(factor):
+def test_one_wrong_number_is_detected(factor):
     ids = ids_of(np.arange(10))
     expected = weights_of(ids, 3)
     rows = expected.copy()
@@ -80,7 +80,7 @@ def test_zipf_requests_have_each_number_once_and_popular_ones_in_common():
     assert 20_000 < len(numbers) < 21_500
 
 
-def test_rows_that_leave_although_others_are_older_are_noticed():
+def test_eviction_of_rows_that_are_not_the_oldest_is_detected():
     evictions = Evictions(SMALL, 4)
     store = evictions.filled.store
     oldest = ids_of(np.arange(SMALL.ids))
@@ -90,7 +90,7 @@ def test_rows_that_leave_although_others_are_older_are_noticed():
         interleave(evictions.turn, 3)
 
 
-def test_an_update_of_a_row_that_is_not_there_is_noticed():
+def test_an_update_of_a_missing_row_is_detected():
     filled = FilledStore(table_of(4), 64)
     lookup = filled._look_up
 
@@ -118,7 +118,7 @@ def test_a_stream_sees_rows_that_its_staleness_allows(server):
     assert server.pull_at_once(overlapping) > 0
 
 
-def test_a_row_that_is_staler_than_allowed_is_noticed_in_flight(server):
+def test_a_row_that_exceeds_the_staleness_is_detected(server):
     numbers = server.draw(32)
     grads = np.ones((32, 4), np.float32)
     server.expected.update(numbers, grads)  # and never sent
@@ -150,7 +150,7 @@ def test_a_table_is_written_with_three_significant_digits():
     assert written == [*expected, "-"]
 
 
-def test_the_peak_of_memory_that_was_freed_is_seen():
+def test_the_peak_includes_memory_that_was_freed():
     harness.reset_peak()
     before = harness.resident_bytes()
     block = bytearray(os.urandom(1024) * 2**16)

@@ -68,7 +68,7 @@ def test_a_component_is_understood_by_every_scheduler(
         assert role.name.isalpha()
 
 
-def test_the_coordinator_stands_first_and_knows_how_many_to_expect():
+def test_the_coordinator_is_the_first_role_and_has_the_number_of_the_others():
     roles = train(embedding_servers=2, embedding_workers=3, data_loaders=4)
     counts = {name: role.num_replicas for name, role in roles.items()}
     assert list(counts) == ["coordinator", "server", "worker", "loader", "trainer"]
@@ -83,7 +83,7 @@ def test_the_coordinator_stands_first_and_knows_how_many_to_expect():
     ]
 
 
-def test_every_role_can_find_the_job_and_its_place_in_it():
+def test_every_role_has_the_address_of_the_job_and_its_index():
     for role in train(port=29400, nn_workers=2, env={"LOG_LEVEL": "DEBUG"}).values():
         assert role.env == {
             "PERSIA_STORE_PORT": "29400",
@@ -114,7 +114,7 @@ def test_a_script_keeps_its_arguments_as_in_a_shell():
     assert roles["loader"].args == [*launcher, "loader", "my loader.py"]
 
 
-def test_servers_and_workers_know_their_place():
+def test_servers_and_workers_have_their_index():
     roles = train(embedding_servers=2, eviction="lfu")
     assert roles["server"].args[1:8] == [
         *("persia_torchrec.server", "--shard", "${replica_id}"),
@@ -125,7 +125,7 @@ def test_servers_and_workers_know_their_place():
     ]
 
 
-def test_image_and_interpreter_are_passed_on_untouched():
+def test_image_and_interpreter_are_passed_on_unchanged():
     for role in train(image="registry/persia:1", python="python3.12").values():
         assert (role.image, role.entrypoint) == ("registry/persia:1", "python3.12")
 
@@ -140,7 +140,7 @@ def test_a_job_without_loaders_leaves_the_role_out():
     assert "loader" not in train(data_loaders=0, data_loader="")
 
 
-def test_a_role_alone_is_told_the_host():
+def test_a_single_role_has_the_host():
     name = "embedding_server.py:embedding_server"
     (role,) = load(name)(**COMPONENTS[name]).roles
     assert role.env["PERSIA_STORE_HOST"] == "10.0.0.7"
@@ -168,7 +168,7 @@ def test_a_role_alone_is_told_the_host():
         ({"embedding_config": "a,b.yml"}, "no comma"),
     ],
 )
-def test_an_argument_that_cannot_work_is_refused(changes, message):
+def test_an_invalid_argument_is_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         train(**changes)
 
@@ -179,7 +179,7 @@ def serve(**changes):
     return {role.name: role for role in app.roles}
 
 
-def test_a_job_that_serves_has_no_trainers():
+def test_an_inference_job_has_no_trainers():
     roles = serve(embedding_servers=2, embedding_workers=3, predictors=4)
     counts = {name: role.num_replicas for name, role in roles.items()}
     assert counts == {"coordinator": 1, "server": 2, "worker": 3, "predictor": 4}
@@ -205,7 +205,7 @@ def test_a_job_that_serves_has_no_trainers():
         ({"http_host": ""}, "http_host must name"),
     ],
 )
-def test_a_job_that_cannot_serve_is_refused(changes, message):
+def test_invalid_settings_of_an_inference_job_are_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         serve(**changes)
 

@@ -117,7 +117,7 @@ def test_an_id_means_the_same_in_both_files(tmp_path):
 
 @pytest.mark.parametrize("first", [[], [HEADER], ["|1x3 Cross validator"]])
 @pytest.mark.parametrize("ending", ["", "\n", "\n\n", "\r\n"])
-def test_a_header_and_empty_last_lines_are_no_rows(tmp_path, first, ending):
+def test_a_header_and_trailing_empty_lines_are_skipped(tmp_path, first, ending):
     expected = adult.load_adult(write(tmp_path / "plain"))
     folder = write(
         tmp_path / "other", train=first + TRAIN, test=first + TEST, ending=ending
@@ -162,7 +162,7 @@ def test_an_empty_line_or_a_header_between_rows_is_malformed(tmp_path, line):
         adult.load_adult(folder)
 
 
-def test_a_file_without_rows_is_refused(tmp_path):
+def test_a_file_without_rows_is_an_error(tmp_path):
     folder = write(tmp_path, test=[HEADER])
     with pytest.raises(ValueError, match=r"adult\.test: .* at least one row"):
         adult.load_adult(folder)
@@ -190,7 +190,7 @@ def test_the_real_files_hold_what_uci_says(real_dir):
 # Where the data comes from
 
 
-def test_a_folder_without_the_files_is_an_error_and_no_reason_to_make_rows_up(tmp_path):
+def test_a_folder_without_the_files_is_an_error_rather_than_made_up_rows(tmp_path):
     write(tmp_path)
     (tmp_path / "adult.test").unlink()
     with pytest.raises(FileNotFoundError, match=r"must hold adult\.test or adult\."):
@@ -210,7 +210,7 @@ def test_files_are_downloaded_once_and_checked(tmp_path, server):
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_download_with_another_checksum_is_refused_and_deleted(tmp_path, server):
+def test_a_download_with_a_wrong_checksum_is_deleted(tmp_path, server):
     write(server.www)
     found = sums(server.www)
     wanted = {**found, "adult.test": "0" * 64}
@@ -221,9 +221,7 @@ def test_a_download_with_another_checksum_is_refused_and_deleted(tmp_path, serve
     assert [path.name for path in cache.iterdir()] == ["adult.data"]
 
 
-def test_a_downloaded_file_that_was_changed_since_is_refused_and_deleted(
-    tmp_path, server
-):
+def test_a_cached_file_with_a_wrong_checksum_is_deleted(tmp_path, server):
     write(server.www)
     download = adult.Download(server.url, sums(server.www))
     cache = tmp_path / "cache"
@@ -259,7 +257,7 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path, server):
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_server_that_falls_silent_is_given_up(tmp_path, server):
+def test_a_download_that_stalls_times_out(tmp_path, server):
     is_over = threading.Event()
 
     def answer(handler):
@@ -382,11 +380,11 @@ def test_the_auc_takes_columns_of_float32():
     assert adult.roc_auc(labels, scores) == 0.875
 
 
-def test_an_auc_of_one_class_is_refused():
+def test_an_auc_of_one_class_is_an_error():
     with pytest.raises(ValueError, match=r"both classes\. Received: 2 positive, 0 neg"):
         adult.roc_auc([1, 1], [0.2, 0.3])
 
 
-def test_an_auc_of_nan_scores_is_refused():
+def test_an_auc_of_nan_scores_is_an_error():
     with pytest.raises(ValueError, match=r"Received: 1 numbers among 2 scores for 2"):
         adult.roc_auc([0, 1], [0.2, np.nan])

@@ -11,7 +11,7 @@ from persia_torchrec.training.checkpoint import script_bytes
 FOLDER = Path(model.__file__).parent
 
 
-def test_the_model_gives_one_probability_a_row_from_half_precision_embeddings():
+def test_the_model_gives_one_probability_per_sample_from_half_precision_embeddings():
     network = model.DNN()
     embeddings = [torch.randn(6, 8).half().requires_grad_() for _ in range(8)]
     output = network([torch.randn(6, 5)], embeddings)

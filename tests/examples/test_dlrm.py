@@ -51,7 +51,7 @@ def test_a_malformed_line_is_named(wrong):
         list(criteo.batches(lines, 2))
 
 
-def test_files_are_read_one_after_the_other_packed_or_not(tmp_path):
+def test_plain_and_compressed_files_are_read_in_order(tmp_path):
     plain, packed = tmp_path / "train.txt", tmp_path / "day_0.gz"
     plain.write_bytes(line("0") + line("1", end=""))
     packed.write_bytes(gzip.compress(line("1") * 2))
@@ -59,7 +59,7 @@ def test_files_are_read_one_after_the_other_packed_or_not(tmp_path):
     assert [batch.labels.tolist() for batch in read] == [[1, 1, 0], [1]]
 
 
-def test_some_batches_can_be_kept_for_the_test():
+def test_some_batches_can_be_held_out():
     lines = [line(label) for label in "0123456"]
     for wanted, expected in ((lambda n: n % 2, [2, 3, 6]), (lambda n: n == 3, [6])):
         read = criteo.batches(lines, 2, wanted)

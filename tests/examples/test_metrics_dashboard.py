@@ -101,7 +101,7 @@ def test_every_panel_queries_what_is_pushed(pushed):
     assert re.search(r"\w+(?=,)", job["definition"])[0] in pushed
 
 
-def test_every_panel_has_a_place_and_a_title_of_its_own():
+def test_every_panel_has_its_own_position_and_title():
     panels = DASHBOARD["panels"]
     assert len({panel["title"] for panel in panels}) == len(panels) == 12
     assert len({panel["id"] for panel in panels}) == 12
@@ -109,14 +109,14 @@ def test_every_panel_has_a_place_and_a_title_of_its_own():
     assert len(places) == 12
 
 
-def test_every_metric_of_persia_is_pushed_or_said_to_be_missing(pushed):
+def test_every_metric_of_persia_is_pushed_or_documented_as_missing(pushed):
     in_trainers = set(trainer._HELPS)
     assert {*PERSIAS["server"], *PERSIAS["worker"]} - pushed - MISSING == set()
     assert set(PERSIAS["trainer"]) - MISSING == in_trainers
     assert MISSING & (pushed | in_trainers) == set()
 
 
-def test_the_page_for_persias_users_names_them_all():
+def test_the_migration_page_lists_every_metric_of_persia():
     section = MIGRATION.partition("### Metrics")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section, re.M)
     here = {name: cell for names, cell in rows for name in re.findall(r"`(\w+)", names)}
@@ -124,12 +124,12 @@ def test_the_page_for_persias_users_names_them_all():
     assert {name for name, cell in here.items() if cell.startswith("none")} == MISSING
 
 
-def test_prometheus_keeps_the_labels_that_were_pushed():
+def test_prometheus_keeps_the_pushed_labels():
     (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
     assert job["honor_labels"] is True
 
 
-def test_the_page_says_the_defaults():
+def test_the_page_shows_the_defaults():
     text = (FOLDER / "README.md").read_text()
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.S)[1])
     defaults = MetricsSettings()

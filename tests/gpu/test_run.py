@@ -56,7 +56,7 @@ def test_its_status_is_that_of_the_tests(tmp_path):
     assert run(tmp_path, python=python).returncode == 3
 
 
-def test_a_python_without_torch_is_refused(tmp_path):
+def test_a_python_without_torch_is_an_error(tmp_path):
     python = tmp_path / "python"  # of this one, without the packages of its venv
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
     python.chmod(0o755)

@@ -64,7 +64,7 @@ def trains(model):
 class TestBatches:
     """A refused batch leaves the model as it was: the next one trains."""
 
-    def test_float_ids_are_refused(self, model):
+    def test_float_ids_are_rejected(self, model):
         batch = KeyedJaggedTensor(
             ["ad", "query"],
             torch.tensor([1.0, 2.0]),
@@ -80,7 +80,7 @@ class TestBatches:
             model(kjt_of({"ad": [[1]], "user": [[2]]})).values()
         assert trains(model)
 
-    def test_lengths_that_do_not_fit_the_ids_are_refused(self, model):
+    def test_lengths_that_do_not_sum_up_to_the_ids_are_rejected(self, model):
         batch = KeyedJaggedTensor(
             ["ad", "query"], torch.arange(5), lengths=torch.tensor([1, 1])
         )
@@ -88,7 +88,7 @@ class TestBatches:
             model(batch).values()
         assert trains(model)
 
-    def test_negative_lengths_are_refused(self, model):
+    def test_negative_lengths_are_rejected(self, model):
         batch = KeyedJaggedTensor(
             ["ad", "query"], torch.arange(2), lengths=torch.tensor([3, -1, 0, 0])
         )
@@ -96,7 +96,7 @@ class TestBatches:
             model(batch).values()
         assert trains(model)
 
-    def test_features_of_different_numbers_of_samples_are_refused(self, model):
+    def test_features_of_different_batch_sizes_are_rejected(self, model):
         batch = KeyedJaggedTensor(
             keys=["ad", "query"],
             values=torch.arange(3),
@@ -111,37 +111,37 @@ class TestBatches:
 class TestCollections:
     """What the servers cannot honour is refused before anything is trained."""
 
-    def test_an_optimizer_that_cannot_move_is_refused(self, job):
+    def test_an_optimizer_without_a_counterpart_is_rejected(self, job):
         module = Bags([table()])
         apply(torch.optim.Rprop, module.parameters(), {"lr": 0.1})
         message = r"'term': the opt.*Received: torch\..*\.Rprop\. .*torch\.optim\.SGD"
         with pytest.raises(ConfigError, match=message):
             job.put_on_servers(module)
 
-    def test_an_init_fn_of_ones_own_is_refused(self, job):
+    def test_an_unknown_init_fn_is_rejected(self, job):
         module = Bags([table(init_fn=nn.init.xavier_uniform_)])
         with pytest.raises(ConfigError, match=r"'term': init_fn must be uniform_, nor"):
             job.put_on_servers(module)
 
-    def test_rows_of_integers_are_refused(self, job):
+    def test_integer_weights_are_rejected(self, job):
         module = Bags([table(data_type=DataType.INT8)])
         with pytest.raises(ConfigError, match=r"'term': data_type must be FP32, FP16"):
             job.put_on_servers(module)
 
-    def test_a_known_table_keeps_its_kind_of_weights(self, job, model):
+    def test_the_weights_of_a_known_table_cannot_change_their_type(self, job, model):
         message = r"'term' has dim 4, weights fp32 .*Received: dim 4, weights bf16"
         with pytest.raises(RemoteError, match=message):
             job.put_on_servers(Bags([table(data_type=DataType.BF16)]))
         assert trains(model)
 
-    def test_a_known_table_keeps_its_dim(self, job, model):
+    def test_the_dim_of_a_known_table_cannot_change(self, job, model):
         message = r"'term' has dim 4, weights fp32 and optimizer sgd.*Received: dim 8"
         with pytest.raises(RemoteError, match=message) as error:
             job.put_on_servers(Bags([table(dim=8)]))
         assert error.value.kind == "ConfigError"
         assert trains(model)
 
-    def test_sequences_keep_the_dim_of_a_known_table_too(self, job, model):
+    def test_the_dim_of_a_known_table_cannot_change_for_sequences(self, job, model):
         sequences = EmbeddingConfig(100, 8, name="term", feature_names=["ad"])
         module = nn.Sequential(EmbeddingCollection(tables=[sequences], device=META))
         sharder = RemoteEmbeddingCollectionSharder(job.client, SGD(1.0))
@@ -149,13 +149,13 @@ class TestCollections:
             job.shard(module, [sharder])
         assert trains(model)
 
-    def test_a_known_table_keeps_its_kind_of_optimizer(self, job, model):
+    def test_the_optimizer_of_a_known_table_cannot_change_its_state(self, job, model):
         message = r"optimizer sgd \(0 state.*Received: dim 4, .* optimizer adam \(8 "
         with pytest.raises(RemoteError, match=message):
             job.put_on_servers(Bags([table()]), Adam())
         assert trains(model)
 
-    def test_a_known_table_may_get_another_learning_rate(self, job, model):
+    def test_the_learning_rate_of_a_known_table_may_change(self, job, model):
         assert trains(model)
         before = job.read("term", [1])
         job.put_on_servers(Bags([TABLE]), SGD(0.0))
@@ -165,18 +165,18 @@ class TestCollections:
 
 class TestSharders:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
-    def test_only_floats_of_16_and_32_bits_travel(self, job, dtype):
+    def test_a_wire_dtype_other_than_16_or_32_bit_floats_is_rejected(self, job, dtype):
         message = rf"wire_dtype must be one of .*torch\.float32.*Received: {dtype}"
         with pytest.raises(ConfigError, match=message):
             RemoteEmbeddingBagCollectionSharder(job.client, wire_dtype=dtype)
 
-    def test_a_negative_staleness_is_refused(self, job):
+    def test_a_negative_staleness_is_rejected(self, job):
         with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1"):
             RemoteEmbeddingBagCollectionSharder(job.client, Adagrad(), -1)
 
 
 class TestBackward:
-    def test_a_second_backward_pass_is_refused(self, model):
+    def test_a_second_backward_pass_is_rejected(self, model):
         loss = model(kjt_of(BATCH)).values().sum()
         loss.backward(retain_graph=True)
         with pytest.raises(BatchError, match=r"pushed once.*a second backward pass"):
@@ -205,7 +205,7 @@ def push_and_flush(module, loss):
 class TestServers:
     """Servers that are gone, or were."""
 
-    def test_a_server_that_was_started_again_knows_no_tables(self):
+    def test_a_restarted_server_rejects_clients_of_the_previous_one(self):
         port = draw_port()
         with RemoteJob(num_servers=1, first_port=port) as job:
             model = job.put_on_servers(Bags([TABLE]))
@@ -219,7 +219,7 @@ class TestServers:
             finally:
                 second.stop()
 
-    def test_a_lookup_names_the_server_that_is_gone(self):
+    def test_a_lookup_names_the_stopped_server(self):
         with RemoteJob(timeout_s=0.5) as job:
             model = job.put_on_servers(Bags([TABLE]))
             job.servers.stop()
@@ -227,7 +227,7 @@ class TestServers:
             with pytest.raises(ServerError, match=message):
                 model(kjt_of(BATCH)).values()
 
-    def test_a_backward_pass_names_the_server_that_is_gone(self):
+    def test_a_backward_pass_names_the_stopped_server(self):
         with RemoteJob(timeout_s=0.5) as job:
             model = job.put_on_servers(Bags([TABLE]))
             loss = model(kjt_of(BATCH)).values().sum()
@@ -238,7 +238,7 @@ class TestServers:
             with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH)).values()
 
-    def test_a_push_that_nobody_waited_for_is_told_by_the_next_call(self):
+    def test_a_failed_push_is_reported_by_the_next_call(self):
         with RemoteJob(timeout_s=0.5) as job:
             model = job.put_on_servers(Bags([TABLE]), staleness=4)
             (module,) = remote_modules(model)
@@ -249,7 +249,7 @@ class TestServers:
             with pytest.raises(ServerError, match="update of table 'term'"):
                 model(kjt_of(BATCH)).values()
 
-    def test_a_client_that_was_closed_says_so(self, job, model):
+    def test_a_closed_client_is_an_error(self, job, model):
         loss = model(kjt_of(BATCH)).values().sum()
         job.client.close()
         with pytest.raises(ServerError, match="the connections are closed"):

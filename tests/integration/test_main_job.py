@@ -59,7 +59,7 @@ def test_two_reproducible_runs_are_equal_to_the_last_bit(tmp_path):
 
 
 @needs_data
-def test_a_run_with_stale_rows_is_as_good(tmp_path):
+def test_a_run_with_stale_rows_reaches_the_same_auc(tmp_path):
     data = {"PERSIA_DATA_DIR": os.environ["PERSIA_DATA_DIR"]}
     command = ["job.py:train", *ARGUMENTS]
     ended, _ = run(tmp_path / "job", ForkedJob, *command, **data)

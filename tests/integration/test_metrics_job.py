@@ -17,7 +17,7 @@ METRICS = """
 SLOTS = {"user_id", "photo_id", "liked_photo_id"}
 
 
-def test_every_role_of_a_job_pushes_until_its_end(tmp_path):
+def test_every_role_of_a_job_pushes_metrics_until_its_end(tmp_path):
     scripts = Scripts(tmp_path)
     config = GLOBAL_CONFIG.replace("  job_type: Train\n", f"  job_type: Train{METRICS}")
     scripts.write("global_config.yml", config)

@@ -183,11 +183,11 @@ class TestDataTypes:
         assert user_id.lengths.tolist() == [2, 1, 0, 3, 200]
         assert photo_id.batch_size == 5
 
-    def test_an_image_and_columns_side_by_side_are_features(self):
+    def test_an_image_and_joined_columns_are_features(self):
         shapes = [feature.data.shape for feature in make_non_id_type_features()]
         assert shapes == [(5, 1), (5, 1), (5, 2), (5, 224, 224, 3)]
 
-    def test_labels_have_types_of_their_own(self, job, model):
+    def test_each_label_keeps_its_dtype(self, job, model):
         with job.train_ctx(model) as ctx:
             for batch in DataLoader(TrainData()):
                 _, _, labels = ctx.prepare_features(batch)
@@ -235,7 +235,7 @@ class TestDataCtx:
 
 
 class TestEmbeddingCtx:
-    def test_a_model_is_tested_outside_of_a_training(self, job, model, device_id):
+    def test_a_model_is_evaluated_outside_of_a_training(self, job, model, device_id):
         with job.train_ctx(model) as training:
             train(training, DataLoader(TrainData()))
             with eval_ctx() as inner:
@@ -372,7 +372,7 @@ class TestTrainCtx:
 
 
 class TestCheckpoints:
-    def test_dumps_and_loads_take_their_arguments_by_name_and_by_place(
+    def test_dump_and_load_take_their_arguments_by_name_and_by_position(
         self, job, model, tmp_path
     ):
         dst_dir = str(tmp_path / "checkpoint")

@@ -19,7 +19,7 @@ def scripts(tmp_path):
     return Scripts(tmp_path)
 
 
-def test_a_training_that_stops_before_its_data_ends_well(scripts):
+def test_a_training_may_stop_before_the_end_of_its_data(scripts):
     with scripts.start(
         *("--embedding_servers", "2", "--embedding_workers", "2"),
         *("--data_loaders", "2", "--nn_workers", "1"),
@@ -78,7 +78,7 @@ def test_an_unknown_key_of_the_embedding_config_ends_the_job(scripts):
         assert re.search(message, ended.logs[member]), ended.logs[member]
 
 
-def test_a_script_that_is_not_there_ends_all_roles_and_they_say_why(scripts):
+def test_a_missing_script_ends_all_roles_and_every_log_names_it(scripts):
     with scripts.start("--nn_worker", "nowhere.py", num_batches=10) as job:
         ended = job.wait()
     assert ended.status != 0

@@ -187,7 +187,7 @@ def test_the_number_of_servers_does_not_change_the_training():
 @pytest.mark.parametrize(
     ("wire_dtype", "rtol"), [(torch.float16, 2e-4), (torch.bfloat16, 5e-3)]
 )
-def test_half_of_the_bytes_on_the_wire_cost_little_of_the_loss(job, wire_dtype, rtol):
+def test_16_bit_floats_on_the_wire_change_the_loss_little(job, wire_dtype, rtol):
     twins = make_twins(job, ROWWISE_CASE, wire_dtype=wire_dtype)
     losses, expected = train(twins, make_batches(50))
     np.testing.assert_allclose(losses, expected, rtol=rtol)

@@ -240,7 +240,7 @@ def test_a_schedule_trains_as_torchs_does(client):
         np.testing.assert_allclose(found[seen], twin.weight.detach()[seen], rtol=1e-4)
 
 
-def test_an_id_gets_a_row_when_it_was_seen_often_enough(client):
+def test_an_id_is_admitted_at_the_threshold_of_lookups(client):
     settings = TableSettings(
         admission=AdmitFrequency(3, unadmitted_value=0.25), initializer=Constant(1.0)
     )
@@ -281,7 +281,7 @@ def test_weights_of_half_precision_train_nearly_as_float32(client, optimizer):
         np.testing.assert_allclose(of_half, full, rtol=0.02, atol=0.005)
 
 
-def test_rows_that_are_not_trained_any_more_leave(client):
+def test_rows_expire_after_the_steps_to_live(client):
     settings = TableSettings(expiry=Expiry(steps_to_live=3), initializer=Constant(5.0))
     before = total(client, "expired_steps")
     with Model(client, {"fading": settings}) as model:
@@ -295,7 +295,7 @@ def test_rows_that_are_not_trained_any_more_leave(client):
         assert model.pooled({"fading": [[1]]})["fading"][0, 0].item() == 5.0
 
 
-def test_a_full_lfu_cluster_keeps_what_is_frequent(client):
+def test_a_full_lfu_cluster_keeps_the_most_frequent_rows(client):
     settings = {"item": TableSettings(initializer=Constant(9.0))}
     with client_of(1, capacity=4, eviction="lfu") as lfu, Model(lfu, settings) as model:
         for _ in range(3):
@@ -309,7 +309,9 @@ def test_a_full_lfu_cluster_keeps_what_is_frequent(client):
         assert lfu.metadata("item", ids_of([1, 2])).frequency.tolist() == [3, 3]
 
 
-def test_gradients_that_are_not_finite_are_refused_and_the_rest_trains(client, caplog):
+def test_gradients_that_are_not_finite_are_dropped_and_the_others_applied(
+    client, caplog
+):
     settings = {"wild": TableSettings(initializer=Constant(0.0))}
     refused = total(client, "gradients_refused")
     with Model(client, settings) as model:
@@ -327,7 +329,7 @@ def test_gradients_that_are_not_finite_are_refused_and_the_rest_trains(client, c
         assert model.rows("wild", [1, 2, 3])[:, 0].tolist() == [-1.0, -1.0, -2.0]
 
 
-def test_metadata_and_counters_tell_of_the_training(client):
+def test_metadata_and_counters_match_the_training(client):
     settings = {"seen": TableSettings(keeps_metadata=True)}
     before = [total(client, name) for name in ("inserted", "hits", "requests_update")]
     rng = np.random.default_rng(4)

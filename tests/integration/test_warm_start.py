@@ -48,7 +48,7 @@ def dense_of(model):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fifty_steps_here_and_fifty_there_are_a_hundred(job, case):
+def test_training_continues_on_the_servers_with_weights_and_state(job, case):
     batches = make_batches(100)
     plain = on_torchrec(case)
     train(plain, batches[:50])
@@ -69,7 +69,7 @@ def test_fifty_steps_here_and_fifty_there_are_a_hundred(job, case):
     sharder.close()
 
 
-def test_without_the_state_training_would_go_on_otherwise(job):
+def test_without_optimizer_state_the_losses_differ(job):
     batches = make_batches(60)
     plain = on_torchrec(ADAGRAD_CASE)
     train(plain, batches[:50])
@@ -83,7 +83,7 @@ def test_without_the_state_training_would_go_on_otherwise(job):
     assert np.abs(losses / expected - 1).max() > 1e-2
 
 
-def test_what_was_trained_on_the_servers_goes_on_without_them(job):
+def test_training_continues_in_plain_torchrec_with_weights_and_state(job):
     batches = make_batches(40)
     torch.manual_seed(0)
     remote = job.put_on_servers(make_model(), ADAGRAD_CASE.optimizer)
@@ -105,7 +105,7 @@ def test_what_was_trained_on_the_servers_goes_on_without_them(job):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_sparse_adam_goes_on_at_its_step(job):
+def test_sparse_adam_continues_at_its_step(job):
     """``torch.optim.SparseAdam`` puts its eps where ``AdamAsync`` does."""
     num_ids, dim = 30, 8
     rng = np.random.default_rng(0)

@@ -60,7 +60,7 @@ def test_a_loader_is_ended_with_status_0_when_the_job_is_finished(processes):
 
 
 @multiprocess
-def test_what_a_trainer_raises_ends_every_process_and_is_in_every_log(processes):
+def test_an_exception_of_a_trainer_ends_every_process_and_is_in_every_log(processes):
     job = Job(processes, loader=1, trainer=1)
     loader = job.start("loader", WAIT_FOR_EVER)
     trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
@@ -119,7 +119,7 @@ def test_an_absent_member_ends_the_job(processes):
 
 
 @multiprocess
-def test_a_process_that_ends_before_it_joins_ends_a_job_of_torchx_here(processes):
+def test_a_process_that_ends_before_it_joins_ends_a_local_torchx_job(processes):
     # The two processes have one parent, as those of torchx do.
     by_torchx = {"TORCHX_JOB_ID": "local_cwd://x/y", "PERSIA_STORE_HOST_ENV": "HOST"}
     job = Job(processes, env=by_torchx, loader=1, trainer=1)
@@ -133,7 +133,7 @@ def test_a_process_that_ends_before_it_joins_ends_a_job_of_torchx_here(processes
 
 @multiprocess
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_coordinator_that_is_told_to_end_ends_the_job(processes, number):
+def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
     job = Job(processes, loader=1, trainer=1)
     running = [job.start(role, WAIT_FOR_EVER) for role in ("loader", "trainer")]
     for member in running:
@@ -146,7 +146,7 @@ def test_a_coordinator_that_is_told_to_end_ends_the_job(processes, number):
 
 
 @multiprocess
-def test_a_member_that_joins_a_failed_job_late_still_learns_why(processes):
+def test_a_member_that_joins_a_failed_job_logs_why_it_failed(processes):
     job = Job(processes, loader=1, trainer=1)
     trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
     assert trainer.status() == 1
@@ -157,7 +157,7 @@ def test_a_member_that_joins_a_failed_job_late_still_learns_why(processes):
 
 
 @multiprocess
-def test_a_port_that_is_taken_is_said_at_once(processes):
+def test_a_port_in_use_ends_the_coordinator_with_an_error(processes):
     other = AddressBook.host(0)
     arguments = ["--port", str(other.port), "--num-trainers", "1"]
     running = processes.start("coordinator", coordinator.main, arguments)
@@ -177,6 +177,6 @@ def test_a_port_that_is_taken_is_said_at_once(processes):
         ({"num_trainers": 1, "join_timeout_s": 0}, r"join_timeout_s must be > 0"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(counts, message):
+def test_an_invalid_setting_is_rejected(counts, message):
     with pytest.raises(ConfigError, match=message):
         CoordinatorConfig(port=0, **counts)

@@ -83,7 +83,7 @@ def test_the_block_trains_on_what_a_data_loader_sends(monkeypatch):
 
 
 @with_marks
-def test_nn_workers_are_waited_for_and_scripts_and_files_are_taken(tmp_path):
+def test_the_block_waits_for_nn_workers_and_takes_scripts_and_files(tmp_path):
     dump_yaml(helped.SLOTS, tmp_path / "slots.yml")
     dump_yaml({"common_config": {"job_type": "Train"}}, tmp_path / "global.yml")
     with PersiaServiceCtx(
@@ -169,12 +169,12 @@ def a_function_in_a_function():
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         PersiaServiceCtx(**settings)
 
 
-def test_files_with_mistakes_are_refused_before_anything_starts(tmp_path):
+def test_invalid_files_are_rejected_before_a_process_starts(tmp_path):
     before = children_of_this_process()
     with (
         pytest.raises(ConfigError, match="slots_config must have at least one slot"),

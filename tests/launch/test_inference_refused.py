@@ -26,7 +26,7 @@ def _an_inference_job(tmp_path, monkeypatch):
         (lambda: script.main(["loader", "load.py"]), "A data loader"),
     ],
 )
-def test_a_role_of_a_training_is_refused(run, who, capfd):
+def test_a_training_role_is_rejected_in_an_inference_job(run, who, capfd):
     assert run() == 1
     said = capfd.readouterr()
     assert who in said.out + said.err

@@ -56,7 +56,7 @@ def refusal_of(arguments):
     return refused.value.code
 
 
-def test_a_parameter_server_has_persias_port_and_number():
+def test_a_parameter_server_has_persias_default_port_and_index():
     command = "embedding-parameter-server"
     assert becomes(command, *CONFIGS) == (
         "-m persia_torchrec.server --port 8888 --global-config g.yml"
@@ -67,7 +67,7 @@ def test_a_parameter_server_has_persias_port_and_number():
     assert (env.get_replica_index(), env.get_replica_size()) == (1, 3)
 
 
-def test_an_embedding_worker_has_persias_port_and_number():
+def test_an_embedding_worker_has_persias_default_port_and_index():
     assert becomes("embedding-worker", *CONFIGS, "--replica-size", "2") == (
         "-m persia_torchrec.worker --port 8887 "
         "--embedding-config e.yml --global-config g.yml"
@@ -93,7 +93,7 @@ def test_nn_workers_are_started_by_torchrun():
     assert command.endswith(" --module persia_torchrec.launch.script trainer train.py")
 
 
-def test_a_second_machine_of_a_number_is_refused_and_another_number_of_them(
+def test_a_second_node_of_a_rank_and_another_number_of_nodes_are_rejected(
     monkeypatch,
 ):
     with contextlib.closing(AddressBook.host(0, loopback=True)) as book:
@@ -114,7 +114,7 @@ def test_a_second_machine_of_a_number_is_refused_and_another_number_of_them(
         assert "Received: job 'theirs'" in refusal_of(first)
 
 
-def test_what_stands_in_the_environment_need_not_be_said(monkeypatch):
+def test_files_may_be_given_by_the_environment(monkeypatch):
     for name, value in {
         "PERSIA_EMBEDDING_CONFIG": "e.yml",
         "PERSIA_GLOBAL_CONFIG": "g.yml",
@@ -129,7 +129,7 @@ def test_what_stands_in_the_environment_need_not_be_said(monkeypatch):
     assert becomes("embedding-parameter-server").endswith("--global-config g.yml")
 
 
-def test_the_coordinator_is_told_how_many_there_are():
+def test_the_coordinator_is_given_the_number_of_processes_per_role():
     assert becomes("coordinator") == (
         "-m persia_torchrec.launch.coordinator --port 29400 --num-servers 1 "
         "--num-workers 1 --num-loaders 1 --num-trainers 1"
@@ -183,7 +183,7 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
         ),
     ],
 )
-def test_a_command_that_cannot_work_says_why(arguments, message):
+def test_an_invalid_command_ends_with_the_reason(arguments, message):
     assert message in refusal_of(arguments)
 
 
@@ -218,16 +218,14 @@ def test_inference_needs_no_coordinator(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["coordinator", "nn-worker", "data-loader"])
-def test_roles_of_a_training_are_refused_for_inference(monkeypatch, tmp_path, command):
+def test_training_roles_are_rejected_for_inference(monkeypatch, tmp_path, command):
     (tmp_path / "g.yml").write_text(INFER)
     monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "g.yml")
     assert "must belong to a job that trains. Received: job_t" in refusal_of([command])
 
 
 @pytest.mark.parametrize("name", env.REFUSED)
-def test_a_variable_without_a_meaning_here_is_refused_with_the_reason(
-    monkeypatch, name
-):
+def test_an_unsupported_variable_is_rejected_with_the_reason(monkeypatch, name):
     refused = env.REFUSED[name]
     monkeypatch.setenv(name, refused.harmless)
     becomes("data-loader", "load.py")
@@ -237,7 +235,7 @@ def test_a_variable_without_a_meaning_here_is_refused_with_the_reason(
     assert refused.reason in error
 
 
-def test_an_unknown_command_is_refused_with_those_that_there_are(capsys):
+def test_an_unknown_command_is_rejected_with_a_list_of_commands(capsys):
     with pytest.raises(SystemExit):
         persia_launcher.main(["trainer", "train.py"])
     assert "'embedding-parameter-server'" in capsys.readouterr().err
@@ -259,7 +257,7 @@ dist.destroy_process_group()
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_nn_workers_of_two_machines_find_each_other(tmp_path, monkeypatch):
+def test_nn_workers_of_two_nodes_rendezvous(tmp_path, monkeypatch):
     monkeypatch.undo()
     (tmp_path / "train.py").write_text(TELL)
     with Processes(tmp_path) as processes:

@@ -63,7 +63,7 @@ def test_without_a_job_there_is_nothing_to_join(monkeypatch, capfd):
 
 
 @multiprocess
-def test_trainers_of_one_machine_meet_under_different_local_ranks(processes):
+def test_trainers_of_one_machine_have_different_local_ranks(processes):
     job = Job(processes, trainer=2)
     trainers = [job.start("trainer", TELL, index=index) for index in range(2)]
     assert [trainer.status() for trainer in trainers] == [0, 0]
@@ -98,7 +98,7 @@ def test_a_missing_script_ends_the_job_at_once(processes):
         ("os._exit(0)", 0, "was killed"),
     ],
 )
-def test_every_bad_end_of_a_script_ends_the_job(processes, ending, status, reason):
+def test_every_failure_of_a_script_ends_the_job(processes, ending, status, reason):
     job = Job(processes, trainer=1)
     trainer = job.start("trainer", f"import os, sys; {ending}")
     assert trainer.status() == status
@@ -107,7 +107,7 @@ def test_every_bad_end_of_a_script_ends_the_job(processes, ending, status, reaso
 
 
 @multiprocess
-def test_a_child_of_a_script_can_be_terminated_as_ever(processes):
+def test_a_script_can_terminate_its_child_process(processes):
     job = Job(processes, trainer=1)
     text = """
 import os, signal, time

@@ -64,7 +64,7 @@ def logs_of_failed(folder, *arguments):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_port_that_is_taken_ends_a_whole_job_of_torchx(tmp_path):
+def test_a_port_in_use_ends_a_torchx_job(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         port = somebody.getsockname()[1]
         logs = logs_of_failed(tmp_path, "--port", str(port))
@@ -75,7 +75,7 @@ def test_a_port_that_is_taken_ends_a_whole_job_of_torchx(tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_killed_process_ends_a_job_of_torchx_and_every_log_says_why(tmp_path):
+def test_a_killed_process_ends_a_torchx_job_and_every_log_says_why(tmp_path):
     logs = logs_of_failed(tmp_path)
     assert "trainer 0" in logs["trainer"]
     for role in ("coordinator", "loader"):

@@ -78,7 +78,9 @@ def refusal_by(address):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_who_comes_to_the_port_of_another_job_ends_alone(tmp_path, monkeypatch, capfd):
+def test_a_process_of_another_job_at_the_port_ends_and_the_job_continues(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(helped.__file__).partition("/tests/")[0])
     with (

@@ -65,9 +65,7 @@ def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained)
     assert "the job is finished" in ended.logs["coordinator 0"]
 
 
-def test_a_checkpoint_that_is_not_there_ends_all_and_every_log_says_why(
-    tmp_path, trained
-):
+def test_a_missing_checkpoint_ends_all_roles_and_every_log_says_why(tmp_path, trained):
     arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]
     arguments += [str(draw_port())]
     with serve(tmp_path, trained, *arguments) as job:

@@ -104,14 +104,14 @@ def test_there_is_a_prediction_for_each_sample(serve, output, predictions):
         (torch.tensor([[1.0], [torch.nan]]), "must return finite numbers"),
     ],
 )
-def test_what_is_no_prediction_is_an_error(serve, output, message):
+def test_an_invalid_prediction_is_an_error(serve, output, message):
     server, _ = serve(Model(output))
     status, answer = predict(server)
     assert status == 500
     assert message in answer["error"]
 
 
-def test_more_requests_than_allowed_are_refused(serve):
+def test_requests_above_the_limit_are_rejected(serve):
     model = Model()
     model.may_end.clear()
     server, _ = serve(model, max_requests=2)
@@ -135,7 +135,7 @@ def test_more_requests_than_allowed_are_refused(serve):
     assert predict(server)[0] == 200
 
 
-def test_a_request_under_way_is_answered_before_the_end(serve):
+def test_a_pending_request_is_answered_before_the_end(serve):
     model = Model()
     model.may_end.clear()
     server, _ = serve(model)
@@ -154,7 +154,7 @@ def test_a_request_under_way_is_answered_before_the_end(serve):
         connect(server)
 
 
-def test_a_body_must_come_in_time(serve):
+def test_a_body_that_stalls_times_out(serve):
     server, _ = serve(Model(), receive_timeout_s=0.2)
     head = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
     with connect(server) as connection:
@@ -192,7 +192,7 @@ def test_it_is_not_ready_without_its_embedding_servers(serve):
     assert "embedding server 0" in health["error"]
 
 
-def test_settings_that_cannot_work_are_refused(serve):
+def test_invalid_settings_are_rejected(serve):
     for name in ("max_requests", "max_body_bytes", "receive_timeout_s"):
         with pytest.raises(ConfigError, match=f"{name} must be > 0"):
             HttpConfig(**{name: 0})

@@ -106,7 +106,7 @@ def test_predictions_over_http_are_those_of_the_evaluation(processes, trained):
         np.testing.assert_allclose(predictions, expected, atol=1e-6)
 
 
-def test_a_server_that_is_killed_and_started_again_is_found_again(processes, trained):
+def test_a_worker_reconnects_to_a_restarted_server(processes, trained):
     job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
     killed = job.server(0)
     with InferCtx([address_of(job.worker())]) as infer:
@@ -120,7 +120,7 @@ def test_a_server_that_is_killed_and_started_again_is_found_again(processes, tra
         assert torch.equal(tensor, before)
 
 
-def test_processes_that_wait_end_by_sigterm(processes, trained):
+def test_sigterm_ends_a_worker_that_waits_for_servers(processes, trained):
     job = InferenceJob(
         processes, trained.checkpoint, trained.embedding_config, num_servers=2
     )
@@ -141,7 +141,7 @@ def test_processes_that_wait_end_by_sigterm(processes, trained):
         ("{slots_config: {other: {dim: 4}}}", "'other' must have its table on the ser"),
     ],
 )
-def test_a_worker_with_other_slots_ends_and_says_why(
+def test_a_worker_with_other_slots_ends_with_the_reason(
     processes, trained, tmp_path, config, message
 ):
     job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
@@ -152,7 +152,7 @@ def test_a_worker_with_other_slots_ends_and_says_why(
     assert message in worker.output()
 
 
-def test_a_worker_that_is_told_too_few_servers_ends_and_says_why(processes, trained):
+def test_a_worker_with_too_few_servers_ends_with_the_reason(processes, trained):
     job = InferenceJob(
         processes, trained.checkpoint, trained.embedding_config, num_servers=2
     )
@@ -174,7 +174,7 @@ def test_a_worker_that_is_told_too_few_servers_ends_and_says_why(processes, trai
         (["127.0.0.1:1"], ["--checkpoint", "run"], "--checkpoint is for servers of a"),
     ],
 )
-def test_a_server_that_cannot_serve_ends_and_says_why(
+def test_a_server_with_invalid_settings_ends_with_the_reason(
     tmp_path, monkeypatch, capfd, servers, arguments, message
 ):
     path = tmp_path / "global_config.yml"
@@ -185,7 +185,7 @@ def test_a_server_that_cannot_serve_ends_and_says_why(
     assert message in capfd.readouterr().err
 
 
-def test_a_worker_that_is_told_twice_how_to_learn_its_tables_says_so(
+def test_a_worker_with_contradictory_settings_ends_with_the_reason(
     tmp_path, monkeypatch, capfd
 ):
     path = tmp_path / "global_config.yml"

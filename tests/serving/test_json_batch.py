@@ -77,6 +77,6 @@ def test_ids_and_dense_features_are_read():
         ),
     ],
 )
-def test_what_is_no_batch_is_refused(text, message):
+def test_an_invalid_batch_is_rejected(text, message):
     with pytest.raises(BatchError, match=message):
         parse_json_batch(text)

@@ -19,7 +19,7 @@ def loaded(path):
     return model(torch.ones(1)).item(), file
 
 
-def test_a_model_lies_in_the_latest_complete_checkpoint_or_beside_them(tmp_path):
+def test_the_model_of_the_latest_complete_checkpoint_or_of_the_run_is_loaded(tmp_path):
     for number, weight in ((1, 1.0), (2, 2.0), (3, 3.0)):
         save(tmp_path / f"checkpoint-{number:08d}", weight)
         if number < 3:  # the last one is not complete

@@ -68,7 +68,7 @@ def test_predictions_are_those_of_an_evaluation_in_the_job(serving, trained):
     assert np.ptp(trained.expected) > 0.01
 
 
-def test_the_health_page_tells_rows_and_model(serving, trained):
+def test_the_health_page_shows_rows_and_model(serving, trained):
     status, health = ask(serving.address, "/health")
     assert status == 200
     assert health["ready"] is True
@@ -105,7 +105,7 @@ def test_the_health_page_tells_rows_and_model(serving, trained):
         ),
     ],
 )
-def test_what_cannot_be_predicted_is_refused(serving, body, kind, status, message):
+def test_an_invalid_request_is_rejected(serving, body, kind, status, message):
     received, answer = ask(serving.address, "/predict", body, kind)
     assert received == status
     assert answer.keys() == {"error"}
@@ -113,14 +113,14 @@ def test_what_cannot_be_predicted_is_refused(serving, body, kind, status, messag
     assert ask(serving.address, "/health")[0] == 200
 
 
-def test_an_unknown_page_is_refused(serving):
+def test_an_unknown_path_is_not_found(serving):
     assert ask(serving.address, "/")[0] == 404
     status, answer = ask(serving.address, "/predictions", b"")
     assert status == 404
     assert "/predict (POST)" in answer["error"]
 
 
-def test_it_ends_by_sigterm_and_takes_its_servers_with_it(trained, tmp_path):
+def test_sigterm_ends_the_server_and_its_embedding_servers(trained, tmp_path):
     with Processes(tmp_path) as processes:
         serving = Serving(
             processes,
@@ -149,9 +149,7 @@ def test_it_ends_by_sigterm_and_takes_its_servers_with_it(trained, tmp_path):
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    trained, monkeypatch, capfd, arguments, message
-):
+def test_invalid_settings_are_rejected(trained, monkeypatch, capfd, arguments, message):
     monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG", raising=False)
     monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
     command = ["serving", "--checkpoint", str(trained.checkpoint), *arguments]
