@@ -13,8 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
-from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
 from tests.servers import Servers
 
 settings.register_profile(

@@ -19,14 +19,12 @@ from persia_torchrec.ctx import DataCtx, TrainCtx
 from persia_torchrec.data import IterableDataset
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Optimizer
+from persia_torchrec.lookup.slots import SlotsLookup, build_features
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind
 from persia_torchrec.wire.service import Service
-from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.process import WorkerProcess
-from persia_torchrec.worker.schema import features_of
-from persia_torchrec.worker.slots import SlotsLookup
+from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S, Servers, ids_of
 
@@ -87,7 +85,7 @@ class LocalJob:
         self, index: int, size: int, client: EmbeddingClient, buffer_size: int
     ) -> None:
         buffer = IdBuffer(buffer_size, expires_s=60)
-        worker = SlotsLookup(client, features_of(self.schema))
+        worker = SlotsLookup(client, build_features(self.schema))
         answer = self._gate.before(WorkerProcess(worker, buffer).answer)
         service = Service(
             "embedding worker", answer, num_threads=16, greeting=self._greeting

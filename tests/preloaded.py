@@ -11,9 +11,9 @@ import persia_torchrec.launch.script
 import persia_torchrec.server.__main__
 import persia_torchrec.serving.__main__
 import persia_torchrec.worker.__main__  # noqa: F401
+from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
 from persia_torchrec.wire import precision
-from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
 
 warm_up_store()
 warm_up_worker()

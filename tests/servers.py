@@ -2,14 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import ClassVar, TypeVar
 
 import numpy as np
 import zmq
 
-from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.client.client import EmbeddingClient, Reply
+from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import WireError
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -151,6 +152,16 @@ def once_the_port_is_free(listen: Callable[[], T]) -> T:
         except WireError:
             assert time.monotonic() < deadline
             time.sleep(0.005)
+
+
+def outcome_of(replies: Iterable[Reply]) -> PushOutcome:
+    """Wait for the replies to a push; return the outcome on all servers."""
+    return PushOutcome.read(reply.frames() for reply in replies)
+
+
+def missed(replies: Iterable[Reply]) -> int:
+    """Wait for the replies to a push; return how many ids had no row any more."""
+    return outcome_of(replies).num_missed
 
 
 def ids_of(*numbers: int) -> np.ndarray:

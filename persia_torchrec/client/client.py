@@ -189,7 +189,21 @@ class EmbeddingClient:
         Raises:
             ConfigError: it was not.
         """
-        return self._known(name).spec
+        return self.known_table(name).spec
+
+    def known_table(self, name: str) -> KnownTable:
+        """Return a table that was added, and what the servers say of it.
+
+        Raises:
+            ConfigError: it was not added.
+        """
+        table = self._tables.get(name)
+        if table is None:
+            raise ConfigError(
+                f"Table {name!r} is unknown to this client. Known: "
+                f"{sorted(self._tables)}. Call add_tables first."
+            )
+        return table
 
     def wants_counts(self, table: str) -> bool:
         """Return whether training pulls of a table should come with counts.
@@ -197,7 +211,7 @@ class EmbeddingClient:
         Raises:
             ConfigError: it has not been added.
         """
-        return self._known(table).wants_counts
+        return self.known_table(table).wants_counts
 
     def split(self, ids_U: Ids) -> ShardedIds:
         """Group unique ids by the server that holds them."""
@@ -233,7 +247,7 @@ class EmbeddingClient:
             ServerError: a server failed, refused, or did not answer in time; the
                 message names server and tables.
         """
-        known = [self._known(name) for name, _ in tables]
+        known = [self.known_table(name) for name, _ in tables]
         header = Header(Kind.LOOKUP, precision=precision)
         if batch is None or not any(table.wants_counts for table in known):
             counts = None
@@ -275,7 +289,7 @@ class EmbeddingClient:
                 part is too large.
             RequestTimeoutError: too many requests are pending.
         """
-        known = [self._known(name) for name, _ in tables]
+        known = [self.known_table(name) for name, _ in tables]
         for table, (_, ids), grads_UD in zip(known, tables, grads, strict=True):
             expected = (len(ids.ids), table.spec.dim)
             if grads_UD.shape != expected:
@@ -381,7 +395,7 @@ class EmbeddingClient:
         """
 
         def write(block: RowBlock) -> list[Reply]:
-            known = self._known(table)
+            known = self.known_table(table)
             rows, flags = rows_to_write(known.spec, block)
             ids = self.split(block.ids)
             grouped = [ids.grouped(rows)]
@@ -408,7 +422,7 @@ class EmbeddingClient:
             BatchError: ``block_rows`` is below 1.
             ServerError: a server failed or did not answer in time; when it happens.
         """
-        return export_blocks(self._servers, self._known(table), block_rows)
+        return export_blocks(self._servers, self.known_table(table), block_rows)
 
     def step(self, table: str, step: int | None = None) -> int:
         """Return how many updates a table has had: the ``t`` of Adam and its kin.
@@ -421,7 +435,7 @@ class EmbeddingClient:
         Raises:
             ServerError: a server failed, refused, or did not answer in time.
         """
-        numbers = self._known(table).numbers
+        numbers = self.known_table(table).numbers
         bodies = ([encode_json({"table": n, "step": step})] for n in numbers)
         what = f"step of table {table!r}"
         replies = self._servers.send(Header(Kind.STEP), bodies, what)
@@ -500,15 +514,6 @@ class EmbeddingClient:
         with self._adding:
             self._tables.update((table.spec.name, table) for table in tables)
 
-    def _known(self, name: str) -> KnownTable:
-        table = self._tables.get(name)
-        if table is None:
-            raise ConfigError(
-                f"Table {name!r} is unknown to this client. Known: "
-                f"{sorted(self._tables)}. Call add_tables first."
-            )
-        return table
-
     def _send(self, header: Header, request: TableRequest) -> list[Reply]:
         """Send every server its part of a request.
 
@@ -528,7 +533,7 @@ class EmbeddingClient:
 
     def _read(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Return ``(U, width)`` numbers of 4 bytes, in the order of the ids."""
-        request = TableRequest([self._known(table)], [self.split(ids)], [width])
+        request = TableRequest([self.known_table(table)], [self.split(ids)], [width])
         replies = self._send(Header(kind), request)
         (rows,) = request.merge([reply.frames() for reply in replies], Precision.FP32)
         return rows[request.ids[0].place]

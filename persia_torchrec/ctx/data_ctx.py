@@ -9,9 +9,9 @@ from persia_torchrec.ctx.base_ctx import BaseCtx
 from persia_torchrec.data.dataflow import BatchSender
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
+from persia_torchrec.lookup.slots import build_bags
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.worker.remote import RemoteWorkers
-from persia_torchrec.worker.schema import bags_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +79,14 @@ class DataCtx(BaseCtx):
         worker = self._num_sent % self._workers.num_workers
         batch_id = self._num_sent * self._num_loaders + self._loader
         persia_batch.batch_id = batch_id
-        bags = bags_of({f.name: f for f in persia_batch.id_type_features})
+        bags = build_bags({f.name: f for f in persia_batch.id_type_features})
         deadline = time.monotonic() + _SEND_TIMEOUT_S
         waits = _waits("embedding worker", deadline)
         while (ref := self._workers.buffer(worker, self._loader, bags)) is None:
             time.sleep(next(waits))
         trainer = batch_id % self._sender.num_trainers
-        origin = (worker, self._loader, ref)
         waits = _waits("trainer", deadline)
-        while not self._sender.send(trainer, persia_batch, origin):
+        while not self._sender.send(trainer, persia_batch, worker, ref):
             time.sleep(next(waits))
         self._num_sent += 1
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.serving.embeddings import ConcurrentLookups, SlotsReader
 from persia_torchrec.wire.ports import tcp_address
-from persia_torchrec.worker.remote import RemoteWorkers
 
 
 class InferCtx(LookupCtx):

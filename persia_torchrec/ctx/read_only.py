@@ -17,6 +17,8 @@ from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, RemoteError
+from persia_torchrec.lookup.slots import LookupHello, wait_until_ready
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.serving.embeddings import (
     ConcurrentLookups,
     LookedUp,
@@ -24,8 +26,6 @@ from persia_torchrec.serving.embeddings import (
 )
 from persia_torchrec.training.checkpoint import ContextCheckpoints
 from persia_torchrec.training.engine import REQUEST_TIMEOUT_S, connect_to_job
-from persia_torchrec.worker.hello import Hello, wait_until_ready
-from persia_torchrec.worker.remote import BatchReference, RemoteWorkers
 
 _NO_TABLES = (
     "Received: servers without any. They come with the first TrainCtx of the job, or "
@@ -62,10 +62,10 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
         """
         wait_until_ready(self._ask, timeout_s)
 
-    def _ask(self) -> Hello:
+    def _ask(self) -> LookupHello:
         if self.client.learn_tables():
             return self._job_reader.hello()
-        return Hello((), tuple(self.client.num_rows()))
+        return LookupHello((), tuple(self.client.num_rows()))
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.
@@ -113,7 +113,7 @@ class _JobReader(SlotsReader):
         self._workers = workers
         self._client = client
 
-    def hello(self) -> Hello:
+    def hello(self) -> LookupHello:
         try:
             return super().hello()
         except RemoteError as exc:
@@ -128,5 +128,5 @@ class _JobReader(SlotsReader):
         if isinstance(batch, PersiaBatch):
             return super().look_up(batch)
         slots = self.slots()
-        outputs, handle = self._workers.pull(BatchReference(*batch.origin), None)
+        outputs, handle = self._workers.pull(batch, None)
         return LookedUp(slots, handle.slots, outputs, handle.places)

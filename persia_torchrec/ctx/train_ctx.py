@@ -18,11 +18,11 @@ from persia_torchrec.distributed import (
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.pipeline.tally import TrainingSummary
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine, EngineConfig
-from persia_torchrec.worker.slots_of_job import ask_for_slots
-from persia_torchrec.worker.tally import TrainingSummary
+from persia_torchrec.worker.serving import ask_for_slots
 
 _DISCOVERY_TIMEOUT_S = 300.0
 _TRAINING = "training.pt"

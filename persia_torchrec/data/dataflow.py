@@ -40,11 +40,15 @@ class ReferencedBatch:
     """A batch without its ids, and where these wait.
 
     Attributes:
-        origin: number of the embedding worker, of the data loader, and the reference.
+        worker: number of the embedding worker that has the ids.
+        loader: number of the data loader that left them there.
+        reference: what the worker called them.
         rest: dense features, labels and the others.
     """
 
-    origin: tuple[int, int, int]
+    worker: int
+    loader: int
+    reference: int
     rest: BatchRest
 
 
@@ -84,13 +88,10 @@ class BatchReceiver:
             return [encode_json(None)]
         if header.kind is not Kind.BATCH or len(frames) != 3:
             raise FrameError(f"A trainer answers no such message: {header}.")
-        origin = decode_json(frames[:2])
-        if not isinstance(origin, list) or list(map(type, origin)) != [int] * 3:
-            raise FrameError("A batch must say where its ids wait.")
-        worker, source, reference = origin
+        worker, source, reference = decode_json(frames[:2], tuple[int, int, int])
         # Copied: a frame is read-only, and torch wants memory that can be written.
         rest = decode_rest(bytearray(frames[2]))
-        batch = ReferencedBatch((worker, source, reference), rest)
+        batch = ReferencedBatch(worker, source, reference, rest)
         came = self._inbox.put(loader, num_loaders, batch, _PUT_TIMEOUT_S)
         return [encode_json(came)]
 
@@ -126,13 +127,20 @@ class BatchSender:
         return len(self._connections)
 
     def send(
-        self, trainer: int, batch: PersiaBatch, origin: tuple[int, int, int]
+        self, trainer: int, batch: PersiaBatch, worker: int, reference: int
     ) -> bool:
         """Send a batch; return whether the trainer had room for it.
+
+        Args:
+            trainer: its rank.
+            batch: its ids are left out.
+            worker: number of the embedding worker that has them.
+            reference: what the worker called them.
 
         Raises:
             ServerError: the trainer refuses it, or does not answer in time.
         """
+        origin = [worker, self._loader, reference]
         frames: Frames = [encode_json(origin), encode_rest(batch)]
         answer = self._ask(trainer, Kind.BATCH, batch.batch_id or 0, frames)
         return answer is True

@@ -17,7 +17,7 @@ Dimension key:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,27 +28,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.errors import BatchError
+from persia_torchrec.lookup.bags import Bags
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-class JaggedIds(NamedTuple):
-    """The ids of one feature in a batch.
-
-    Attributes:
-        ids: uint64 ``(L,)``.
-        lengths: int32 ``(B,)``, how many each sample has.
-        place: where the ids stand in the values of the ``KeyedJaggedTensor``: in a row,
-            or int64 ``(L,)``.
-    """
-
-    ids: npt.NDArray[np.uint64]
-    lengths: npt.NDArray[np.int32]
-    place: slice | torch.Tensor
-
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this feature's part, ``(L,)``, of a tensor that is as the values."""
-        return tensor[self.place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +38,7 @@ class JaggedBatch:
     """A ``KeyedJaggedTensor``, and the ids of the features that are wanted of it."""
 
     kjt: KeyedJaggedTensor
-    features: dict[str, JaggedIds]
+    features: dict[str, Bags]
 
     @classmethod
     def of(cls, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]) -> Self:
@@ -68,7 +50,8 @@ class JaggedBatch:
         if isinstance(batch, TensorDict):
             received = list(map(str, batch.keys()))
             for key in keys:
-                _require_feature(key, received)
+                if key not in received:
+                    raise _missing(key, received)
             batch = maybe_td_to_kjt(batch, list(keys))
         return cls(batch, to_jagged_ids(batch, keys))
 
@@ -89,7 +72,14 @@ class JaggedBatch:
 
     def ids(self, key: str) -> torch.Tensor:
         """Return the ids of a feature as they were given, ``(L,)``, int64 as a rule."""
-        return self.features[key].part_of(self.kjt.values())
+        return self.of_feature(key, self.kjt.values())
+
+    def of_feature(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a feature's slice, ``(L,)``, of a tensor that is as the values."""
+        place = self.features[key].place
+        if isinstance(place, np.ndarray):
+            return tensor[torch.from_numpy(place)]
+        return tensor[place]
 
 
 def to_keyed_jagged_tensor(
@@ -118,7 +108,7 @@ def to_keyed_jagged_tensor(
     )
 
 
-def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, JaggedIds]:
+def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags]:
     """Take the ids of some features out of a ``KeyedJaggedTensor``.
 
     Where the features have different numbers of samples, because equal ones are kept
@@ -160,30 +150,28 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Jagg
             "A KeyedJaggedTensor's lengths must sum up to the number of ids, "
             f"{len(ids_L)}. Received: a sum of {total}."
         )
-    repeats = _repeats(kjt)
+    repeats = _repeats(kjt) if kjt.variable_stride_per_key() else {}
     places = {key: f for f, key in enumerate(kjt.keys())}
     features = {}
     for key in keys:
-        _require_feature(key, places)
+        if key not in places:
+            raise _missing(key, places)
         f = places[key]
         start = 0 if f == 0 else int(stops[f - 1])
         place = slice(start, int(stops[f]))
-        jagged = JaggedIds(ids_L[place], lengths[f], place)
+        jagged = Bags(ids_L[place], lengths[f], place)
         features[key] = _repeated(key, jagged, repeats[key]) if repeats else jagged
     return features
 
 
-def _require_feature(key: str, keys: Iterable[str]) -> None:
-    if key not in keys:
-        raise BatchError(
-            f"The batch must have the feature {key!r}. Received: {list(keys)}."
-        )
+def _missing(key: str, keys: Iterable[str]) -> BatchError:
+    return BatchError(
+        f"The batch must have the feature {key!r}. Received: {list(keys)}."
+    )
 
 
 def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
-    """Return which kept sample each sample is, by key; empty if all are kept."""
-    if not kjt.variable_stride_per_key():
-        return {}
+    """Return which kept sample each sample is, by key."""
     inverse = kjt.inverse_indices_or_none()
     if inverse is None or not set(kjt.keys()) <= set(inverse[0]):
         strides = dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))
@@ -196,9 +184,7 @@ def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
     return dict(zip(keys, of_keys.detach().cpu().numpy(), strict=True))
 
 
-def _repeated(
-    key: str, jagged: JaggedIds, samples_B: npt.NDArray[np.int64]
-) -> JaggedIds:
+def _repeated(key: str, jagged: Bags, samples_B: npt.NDArray[np.int64]) -> Bags:
     """Return a feature with its bags repeated."""
     assert isinstance(jagged.place, slice)
     num_kept = len(jagged.lengths)
@@ -214,5 +200,4 @@ def _repeated(
     starts = np.repeat((ends - jagged.lengths)[samples_B], lengths)
     first = np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
     place = starts + np.arange(len(starts)) - first
-    in_values = torch.from_numpy(place + jagged.place.start)
-    return JaggedIds(jagged.ids[place], lengths, in_values)
+    return Bags(jagged.ids[place], lengths, place + jagged.place.start)

@@ -23,7 +23,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.data.kjt import JaggedIds, to_jagged_ids, to_keyed_jagged_tensor
+from persia_torchrec.data.kjt import to_jagged_ids, to_keyed_jagged_tensor
 from persia_torchrec.embedding.data import (
     IDFeature,
     IDTypeFeature,
@@ -34,6 +34,7 @@ from persia_torchrec.embedding.data import (
     PersiaBatch,
 )
 from persia_torchrec.errors import BatchError
+from persia_torchrec.lookup.bags import Bags
 
 D = TypeVar("D", bound=NdarrayDataBase)
 
@@ -135,7 +136,7 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
     return result
 
 
-def _id_feature(name: str, jagged: JaggedIds) -> IDFeature:
+def _id_feature(name: str, jagged: Bags) -> IDFeature:
     if (jagged.lengths == 1).all():
         return IDTypeFeatureWithSingleID(name, jagged.ids)
     return IDTypeFeature.from_flat(name, jagged.ids, jagged.lengths)

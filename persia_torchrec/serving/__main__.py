@@ -25,6 +25,7 @@ from persia_torchrec import env
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config import load_embedding_config
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.service_main import (
     JobLifetime,
     Lifetime,
@@ -37,7 +38,6 @@ from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.ports import tcp_address
-from persia_torchrec.worker.remote import RemoteWorkers
 
 logger = logging.getLogger("persia_torchrec.serving")
 

@@ -22,16 +22,22 @@ from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.lookup.pooling import warm_up
+from persia_torchrec.lookup.sharded_lookup import Outputs
+from persia_torchrec.lookup.slots import (
+    LookupHello,
+    Slot,
+    SlotsLookup,
+    build_bags,
+    build_features,
+    require_slots,
+    wait_until_ready,
+)
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.slot_tensors import slot_tensors
-from persia_torchrec.worker.hello import Hello, Slot, require_slots, wait_until_ready
-from persia_torchrec.worker.pulled import Outputs
-from persia_torchrec.worker.remote import RemoteWorkers
-from persia_torchrec.worker.schema import bags_of, features_of
-from persia_torchrec.worker.slots import SlotsLookup
-from persia_torchrec.worker.standalone import require_dims
-from persia_torchrec.worker.warm_up import warm_up
+from persia_torchrec.worker.serving import require_dims
 
 _REQUEST_TIMEOUT_S = 60.0
 
@@ -73,7 +79,7 @@ class SlotsReader:
         self._lookup = lookup
         self._slots: tuple[Slot, ...] | None = None
 
-    def hello(self) -> Hello:
+    def hello(self) -> LookupHello:
         """Ask whether all that a lookup needs is ready.
 
         Raises:
@@ -115,7 +121,7 @@ class SlotsReader:
         slots = self.slots()
         features = {feature.name: feature for feature in batch.id_type_features}
         require_slots(list(features), [slot.name for slot in slots])
-        outputs, handle = self._lookup.pull(bags_of(features), None)
+        outputs, handle = self._lookup.pull(build_bags(features), None)
         return LookedUp(slots, handle.slots, outputs, handle.places)
 
     def to_tensors(self, looked_up: LookedUp) -> list[torch.Tensor]:
@@ -239,7 +245,7 @@ def host_checkpoint(
             with telling_of_compilation():
                 warm_up()
             client.learn_tables()
-            lookup = SlotsLookup(client, features_of(schema))
+            lookup = SlotsLookup(client, build_features(schema))
             follows = incremental_dir is not None
             status = (lambda: _following(client.counters())) if follows else dict
             reader = SlotsReader(lookup, device, status)

@@ -23,8 +23,9 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ConfigError, JobError
+from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.sharding.torchrec_api import GROWTH_TRACKER
-from persia_torchrec.worker.trainers import Trainers
+from persia_torchrec.wire.messages import Share
 
 
 class Agreement(Joinable):
@@ -157,9 +158,9 @@ def rendezvous(
     dist.broadcast_object_list(
         group, group_src=0, group=env.process_group, device=device
     )
-    trainers = Trainers(
-        group[0], env.rank, env.world_size, client=client, timeout_s=timeout_s
-    )
+    timeout_ms = round(1000 * timeout_s)
+    first = Share(group[0], 1, env.rank, env.world_size, timeout_ms)
+    trainers = Trainers(client, first)
     trainers.join()
     # The servers know all of them before one begins, and so notice which one is lost.
     are_here = torch.zeros(1, device=device)

@@ -29,21 +29,20 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from persia_torchrec.client.client import ADD_TABLES_TIMEOUT_S
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.pipeline.pipeline import BatchPipeline
+from persia_torchrec.pipeline.tally import TrainingSummary
 from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.collection import (
     Collection,
     CollectionSpec,
     table_configs,
 )
-from persia_torchrec.sharding.remote_lookup import Hooks, ShardedRemoteCollection
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
 from persia_torchrec.sharding.remote_tables import RemoteTables
 from persia_torchrec.table import TableChange
-from persia_torchrec.worker.pipeline import BatchPipeline
-from persia_torchrec.worker.tally import TrainingSummary
-
-_ADD_TABLES_TIMEOUT_S = 120.0
 
 _ROW_WISE = ShardingType.ROW_WISE.value
 
@@ -124,7 +123,7 @@ class TableControl:
             ServerError: a server refuses, failed, or did not answer in time.
         """
         for done in self.remote_tables.change(change):
-            done.result(self.timeout_s * 2 + _ADD_TABLES_TIMEOUT_S)
+            done.result(self.timeout_s * 2 + ADD_TABLES_TIMEOUT_S)
 
     def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Undo the loss scale of automatic mixed precision before gradients leave.
@@ -334,17 +333,12 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
         sharded = sharded_type(
             pipeline,
             spec,
+            self.remote_tables,
             device=device,
             gradient_scale=1 / world_size,
-            hooks=Hooks(
-                before_pull=self.require_known_settings,
-                before_push=self.remote_tables.before_push,
-                loss_scale=self.remote_tables.loss_scale,
-                after_check=self.remote_tables.after_check,
-            ),
             optimizer=self.remote_tables.optimizer_of(keys),
         )
-        sharded.agreement = self.remote_tables.agreement
+        sharded.before_first_pull = self.require_known_settings
         return sharded
 
 

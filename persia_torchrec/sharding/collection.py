@@ -37,10 +37,10 @@ from persia_torchrec.embedding.initializer import (
 )
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.lookup.bags import FeatureSpec, Pooling
 from persia_torchrec.sharding.model_optimizers import model_optimizers
 from persia_torchrec.sharding.torchrec_api import set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
-from persia_torchrec.worker.bags import FeatureSpec, Pooling
 
 Collection: TypeAlias = EmbeddingBagCollectionInterface | EmbeddingCollection
 

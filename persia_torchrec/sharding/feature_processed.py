@@ -16,10 +16,10 @@ from torchrec.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
 )
 
+from persia_torchrec.pipeline.pipeline import PrefetchedBatch
 from persia_torchrec.sharding.remote_lookup import (
     RemoteContext,
     ShardedRemoteEmbeddingBagCollection,
-    StartedPull,
 )
 from persia_torchrec.sharding.torchrec_api import feature_processors
 
@@ -47,7 +47,9 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
         self._processors = (module.split()[0],)  # a tuple: not registered a second time
         init_parameters(self._feature_processors, self._device)
 
-    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
+    def compute(
+        self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]
+    ) -> torch.Tensor:
         """Wait for the rows, and pool them with the weights of the processors."""
         (processors,) = self._processors
         processed = processors(dist_input.source.kjt)

@@ -65,9 +65,8 @@ from persia_torchrec.sharding.collection import (
     table_configs,
 )
 from persia_torchrec.sharding.placement import Placement
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection, lazy_output
 from persia_torchrec.sharding.torchrec_api import ParametersInTurn, sharded_settings
-from persia_torchrec.sharding.when_used import when_used
 
 _REMOTE = "remote."
 
@@ -223,7 +222,7 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
         started = ctx.remote_input.wait().wait()
         remote = self.remote.compute_and_output_dist(ctx.remote_context, started)
         columns = self._columns
-        return when_used(lambda: join_outputs(columns, local.wait(), remote.wait()))
+        return lazy_output(lambda: join_outputs(columns, local.wait(), remote.wait()))
 
 
 class ShardedMixedEmbeddingBagCollection(

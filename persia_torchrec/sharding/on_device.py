@@ -29,13 +29,14 @@ import torch
 from torch.nn import functional
 
 from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.lookup.bags import Bags, Pooling
+from persia_torchrec.lookup.pooling import (
+    FeatureBags,
+    pool_weighted,
+    weighted_gradients,
+)
+from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch, RowsLookup
 from persia_torchrec.table import TableChange
-from persia_torchrec.worker.bags import Bags, Pooling
-from persia_torchrec.worker.embedding_worker import RoutedBatch
-from persia_torchrec.worker.pulled import Outputs
-from persia_torchrec.worker.rows import RowsLookup
-from persia_torchrec.worker.weighted import pool_weighted, weighted_gradients
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -123,10 +124,6 @@ class RowsOnDevice:
         """Tell the servers that a training batch will get no gradients."""
         return self._lookup.abandon(handle.batch)
 
-    def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
-        """Wait until a push is applied; return which gradients were not."""
-        return self._lookup.outcome(replies)
-
     def change_tables(self, change: TableChange) -> None:
         """Change the settings of the tables; no push is under way."""
         self._lookup.change_tables(change)
@@ -208,6 +205,9 @@ def pool_by_torch(
     return pooled_BD / (lengths_B1 if pooling == "mean" else lengths_B1.sqrt())
 
 
+_NO_ROWS = np.empty((0, 0), dtype=np.float32)
+
+
 class _WeightedBags(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -219,17 +219,17 @@ class _WeightedBags(torch.autograd.Function):
         pooling: Pooling,
     ) -> torch.Tensor:
         host = batch.batch
-        ctx.bags = host.inverses[feature], host.lengths[feature], pooling
-        ctx.save_for_backward(rows_UD, weights_L)
-        return torch.from_numpy(
-            pool_weighted(rows_UD.numpy(), weights_L.numpy(), *ctx.bags)
+        bags = FeatureBags(
+            rows_UD.numpy(), host.inverses[feature], host.lengths[feature], pooling
         )
+        ctx.bags = bags._replace(rows=_NO_ROWS)  # autograd keeps them
+        ctx.save_for_backward(rows_UD, weights_L)
+        return torch.from_numpy(pool_weighted(bags, weights_L.numpy()))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_UD, weights_L = (tensor.numpy() for tensor in ctx.saved_tensors)
-        of_rows, of_weights = weighted_gradients(
-            grads[0].numpy(), rows_UD, weights_L, *ctx.bags
-        )
+        bags = ctx.bags._replace(rows=rows_UD)
+        of_rows, of_weights = weighted_gradients(grads[0].numpy(), bags, weights_L)
         both = torch.from_numpy(of_rows), torch.from_numpy(of_weights)
         return *both, None, None, None

@@ -1,78 +1,129 @@
-"""A sharded module whose rows live on the embedding servers.
+"""Sharded modules whose rows live on the embedding servers.
 
-TorchRec drives every sharded module by three calls, and so it drives this one:
+TorchRec drives every sharded module by three calls, and so it drives these:
 
     input_dist    begins to pull the batch in the background and returns at once
     compute       waits for the embeddings and puts them into the autograd graph
-    output_dist   names them: a KeyedTensor
+    output_dist   names them: a KeyedTensor, or JaggedTensors
 
-The last two are put off until the output is used.
+The last two are put off until the output is used. TorchRec's modules answer with an
+awaitable, which waits by itself at the first use. So what a model does between the call
+and the use, and the calls of other collections, hide the latency of the pull as well;
+and a pipeline that calls a module for a later batch, before the backward pass of this
+one, never waits for a pull that waits for this backward pass.
 
 In the backward pass the gradients of the embeddings leave through the same place; what
-the servers do with them does not concern autograd. The module has no parameters: rows
-and optimizer state stay on the servers, as its state dict says in their place.
+the servers do with them does not concern autograd. A module has no parameters: rows
+and optimizer state stay on the servers, as its state dict says instead.
 
 Dimension key:
     B: samples
+    L: ids of one feature in a batch
     T: sum of the dims of all features
+    D: embedding dim
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDict
+from torch.nn import functional
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
+    LazyNoWait,
     NoWait,
+    ShardedModule,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from persia_torchrec.data.kjt import JaggedBatch
-from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import DeviceBatch, Tensors, pool_rows
+from persia_torchrec.sharding.remote_tables import RemoteTables
 from persia_torchrec.sharding.state import add_entries, take_entries
-from persia_torchrec.sharding.when_used import Here, WhenUsedModule, not_traced
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.pipeline import BatchPipeline, PulledBatch
 
-Handle = TypeVar("Handle")
-CompOut = TypeVar("CompOut")
-Out = TypeVar("Out")
+CompOut = TypeVar("CompOut", bound=Multistreamable)
+Out = TypeVar("Out", bound=Multistreamable)
+Context = TypeVar("Context", bound=Multistreamable)
+Function = TypeVar("Function", bound=Callable[..., object])
+
+Sequences = dict[str, JaggedTensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What is called on the way of each batch, by the thread that brings it.
+def not_traced(function: Function) -> Function:
+    """Leave a function, and all that it calls, out of what torch.compile traces."""
+    untraced: Function = torch.compiler.disable(function)
+    return untraced
 
-    Attributes:
-        before_pull: when a batch comes.
-        before_push: in the backward pass, before the gradient leaves.
-        loss_scale: in the backward pass; returns what the loss was multiplied by, or
-            None where nothing scales it.
-        after_check: in the backward pass under ``loss_scale``; is told whether the
-            gradients were finite.
+
+class LazyOutput(LazyAwaitable[Out]):
+    """An output to come; made once, with the gradient mode of the call.
+
+    Args:
+        make: waits and returns the output.
     """
 
-    before_pull: Callable[[], None] = lambda: None
-    before_push: Callable[[], None] = lambda: None
-    loss_scale: Callable[[], float | None] = lambda: None
-    after_check: Callable[[bool], None] = lambda is_finite: None
+    def __init__(self, make: Callable[[], Out]) -> None:
+        super().__init__()
+        self._make: Callable[[], Out] | None = make
+        self._has_grad = torch.is_grad_enabled()
+        self._output: Out | None = None
+
+    def _wait_impl(self) -> Out:
+        # TorchRec remembers what it waited for by itself, but not what wait() returned.
+        if self._make is not None:
+            with torch.set_grad_enabled(self._has_grad):
+                self._output = self._make()
+            self._make = None
+        assert self._output is not None
+        return self._output
 
 
-_NO_HOOKS = Hooks()
+def lazy_output(make: Callable[[], Out]) -> LazyAwaitable[Out]:
+    """Return an output to come, or the output where torch.compile traces the call.
+
+    Dynamo cannot break a graph at the first use of an awaitable: it would leave the
+    function that uses it, with its dense layers, to Python.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return LazyNoWait(make())
+    return LazyOutput(make)
+
+
+class LazyModule(ShardedModule[Any, CompOut, Out, Context]):
+    """A sharded module whose ``compute`` and ``output_dist`` wait for the first use."""
+
+    def compute_and_output_dist(
+        self, ctx: Context, input: KJTList
+    ) -> LazyAwaitable[Out]:
+        """Return the output before it is there.
+
+        Args:
+            ctx: of this batch.
+            input: what ``input_dist`` leads to: a list of one batch on its way.
+        """
+        (batch,) = input
+        return lazy_output(partial(self._output_of, ctx, batch))
+
+    @not_traced
+    def _output_of(self, ctx: Context, batch: Any) -> Out:
+        return self.output_dist(ctx, self.compute(ctx, batch)).wait()
 
 
 class RemoteContext(Multistreamable):
@@ -82,59 +133,6 @@ class RemoteContext(Multistreamable):
         """No tensor of this context lives on a device."""
 
 
-class StartedPull(Multistreamable, Generic[Handle]):
-    """A batch whose pull has begun: hand it to the model in place of its ids.
-
-    Args:
-        future: the batch, when it is here.
-        timeout_s: seconds that it may take.
-        source: the batch as torch has it, if it came so.
-    """
-
-    def __init__(
-        self,
-        future: Future[PulledBatch[Handle]],
-        timeout_s: float,
-        source: JaggedBatch | None = None,
-    ) -> None:
-        self._future = future
-        self._timeout_s = timeout_s
-        self._source = source
-
-    @property
-    def source(self) -> JaggedBatch:
-        """The batch as torch has it.
-
-        Raises:
-            BatchError: its pull began otherwise, as by a reference to its ids.
-        """
-        if self._source is None:
-            raise BatchError(
-                "A collection that uses weights, or returns indices, must be given a "
-                "KeyedJaggedTensor. Received: a batch whose pull began without one."
-            )
-        return self._source
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """What the wait returns records its streams; the ids are the batch's own."""
-
-    def wait(self) -> PulledBatch[Handle]:
-        """Wait for the batch.
-
-        Raises:
-            PersiaError: what went wrong, as ServerError or StalenessError.
-        """
-        try:
-            return self._future.result(self._timeout_s)
-        except PersiaError:
-            raise
-        except TimeoutError:
-            raise StalenessError(
-                f"The rows of a batch must come within {self._timeout_s:g} s. "
-                "Does every training batch before it get its backward pass?"
-            ) from None
-
-
 class _Embeddings(torch.autograd.Function):
     """What was pulled for a batch; the gradients of it are pushed when they come."""
 
@@ -142,21 +140,21 @@ class _Embeddings(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
-        pulled: PulledBatch[Any],
+        batch: PrefetchedBatch[Any],
         module: "ShardedRemoteCollection[Any, Any]",
     ) -> Tensors:
-        ctx.pulled = pulled
+        ctx.batch = batch
         ctx.module = module
-        return module.on_device(pulled)
+        return module.on_device(batch)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.module.push(ctx.pulled, grads)  # autograd gives zeros for those unused
+        ctx.module.push(ctx.batch, grads)  # autograd gives zeros for those unused
         return None, None, None
 
 
 class ShardedRemoteCollection(
-    WhenUsedModule[CompOut, Out, RemoteContext], FusedOptimizerModule
+    LazyModule[CompOut, Out, RemoteContext], FusedOptimizerModule
 ):
     """A collection on the embedding servers; what all kinds of it share.
 
@@ -167,33 +165,33 @@ class ShardedRemoteCollection(
     Args:
         pipeline: pulls and pushes; the module does not close it.
         spec: the collection's tables and features.
+        tables: of all collections of the sharder.
         device: where the embeddings are wanted.
         gradient_scale: multiplied into every gradient before it is pushed.
-        hooks: what to call before pulls and pushes.
         optimizer: of the tables, for schedules; none where it is left out.
 
     Attributes:
-        agreement: with other trainers, on whether gradients were finite, if there are.
+        before_first_pull: what to call when the first batch comes.
     """
 
     weights_in: ClassVar[str] = "embedding_bags"
     """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
 
-    agreement: Agreement | None = None
+    before_first_pull: Callable[[], None] | None = None
 
     def __init__(
         self,
         pipeline: BatchPipeline[Any, Any],
         spec: CollectionSpec,
+        tables: RemoteTables,
         *,
         device: torch.device,
         gradient_scale: float = 1.0,
-        hooks: Hooks = _NO_HOOKS,
         optimizer: KeyedOptimizer | None = None,
     ) -> None:
         super().__init__()
         self._optimizer = EmptyFusedOptimizer() if optimizer is None else optimizer
-        self._hooks = hooks
+        self._remote_tables = tables
         self.pipeline = pipeline
         self.gradient_scale = gradient_scale
         self.skip_non_finite = False
@@ -206,8 +204,13 @@ class ShardedRemoteCollection(
         self.register_state_dict_post_hook(add_entries)
         self.register_load_state_dict_pre_hook(take_entries)
 
+    @property
+    def agreement(self) -> Agreement | None:
+        """With other trainers, on whether gradients were finite, if there are any."""
+        return self._remote_tables.agreement
+
     @not_traced
-    def start(self, batch: object, *, is_training: bool) -> StartedPull[Any]:
+    def start(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
         """Begin to pull a batch; returns at once.
 
         Args:
@@ -219,18 +222,13 @@ class ShardedRemoteCollection(
             BatchError: features are missing or come twice, or ids are no integers.
             PersiaError: an earlier push failed.
         """
-        self._hooks.before_pull()
-        source = None
-        if isinstance(batch, KeyedJaggedTensor | TensorDict):
-            source = JaggedBatch.of(batch, self._keys)
-            batch = {
-                key: Bags(jagged.ids, jagged.lengths)
-                for key, jagged in source.features.items()
-            }
-        future = self.pipeline.start(batch, training=is_training)
-        # A pull ends in time by itself; before it may come a wait for a permit, until
-        # earlier pushes are acknowledged, which end in time as well.
-        return StartedPull(future, 2 * self.pipeline.timeout_s + 5, source)
+        if self.before_first_pull is not None:
+            self.before_first_pull()
+            self.before_first_pull = None
+        if not isinstance(batch, KeyedJaggedTensor | TensorDict):
+            return self.pipeline.start(batch, training=is_training)
+        given = JaggedBatch.of(batch, self._keys)
+        return self.pipeline.start(given.features, training=is_training, given=given)
 
     def input_dist(
         self, ctx: RemoteContext, *input: Any, **kwargs: Any
@@ -241,7 +239,7 @@ class ShardedRemoteCollection(
         several modules to one exchange expect.
         """
         (batch,) = (*input, *kwargs.values())
-        if not isinstance(batch, StartedPull):
+        if not isinstance(batch, PrefetchedBatch):
             is_training = self.training and torch.is_grad_enabled()
             batch = self.start(batch, is_training=is_training)
         return KJTListSplitsAwaitable([NoWait(NoWait(batch))], ctx)
@@ -250,45 +248,45 @@ class ShardedRemoteCollection(
         """Return an empty context."""
         return RemoteContext()
 
-    def embeddings(self, pulled: PulledBatch[Any]) -> Tensors:
+    def embeddings(self, batch: PrefetchedBatch[Any]) -> Tensors:
         """Return what was pulled, in the autograd graph of a training batch."""
-        if not (pulled.is_training and torch.is_grad_enabled()):
-            return self.on_device(pulled)
-        tensors: Tensors = _Embeddings.apply(self._anchor, pulled, self)
+        if not (batch.is_training and torch.is_grad_enabled()):
+            return self.on_device(batch)
+        tensors: Tensors = _Embeddings.apply(self._anchor, batch, self)
         return tensors
 
-    def on_device(self, pulled: PulledBatch[Any]) -> Tensors:
+    def on_device(self, batch: PrefetchedBatch[Any]) -> Tensors:
         """Return what was pulled as tensors on the module's device."""
-        if isinstance(pulled.handle, DeviceBatch):
-            return pulled.handle.wait()
+        if isinstance(batch.handle, DeviceBatch):
+            return batch.handle.wait()
         return tuple(
             torch.from_numpy(output).to(self._device, non_blocking=True)
-            for output in pulled.outputs
+            for output in batch.outputs
         )
 
-    def push(self, pulled: PulledBatch[Any], grads: Sequence[torch.Tensor]) -> None:
+    def push(self, batch: PrefetchedBatch[Any], grads: Sequence[torch.Tensor]) -> None:
         """Push gradients, scaled; the backward pass calls this.
 
         Under a loss scale, or with ``skip_non_finite``, gradients that are not finite
         are not pushed: the scale was too large.
         """
-        scale = self._hooks.loss_scale()
+        scale = self._remote_tables.loss_scale()
         factor = self.gradient_scale / (scale or 1)
         scaled = [_scaled(grad, factor) for grad in grads]
         if self.skip_non_finite or scale is not None:
-            is_finite = all(map(_is_finite, scaled))
+            is_finite = all(bool(torch.isfinite(grad).all()) for grad in scaled)
             if scale is not None:
-                self._hooks.after_check(is_finite)
+                self._remote_tables.after_check(is_finite)
             if not is_finite:
                 self.num_skipped += 1
-                pulled.give_up()  # the graph, and with it the batch, may live on
+                batch.give_up()  # the graph, and with it the batch, may live on
                 return
-        self._hooks.before_push()
-        if isinstance(pulled.handle, DeviceBatch):
-            pulled.push(pulled.handle.to_host(scaled))
+        self._remote_tables.before_push()
+        if isinstance(batch.handle, DeviceBatch):
+            batch.push(batch.handle.to_host(scaled))
             return
-        on_cpu = (grad.to("cpu", torch.float32) for grad in scaled)
-        pulled.push(tuple(grad.contiguous().numpy() for grad in on_cpu))
+        on_cpu = [grad.to("cpu", torch.float32) for grad in scaled]
+        batch.push(tuple([grad.contiguous().numpy() for grad in on_cpu]))
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -330,44 +328,45 @@ class ShardedRemoteEmbeddingBagCollection(
     :class:`ShardedRemoteCollection`.
     """
 
-    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> torch.Tensor:
+    def compute(
+        self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]
+    ) -> torch.Tensor:
         """Wait for the embeddings; float32 ``(B, T)`` on the device.
 
         Raises:
             BatchError: the collection is weighted, and the batch is not.
         """
-        is_weighted = self._spec.is_weighted
-        return self.pooled(
-            dist_input, dist_input.source.weights() if is_weighted else None
-        )
+        if self._spec.is_weighted:
+            return self.pooled(dist_input, dist_input.source.weights())
+        batch = dist_input.wait()
+        if isinstance(batch.handle, DeviceBatch):
+            return self.pooled(batch, None)
+        (pooled_BT,) = self.embeddings(batch)
+        return pooled_BT
 
     def pooled(
-        self, started: StartedPull[Any], weights: torch.Tensor | None
+        self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Wait for the embeddings of a batch, and pool them if they are not.
+        """Wait for the rows of a batch, and pool them.
 
         Args:
-            started: the batch.
+            batch: whose rows come unpooled.
             weights: of the ids of its KeyedJaggedTensor, one each, in their order; for
                 a weighted collection.
 
         Returns:
             float32 ``(B, T)`` on the device.
         """
-        pulled = started.wait()
-        tensors = self.embeddings(pulled)
-        if not isinstance(pulled.handle, DeviceBatch):
-            (pooled_BT,) = tensors
-            return pooled_BT
+        tensors = self.embeddings(batch.wait())
         if weights is not None:
             weights = weights.to(self._device, torch.float32, non_blocking=True)
         pooled = []
         for f, feature in enumerate(self._spec.features):
-            rows_UD = tensors[pulled.handle.table_of[f]]
+            rows_UD = tensors[batch.handle.table_of[f]]
             weights_L = None
             if weights is not None:
-                weights_L = started.source.features[feature.key].part_of(weights)
-            bags = pulled.handle, f, feature.pooling
+                weights_L = batch.source.of_feature(feature.key, weights)
+            bags = batch.handle, f, feature.pooling
             pooled.append(pool_rows(rows_UD, weights_L, *bags))
         return torch.cat(pooled, dim=1)
 
@@ -375,7 +374,7 @@ class ShardedRemoteEmbeddingBagCollection(
         self, ctx: RemoteContext, output: torch.Tensor
     ) -> LazyAwaitable[KeyedTensor]:
         """Name the columns."""
-        return Here(KeyedTensor(self._spec.names(), self._spec.dims(), output))
+        return LazyNoWait(KeyedTensor(self._spec.names(), self._spec.dims(), output))
 
     @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
@@ -383,17 +382,79 @@ class ShardedRemoteEmbeddingBagCollection(
         return EmbeddingBagCollection
 
 
+class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection[Sequences, Sequences]):
+    """An ``EmbeddingCollection`` on the embedding servers: a row for each id.
+
+    Its output is a ``JaggedTensor`` per feature: values float32 ``(L, D)`` in the order
+    of the batch's ids, lengths int32 ``(B,)`` and, where the collection needs indices,
+    the ids as weights, ``(L,)``, as the batch has them. A feature that a table names
+    twice has its rows twice, one after the other, ``(L, 2 * D)``, as TorchRec's sharded
+    module gives them. For the settings see :class:`ShardedRemoteCollection`.
+    """
+
+    weights_in: ClassVar[str] = "embeddings"
+
+    def compute(
+        self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]
+    ) -> Sequences:
+        """Wait for the embeddings of each feature."""
+        batch = dist_input.wait()
+        handle, embeddings = batch.handle, self.embeddings(batch)
+        if isinstance(handle, DeviceBatch):
+            lengths = [offsets.diff() for offsets in handle.offsets]
+            embeddings = tuple(
+                functional.embedding(inverse_L, embeddings[table])
+                for table, inverse_L in zip(
+                    handle.table_of, handle.inverses, strict=True
+                )
+            )
+        else:
+            lengths = [torch.from_numpy(n) for n in handle.lengths]
+        indices: dict[str, list[int]] = {}
+        for f, feature in enumerate(self._spec.features):
+            indices.setdefault(feature.name, []).append(f)
+        return {
+            name: self._sequence(batch, of_name, embeddings, lengths)
+            for name, of_name in indices.items()
+        }
+
+    def _sequence(
+        self,
+        batch: PrefetchedBatch[Any],
+        features: Sequence[int],
+        embeddings: Tensors,
+        lengths: Sequence[torch.Tensor],
+    ) -> JaggedTensor:
+        """Return the sequence of features of one name."""
+        blocks = [embeddings[f] for f in features]
+        key = self._spec.features[features[0]].key
+        ids = batch.source.ids(key) if self._spec.needs_ids else None
+        return JaggedTensor(
+            values=blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1),
+            lengths=lengths[features[0]].to(self._device, non_blocking=True),
+            weights=None if ids is None else ids.to(self._device, non_blocking=True),
+        )
+
+    def output_dist(
+        self, ctx: RemoteContext, output: Sequences
+    ) -> LazyAwaitable[Sequences]:
+        """Return the output: it is there."""
+        return LazyNoWait(output)
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingCollection]:
+        """What this module was before it was sharded."""
+        return EmbeddingCollection
+
+
 def _scaled(grad: torch.Tensor, scale: float) -> torch.Tensor:
     """Return a gradient times a number; the gradient itself if that changes nothing.
 
     It may be read by another thread after the backward pass then. Autograd gives the
-    memory of a gradient to somebody else, as a parameter's ``grad``, only if nobody
-    holds the same tensor; an array made of it, without ``detach``, does.
+    memory of a gradient to others, as a parameter's ``grad``, only if no other
+    reference to the same tensor is held; an array made of it, without ``detach``, is
+    one.
     """
     if scale == 1 and not grad.requires_grad:
         return grad
     return grad.detach().to(torch.float32) * scale
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())

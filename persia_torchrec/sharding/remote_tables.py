@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.pipeline.pipeline import BatchPipeline
+from persia_torchrec.pipeline.tally import TrainingSummary
 from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.remote_optimizer import (
     RemoteOptimizer,
@@ -25,8 +27,6 @@ from persia_torchrec.sharding.remote_optimizer import (
 )
 from persia_torchrec.sharding.torchrec_api import after_backward, backward_pass
 from persia_torchrec.table import TableChange, TableSpec
-from persia_torchrec.worker.pipeline import BatchPipeline
-from persia_torchrec.worker.tally import TrainingSummary
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,13 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.lookup.sharded_lookup import (
+    PooledLookup,
+    RowsLookup,
+    SequenceLookup,
+    ShardedLookup,
+)
+from persia_torchrec.pipeline.pipeline import BatchPipeline, Lookup
 from persia_torchrec.sharding.agreement import rendezvous
 from persia_torchrec.sharding.base_sharder import (
     CollectionSharder,
@@ -47,18 +54,15 @@ from persia_torchrec.sharding.feature_processed import (
     ShardedRemoteFeatureProcessedEmbeddingBagCollection,
 )
 from persia_torchrec.sharding.on_device import RowsOnDevice
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteEmbeddingBagCollection
-from persia_torchrec.sharding.remote_sequences import ShardedRemoteEmbeddingCollection
+from persia_torchrec.sharding.remote_lookup import (
+    ShardedRemoteEmbeddingBagCollection,
+    ShardedRemoteEmbeddingCollection,
+)
 from persia_torchrec.sharding.state import OptimizerState, load_tables
 from persia_torchrec.sharding.torchrec_api import processed_bags
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
-from persia_torchrec.worker.embedding_worker import EmbeddingWorker
-from persia_torchrec.worker.pipeline import BatchPipeline, Lookup
-from persia_torchrec.worker.pooled import PooledLookup
-from persia_torchrec.worker.rows import RowsLookup
-from persia_torchrec.worker.sequences import SequenceLookup
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -115,7 +119,7 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
     POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
     """Types of devices that get the unique rows and pool them, instead of the CPU."""
 
-    host_lookup: ClassVar[type[EmbeddingWorker]]
+    host_lookup: ClassVar[type[ShardedLookup]]
     """What looks batches up elsewhere."""
 
     def __init__(

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from persia_torchrec.lookup.slots import Slot, require_slots
 from persia_torchrec.routing.dedup import Positions
-from persia_torchrec.worker.hello import Slot, require_slots
 
 Slots = dict[str, torch.Tensor]
 

@@ -28,7 +28,10 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.remote_lookup import StartedPull
+from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.lookup.slots import require_slots, wait_until_ready
+from persia_torchrec.pipeline.pipeline import PrefetchedBatch
+from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints
@@ -40,16 +43,13 @@ from persia_torchrec.training.measured import (
 )
 from persia_torchrec.training.slots import ShardedSlots, SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.hello import require_slots, wait_until_ready
-from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
 
 REQUEST_TIMEOUT_S = 120.0
 """Seconds that one request to a worker or a server may take."""
 
 _DISCOVERY_TIMEOUT_S = 300.0
 
-Pull = StartedPull[RemoteBatch]
+Pull = PrefetchedBatch[RemoteBatch]
 Workers = TypeVar("Workers", bound=RemoteWorkers)
 
 
@@ -156,7 +156,7 @@ class Engine:
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
-        sharded.pipeline.bound_updates(
+        sharded.pipeline.pushes.bound(
             held=config.grad_update_buffer_size, sent=config.backward_workers_size
         )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
@@ -225,8 +225,7 @@ class Engine:
                 for feature in batch.id_type_features
             }
             return self._sharded.start(bags, is_training=is_training)
-        reference = BatchReference(*batch.origin)
-        return self._sharded.start(reference, is_training=is_training)
+        return self._sharded.start(batch, is_training=is_training)
 
     def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model; its backward pass updates both halves."""
@@ -331,7 +330,7 @@ class Engine:
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
         if not is_training:
-            self._sharded.pipeline.set_num_evaluation_pullers(settings.num_workers)
+            self._sharded.pipeline.set_num_pullers(evaluation=settings.num_workers)
             return
         if settings == self._settings:
             return
@@ -339,7 +338,7 @@ class Engine:
         if staleness is None:
             staleness = settings.forward_buffer_size + self._config.backward_buffer_size
         self._sharded.pipeline.set_staleness(staleness)
-        self._sharded.pipeline.set_num_pullers(settings.num_workers)
+        self._sharded.pipeline.set_num_pullers(training=settings.num_workers)
         self._settings = settings
 
 

@@ -11,13 +11,14 @@ from functools import partial
 from persia_torchrec import env
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.config import MetricsSettings, load_global_config
+from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.errors import PersiaError
+from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.metrics import Observations, Reading
+from persia_torchrec.pipeline.pipeline import PrefetchedBatch
+from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.wire.gateway import Pushes, push_metrics
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.pipeline import PulledBatch
-from persia_torchrec.worker.pulled import Outputs
-from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
 
 _FORWARD = "forward_client_time_cost_sec"
 _FORWARD_ERROR = "forward_error"
@@ -56,7 +57,7 @@ class Measures:
         """Note the latency of the batch that is trained on next."""
         self._waited_s = seconds
 
-    def wait_for(self, wait: Callable[[], PulledBatch[RemoteBatch]]) -> None:
+    def wait_for(self, wait: Callable[[], PrefetchedBatch[RemoteBatch]]) -> None:
         """Wait until the rows of a batch are here, too.
 
         Raises:
@@ -97,7 +98,7 @@ class MeasuredWorkers(RemoteWorkers):
 
     def pull(
         self,
-        source: BatchReference | Mapping[str, Bags],
+        source: ReferencedBatch | Mapping[str, Bags],
         number: BatchNumber | None,
     ) -> tuple[Outputs, RemoteBatch]:
         """Have a batch pulled and pooled; see :meth:`RemoteWorkers.pull`."""

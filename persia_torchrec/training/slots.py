@@ -10,30 +10,28 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.lookup.slots import Slot, build_features, build_tables
+from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
+from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.sharding.base_sharder import CollectionSharder
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.remote_lookup import (
     RemoteContext,
     ShardedRemoteCollection,
-    StartedPull,
 )
 from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
-from persia_torchrec.sharding.when_used import Here
 from persia_torchrec.table import TableSettings
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.hello import Slot
-from persia_torchrec.worker.pipeline import BatchPipeline
-from persia_torchrec.worker.remote import BatchReference, RemoteBatch, RemoteWorkers
-from persia_torchrec.worker.schema import features_of, tables_of
 
-SlotsPipeline = BatchPipeline[BatchReference | Mapping[str, Bags], RemoteBatch]
+SlotsPipeline = BatchPipeline[ReferencedBatch | Mapping[str, Bags], RemoteBatch]
 
 
 def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
@@ -58,7 +56,7 @@ class ShardedSlots(ShardedRemoteCollection[Slots, Slots]):
     Of the slots that the batch has, in its order.
     """
 
-    def compute(self, ctx: RemoteContext, dist_input: StartedPull[Any]) -> Slots:
+    def compute(self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]) -> Slots:
         """Wait for the embeddings of each slot; see ``sharding/slot_tensors.py``."""
         pulled = dist_input.wait()
         handle, outputs = pulled.handle, self.embeddings(pulled)
@@ -70,7 +68,7 @@ class ShardedSlots(ShardedRemoteCollection[Slots, Slots]):
 
     def output_dist(self, ctx: RemoteContext, output: Slots) -> LazyAwaitable[Slots]:
         """Return the output: it is there."""
-        return Here(output)
+        return LazyNoWait(output)
 
     @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
@@ -108,7 +106,7 @@ class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
         super().__init__(timeout_s=timeout_s, gradient_division=False)
         self._workers = workers
         self._spec = CollectionSpec(
-            tables_of(schema, config, optimizer, settings), features_of(schema)
+            build_tables(schema, config, optimizer, settings), build_features(schema)
         )
 
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:

@@ -1,1 +1,1 @@
-"""The embedding worker: from a batch's ids to its pooled embeddings, and back."""
+"""The embedding worker as a process of its own."""

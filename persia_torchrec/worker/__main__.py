@@ -30,6 +30,8 @@ from persia_torchrec.config import (
     load_global_config,
 )
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.lookup.pooling import warm_up
+from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.service_main import (
     JobLifetime,
     Lifetime,
@@ -39,16 +41,16 @@ from persia_torchrec.service_main import (
 )
 from persia_torchrec.wire.memory import keep_freed_memory
 from persia_torchrec.wire.service import Service
-from persia_torchrec.worker.buffers import buffer_of
-from persia_torchrec.worker.measured import make_lookup, pushing_metrics
-from persia_torchrec.worker.process import WorkerProcess
-from persia_torchrec.worker.slots import SlotsLookup
-from persia_torchrec.worker.slots_of_job import tell_slots
-from persia_torchrec.worker.standalone import ready_lookup
-from persia_torchrec.worker.warm_up import warm_up
+from persia_torchrec.worker.process import IdBuffer, WorkerProcess
+from persia_torchrec.worker.serving import (
+    REQUEST_TIMEOUT_S,
+    make_lookup,
+    pushing_metrics,
+    ready_lookup,
+    tell_slots,
+)
 
 _DISCOVERY_TIMEOUT_S = 180.0
-_REQUEST_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,11 +131,14 @@ def _run(flags: WorkerFlags, life: Lifetime, servers: Sequence[str]) -> None:
     with telling_of_compilation(life.tell_compiling):
         warm_up()
     metrics = settings.common.metrics
-    connected = _connect(flags, life, servers, schema, metrics)
-    if connected is None:
+    lookup = _connect(flags, life, servers, schema, metrics)
+    if lookup is None:
         return
-    client, lookup = connected
-    process = WorkerProcess(lookup, buffer_of(settings.embedding_worker))
+    buffer = IdBuffer(
+        settings.embedding_worker.forward_buffer_size,
+        settings.embedding_worker.buffered_data_expired_sec,
+    )
+    process = WorkerProcess(lookup, buffer)
     with pushing_metrics(process, lookup, index, metrics):
         service = Service(
             "embedding worker",
@@ -147,7 +152,7 @@ def _run(flags: WorkerFlags, life: Lifetime, servers: Sequence[str]) -> None:
         tell_ready(service.address)
         life.wait_for_end()
         service.close()
-    client.close()
+    lookup.client.close()
 
 
 def _connect(
@@ -156,16 +161,16 @@ def _connect(
     servers: Sequence[str],
     schema: EmbeddingSchema,
     metrics: MetricsSettings,
-) -> tuple[EmbeddingClient, SlotsLookup] | None:
+) -> SlotsLookup | None:
     """Connect to the servers; None if the process must end before they are ready."""
     if isinstance(life, JobLifetime):
         book = life.member.book
         servers = book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
         if not flags.learn_tables:  # the trainers create the tables
             client = EmbeddingClient.connect(
-                servers, timeout_s=_REQUEST_TIMEOUT_S, greeting=life.greeting
+                servers, timeout_s=REQUEST_TIMEOUT_S, greeting=life.greeting
             )
-            return client, make_lookup(client, schema, metrics)
+            return make_lookup(client, schema, metrics)
     ending = threading.Event()
     life.call_at_end(ending.set)
     return ready_lookup(

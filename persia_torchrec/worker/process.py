@@ -1,11 +1,11 @@
-"""An embedding worker as a process of its own: messages in, pooled embeddings out.
+"""The requests to an embedding worker: messages in, pooled embeddings out.
 
     from a data loader   BUFFER_IDS  three frames of bags            -> {"reference"}
-    from anybody         HELLO       nothing                         -> worker/hello.py
+    from any client      HELLO       nothing                         -> ``LookupHello``
     from a trainer       ADD_TABLES  JSON list of tables             -> null
                          FORWARD     JSON {"loader", "reference"}    -> embeddings
                                      or JSON null and three frames of bags
-                         BACKWARD    floats, a frame an output       -> outcome
+                         BACKWARD    floats, a frame per output      -> outcome
                          ABANDON     nothing                         -> outcome
 
 Embeddings are, as JSON, {"slots", "outputs", "places"}: the slots of the batch, and the
@@ -14,18 +14,36 @@ the places of each raw slot. All have the order of the batch, and slots that it 
 take no bytes.
 
 In BUFFER_IDS the header's stream is the number of the data loader. BACKWARD is answered
-when the servers have applied the update, with what they answer to it together.
+when the servers have applied the update, with the sum of their outcomes.
+
+Between two messages about the same batch the worker keeps it:
+
+    data loader --ids--> IdBuffer --reference--> ...trainer asks for it... --> pulled
+    pulled --> AwaitingGradient --...trainer sends the gradient...--> pushed
+
+Both are bounded. The buffer refuses a batch when it is full, so that the loader waits;
+a batch that no trainer asked for within its time is dropped only then, and is logged.
 """
 
+import itertools
 import logging
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.errors import FrameError
+from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.errors import DataflowError, FrameError
+from persia_torchrec.lookup.bags import Bags, decode_bags
+from persia_torchrec.lookup.sharded_lookup import RoutedBatch
+from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     TRAINING,
@@ -38,23 +56,152 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from persia_torchrec.wire.precision import decode_floats, encode_floats
-from persia_torchrec.worker.bags import Bags, decode_bags
-from persia_torchrec.worker.buffers import AwaitingGradient, IdBuffer
-from persia_torchrec.worker.slots import SlotsLookup
 
 logger = logging.getLogger(__name__)
+
+_MAX_OPEN = 65536
+
+
+class _Origin(msgspec.Struct):
+    """The JSON of a FORWARD of a batch whose ids wait here."""
+
+    loader: int
+    reference: int
+
+
+class IdBuffer:
+    """Ids of batches that wait for their trainer. Any thread may call any method.
+
+    Args:
+        capacity: batches kept of each data loader.
+        expires_s: seconds after which a batch may be dropped if the buffer is full.
+        clock: seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        expires_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity = capacity
+        self._expires_s = expires_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        # By loader, oldest first. guarded by _lock
+        self._batches: dict[int, OrderedDict[int, tuple[float, dict[str, Bags]]]] = {}
+
+    def put(self, loader: int, bags: dict[str, Bags]) -> int | None:
+        """Keep a batch; return its reference, or None when the buffer is full."""
+        with self._lock:
+            batches = self._batches.setdefault(loader, OrderedDict())
+            if len(batches) >= self._capacity:
+                latest = self._clock() - self._expires_s
+                expired = [n for n, (since, _) in batches.items() if since < latest]
+                for number in expired:
+                    del batches[number]
+                if expired:
+                    logger.warning(
+                        "dropped %d batches of data loader %d that no trainer asked "
+                        "for in %g s",
+                        len(expired),
+                        loader,
+                        self._expires_s,
+                    )
+            if len(batches) >= self._capacity:
+                return None
+            reference = next(self._numbers)
+            batches[reference] = (self._clock(), bags)
+            return reference
+
+    def peek(self, loader: int, reference: int) -> dict[str, Bags]:
+        """Return a batch and keep it, so that a failed pull can be tried again.
+
+        Raises:
+            DataflowError: there is no such batch (any more).
+        """
+        with self._lock:
+            batches = self._batches.get(loader)
+            entry = batches.get(reference) if batches else None
+        if entry is None:
+            raise DataflowError(
+                f"Batch {reference} of data loader {loader} must be in this embedding "
+                "worker's buffer. It was never sent here, was taken before, or waited "
+                f"for more than buffered_data_expired_sec ({self._expires_s:g} s)."
+            )
+        return entry[1]
+
+    def remove(self, loader: int, reference: int) -> None:
+        """Forget a batch."""
+        with self._lock:
+            if loader in self._batches:
+                self._batches[loader].pop(reference, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(len(batches) for batches in self._batches.values())
+
+
+class AwaitingGradient:
+    """Pulled training batches that wait for their gradient. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._batches: dict[BatchNumber, RoutedBatch] = {}  # guarded by _lock
+        self._num_taken = 0  # guarded by _lock
+
+    def put(self, number: BatchNumber, batch: RoutedBatch) -> None:
+        """Keep a batch.
+
+        Raises:
+            DataflowError: too many are open.
+        """
+        with self._lock:
+            if len(self._batches) >= _MAX_OPEN:
+                raise DataflowError(
+                    f"At most {_MAX_OPEN} batches may wait for their gradient. Does "
+                    "every training batch get its backward pass?"
+                )
+            self._batches[number] = batch
+
+    @contextmanager
+    def taken(self, number: BatchNumber) -> Iterator[RoutedBatch]:
+        """Forget a batch, whose update is applied when the block ends.
+
+        Raises:
+            DataflowError: there is no such batch (any more).
+        """
+        with self._lock:
+            batch = self._batches.pop(number, None)
+            self._num_taken += batch is not None
+        if batch is None:
+            raise DataflowError(
+                f"Batch {number.batch} must have been pulled here for training, and "
+                "not been updated since."
+            )
+        try:
+            yield batch
+        finally:
+            with self._lock:
+                self._num_taken -= 1
+
+    def __len__(self) -> int:
+        """How many batches are pulled, and not yet updated."""
+        with self._lock:
+            return len(self._batches) + self._num_taken
 
 
 class WorkerProcess:
     """Answers the messages to an embedding worker; several threads may ask.
 
     Args:
-        worker: pulls and pushes.
+        lookup: pulls and pushes.
         buffer: keeps the ids of data loaders.
     """
 
-    def __init__(self, worker: SlotsLookup, buffer: IdBuffer) -> None:
-        self._worker = worker
+    def __init__(self, lookup: SlotsLookup, buffer: IdBuffer) -> None:
+        self._lookup = lookup
         self._buffer = buffer
         self._open = AwaitingGradient()
 
@@ -76,23 +223,25 @@ class WorkerProcess:
         """
         match header.kind:
             case Kind.HELLO:
-                self._worker.learn_tables()  # of a loaded checkpoint, with no trainer
-                return [encode_json(self._worker.hello().to_json())]
+                self._lookup.learn_tables()  # of a loaded checkpoint, with no trainer
+                return [encode_json(self._lookup.hello().to_json())]
             case Kind.FORWARD:
                 return self._forward(header, frames)
             case Kind.BACKWARD:
                 return [encode_json(self._backward(header, frames))]
             case Kind.ABANDON:
                 with self._open.taken(_number(header)) as batch:
-                    outcome = self._worker.outcome(self._worker.abandon(batch))
+                    replies = self._lookup.abandon(batch)
+                    outcome = PushOutcome.read(reply.frames() for reply in replies)
                 return [encode_json(outcome.to_json())]
             case Kind.BUFFER_IDS:
                 bags = decode_bags(frames[1:])
-                self._worker.check(bags)
+                self._lookup.check(bags)
                 reference = self._buffer.put(header.stream, bags)
                 return [encode_json({"reference": reference})]
             case Kind.ADD_TABLES:
-                self._add_tables(decode_json(frames))
+                tables = decode_json(frames, list[dict[str, Any]])
+                self._lookup.add_tables([TableSpec.from_json(t) for t in tables])
                 return [encode_json(None)]
             case _:
                 raise FrameError(
@@ -100,27 +249,18 @@ class WorkerProcess:
                     "Is this the address of another role?"
                 )
 
-    def _add_tables(self, descriptions: object) -> None:
-        if not isinstance(descriptions, list) or not all(
-            isinstance(description, dict) for description in descriptions
-        ):
-            raise FrameError("ADD_TABLES must carry a list of tables.")
-        self._worker.add_tables([TableSpec.from_json(d) for d in descriptions])
-
     def _forward(self, header: Header, frames: Sequence[Frame]) -> Frames:
-        origin = decode_json(frames[:2])
-        number = _number(header) if header.flags & TRAINING else None
+        origin: _Origin | None = decode_json(frames[:2], _Origin | None)
         if origin is None:
-            return self._pull(header, decode_bags(frames[2:]), number)
-        loader, reference = _reference(origin)
-        reply = self._pull(header, self._buffer.peek(loader, reference), number)
-        self._buffer.remove(loader, reference)
+            return self._pull(header, decode_bags(frames[2:]))
+        bags = self._buffer.peek(origin.loader, origin.reference)
+        reply = self._pull(header, bags)
+        self._buffer.remove(origin.loader, origin.reference)
         return reply
 
-    def _pull(
-        self, header: Header, bags: dict[str, Bags], number: BatchNumber | None
-    ) -> Frames:
-        outputs, batch = self._worker.pull(bags, number)
+    def _pull(self, header: Header, bags: dict[str, Bags]) -> Frames:
+        number = _number(header) if header.flags & TRAINING else None
+        outputs, batch = self._lookup.pull(bags, number)
         if number is not None:
             self._open.put(number, batch)
         described = {
@@ -136,7 +276,7 @@ class WorkerProcess:
 
     def _backward(self, header: Header, frames: Sequence[Frame]) -> dict[str, int]:
         with self._open.taken(_number(header)) as batch:
-            shapes = self._worker.shapes(batch)
+            shapes = self._lookup.shapes(batch)
             if len(frames) != 1 + len(shapes):
                 raise FrameError(
                     f"BACKWARD has {1 + len(shapes)} frames. Received: {len(frames)}."
@@ -145,7 +285,7 @@ class WorkerProcess:
                 decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
                 for frame, shape in zip(frames[1:], shapes, strict=True)
             )
-            return self._worker.update(batch, grads).to_json()
+            return self._lookup.update(batch, grads).to_json()
 
 
 def _shapes(arrays: Sequence[npt.NDArray[Any]]) -> list[tuple[int, ...]]:
@@ -154,15 +294,3 @@ def _shapes(arrays: Sequence[npt.NDArray[Any]]) -> list[tuple[int, ...]]:
 
 def _number(header: Header) -> BatchNumber:
     return BatchNumber(header.stream, header.batch)
-
-
-def _reference(origin: object) -> tuple[int, int]:
-    """Return the data loader that left a batch here, and the batch's reference."""
-    numbers = origin if isinstance(origin, dict) else {}
-    loader, reference = numbers.get("loader"), numbers.get("reference")
-    if not isinstance(loader, int) or not isinstance(reference, int):
-        raise FrameError(
-            "FORWARD must name a loader and a reference, or carry the ids itself. "
-            f"Received: {origin!r:.100}."
-        )
-    return loader, reference

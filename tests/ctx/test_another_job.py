@@ -8,9 +8,9 @@ from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.data.dataflow import BatchReceiver
 from persia_torchrec.data.inbox import Inbox
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.training.engine import connect_to_job
 from persia_torchrec.wire.greeting import Greeting
-from persia_torchrec.worker.remote import RemoteWorkers
 from tests.local_job import LocalJob, batch_of
 
 THEIRS = Greeting("theirs")

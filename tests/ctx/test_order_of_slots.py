@@ -17,12 +17,11 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import BatchError, RemoteError
+from persia_torchrec.lookup.slots import SlotsLookup, build_features
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
-from persia_torchrec.worker.remote import RemoteWorkers
-from persia_torchrec.worker.schema import features_of
-from persia_torchrec.worker.slots import SlotsLookup
 from tests import reference
 from tests.local_job import Batches, LocalJob, Sending
 from tests.servers import DEADLINE_S, ids_of
@@ -305,7 +304,7 @@ class InARow(nn.Module):
 def served(request, job):
     """Serve a TorchScript model over embeddings of this process, or of workers."""
     workers = RemoteWorkers([worker.address for worker in job.workers])
-    local = SlotsLookup(job.client, features_of(job.schema))
+    local = SlotsLookup(job.client, build_features(job.schema))
     reader = SlotsReader(local if request.param == "local" else workers, CPU)
     model = torch.jit.script(InARow())
     server = PredictionServer(Predictor(reader, model, "model"), HttpConfig())

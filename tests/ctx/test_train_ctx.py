@@ -23,7 +23,7 @@ from persia_torchrec.embedding.data import (
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.table import TableSettings
-from persia_torchrec.worker.slots_of_job import tell_slots
+from persia_torchrec.worker.serving import tell_slots
 from tests.local_job import Batches, LocalJob, SumOfEmbeddings, batch_of
 from tests.servers import DEADLINE_S, ids_of
 
@@ -424,7 +424,7 @@ class TestWhatUsersForget:
             while ctx.summary().num_dropped < 20:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
-        assert warnings() == ["worker.tally"]
+        assert warnings() == ["pipeline.tally"]
 
     def test_an_evaluation_and_a_loop_that_breaks_off_are_no_warning(
         self, job, warnings
@@ -451,9 +451,9 @@ class TestWhatUsersForget:
             with job.train_ctx() as ctx:
                 train(ctx, batches, embedding_staleness=1)
                 ctx.embeddings.flush()
-                assert warnings() == ["worker.tally"]
+                assert warnings() == ["pipeline.tally"]
             summary = ctx.summary()
-        assert warnings() == ["worker.tally", "sharding.remote_tables"]
+        assert warnings() == ["pipeline.tally", "sharding.remote_tables"]
         assert summary.num_gradients == 40 * 20
         assert summary.num_evicted == 40 * (20 - 8)  # two servers
         assert summary.share_evicted == 0.6

@@ -18,7 +18,7 @@ from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
 
 DEADLINE_S = 120.0
-ORIGIN = (1, 0, 77)
+ORIGIN = (2, 99)
 
 
 class Trainers:
@@ -80,9 +80,9 @@ def batch_of(num_samples=3, batch_id=0, **more):
 
 def test_all_but_the_ids_arrives(trainers):
     sent = batch_of(batch_id=5, meta=b"\x00from a file")
-    assert trainers.sender().send(0, sent, ORIGIN)
+    assert trainers.sender().send(0, sent, *ORIGIN)
     received = trainers.inboxes[0].take(DEADLINE_S, in_order=False)
-    assert received.origin == ORIGIN
+    assert (received.worker, received.loader, received.reference) == (2, 0, 99)
     rest = received.rest
     assert (rest.batch_size, rest.batch_id, rest.meta) == (3, 5, b"\x00from a file")
     assert rest.requires_grad
@@ -97,7 +97,7 @@ def test_all_but_the_ids_arrives(trainers):
 
 
 def test_what_arrives_can_become_tensors_that_are_written_to(trainers):
-    trainers.sender().send(0, batch_of(), ORIGIN)
+    trainers.sender().send(0, batch_of(), *ORIGIN)
     received = trainers.inboxes[0].take(DEADLINE_S, in_order=False)
     for part in (*received.rest.non_id_type_features, *received.rest.labels):
         torch.from_numpy(part.data).zero_()
@@ -107,11 +107,11 @@ def test_a_full_trainer_says_so_and_takes_the_batch_later():
     with Trainers(capacity=1) as trainers:
         sender = trainers.sender()
         first, second = batch_of(batch_id=0), batch_of(batch_id=1)
-        assert sender.send(0, first, ORIGIN)
-        assert not sender.send(0, second, ORIGIN)
+        assert sender.send(0, first, *ORIGIN)
+        assert not sender.send(0, second, *ORIGIN)
         (inbox,) = trainers.inboxes
         assert inbox.take(DEADLINE_S, in_order=True).rest.batch_id == 0
-        assert sender.send(0, second, ORIGIN)
+        assert sender.send(0, second, *ORIGIN)
         assert inbox.take(DEADLINE_S, in_order=True).rest.batch_id == 1
 
 
@@ -119,7 +119,7 @@ def test_every_trainer_learns_of_the_end_of_every_loader():
     with Trainers(2) as trainers:
         senders = [trainers.sender(loader, 2) for loader in range(2)]
         assert senders[1].num_trainers == 2
-        senders[1].send(1, batch_of(batch_id=1), ORIGIN)
+        senders[1].send(1, batch_of(batch_id=1), *ORIGIN)
         for sender in senders:
             sender.end()
         last = trainers.inboxes[1].take(DEADLINE_S, in_order=True)
@@ -138,7 +138,7 @@ def test_a_trainer_that_is_gone_is_named(trainers):
     sender = trainers.sender(timeout_s=0.3)
     trainers.receivers[0].close()
     with pytest.raises(ServerError, match=r"trainer 0 at tcp://127\.0\.0\.1:\d+: a ba"):
-        sender.send(0, batch_of(), ORIGIN)
+        sender.send(0, batch_of(), *ORIGIN)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_a_trainer_that_is_gone_is_named(trainers):
         (Kind.LOOKUP, [b"null"], "answers no such message"),
         (Kind.BATCH, [b"[0, 0, 0]"], "answers no such message"),
         (Kind.BATCH, [b"not JSON", b""], "Frame 1 must be JSON"),
-        (Kind.BATCH, [b"[0, 0]", b""], "must say where its ids wait"),
-        (Kind.BATCH, [b"null", b""], "must say where its ids wait"),
-        (Kind.BATCH, [b'[0, "a", 0]', b""], "must say where its ids wait"),
+        (Kind.BATCH, [b"[0, 0]", b""], "Frame 1"),
+        (Kind.BATCH, [b"null", b""], "Frame 1"),
+        (Kind.BATCH, [b'[0, "a", 0]', b""], "Frame 1"),
         (Kind.BATCH, [b"[0, 0, 0]", b""], "FrameError"),
         (Kind.BATCH, [b"[0, 0, 0]", encode_rest(batch_of())[:-1]], "FrameError"),
     ],

@@ -74,12 +74,12 @@ def test_a_trainer_is_known_once_it_begins_to_iterate(book, monkeypatch):
         addresses, loader=0, num_loaders=1, greeting=Greeting("theirs")
     )
     with pytest.raises(RemoteError, match="JobMismatchError"):
-        theirs.send(1, batch_of([1]), (0, 0, 0))
+        theirs.send(1, batch_of([1]), 0, 0)
     theirs.close()
     sender = BatchSender(addresses, loader=0, num_loaders=1, greeting=book.greeting)
     for number, batch in enumerate((batch_of([1]), batch_of([1], [2]))):
         batch.batch_id = 2 * number + 1
-        assert sender.send(1, batch, (0, 0, number))
+        assert sender.send(1, batch, 0, number)
     assert sizes([next(batches).rest, next(batches).rest]) == [1, 2]
     sender.close()
 

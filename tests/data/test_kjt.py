@@ -254,7 +254,7 @@ def test_repeated_samples_have_the_bags_that_they_repeat(random, num_samples):
         expected = [id_ for bag in repeated for id_ in bag]
         assert jagged[key].lengths.tolist() == [len(bag) for bag in repeated]
         assert jagged[key].ids.tolist() == expected
-        weights = jagged[key].part_of(batch.weights())
+        weights = JaggedBatch(batch, jagged).of_feature(key, batch.weights())
         assert weights.tolist() == [id_ / 2 for id_ in expected]
 
 
@@ -269,7 +269,7 @@ def test_repeats_of_a_sample_that_is_not_there_are_refused():
 def test_a_batch_gives_the_part_of_each_feature():
     batch = kjt([1, 2, 3], [1, 0, 0, 2], weights=torch.tensor([7.0, 8.0, 9.0]))
     jagged = JaggedBatch.of(batch, ["user"])
-    assert jagged.features["user"].part_of(jagged.weights()).tolist() == [8.0, 9.0]
+    assert jagged.of_feature("user", jagged.weights()).tolist() == [8.0, 9.0]
     assert jagged.ids("user").tolist() == [2, 3]
 
 

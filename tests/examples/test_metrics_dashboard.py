@@ -14,12 +14,11 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.server.readings import ServerReadings
 from persia_torchrec.table import TableSpec
 from persia_torchrec.training import measured as trainer
-from persia_torchrec.worker.buffers import IdBuffer
-from persia_torchrec.worker.measured import make_lookup, pushing_metrics
-from persia_torchrec.worker.process import WorkerProcess
+from persia_torchrec.worker.process import IdBuffer, WorkerProcess
+from persia_torchrec.worker.serving import make_lookup, pushing_metrics
 from tests.gateway import Gateway
+from tests.lookup.one_feature import bags_of
 from tests.servers import DEADLINE_S
-from tests.worker.one_feature import bags_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/metrics"

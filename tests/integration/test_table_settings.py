@@ -317,10 +317,10 @@ def test_gradients_that_are_not_finite_are_dropped_and_the_others_applied(
     with Model(client, settings) as model:
         grads = torch.ones(3, DIM)
         grads[0, 1], grads[1, 2] = torch.nan, torch.inf
-        with caplog.at_level(logging.WARNING, "persia_torchrec.worker.pusher"):
+        with caplog.at_level(logging.WARNING, "persia_torchrec.pipeline.tally"):
             model.train({"wild": [[1], [2], [3]]}, {"wild": grads})
             assert model.rows("wild", [1, 2, 3])[:, 0].tolist() == [0.0, 0.0, -1.0]
-        of_pusher = "persia_torchrec.worker.pusher"
+        of_pusher = "persia_torchrec.pipeline.tally"
         told = [record for record in caplog.records if record.name == of_pusher]
         assert [record.levelname for record in told] == ["WARNING"]
         assert model.pipeline.num_refused == 2

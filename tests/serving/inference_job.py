@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
 from persia_torchrec.wire import precision
 from persia_torchrec.worker import __main__ as worker
-from persia_torchrec.worker.warm_up import warm_up as warm_up_worker
 from tests.ports import draw_ports
 from tests.processes import Processes, Running
 

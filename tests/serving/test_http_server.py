@@ -12,11 +12,11 @@ from torch import nn
 
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import Predictor
 from persia_torchrec.table import TableSpec
-from persia_torchrec.worker.slots import SlotsLookup
 from tests.local_job import batch_of
 from tests.servers import DEADLINE_S
 from tests.worker.test_process import FEATURE

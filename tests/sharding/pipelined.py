@@ -15,7 +15,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import StagedTrainPipel
 from torchrec.streamable import Pipelineable
 
 from persia_torchrec import SGD
-from persia_torchrec.worker.pipeline import BatchPipeline
+from persia_torchrec.pipeline.pipeline import BatchPipeline
 from tests.sharding.remote_job import CPU, META, remote_modules
 
 NUM_IDS = 50
@@ -136,7 +136,7 @@ class Remote:
             [p for name, p in self.model.named_parameters() if "over" in name], lr=LR
         )
         (self.module,) = remote_modules(self.model)
-        self.lookup = self.module.pipeline._lookup
+        self.lookup = self.module.pipeline.lookup
 
     def use(self, lookup, staleness=0):
         """Pull and push by another way."""

@@ -191,7 +191,7 @@ def test_a_shared_table_keeps_its_rate_until_every_collection_has_pushed(job):
         job.client, SGD(1.0), staleness=4, tables=START
     )
     model = DistributedModelParallel(Twice(), sharders=[sharder])
-    right = remote_modules(model)[1].pipeline._lookup
+    right = remote_modules(model)[1].pipeline.lookup
     may_push, push = threading.Event(), right.push
 
     def late(*batch):

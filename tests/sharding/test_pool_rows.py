@@ -4,16 +4,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from persia_torchrec.lookup.bags import POOLINGS
+from persia_torchrec.lookup.sharded_lookup import BatchFeatures, RoutedBatch
 from persia_torchrec.sharding.on_device import DeviceBatch, pool_by_torch, pool_rows
-from persia_torchrec.worker.bags import POOLINGS
-from persia_torchrec.worker.embedding_worker import BatchFeatures, RoutedBatch
 from tests import reference
 
 
 def batch_of(inverse, lengths):
     """Return the batch of one feature."""
     routed = RoutedBatch(
-        None, BatchFeatures([]), [], [inverse], [lengths], len(lengths)
+        None, BatchFeatures([]), [], [], [inverse], [lengths], len(lengths), []
     )
     offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
     indices = (torch.from_numpy(inverse),), (torch.from_numpy(offsets),)

@@ -148,7 +148,7 @@ def test_a_batch_that_began_without_its_ids_has_no_indices(put):
     (module,) = (m for m in model.modules() if hasattr(m, "pipeline"))
     source = kjt_of(IDS)
     started = module.start(source, is_training=False)
-    started._source = None
+    started.given = None
     with pytest.raises(BatchError, match="must be given a KeyedJaggedTensor"):
         model(started)["ad"]
 

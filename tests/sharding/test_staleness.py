@@ -7,8 +7,7 @@ from torchrec import EmbeddingBagConfig
 
 from persia_torchrec import SGD
 from persia_torchrec.errors import StalenessError
-from persia_torchrec.sharding.remote_lookup import StartedPull
-from persia_torchrec.worker import bags
+from persia_torchrec.lookup import bags
 from tests.sharding.remote_job import (
     Bags,
     RemoteJob,
@@ -101,9 +100,9 @@ def test_a_pull_beyond_the_bound_waits_and_its_wait_ends_in_an_error(job):
     (module,) = remote_modules(model)
     kept = [model(batch) for batch in random_batches(2)]
     batch = {"ad": bags.Bags(ids_of([7]), np.array([1], dtype=np.int32))}
-    late = StartedPull(module.pipeline.start(batch, training=True), timeout_s=0.2)
+    late = module.pipeline.start(batch, training=True)
     with pytest.raises(StalenessError, match=r"within 0\.2 s.*its backward pass\?"):
-        late.wait()
+        late.wait(0.2)
     kept.pop().values().sum().backward()
     late.wait()
 

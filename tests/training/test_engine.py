@@ -14,9 +14,9 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError
+from persia_torchrec.lookup.slots import build_bags
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.training.engine import Engine, EngineConfig
-from persia_torchrec.worker.remote import RemoteWorkers
-from persia_torchrec.worker.schema import bags_of
 from tests.local_job import LocalJob, SumOfEmbeddings, batch_of
 
 SETTINGS = LookupSettings(forward_buffer_size=3, num_workers=1, embedding_staleness=1)
@@ -62,10 +62,11 @@ def test_the_dense_half_is_replicated_and_the_rows_are_on_the_servers(job, engin
 def test_a_batch_is_pulled_from_where_its_ids_wait(job, engine):
     loader = RemoteWorkers([job.workers[0].address])
     batch = batch_of([1], [1, 2])
-    bags = bags_of({feature.name: feature for feature in batch.id_type_features})
-    origin = (0, 4, loader.buffer(0, 4, bags))
+    bags = build_bags({feature.name: feature for feature in batch.id_type_features})
+    reference = loader.buffer(0, 4, bags)
     rest = decode_rest(bytearray(encode_rest(batch)))
-    pull = engine.start_pull(ReferencedBatch(origin, rest), is_training=False)
+    referenced = ReferencedBatch(0, 4, reference, rest)
+    pull = engine.start_pull(referenced, is_training=False)
     assert engine.embed(pull)[0].tolist() == [[0.0] * 4] * 2
     assert len(job.buffers[0]) == 0
     loader.close()
@@ -120,7 +121,7 @@ def test_the_bound_does_not_change_while_a_batch_is_under_way(engine):
     pull = engine.start_pull(batch_of([1]), is_training=True, settings=SETTINGS)
     pull.wait()
     wider = replace(SETTINGS, embedding_staleness=7)
-    with pytest.raises(ConfigError, match=r"while no batch is under way\. Received: 1"):
+    with pytest.raises(ConfigError, match=r"while no batch is in flight\. Received: 1"):
         engine.start_pull(batch_of([1]), is_training=True, settings=wider)
     engine.run([], pull).sum().backward()
     step(engine, batch_of([1]), settings=wider)

@@ -5,9 +5,9 @@ from persia_torchrec.config import load_embedding_config
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.lookup.slots import build_features, build_tables
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.training.slots import SlotsSharder, make_collection
-from persia_torchrec.worker.remote import RemoteWorkers
-from persia_torchrec.worker.schema import features_of, tables_of
 from tests.local_job import LocalJob
 from tests.servers import DEADLINE_S
 
@@ -65,8 +65,8 @@ def test_every_group_is_a_table_without_memory(schema):
 def test_the_columns_stand_in_the_order_of_the_file(schema, workers):
     config = EmbeddingConfig(emb_initialization=(-1, 1), weight_bound=3)
     spec = sharder_of(workers, schema, config).describe(make_collection(schema))
-    assert spec.features == features_of(schema)
-    assert spec.tables == tables_of(schema, config, SGD(1.0))
+    assert spec.features == build_features(schema)
+    assert spec.tables == build_tables(schema, config, SGD(1.0))
     assert spec.names() == ["user", "item", "basket"]
     assert spec.dims() == [4, 3, 3]
 

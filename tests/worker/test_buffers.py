@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import DataflowError
-from persia_torchrec.worker.bags import Bags
-from persia_torchrec.worker.buffers import AwaitingGradient, IdBuffer
-from persia_torchrec.worker.embedding_worker import BatchFeatures, RoutedBatch
+from persia_torchrec.lookup.bags import Bags
+from persia_torchrec.lookup.sharded_lookup import BatchFeatures, RoutedBatch
+from persia_torchrec.worker.process import AwaitingGradient, IdBuffer
 
 CAPACITY = 3
 EXPIRES_S = 10.0
@@ -137,7 +137,7 @@ def test_threads_get_references_of_their_own():
 
 
 def routed(number):
-    return RoutedBatch(number, BatchFeatures([]), [], [], [], 0)
+    return RoutedBatch(number, BatchFeatures([]), [], [], [], [], 0, [])
 
 
 def test_a_batch_that_awaits_its_gradient_is_taken_once():

@@ -11,16 +11,16 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import parse_embedding_config
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
+from persia_torchrec.lookup.pooling import warm_up
+from persia_torchrec.lookup.slots import Slot
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Kind
 from persia_torchrec.worker.__main__ import main
-from persia_torchrec.worker.hello import Slot
-from persia_torchrec.worker.remote import RemoteWorkers
-from persia_torchrec.worker.standalone import require_dims
-from persia_torchrec.worker.warm_up import warm_up
+from persia_torchrec.worker.serving import require_dims
+from tests.lookup.one_feature import bags_of
 from tests.processes import Processes
 from tests.servers import DEADLINE_S, ids_of
-from tests.worker.one_feature import bags_of
 
 ITEM = TableSpec(name="item", dim=4, optimizer=Adam(0.5))
 CONFIG = "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 4}}}"

@@ -1,0 +1,1 @@
+"""Lookup and gradient of a whole batch: numbers only, sockets are the client's."""

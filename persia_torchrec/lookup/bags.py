@@ -1,0 +1,170 @@
+"""Bags of ids: one bag per sample and feature.
+
+A feature's bags are flat: the ids of all samples, and how many belong to each. Three
+samples with the ids (7, 8), () and (7):
+
+    ids      7  8  7
+    lengths  2  0  1
+
+On the wire a batch is three frames: the features' names and numbers of ids and samples
+as JSON, in the order of the batch, which the model's embeddings have too; the lengths
+of all features; the ids of all features.
+
+Dimension key:
+    B: samples
+    L: ids of one feature in a batch
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.decoding import parse_json
+from persia_torchrec.errors import BatchError, FrameError
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.wire.messages import (
+    Frame,
+    Frames,
+    array_of,
+    bytes_of,
+    encode_json,
+)
+
+Lengths = npt.NDArray[np.int32]
+Pooling = Literal["sum", "mean", "sqrt"]
+
+POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "sqrt")
+
+_NO_IDS = np.empty(0, dtype=np.uint64)
+_NO_LENGTHS = np.empty(0, dtype=np.int32)
+
+
+class FeatureSpec(NamedTuple):
+    """One feature: which table its ids belong to, and how a bag becomes one vector."""
+
+    name: str
+    """Of the columns in the pooled array; no other feature of its collection has it."""
+
+    key: str
+    """Name of its ids in a batch; features of several tables may share it."""
+
+    table: str
+    """Name of the table; several features may share one."""
+
+    pooling: Pooling = "sum"
+    """``sum``; ``mean``: divided by the number of ids; ``sqrt``: by its root. An empty
+    bag gives zeros."""
+
+    prefix: int = 0
+    """Added to each id after it has been reduced below ``2**(64 - prefix_bits) - 1``;
+    0 leaves ids as they are."""
+
+    prefix_bits: int = 0
+    """Bits that prefixes take; PERSIA's ``feature_index_prefix_bit``."""
+
+    hash_stack_rounds: int = 0
+    """How many buckets stand for an id, see ``routing.hashing.hash_stack``; 0: the id
+    itself does."""
+
+    hash_stack_size: int = 0
+    """Buckets per round."""
+
+    num_places: int = 0
+    """Ids of a sample that get a vector each, see ``RawIds``; 0: the bag becomes one
+    vector."""
+
+
+class Bags(NamedTuple):
+    """The ids of one feature in a batch.
+
+    Attributes:
+        ids: uint64 ``(L,)``.
+        lengths: int32 ``(B,)``, not negative, summing up to L.
+        place: where the ids stand in the values of the ``KeyedJaggedTensor`` that they
+            come from, if they do.
+    """
+
+    ids: Ids
+    lengths: Lengths
+    place: slice | npt.NDArray[np.int64] | None = None
+
+
+def check_bags(bags: Mapping[str, Bags]) -> int:
+    """Check that the features of a batch fit together; return their number of samples.
+
+    Args:
+        bags: by name of the feature, at least one.
+
+    Raises:
+        BatchError: a dtype or a shape is wrong, lengths are negative or do not sum up
+            to the number of ids, or the features differ in their number of samples.
+    """
+    num_samples = 0
+    for name, (ids, lengths, _) in bags.items():
+        if ids.dtype != np.uint64 or ids.ndim != 1:
+            raise BatchError(
+                f"Feature {name!r}: ids must be a flat uint64 array. "
+                f"Received: dtype={ids.dtype}, shape={ids.shape}."
+            )
+        if lengths.dtype != np.int32 or lengths.ndim != 1:
+            raise BatchError(
+                f"Feature {name!r}: lengths must be a flat int32 array. "
+                f"Received: dtype={lengths.dtype}, shape={lengths.shape}."
+            )
+        total = int(lengths.sum(dtype=np.int64))
+        if total != len(ids) or (len(lengths) and lengths.min() < 0):
+            raise BatchError(
+                f"Feature {name!r}: lengths must not be negative and must sum up to "
+                f"the number of ids, {len(ids)}. Received: a sum of {total}."
+            )
+        num_samples = len(lengths)
+    if any(len(bag.lengths) != num_samples for bag in bags.values()):
+        raise BatchError(
+            "All features must have the same number of samples. "
+            f"Received: { {name: len(bag.lengths) for name, bag in bags.items()} }."
+        )
+    return num_samples
+
+
+def encode_bags(bags: Mapping[str, Bags]) -> Frames:
+    """Return a batch as three frames; equal batches give equal bytes.
+
+    Raises:
+        BatchError: the features do not fit, see :func:`check_bags`.
+    """
+    check_bags(bags)
+    shapes = [[name, len(bag.ids), len(bag.lengths)] for name, bag in bags.items()]
+    lengths = np.concatenate([_NO_LENGTHS, *(bag.lengths for bag in bags.values())])
+    ids = np.concatenate([_NO_IDS, *(bag.ids for bag in bags.values())])
+    return [encode_json(shapes), bytes_of(lengths), bytes_of(ids)]
+
+
+def decode_bags(frames: Sequence[Frame]) -> dict[str, Bags]:
+    """Read the frames that :func:`encode_bags` made; the arrays are views of them.
+
+    The features have the order in which they were sent.
+
+    Raises:
+        FrameError: these are not such frames.
+        BatchError: the features do not fit, see :func:`check_bags`.
+    """
+    if len(frames) != 3:
+        raise FrameError(f"A batch of bags has 3 frames. Received: {len(frames)}.")
+    shapes = parse_json(frames[0], list[tuple[str, int, int]], "Frame 0", FrameError)
+    lengths, ids = array_of(frames[1], np.int32), array_of(frames[2], np.uint64)
+    bags = {}
+    for name, num_ids, num_samples in shapes:
+        if not 0 <= num_ids <= len(ids) or not 0 <= num_samples <= len(lengths):
+            raise FrameError(f"Feature {name!r} is longer than what follows.")
+        if name in bags:
+            raise FrameError(f"Feature {name!r} comes twice.")
+        bags[name] = Bags(ids[:num_ids], lengths[:num_samples])
+        ids, lengths = ids[num_ids:], lengths[num_samples:]
+    if len(ids) or len(lengths):
+        raise FrameError(
+            f"{len(ids)} ids and {len(lengths)} lengths belong to nothing."
+        )
+    check_bags(bags)
+    return bags

@@ -1,0 +1,166 @@
+"""What an embedding worker measures of its lookups: PERSIA's metrics of that role.
+
+What PERSIA has as the value of the last batch is here the mean of the batches since the
+last push.
+
+Different ids are estimated in a few kilobytes, by HyperLogLog. Each id is hashed. The
+first bits of the hash choose a register; the register keeps the longest run of zeros,
+plus one, at the end of the remaining ones:
+
+    hash   rrrrrrrrrrrrrr bbbb...bbbb1000    register r keeps max(4, ...)
+           14 bits        50 bits
+
+Of n ids that share a register the longest run is about log2 n. P. Flajolet et al.,
+"HyperLogLog", 2007; the estimate is that of O. Ertl, "New cardinality estimation
+algorithms for HyperLogLog sketches", 2017 (algorithm 6), which needs no corrections for
+few or many ids. The standard error is 0.8 %.
+
+Dimension key:
+    L: ids, in any order
+    U: unique ids of one table in a batch
+"""
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from persia_torchrec.compiled import read_only
+from persia_torchrec.lookup.bags import Bags, FeatureSpec
+from persia_torchrec.lookup.sharded_lookup import RoutedBatch
+from persia_torchrec.metrics import Observations, Reading
+from persia_torchrec.routing.hashing import Ids, farmhash64
+from persia_torchrec.wire.precision import Floats
+
+_HELPS = {
+    "batch_unique_indices_rate": "different ids of a batch, of all its ids",
+    "lookup_preprocess_time_cost_sec": "making the ids of a batch unique",
+    "lookup_rpc_time_cost_sec": "getting the rows of a batch from the servers",
+    "lookup_postprocess_time_cost_sec": "making embeddings of the rows",
+    "lookup_total_time_cost_sec": "the lookup of a batch",
+    "update_gradient_time_cost_sec": "the update of a batch, until it is applied",
+    "nan_count": "values of gradients that were not finite",
+    "nan_grad_skipped": "gradients of an embedding with such a value: no row moved",
+}
+_DISTINCT_HELP = "about how many different ids the feature had since the start"
+
+_BITS = 14
+_REGISTERS = 1 << _BITS
+_LONGEST = 64 - _BITS
+_MARK = np.uint64(1 << _LONGEST)
+_EXPONENT_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
+
+
+class LookupMeasures(Observations):
+    """The numbers of one lookup. Any thread may call any method but ``read``.
+
+    Args:
+        features: of the lookup.
+    """
+
+    def __init__(self, features: Sequence[FeatureSpec]) -> None:
+        super().__init__(_HELPS)
+        self._distinct = {feature.name: DistinctIds() for feature in features}
+        DistinctIds().add(np.zeros(1, dtype=np.uint64))  # compiles it, if need be
+        for feature in features:
+            self.count("nan_count", 0, feature.name)
+            self.count("nan_grad_skipped", 0, feature.name)
+
+    def read(self) -> list[Reading]:
+        """Return what was measured."""
+        distinct = (
+            Reading("estimated_distinct_id", ids.estimate(), _DISTINCT_HELP, feature=f)
+            for f, ids in self._distinct.items()
+        )
+        return [*super().read(), *distinct]
+
+    def note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:
+        """Take down the ids of a batch, and which of them are different."""
+        for f, feature in enumerate(batch.features.specs):
+            ids = bags[feature.key].ids
+            if len(ids) == 0:
+                continue
+            rounds = feature.hash_stack_rounds
+            unique_U = _unique_ids(batch, f)
+            # Where buckets stand for ids, the ids themselves are those of the batch.
+            self._distinct[feature.name].add(ids if rounds else unique_U)
+            rate = len(unique_U) / (len(ids) * max(rounds, 1))
+            self.observe("batch_unique_indices_rate", rate, feature.name)
+
+    def note_not_finite(self, grads: Iterable[tuple[str, Floats]]) -> None:
+        """Count values of gradients that are not finite, of each feature."""
+        for feature, grad in grads:
+            is_bad = ~np.isfinite(grad)
+            if num := int(np.count_nonzero(is_bad)):
+                num_embeddings = int(np.count_nonzero(is_bad.any(axis=1)))
+                self.count("nan_count", num, feature)
+                self.count("nan_grad_skipped", num_embeddings, feature)
+
+
+def _unique_ids(batch: RoutedBatch, f: int) -> Ids:
+    """Return the different ids of a feature, of all those of its table."""
+    table_of = batch.features.table_of
+    ids_U = batch.tables[table_of[f]][1].ids
+    if table_of.count(table_of[f]) == 1:
+        return ids_U
+    is_used_U = np.zeros(len(ids_U), dtype=np.bool_)
+    is_used_U[batch.inverses[f]] = True
+    return ids_U[is_used_U]
+
+
+class DistinctIds:
+    """Estimates how many different ids it was given. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._registers = np.zeros(_REGISTERS, dtype=np.uint8)  # guarded by _lock
+
+    def add(self, ids_L: Ids) -> None:
+        """Take ids down: uint64 ``(L,)``, repeats allowed, may be empty."""
+        hashes_L = farmhash64(read_only(ids_L))
+        registers_L = (hashes_L >> np.uint64(_LONGEST)).astype(np.int64)
+        rest_L = hashes_L | _MARK  # ends the run of a hash that has zeros only
+        lowest_L = rest_L & (~rest_L + np.uint64(1))
+        # A power of two is exact as a float, whose exponent is the length of the run.
+        exponents_L = lowest_L.astype(np.float64).view(np.int64) >> _EXPONENT_BITS
+        runs_L = (exponents_L - _EXPONENT_BIAS + 1).astype(np.uint8)
+        with self._lock:
+            np.maximum.at(self._registers, registers_L, runs_L)
+
+    def estimate(self) -> float:
+        """Return about how many different ids there were."""
+        with self._lock:
+            num_with = np.bincount(self._registers, minlength=_LONGEST + 2)
+        fractions = num_with / _REGISTERS
+        total = _tau(1.0 - float(fractions[_LONGEST + 1]))
+        for fraction in fractions[_LONGEST:0:-1]:
+            total = (total + float(fraction)) / 2
+        total += _sigma(float(fractions[0]))
+        return _REGISTERS / (2 * math.log(2) * total)
+
+
+def _sigma(fraction: float) -> float:
+    """Return Ertl's sigma, of empty registers; infinite where all are empty."""
+    if fraction == 1.0:
+        return math.inf
+    total, power = fraction, 1.0
+    while True:
+        fraction *= fraction
+        previous, total = total, total + fraction * power
+        power *= 2
+        if total == previous:
+            return total
+
+
+def _tau(fraction: float) -> float:
+    """Return Ertl's tau, of full registers."""
+    if fraction in (0.0, 1.0):
+        return 0.0
+    total, power = 1.0 - fraction, 1.0
+    while True:
+        fraction = math.sqrt(fraction)
+        power /= 2
+        previous, total = total, total - (1.0 - fraction) ** 2 * power
+        if total == previous:
+            return total / 3

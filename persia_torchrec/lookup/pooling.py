@@ -1,0 +1,372 @@
+"""From rows to one vector per bag, and from its gradient back to the rows.
+
+    pooled[b] = scale(b) * sum of rows[inverse[j]] for j in bag b
+    grad of rows[u] = sum over every occurrence j of u, in bag b, of scale(b) * grad[b]
+
+scale is 1 (sum), 1 / n (mean) or 1 / sqrt(n) (sqrt) for a bag of n ids. All features
+of a batch stand side by side in one array, each in its own columns:
+
+    sample 0  | feature 0 | feature 1 | ...         a block of samples
+    sample 1  |           |           |             is walked feature by feature
+    ...
+
+The array is larger than the caches, and its columns touch another page with every few
+samples. So the loops walk it in its own order, a few samples at a time, with a cursor
+into the ids of each feature; the rows of the next ids are prefetched. That takes half
+as long as one feature after the other.
+
+Weighted bags have a weight w[j] for each id. A mean divides by the number of ids, not
+by the sum of the weights, as fbgemm's does. (fbgemm 1.8's CPU kernel leaves the
+division out of the gradients.)
+
+    pooled[b]            = scale(b) * sum of w[j] * rows[inverse[j]] for j in bag b
+    gradient of rows[u]  = sum over every occurrence j of u of scale(b) * w[j] * grad[b]
+    gradient of w[j]     = scale(b) * (rows[inverse[j]] . grad[b])
+
+Dimension key:
+    B: samples
+    F: features
+    L: ids of one feature in a batch
+    U: unique ids of its table
+    D: embedding dim
+    T: sum of the dims of all features
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
+from persia_torchrec.routing.dedup import Positions, count_repeats
+from persia_torchrec.routing.tables import route_ids
+from persia_torchrec.store.memory import floats_at, load_half_word, prefetch
+from persia_torchrec.wire import precision
+from persia_torchrec.wire.precision import Floats
+
+Plan = npt.NDArray[np.uint64]
+
+_MEAN = POOLINGS.index("mean")
+_SQRT = POOLINGS.index("sqrt")
+_FLOAT_ONE = np.float32(1)
+
+_BLOCK = 4
+"""Samples that are walked together: few enough that the array is walked in its order,
+and several, so that the plan of a feature is not read for every bag."""
+
+_BYTES_AHEAD = 512
+"""Of rows that are on their way at once."""
+
+_ROWS, _INVERSE, _NUM_IDS, _LENGTHS, _ROW_BYTES, _POOLING, _COLUMN_BYTES = range(7)
+"""Columns of a plan, a row per feature; the first, second and fourth are addresses."""
+
+_ONE = np.uint64(1)
+_4 = np.uint64(4)
+_LINE = np.uint64(64)
+
+
+class FeatureBags(NamedTuple):
+    """The bags of one feature, and the rows in them.
+
+    Attributes:
+        rows: float32 ``(U, D)``, C-contiguous, of the feature's table; or the sums of
+            their gradients.
+        inverse: int32 ``(L,)``: which row each id is.
+        lengths: int32 ``(B,)``: ids per bag, of the sum L.
+        pooling: how a bag becomes one vector.
+    """
+
+    rows: Floats
+    inverse: Positions
+    lengths: Lengths
+    pooling: Pooling
+
+
+def pool(features: Sequence[FeatureBags], num_samples: int) -> Floats:
+    """Pool the bags of all features of a batch.
+
+    Args:
+        features: in the order of their columns; their rows are not changed.
+        num_samples: B, the same for all.
+
+    Returns:
+        float32 ``(B, T)``, C-contiguous.
+    """
+    width = sum([feature.rows.shape[1] for feature in features])
+    out_BT = np.empty((num_samples, width), dtype=np.float32)
+    plan_F7, _kept = _plan(features)
+    _pool(plan_F7, out_BT)
+    return out_BT
+
+
+def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
+    """Add the gradient of each bag to those of the rows in it.
+
+    Args:
+        grads_BT: float32 ``(B, T)``.
+        features: in the order of their columns; their ``rows`` are added to, and may
+            be the same array where features share a table.
+    """
+    plan_F7, _kept = _plan(features)
+    _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
+
+
+def pool_weighted(bags: FeatureBags, weights_L: Floats) -> Floats:
+    """Pool the weighted bags of one feature.
+
+    Args:
+        bags: of the feature.
+        weights_L: float32 ``(L,)``.
+
+    Returns:
+        float32 ``(B, D)``.
+    """
+    inverse_L, lengths_B = read_only(bags.inverse), read_only(bags.lengths)
+    pooling = POOLINGS.index(bags.pooling)
+    rows_UD = read_only(bags.rows)
+    return _pool_weighted(rows_UD, read_only(weights_L), inverse_L, lengths_B, pooling)
+
+
+def weighted_gradients(
+    grads_BD: Floats, bags: FeatureBags, weights_L: Floats
+) -> tuple[Floats, Floats]:
+    """Return the gradients of the rows, ``(U, D)``, and of the weights, ``(L,)``.
+
+    Args:
+        grads_BD: float32 ``(B, D)``, of the pooled bags.
+        bags: as they were pooled.
+        weights_L: float32 ``(L,)``.
+    """
+    return _weighted_gradients(
+        read_only(grads_BD),
+        read_only(bags.rows),
+        read_only(weights_L),
+        read_only(bags.inverse),
+        read_only(bags.lengths),
+        POOLINGS.index(bags.pooling),
+    )
+
+
+def gather(rows_UD: Floats, inverse_L: Positions) -> Floats:
+    """Return the row of each id, float32 ``(L, D)``.
+
+    Args:
+        rows_UD: float32 ``(U, D)``.
+        inverse_L: int32 ``(L,)``, which row each id is.
+
+    Example:
+        >>> rows_UD = np.array([[1, 2], [3, 4]], dtype=np.float32)
+        >>> gather(rows_UD, np.array([1, 1, 0], dtype=np.int32)).tolist()
+        [[3.0, 4.0], [3.0, 4.0], [1.0, 2.0]]
+    """
+    return _gather(read_only(rows_UD), read_only(inverse_L))
+
+
+def scatter_add(grads_LD: Floats, inverse_L: Positions, out_UD: Floats) -> None:
+    """Add the gradient of each id to that of its row.
+
+    Args:
+        grads_LD: float32 ``(L, D)``.
+        inverse_L: int32 ``(L,)``, which row each id is.
+        out_UD: float32 ``(U, D)``, added to.
+    """
+    _scatter_add(read_only(grads_LD), read_only(inverse_L), out_UD)
+
+
+def warm_up() -> None:
+    """Compile, or load, the loops of a lookup; the first time on a machine is slow."""
+    precision.warm_up()
+    ids = np.array([1, 2, 1], dtype=np.uint64)
+    routed = route_ids(ids, [3], num_shards=2)
+    count_repeats(routed.inverse, len(routed.tables[0].ids))
+    rows = np.zeros((2, 4), dtype=np.float32)
+    lengths = np.array([3], dtype=np.int32)
+    bags = [FeatureBags(rows, routed.inverse, lengths, "sum")]
+    add_gradients(pool(bags, 1), bags)
+
+
+def _plan(features: Sequence[FeatureBags]) -> tuple[Plan, list[object]]:
+    """Return what the loops need to know of each feature; see ``_ROWS``.
+
+    It holds addresses: the features must outlive it, and so must the second result.
+    """
+    plan = np.empty((len(features), 7), dtype=np.uint64)
+    kept: list[object] = []
+    column_bytes = 0
+    for f, (rows_UD, inverse_L, lengths_B, pooling) in enumerate(features):
+        assert rows_UD.flags.c_contiguous, "rows follow one another"
+        inverse_L = np.ascontiguousarray(inverse_L)
+        lengths_B = np.ascontiguousarray(lengths_B)
+        kept += inverse_L, lengths_B
+        row_bytes = 4 * rows_UD.shape[1]
+        plan[f] = (
+            rows_UD.ctypes.data,
+            inverse_L.ctypes.data,
+            len(inverse_L),
+            lengths_B.ctypes.data,
+            row_bytes,
+            POOLINGS.index(pooling),
+            column_bytes,
+        )
+        column_bytes += row_bytes
+    return plan, kept
+
+
+@compiled
+def scale_of(length: np.int32, pooling: int) -> np.float32:
+    """Return what a bag's sum is multiplied by; the number of ids is not 0."""
+    if pooling == _MEAN:
+        return _FLOAT_ONE / np.float32(length)
+    if pooling == _SQRT:
+        return _FLOAT_ONE / np.sqrt(np.float32(length))
+    return _FLOAT_ONE
+
+
+@inlined
+def _row_at(plan_F7: Plan, f: int, j: np.uint64) -> np.uint64:
+    """Return the address of the row of a feature's ``j``-th id."""
+    row = load_half_word(plan_F7[f, _INVERSE] + _4 * j)
+    return plan_F7[f, _ROWS] + row * plan_F7[f, _ROW_BYTES]
+
+
+@inlined
+def _prefetch_row(plan_F7: Plan, f: int, j: np.uint64) -> None:
+    """Prefetch the row of a feature's ``j``-th id, if there are so many."""
+    if j < plan_F7[f, _NUM_IDS]:
+        address = _row_at(plan_F7, f, j)
+        end = address + plan_F7[f, _ROW_BYTES]
+        while address < end:
+            prefetch(address)
+            address += _LINE
+
+
+@compiled
+def _pool(plan_F7: Plan, out_BT: Floats) -> None:
+    num_samples, num_features = len(out_BT), len(plan_F7)
+    out, out_bytes = np.uint64(out_BT.ctypes.data), np.uint64(4 * out_BT.shape[1])
+    cursors_F = np.zeros(num_features, dtype=np.uint64)
+    for start in range(0, num_samples, _BLOCK):
+        stop = min(start + _BLOCK, num_samples)
+        for f in range(num_features):
+            row_bytes, pooling = plan_F7[f, _ROW_BYTES], int(plan_F7[f, _POOLING])
+            dim = np.int64(row_bytes // _4)
+            ahead = max(np.uint64(_BYTES_AHEAD) // row_bytes, _ONE)
+            j = cursors_F[f]
+            for b in range(start, stop):
+                length = load_half_word(plan_F7[f, _LENGTHS] + _4 * np.uint64(b))
+                target = out + np.uint64(b) * out_bytes + plan_F7[f, _COLUMN_BYTES]
+                pooled = numba.carray(floats_at(target), (dim,))
+                for i in range(length):
+                    _prefetch_row(plan_F7, f, j + ahead)
+                    row = numba.carray(floats_at(_row_at(plan_F7, f, j)), (dim,))
+                    j += _ONE
+                    for d in range(dim):
+                        pooled[d] = row[d] if i == 0 else pooled[d] + row[d]
+                if length == 0:
+                    for d in range(dim):
+                        pooled[d] = np.float32(0)
+                elif pooling != 0 and length > 1:
+                    scale = scale_of(np.int32(length), pooling)
+                    for d in range(dim):
+                        pooled[d] *= scale
+            cursors_F[f] = j
+
+
+@compiled
+def _add_gradients(grads_BT: Floats, plan_F7: Plan) -> None:
+    num_samples, num_features = len(grads_BT), len(plan_F7)
+    grads = np.uint64(grads_BT.ctypes.data)
+    grads_bytes = np.uint64(4 * grads_BT.shape[1])
+    cursors_F = np.zeros(num_features, dtype=np.uint64)
+    for start in range(0, num_samples, _BLOCK):
+        stop = min(start + _BLOCK, num_samples)
+        for f in range(num_features):
+            row_bytes, pooling = plan_F7[f, _ROW_BYTES], int(plan_F7[f, _POOLING])
+            dim = np.int64(row_bytes // _4)
+            ahead = max(np.uint64(_BYTES_AHEAD) // row_bytes, _ONE)
+            j = cursors_F[f]
+            for b in range(start, stop):
+                length = load_half_word(plan_F7[f, _LENGTHS] + _4 * np.uint64(b))
+                source = grads + np.uint64(b) * grads_bytes + plan_F7[f, _COLUMN_BYTES]
+                grad = numba.carray(floats_at(source), (dim,))
+                scale = scale_of(np.int32(length), pooling)
+                for _ in range(length):
+                    _prefetch_row(plan_F7, f, j + ahead)
+                    row = numba.carray(floats_at(_row_at(plan_F7, f, j)), (dim,))
+                    j += _ONE
+                    for d in range(dim):
+                        row[d] += scale * grad[d]
+            cursors_F[f] = j
+
+
+@compiled
+def _pool_weighted(
+    rows_UD: Floats,
+    weights_L: Floats,
+    inverse_L: Positions,
+    lengths_B: Lengths,
+    pooling: int,
+) -> Floats:
+    dim = rows_UD.shape[1]
+    out_BD = np.zeros((len(lengths_B), dim), dtype=np.float32)
+    j = 0
+    for b in range(len(lengths_B)):
+        out = out_BD[b]
+        scale = scale_of(lengths_B[b], pooling)
+        for _ in range(lengths_B[b]):
+            row, factor = rows_UD[inverse_L[j]], scale * weights_L[j]
+            j += 1
+            for d in range(dim):
+                out[d] += factor * row[d]
+    return out_BD
+
+
+@compiled
+def _weighted_gradients(
+    grads_BD: Floats,
+    rows_UD: Floats,
+    weights_L: Floats,
+    inverse_L: Positions,
+    lengths_B: Lengths,
+    pooling: int,
+) -> tuple[Floats, Floats]:
+    dim = rows_UD.shape[1]
+    of_rows_UD = np.zeros(rows_UD.shape, dtype=np.float32)
+    of_weights_L = np.empty(len(inverse_L), dtype=np.float32)
+    j = 0
+    for b in range(len(lengths_B)):
+        grad = grads_BD[b]
+        scale = scale_of(lengths_B[b], pooling)
+        for _ in range(lengths_B[b]):
+            u, factor = inverse_L[j], scale * weights_L[j]
+            row, out = rows_UD[u], of_rows_UD[u]
+            dot = np.float32(0)
+            for d in range(dim):
+                dot += row[d] * grad[d]
+                out[d] += factor * grad[d]
+            of_weights_L[j] = scale * dot
+            j += 1
+    return of_rows_UD, of_weights_L
+
+
+@compiled
+def _gather(rows_UD: Floats, inverse_L: Positions) -> Floats:
+    dim = rows_UD.shape[1]
+    out_LD = np.empty((len(inverse_L), dim), dtype=np.float32)
+    for j in range(len(inverse_L)):
+        row, out = rows_UD[inverse_L[j]], out_LD[j]
+        for d in range(dim):
+            out[d] = row[d]
+    return out_LD
+
+
+@compiled
+def _scatter_add(grads_LD: Floats, inverse_L: Positions, out_UD: Floats) -> None:
+    dim = out_UD.shape[1]
+    for j in range(len(inverse_L)):
+        grad, out = grads_LD[j], out_UD[inverse_L[j]]
+        for d in range(dim):
+            out[d] += grad[d]

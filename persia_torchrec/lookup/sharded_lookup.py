@@ -1,0 +1,465 @@
+"""Lookup and gradient of a whole batch, over all servers.
+
+    bags of every feature
+      -> prefix, unique ids per table, grouped by server    (route)
+      -> rows of the unique ids, from the servers           (client.pull)
+      -> what the model is given                            (outputs_of)
+    gradients of that
+      -> gradient of each unique id, summed over the batch  (row_gradients)
+      -> to the servers, which apply the optimizer          (client.push)
+
+Ids of all features of a table are made unique together: an id in two features is
+pulled once and updated once, with the sum of both gradients.
+
+What the model is given differs: one vector per bag (``PooledLookup``), a row for each
+id (``SequenceLookup``), the unique rows (``RowsLookup``), or PERSIA's slots
+(``slots.py``).
+
+Dimension key:
+    B: samples
+    L: ids of one feature in a batch
+    U: unique ids of one table
+    D: embedding dim
+    T: sum of the dims of all features
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.compiled import telling_of_compilation
+from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths, check_bags
+from persia_torchrec.lookup.pooling import (
+    FeatureBags,
+    add_gradients,
+    gather,
+    pool,
+    scatter_add,
+    warm_up,
+)
+from persia_torchrec.routing.dedup import Counts, Positions, count_repeats
+from persia_torchrec.routing.hashing import add_prefix, hash_stack
+from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.routing.tables import route_ids
+from persia_torchrec.table import TableChange, TableSpec, changed_tables
+from persia_torchrec.wire.messages import Precision
+from persia_torchrec.wire.precision import Floats
+
+Outputs = tuple[Floats, ...]
+"""What a lookup gives for a batch; it takes back gradients of the same shapes."""
+
+Timed = Callable[[str], AbstractContextManager[object]]
+"""Returns a block whose seconds are measured under a name."""
+
+
+class BatchFeatures:
+    """The features of a batch, and how their ids are routed.
+
+    Args:
+        specs: in the order of the outputs, or of their columns.
+
+    Attributes:
+        specs: as given.
+        tables: names of the tables of these features, each once.
+        table_of: for each feature, the index of its table.
+        by_table: indices of the features in the order of their tables.
+    """
+
+    def __init__(self, specs: Sequence[FeatureSpec]) -> None:
+        self.specs = tuple(specs)
+        self.tables = list(dict.fromkeys(spec.table for spec in self.specs))
+        self.table_of = [self.tables.index(spec.table) for spec in self.specs]
+        self.by_table = sorted(range(len(self.specs)), key=self.table_of.__getitem__)
+
+    @cached_property
+    def pooled_and_raw(self) -> list[list[int]]:
+        """Indices of all pooled features; then, by itself, that of each raw one."""
+        pooled = [f for f, spec in enumerate(self.specs) if not spec.num_places]
+        return [pooled, *([f] for f, spec in enumerate(self.specs) if spec.num_places)]
+
+
+@dataclass(slots=True)
+class RoutedBatch:
+    """A batch's ids, unique and grouped by server; what its gradient needs again.
+
+    Attributes:
+        number: which batch it is, or None when it is not for training.
+        features: of the batch; only their tables are asked and updated.
+        tables: names of tables with their unique ids.
+        dims: D of each table.
+        inverses: for each feature, int32 ``(L,)``: which of its table's grouped ids
+            each id is.
+        lengths: for each feature, int32 ``(B,)``: ids per bag.
+        num_samples: B.
+        counts: for each table, uint32 ``(U,)``: how often each of its grouped ids
+            occurs in the batch; None where that is not needed.
+        places: for each raw feature, int32 ``(B, F)``, see ``RawIds``.
+        slots: names of the features, where the lookup lets a batch choose them.
+    """
+
+    number: BatchNumber | None
+    features: BatchFeatures
+    tables: list[tuple[str, ShardedIds]]
+    dims: list[int]
+    inverses: list[Positions]
+    lengths: list[Lengths]
+    num_samples: int
+    counts: list[Counts | None]
+    places: Sequence[Positions] = ()
+    slots: tuple[str, ...] = ()
+
+    def bags(
+        self, rows: Sequence[Floats], features: Iterable[int] | None = None
+    ) -> list[FeatureBags]:
+        """Return the bags of features over rows, or over sums of their gradients.
+
+        Args:
+            rows: float32 ``(U, D)`` per table.
+            features: indices of features; all of them by default.
+        """
+        specs, table_of = self.features.specs, self.features.table_of
+        return [
+            FeatureBags(
+                rows[table_of[f]], self.inverses[f], self.lengths[f], specs[f].pooling
+            )
+            for f in (range(len(specs)) if features is None else features)
+        ]
+
+    def zeros(self) -> list[Floats]:
+        """Return zeros for each table's unique rows, to add gradients to.
+
+        They are slices of one array, in the order in which they are sent.
+        """
+        shapes = [
+            (len(ids.ids), dim)
+            for (_, ids), dim in zip(self.tables, self.dims, strict=True)
+        ]
+        stops = list(itertools.accumulate([num * dim for num, dim in shapes]))
+        flat = np.zeros(stops[-1], dtype=np.float32)
+        pieces = np.split(flat, stops[:-1])
+        return [piece.reshape(s) for piece, s in zip(pieces, shapes, strict=True)]
+
+
+class ShardedLookup(ABC):
+    """Pull batches and push their gradients; what all lookups share.
+
+    Any thread may call any method.
+
+    Args:
+        client: of the servers; the lookup does not close it.
+        features: in the order of the outputs, or of their columns; one may stand there
+            more than once, as a feature that a table names twice.
+        precision: how rows and gradients travel.
+        timed: measures the stages of a lookup.
+
+    Attributes:
+        client: as given.
+        features: as given.
+        table_of: for each feature, the index of its table.
+
+    Raises:
+        ConfigError: no feature, or two different ones of the same name.
+    """
+
+    def __init__(
+        self,
+        client: EmbeddingClient,
+        features: Sequence[FeatureSpec],
+        *,
+        precision: Precision = Precision.FP32,
+        timed: Timed = nullcontext,
+    ) -> None:
+        self._all = BatchFeatures(features)
+        self.features = self._all.specs
+        self.table_of = self._all.table_of
+        self._keys = {feature.key for feature in self.features}
+        different = [feature.name for feature in dict.fromkeys(self.features)]
+        if not different or len(set(different)) < len(different):
+            raise ConfigError(
+                f"There must be features, each of its own name. Received: {different}."
+            )
+        self.client = client
+        self._precision = precision
+        self._timed = timed
+        with telling_of_compilation():  # before the first batch waits for it
+            warm_up()
+
+    def add_tables(self, specs: Sequence[TableSpec]) -> None:
+        """Make the tables known to the servers; see ``EmbeddingClient.add_tables``.
+
+        Raises:
+            ConfigError: a feature's table is not among them.
+        """
+        missing = set(self._all.tables) - {spec.name for spec in specs}
+        if missing:
+            raise ConfigError(
+                f"No table {sorted(missing)[0]!r}, which a feature names."
+            )
+        self.client.add_tables(specs)
+
+    def learn_tables(self) -> None:
+        """Learn the tables from the servers, if some are unknown; change none.
+
+        Raises:
+            ServerError: a server failed, or did not answer in time.
+        """
+        try:
+            self.dims()
+        except ConfigError:
+            self.client.learn_tables()
+
+    def change_tables(self, change: TableChange) -> None:
+        """Change the settings of this lookup's tables on the servers.
+
+        Raises:
+            ServerError: a server refuses, failed, or did not answer in time.
+        """
+        known = [self.client.table(name) for name in self._all.tables]
+        if changed := changed_tables(known, change):
+            self.client.add_tables(changed)
+
+    def dims(self) -> list[int]:
+        """Return the dim of each feature.
+
+        Raises:
+            ConfigError: a table is not known yet.
+        """
+        return [self.client.table(feature.table).dim for feature in self.features]
+
+    @abstractmethod
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape of each output, and of its gradient."""
+
+    @abstractmethod
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+        """Make what the model is given out of the unique rows.
+
+        Args:
+            rows: float32 ``(U, D)`` per table of the batch; not to be written to.
+            batch: which of these rows each id is.
+        """
+
+    @abstractmethod
+    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
+        """Return the gradient of the unique rows, float32 ``(U, D)`` per table.
+
+        Args:
+            grads: of the outputs, of their shapes.
+            batch: which row each id is.
+        """
+
+    def pull(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> tuple[Outputs, RoutedBatch]:
+        """Fetch the rows of a batch; returns when they are here.
+
+        Args:
+            bags: by key of the features, all of the same number of samples; exactly
+                the keys of this lookup's features.
+            number: which batch of which stream, when it is for training. None only
+                reads.
+
+        Returns:
+            What the model is given, and what :meth:`push` needs.
+
+        Raises:
+            BatchError: features are missing, unknown, or do not fit together.
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        with self._timed("lookup_total_time_cost_sec"):
+            with self._timed("lookup_preprocess_time_cost_sec"):
+                batch = self._route(bags, number)
+            with self._timed("lookup_rpc_time_cost_sec"):
+                rows = self.client.pull(
+                    batch.tables,
+                    batch=number,
+                    precision=self._precision,
+                    counts=batch.counts,
+                )
+            with self._timed("lookup_postprocess_time_cost_sec"):
+                return self.outputs_of(rows, batch), batch
+
+    def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
+        """Send the gradients of a training batch; returns before they are applied.
+
+        Args:
+            batch: what :meth:`pull` returned.
+            grads: float32, of the outputs, of their shapes.
+
+        Returns:
+            Replies of the servers, for ``PushOutcome.read``.
+
+        Raises:
+            BatchError: the shape of a gradient is not its output's.
+        """
+        assert batch.number is not None, "a batch that was not pulled for training"
+        expected, received = self.shapes(batch), [grad.shape for grad in grads]
+        if received != expected:
+            raise BatchError(
+                f"The gradients must have the shapes {expected}. Received: {received}."
+            )
+        row_grads = self.row_gradients(grads, batch)
+        return self.client.push(
+            batch.tables, row_grads, batch.number, precision=self._precision
+        )
+
+    def abandon(self, batch: RoutedBatch) -> list[Reply]:
+        """Tell the servers that a training batch will get no gradients."""
+        assert batch.number is not None, "a batch that was not pulled for training"
+        return self.client.push([], [], batch.number)
+
+    def _route(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> RoutedBatch:
+        """Check a batch, and find its unique ids; see :meth:`pull`."""
+        self.check(bags)
+        of_features = [bags[feature.key] for feature in self.features]
+        return self._route_features(self._all, of_features, number)
+
+    def check(self, bags: Mapping[str, Bags]) -> None:
+        """Check a batch against the features.
+
+        Raises:
+            BatchError: features are missing, unknown, or do not fit together.
+        """
+        if bags.keys() != self._keys:
+            raise BatchError(
+                f"A batch must have the features {sorted(self._keys)}. Received: "
+                f"missing {sorted(self._keys - bags.keys())}, unknown "
+                f"{sorted(bags.keys() - self._keys)}."
+            )
+        check_bags(bags)
+
+    def _route_features(
+        self,
+        features: BatchFeatures,
+        bags: Sequence[Bags],
+        number: BatchNumber | None,
+    ) -> RoutedBatch:
+        """Make the ids unique per table, and group them by server.
+
+        Args:
+            features: of the batch.
+            bags: of each feature.
+            number: as in :meth:`pull`.
+        """
+        specs = features.specs
+        bags = [
+            _stack_hashes(bag, spec) if spec.hash_stack_rounds else bag
+            for bag, spec in zip(bags, specs, strict=True)
+        ]
+        pieces = [
+            add_prefix(bags[f].ids, specs[f].prefix, specs[f].prefix_bits)
+            if specs[f].prefix
+            else bags[f].ids
+            for f in features.by_table
+        ]
+        num_ids = [0] * len(features.tables)
+        for f, piece in zip(features.by_table, pieces, strict=True):
+            num_ids[features.table_of[f]] += len(piece)
+        routed = route_ids(np.concatenate(pieces), num_ids, self.client.num_servers)
+        of_tables = np.split(routed.inverse, np.cumsum(num_ids)[:-1])
+        of_features = np.split(routed.inverse, np.cumsum([*map(len, pieces)])[:-1])
+        inverse_of = dict(zip(features.by_table, of_features, strict=True))
+        known = [self.client.known_table(table) for table in features.tables]
+        return RoutedBatch(
+            number,
+            features,
+            list(zip(features.tables, routed.tables, strict=True)),
+            [table.spec.dim for table in known],
+            [inverse_of[f] for f in range(len(specs))],
+            [bag.lengths for bag in bags],
+            len(bags[0].lengths),
+            [
+                count_repeats(inverse_L, len(ids.ids))
+                if number is not None and table.wants_counts
+                else None
+                for table, ids, inverse_L in zip(
+                    known, routed.tables, of_tables, strict=True
+                )
+            ],
+        )
+
+
+def _stack_hashes(bags: Bags, feature: FeatureSpec) -> Bags:
+    """Return a feature's bags with the buckets of its hash stack in place of ids."""
+    rounds, size = feature.hash_stack_rounds, feature.hash_stack_size
+    return Bags(hash_stack(bags.ids, rounds, size), bags.lengths * np.int32(rounds))
+
+
+class PooledLookup(ShardedLookup):
+    """Pools the bags of a batch; its one output is float32 ``(B, T)``.
+
+    All features stand side by side, each in its own columns.
+    """
+
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape of the one output."""
+        return [(batch.num_samples, sum([batch.dims[t] for t in self.table_of]))]
+
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+        """Pool the rows of a batch."""
+        return (pool(batch.bags(rows), batch.num_samples),)
+
+    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
+        """Sum the gradients of the bags for each row in them."""
+        (grads_BT,) = grads
+        sums = batch.zeros()
+        add_gradients(grads_BT, batch.bags(sums))
+        return sums
+
+
+class SequenceLookup(ShardedLookup):
+    """Gives a row for each id; its outputs are float32 ``(L, D)``, one per feature."""
+
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape of each feature's output."""
+        return [
+            (len(inverse_L), batch.dims[table])
+            for inverse_L, table in zip(batch.inverses, self.table_of, strict=True)
+        ]
+
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+        """Gather the row of each id."""
+        return tuple(
+            gather(rows[table], inverse_L)
+            for table, inverse_L in zip(self.table_of, batch.inverses, strict=True)
+        )
+
+    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
+        """Sum the gradients of each row."""
+        sums = batch.zeros()
+        for f, grads_LD in enumerate(grads):
+            scatter_add(grads_LD, batch.inverses[f], sums[self.table_of[f]])
+        return sums
+
+
+class RowsLookup(ShardedLookup):
+    """Gives the unique rows; its outputs are float32 ``(U, D)``, one per table.
+
+    For pooling where the model is, as on a GPU: each row crosses the way there once,
+    however often its id is in the batch. The outputs cannot be written to: they may be
+    views of the message that was received.
+    """
+
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape of each table's output."""
+        return [
+            (len(ids.ids), dim)
+            for (_, ids), dim in zip(batch.tables, batch.dims, strict=True)
+        ]
+
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+        """Return the rows."""
+        return tuple(rows)
+
+    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
+        """Return the gradients."""
+        return grads

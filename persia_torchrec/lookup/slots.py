@@ -1,0 +1,371 @@
+"""The lookup of PERSIA's slots: some are pooled, some are raw.
+
+A batch may have any of the slots, in any order. Only its own are looked up, updated and
+sent, and all of that has the order of the batch.
+
+    pooled slots -> one array (B, T), each slot in its own columns
+    a raw slot   -> one array (N, D), a vector for each of its different ids, and where
+                    these stand in the samples (``RawIds``)
+
+Where buckets of a hash stack stand for an id, its vector is the sum of theirs; with
+root scaling, divided by the root of their number.
+
+A feature group is one table: its slots share ids, and hence rows. Ids get the group's
+prefix, from which PERSIA draws the initial weights; the table's seed is therefore 0.
+
+Dimension key:
+    B: samples
+    L: ids of a slot in the batch
+    N: different ids of a raw slot
+    F: places per sample of a raw slot
+    D: embedding dim
+    T: sum of the dims of the pooled slots
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.config import EmbeddingSchema, SlotConfig
+from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.data import IDFeature
+from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths, check_bags
+from persia_torchrec.lookup.measures import LookupMeasures
+from persia_torchrec.lookup.pooling import add_gradients, pool
+from persia_torchrec.lookup.sharded_lookup import (
+    BatchFeatures,
+    Outputs,
+    RoutedBatch,
+    ShardedLookup,
+)
+from persia_torchrec.routing.dedup import Positions, unique_ids
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
+from persia_torchrec.wire.precision import Floats
+
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """One slot, as a model is given it."""
+
+    name: str
+    """Of its ids in a batch."""
+
+    dim: int
+    """Floats per vector."""
+
+    num_places: int
+    """Ids of a sample that get a vector each; 0: they are pooled to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupHello:
+    """The answer of a lookup that is ready, for clients that know only its address.
+
+    Attributes:
+        slots: all that a batch may have.
+        num_rows: of each embedding server, in the order of their shards.
+    """
+
+    slots: tuple[Slot, ...]
+    num_rows: tuple[int, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Describe it in plain JSON values."""
+        return asdict(self)
+
+
+def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> LookupHello:
+    """Ask a lookup whether it is ready until it is.
+
+    Args:
+        ask: returns its answer, or raises why it is not ready.
+        timeout_s: seconds to continue asking; the last question may end later.
+
+    Raises:
+        RequestTimeoutError: it was not in time; the last reason follows.
+    """
+    deadline = time.monotonic() + timeout_s
+    never = threading.Event()
+    while True:
+        try:
+            return ask()
+        except PersiaError as exc:
+            if time.monotonic() >= deadline:
+                raise RequestTimeoutError(
+                    f"not ready within {timeout_s:g} s. {exc}", server="embeddings"
+                ) from exc
+        never.wait(_RETRY_S)
+
+
+def require_slots(received: Sequence[str], expected: Sequence[str]) -> None:
+    """Check that the ID features of a batch are slots, any of them and no others.
+
+    Raises:
+        BatchError: a slot is unknown, or there is none.
+    """
+    unknown = set(received).difference(expected)
+    if unknown or not received:
+        raise BatchError(
+            "The ID features of a batch must be slots of the embedding config, at "
+            f"least one of {sorted(expected)}. Received: {sorted(received)}, unknown "
+            f"{sorted(unknown)}."
+        )
+
+
+def build_features(schema: EmbeddingSchema) -> tuple[FeatureSpec, ...]:
+    """Return one feature per slot, in the file's order."""
+
+    def build(slot: SlotConfig) -> FeatureSpec:
+        return FeatureSpec(
+            name=slot.name,
+            key=slot.name,
+            table=slot.group,
+            pooling="sqrt" if slot.sqrt_scaling else "sum",
+            prefix=slot.index_prefix,
+            prefix_bits=schema.feature_index_prefix_bit,
+            hash_stack_rounds=slot.hash_stack.hash_stack_rounds,
+            hash_stack_size=slot.hash_stack.embedding_size,
+            num_places=0 if slot.embedding_summation else slot.sample_fixed_size,
+        )
+
+    return tuple(map(build, schema.slots.values()))
+
+
+def build_tables(
+    schema: EmbeddingSchema,
+    config: EmbeddingConfig,
+    optimizer: Optimizer,
+    settings: Mapping[str, TableSettings] | None = None,
+) -> tuple[TableSpec, ...]:
+    """Return one table per feature group.
+
+    Args:
+        schema: the slots.
+        config: which ids get rows, how these start, and how far weights may go.
+        optimizer: of the tables that ``settings`` gives no other.
+        settings: of single tables, by feature group; they win over ``config``.
+
+    Raises:
+        ConfigError: settings of an unknown group, or out of their range.
+    """
+    settings = settings or {}
+    require_known_tables(settings, (group.name for group in schema.groups))
+    return tuple(
+        settings.get(group.name, TableSettings()).apply_to(
+            TableSpec(
+                name=group.name,
+                dim=schema.slots[group.slots[0]].dim,
+                optimizer=optimizer,
+                initializer=config.initializer,
+                admission=config.admission,
+                weight_bound=config.weight_bound,
+            )
+        )
+        for group in schema.groups
+    )
+
+
+def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
+    """Return a batch's ID features as bags, without copies."""
+    return {name: Bags(f.ids, f.lengths) for name, f in features.items()}
+
+
+class RawIds(NamedTuple):
+    """The ids of a raw slot, as PERSIA lays out what it does not pool.
+
+    A sample has as many places as the slot's ``sample_fixed_size`` says. Its first ids
+    take them in their order; further ids are left out, and places without an id are
+    empty. Each different id of the batch is looked up once, and a place names its row,
+    from 1:
+
+        samples [7, 8], [], [8, 9, 9]    ids     7  8  9
+        of 2 places each                 places  1  2 | 0  0 | 2  3
+
+    Attributes:
+        ids: uint64 ``(N,)``, in the order of their first appearance.
+        places: int32 ``(B, F)``: which id stands there, from 1; 0 where none does.
+    """
+
+    ids: Ids
+    places: Positions
+
+
+def build_raw_ids(bags: Bags, num_places: int) -> RawIds:
+    """Give the ids of each sample their places.
+
+    Args:
+        bags: of the slot.
+        num_places: F, at least 1.
+
+    Example:
+        >>> ids = np.array([7, 8, 8, 9, 9], dtype=np.uint64)
+        >>> raw = build_raw_ids(Bags(ids, np.array([2, 0, 3], dtype=np.int32)), 2)
+        >>> raw.ids.tolist(), raw.places.tolist()
+        ([7, 8, 9], [[1, 2], [0, 0], [2, 3]])
+    """
+    kept, at = _first_ids(read_only(bags.ids), read_only(bags.lengths), num_places)
+    unique = unique_ids(kept)
+    places_BF = np.zeros((len(bags.lengths), num_places), dtype=np.int32)
+    places_BF.reshape(-1)[at] = unique.inverse + 1
+    return RawIds(unique.ids, places_BF)
+
+
+@compiled
+def _first_ids(
+    ids_L: Ids, lengths_B: Lengths, num_places: int
+) -> tuple[Ids, npt.NDArray[np.int64]]:
+    """Return the first ids of each sample, and the places that they take."""
+    kept = np.empty(len(ids_L), dtype=np.uint64)
+    at = np.empty(len(ids_L), dtype=np.int64)
+    num_kept = start = 0
+    for b in range(len(lengths_B)):
+        for column in range(min(lengths_B[b], num_places)):
+            kept[num_kept] = ids_L[start + column]
+            at[num_kept] = b * num_places + column
+            num_kept += 1
+        start += lengths_B[b]
+    return kept[:num_kept], at[:num_kept]
+
+
+class SlotsLookup(ShardedLookup):
+    """Pools the pooled slots of a batch, and gives a vector for each id of the others.
+
+    Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` per raw slot,
+    of the slots that the batch has, in the order of the batch. The batch that ``pull``
+    returns has the names of these slots, and the places of the raw ones.
+
+    Args:
+        client: of the servers; the lookup does not close it.
+        features: one per slot.
+        measures: measures the lookup, if it is measured.
+
+    Attributes:
+        measures: as given.
+    """
+
+    def __init__(
+        self,
+        client: EmbeddingClient,
+        features: Sequence[FeatureSpec],
+        measures: LookupMeasures | None = None,
+    ) -> None:
+        self.measures = measures
+        timed = nullcontext if measures is None else measures.timed
+        super().__init__(client, features, timed=timed)
+
+    def pull(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> tuple[Outputs, RoutedBatch]:
+        """Fetch the rows of a batch; see :meth:`ShardedLookup.pull`.
+
+        Args:
+            bags: by slot, at least one, in the order of the batch.
+            number: as there.
+        """
+        outputs, batch = super().pull(bags, number)
+        if self.measures is not None:
+            self.measures.note_ids(bags, batch)
+        return outputs, batch
+
+    def update(self, batch: RoutedBatch, grads: Outputs) -> PushOutcome:
+        """Push the gradients of a training batch, and wait until they are applied.
+
+        Raises:
+            PersiaError: as :meth:`push`, or a server failed.
+        """
+        with self._timed("update_gradient_time_cost_sec"):
+            replies = self.push(batch, grads)
+            outcome = PushOutcome.read(reply.frames() for reply in replies)
+        if self.measures is not None and outcome.num_refused:  # else all were finite
+            self.measures.note_not_finite(self.gradients_of_slots(batch, grads))
+        return outcome
+
+    def check(self, bags: Mapping[str, Bags]) -> None:
+        """Check a batch against the slots.
+
+        Raises:
+            BatchError: a slot is unknown, there is none, or they do not fit together.
+        """
+        require_slots(list(bags), [feature.key for feature in self.features])
+        check_bags(bags)
+
+    def gradients_of_slots(
+        self, batch: RoutedBatch, grads: Sequence[Floats]
+    ) -> Iterator[tuple[str, Floats]]:
+        """Yield each slot of a batch with its columns of the outputs' gradients."""
+        features = batch.features
+        for part, grad in zip(features.pooled_and_raw, grads, strict=True):
+            ends = np.cumsum([batch.dims[features.table_of[f]] for f in part])[:-1]
+            pieces = np.split(grad, ends, axis=1) if part else []
+            for f, piece in zip(part, pieces, strict=True):
+                yield features.specs[f].name, piece
+
+    def hello(self) -> LookupHello:
+        """Tell all slots, and how many rows the servers hold.
+
+        Raises:
+            ConfigError: the tables are not known yet.
+            ServerError: a server failed, refused (it loads a checkpoint), or did not
+                answer in time.
+        """
+        slots = tuple(
+            Slot(name=feature.name, dim=dim, num_places=feature.num_places)
+            for feature, dim in zip(self.features, self.dims(), strict=True)
+        )
+        return LookupHello(slots, tuple(self.client.num_rows()))
+
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+        """Return the shape of each output."""
+        features = batch.features
+        dims = [batch.dims[table] for table in features.table_of]
+        pooled, *raw = features.pooled_and_raw
+        return [
+            (batch.num_samples, sum(dims[f] for f in pooled)),
+            *((len(batch.lengths[f]), dims[f]) for (f,) in raw),
+        ]
+
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
+        """Sum the rows of each bag, or of each id's buckets."""
+        parts = zip(batch.features.pooled_and_raw, self.shapes(batch), strict=True)
+        return tuple(pool(batch.bags(rows, part), num) for part, (num, _) in parts)
+
+    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
+        """Sum the gradients of each row."""
+        sums = batch.zeros()
+        for part, grad in zip(batch.features.pooled_and_raw, grads, strict=True):
+            add_gradients(grad, batch.bags(sums, part))
+        return sums
+
+    def _route(
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> RoutedBatch:
+        self.check(bags)
+        feature_of = {feature.key: feature for feature in self.features}
+        features = BatchFeatures([feature_of[key] for key in bags])
+        of_features, places = [], []
+        for feature in features.specs:
+            of_feature = bags[feature.key]
+            if feature.num_places:
+                raw = build_raw_ids(of_feature, feature.num_places)
+                each_alone = np.ones(len(raw.ids), dtype=np.int32)
+                of_feature = Bags(raw.ids, each_alone)
+                places.append(raw.places)
+            of_features.append(of_feature)
+        batch = self._route_features(features, of_features, number)
+        batch.num_samples = len(next(iter(bags.values())).lengths)
+        batch.places, batch.slots = places, tuple(bags)
+        return batch

@@ -1,0 +1,109 @@
+"""This trainer's number in the joint steps of several.
+
+Every trainer numbers its training batches in the order in which it starts them; the
+batches of the same number make up a joint step, as in TorchRec, where the n-th forward
+pass of each rank is one collective. So every trainer must start as many, or leave.
+
+Trainers that have left, each at its own number, come together again in the next group
+(the number of the group plus one), where all begin at step 1.
+
+The servers notice when the connection of a trainer is lost. A process that ends by
+itself tells them why, so that the others hear it too.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import platform
+import sys
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.errors import PersiaError
+from persia_torchrec.wire.messages import Share
+
+logger = logging.getLogger(__name__)
+
+_FAREWELL_S = 1.0
+"""What the end of a process may wait for servers that do not answer."""
+
+
+class Trainers:
+    """Numbers the joint steps of one collection. Its pipeline locks it.
+
+    Args:
+        client: of the servers.
+        first: this trainer's share of the first step. All trainers of the collection,
+            and no others, agree on its group; its timeout is that of a step.
+    """
+
+    def __init__(self, client: EmbeddingClient, first: Share) -> None:
+        self.timeout_s = first.timeout_ms / 1000
+        self._client = client
+        self._pid = os.getpid()
+        self._who = f"process {self._pid} on {platform.node()}"
+        self._next = first
+
+    def join(self) -> None:
+        """Introduce this trainer to the servers, which then notice if it is lost.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        self._client.join(self._next, self._who)
+        atexit.register(self._end_with_the_process)
+
+    def end(self, why: str) -> None:
+        """Tell the servers that no share will come any more.
+
+        Args:
+            why: for the errors of trainers that wait for one.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        atexit.unregister(self._end_with_the_process)
+        self._client.join(self._next, self._who, why)
+
+    def _end_with_the_process(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child
+        error = getattr(sys, "last_value", None)  # what the main thread has raised
+        why = "its script has ended"
+        if error is not None:
+            why = f"it raised {type(error).__name__}: {error}"
+        try:
+            gone = self._client.join(self._next, self._who, why, _FAREWELL_S)
+        except PersiaError:
+            return  # the servers notice it by themselves
+        if error is not None and gone:
+            # It may be why the process group, which names no rank, has failed.
+            logger.error("trainers that were gone before this one: %s", gone)
+
+    def next_share(self) -> Share:
+        """Return this trainer's share of its next step."""
+        share = self._next
+        self._next = share._replace(step=share.step + 1)
+        return share
+
+    def give_up(self, batch: BatchNumber) -> None:
+        """Tell the servers that a batch gets no gradients; returns at once."""
+        with contextlib.suppress(PersiaError):  # they notice it by themselves in time
+            self._client.push([], [], batch)
+
+    def next_group(self) -> Share:
+        """Begin with the next group; return the first share that the old one lacks.
+
+        Hand it to :meth:`leave`.
+        """
+        share = self._next
+        self._next = share._replace(group=share.group + 1, step=1)
+        return share
+
+    def leave(self, share: Share) -> None:
+        """Tell the servers that a share will not come, nor a later one of its group.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
+        self._client.leave(share)

@@ -1,0 +1,341 @@
+"""Pushes behind the training: sent in their order, acknowledged in the background.
+
+    put(push) -> queue -> pushing thread: sum per row, send ...  acknowledged: settled
+
+A change of tables goes through the same queue: it waits for the acknowledgements of the
+pushes before it. So does the message that this trainer leaves the others. An error of a
+push is raised by the next call, whichever it is.
+
+Besides the permits two bounds give back-pressure: on the pushes whose gradients are in
+memory, for which ``put`` waits, and on those that are sent and not acknowledged, for
+which the pushing thread waits.
+"""
+
+import logging
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from persia_torchrec.client.client import Reply
+from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
+from persia_torchrec.lookup.sharded_lookup import Outputs
+from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore
+from persia_torchrec.pipeline.tally import Tally
+from persia_torchrec.table import TableChange
+
+logger = logging.getLogger(__name__)
+
+_MARGIN_S = 5.0
+"""For pushes that wait in the queue before the one that is waited for."""
+
+_MAX_CHANGES = 16
+"""Changes of tables that may wait; one more waits for the oldest."""
+
+Handle = TypeVar("Handle")
+Pulled = TypeVar("Pulled", contravariant=True)
+
+
+class Updates(Protocol[Pulled]):
+    """Something that pushes the gradients of batches."""
+
+    def push(self, handle: Pulled, grads: Outputs) -> Sequence[Reply]:
+        """Send the gradients of a batch; replies come when they are applied."""
+
+    def abandon(self, handle: Pulled) -> Sequence[Reply]:
+        """Tell that a training batch gets no gradients."""
+
+    def change_tables(self, change: TableChange) -> None:
+        """Change the settings of the tables; no push is in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Push(Generic[Handle]):
+    """The gradients of a batch, or None when it is given up.
+
+    Attributes:
+        permit: given back by ``semaphore`` when the push is settled.
+        was_dropped: a model used the batch, and no backward pass came.
+        done: ends when the push is settled.
+    """
+
+    handle: Handle
+    grads: Outputs | None
+    permit: Permit
+    semaphore: StalenessSemaphore
+    was_dropped: bool = False
+    done: "Future[None]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something else to do behind the pushes so far."""
+
+    call: Callable[[], None]
+    waits_for_acks: bool
+    done: "Future[None]" = field(default_factory=Future)
+
+
+class PushQueue(Generic[Handle]):
+    """Sends the pushes of one collection. Any thread may call any method.
+
+    Only :meth:`change_tables` is for one thread at a time.
+
+    Args:
+        updates: where batches are pushed to.
+        timeout_s: seconds that a wait for an acknowledgement may take.
+
+    Attributes:
+        timeout_s: the same; not to be changed while a push is in flight.
+        tally: what became of the pushes.
+    """
+
+    def __init__(self, updates: Updates[Handle], timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.tally = Tally()
+        self._updates = updates
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._error: BaseException | None = None  # guarded by _lock
+        self._num_open = 0  # guarded by _lock
+        self._max_held: float = math.inf
+        self._max_sent: float = math.inf
+        self._held: set[Future[None]] = set()  # with gradients. guarded by _lock
+        self._sent: set[Future[None]] = set()  # of these. guarded by _lock
+        self._in_flight: set[Future[None]] = set()  # guarded by _lock
+        self._is_closed = False  # guarded by _lock
+        self._changes: deque[Future[None]] = deque()  # of the thread that changes
+        # Bounded by the permits (a push needs one, and a pull waits for one), and by
+        # the changes that may wait.
+        self._queue: queue.SimpleQueue[Push[Handle] | _Call | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="pushes", daemon=True)
+        self._thread.start()
+
+    def bound(self, *, held: int, sent: int) -> None:
+        """Bound the pushes with gradients; before the first.
+
+        Args:
+            held: that are waiting, or sent and not acknowledged.
+            sent: that are sent and not acknowledged.
+
+        Raises:
+            ConfigError: a number is below 1.
+        """
+        if held < 1 or sent < 1:
+            raise ConfigError(
+                f"At least one update must be possible. Received: {held} and {sent}."
+            )
+        with self._lock:
+            self._max_held, self._max_sent = held, sent
+
+    def open_batch(self) -> None:
+        """Count a batch that will be pushed or given up."""
+        with self._lock:
+            self._num_open += 1
+
+    def num_open(self, timeout_s: float) -> int:
+        """Wait a while until no batch is open; return how many are."""
+        with self._lock:
+            self._settled.wait_for(lambda: self._num_open == 0, timeout_s)
+            return self._num_open
+
+    def put(self, push: Push[Handle], *, waits_for_ack: bool) -> None:
+        """Send the gradients of an open batch; returns at once unless asked to wait.
+
+        Where as many are held as may be, it first waits for an acknowledgement.
+
+        Raises:
+            PersiaError: an earlier push failed, or this one if it is waited for, or
+                the queue is closed, or no acknowledgement came in time.
+        """
+        with self._lock:
+            if len(self._held) >= self._max_held:
+                self._settled.wait_for(
+                    lambda: len(self._held) < self._max_held or self._is_closed,
+                    self._ack_timeout_s,
+                )
+            if self._is_closed:
+                raise PersiaError(CLOSED)
+            if len(self._held) >= self._max_held:
+                raise self._no_room()
+            self._held.add(push.done)
+            self._in_flight.add(push.done)
+            self._queue.put(push)
+        if waits_for_ack:
+            self._await(push.done)
+        self.raise_error()
+
+    def put_given_up(self, push: Push[Handle]) -> None:
+        """Give an open batch up; takes no lock, as a garbage collection may call it."""
+        self._queue.put(push)
+
+    def put_message(self, send: Callable[[], None]) -> None:
+        """Have something sent behind the pushes so far; it waits for its reply."""
+        self._put(_Call(send, waits_for_acks=False))
+
+    def change_tables(self, change: TableChange) -> "Future[None]":
+        """Change the settings of tables behind the pushes so far; returns at once.
+
+        When many changes wait, it first waits for the oldest.
+
+        Raises:
+            PersiaError: an earlier push failed, or the queue is closed.
+        """
+        self.raise_error()
+        if len(self._changes) == _MAX_CHANGES:
+            self._await(self._changes.popleft())
+        call = _Call(partial(self._updates.change_tables, change), waits_for_acks=True)
+        self._changes.append(call.done)
+        self._put(call)
+        return call.done
+
+    def flush(self) -> None:
+        """Wait until everything so far is applied.
+
+        Raises:
+            PersiaError: some of it failed, or was not acknowledged in time.
+        """
+        with self._lock:
+            waiting = list(self._in_flight)
+        for done in waiting:
+            self._await(done)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the first error of a push so far, if there is one, or that of closing.
+
+        Raises:
+            PersiaError: as it says.
+        """
+        with self._lock:
+            error = self._error
+            if error is None and self._is_closed:
+                error = PersiaError(CLOSED)
+        if error is not None:
+            raise error
+
+    def begin_to_close(self) -> bool:
+        """Refuse further pushes; return False where that has been done before."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            self._settled.notify_all()
+        return not was_closed
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the thread; pushes that were begun are sent."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    @property
+    def _ack_timeout_s(self) -> float:
+        # Its requests end in time in an error, which says what was asked of whom.
+        return self.timeout_s + _MARGIN_S
+
+    def _put(self, call: _Call) -> None:
+        with self._lock:
+            if self._is_closed and call.waits_for_acks:
+                raise PersiaError(CLOSED)
+            self._in_flight.add(call.done)
+            self._queue.put(call)
+
+    def _await(self, done: "Future[None]") -> None:
+        timeout_s = self._ack_timeout_s
+        try:
+            done.result(timeout_s)
+        except PersiaError:
+            raise
+        except TimeoutError:
+            raise StalenessError(
+                f"A push was not acknowledged within {timeout_s:g} s."
+            ) from None
+
+    def _run(self) -> None:
+        pushes: list[Future[None]] = []  # bounded by the permits
+        while (task := self._queue.get()) is not None:
+            pushes = [done for done in pushes if not done.done()]
+            try:
+                if isinstance(task, Push):
+                    pushes.append(task.done)
+                    self._send(task)
+                    continue
+                for done in pushes if task.waits_for_acks else ():
+                    self._await(done)
+                task.call()
+            except Exception as exc:  # noqa: BLE001  # raised by the next caller
+                self._end(task, exc)
+            else:
+                self._end(task, None)
+
+    def _no_room(self) -> StalenessError:
+        return StalenessError(
+            f"One of {len(self._held)} updates must be acknowledged within "
+            f"{self._ack_timeout_s:g} s. Received: none."
+        )
+
+    def _send(self, push: Push[Handle]) -> None:
+        if push.was_dropped:
+            self.tally.dropped()
+        if push.grads is None:
+            replies = self._updates.abandon(push.handle)
+        else:
+            self.tally.pushed()
+            with self._lock:
+                if len(self._sent) >= self._max_sent:
+                    has_room = self._settled.wait_for(
+                        lambda: len(self._sent) < self._max_sent, self._ack_timeout_s
+                    )
+                    if not has_room:
+                        raise self._no_room()
+                self._sent.add(push.done)
+            replies = self._updates.push(push.handle, push.grads)
+        lock, left = threading.Lock(), len(replies)
+
+        def settle(_: object) -> None:
+            """Count a reply; the thread that brings the last one settles the push."""
+            nonlocal left
+            with lock:
+                left -= 1
+                if left > 0:
+                    return
+            self._settle(push, replies)
+
+        for reply in replies:
+            reply.add_done_callback(settle)
+        if not replies:
+            self._settle(push, replies)
+
+    def _settle(self, push: Push[Handle], replies: Sequence[Reply]) -> None:
+        """All replies to a push have come, each with a result or an error."""
+        try:
+            outcome = PushOutcome.read([reply.frames() for reply in replies])
+        except Exception as exc:  # noqa: BLE001  # raised by the next caller
+            self._end(push, exc)
+            return
+        if push.grads is not None:
+            self.tally.applied(outcome)
+        self._end(push, None)
+
+    def _end(self, task: Push[Handle] | _Call, error: Exception | None) -> None:
+        with self._lock:
+            if error is not None and self._error is None and not self._is_closed:
+                logger.error("a push failed: %s", error)
+                self._error = error  # raised by the next caller
+            self._in_flight.discard(task.done)
+            if isinstance(task, Push):
+                self._num_open -= 1
+                self._held.discard(task.done)
+                self._sent.discard(task.done)
+                self._settled.notify_all()
+        if isinstance(task, Push):
+            task.semaphore.give_back(task.permit)
+        if error is None:
+            task.done.set_result(None)
+        else:
+            task.done.set_exception(error)

@@ -1,0 +1,268 @@
+"""A trainer's client of embedding workers in other processes.
+
+``RemoteWorkers`` pulls and pushes like a ``SlotsLookup`` in this process; only the
+work is done elsewhere. A batch whose ids a data loader has left with a worker is asked
+for by its reference there; other batches go to the workers round-robin.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from persia_torchrec.client.client import ADD_TABLES_TIMEOUT_S, BatchNumber, Reply
+from persia_torchrec.client.codec import body_of, stamp
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.decoding import parse_json
+from persia_torchrec.errors import ConfigError, FrameError, WireError
+from persia_torchrec.lookup.bags import Bags, encode_bags
+from persia_torchrec.lookup.sharded_lookup import Outputs
+from persia_torchrec.lookup.slots import LookupHello
+from persia_torchrec.routing.dedup import Positions
+from persia_torchrec.table import TableChange, TableSpec, changed_tables
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.messages import (
+    TRAINING,
+    Frame,
+    Frames,
+    Header,
+    Kind,
+    Precision,
+    array_of,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.wire.precision import decode_floats, encode_floats
+from persia_torchrec.wire.transport import Connections
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteBatch:
+    """A batch that an embedding worker has pulled, and waits for its gradient.
+
+    Attributes:
+        worker: which worker.
+        number: of the batch.
+        places: for each raw slot, int32 ``(B, F)``, see ``RawIds``.
+        slots: names of the slots that it has, in its order.
+    """
+
+    worker: int
+    number: BatchNumber
+    places: tuple[Positions, ...] = ()
+    slots: tuple[str, ...] = ()
+
+
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Forwarded(msgspec.Struct):
+    """The JSON of a reply to FORWARD: slots, and the shapes of the arrays."""
+
+    slots: tuple[str, ...]
+    outputs: list[list[Size]]
+    places: list[list[Size]]
+
+
+class _Buffered(msgspec.Struct):
+    """The JSON of a reply to BUFFER_IDS; no reference where the buffer is full."""
+
+    reference: int | None
+
+
+class RemoteWorkers:
+    """Connections to all embedding workers. Any thread may call any method.
+
+    Args:
+        addresses: of the workers, in their order.
+        timeout_s: seconds that a request may take.
+        precision: how embeddings and gradients travel to and from the workers.
+        greeting: of this process; the workers must belong to the same job, or to none.
+
+    Attributes:
+        num_workers: how many workers there are.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        precision: Precision = Precision.FP32,
+        greeting: Greeting = NO_JOB,
+    ) -> None:
+        self._connections = Connections(
+            "embedding worker", addresses, greeting=greeting
+        )
+        self.num_workers = len(self._connections)
+        self._timeout_s = timeout_s
+        self._precision = precision
+        self._num_direct = itertools.count()
+        self._tables: dict[str, TableSpec] = {}
+
+    def hello(self, timeout_s: float | None = None) -> LookupHello:
+        """Ask all workers whether they and their servers are ready.
+
+        Args:
+            timeout_s: seconds that it may take, if not as many as any other request.
+
+        Raises:
+            ConfigError: the workers differ in their slots.
+            ServerError: a worker or a server is not ready, or does not answer.
+            WireError: what answers is not an embedding worker.
+        """
+        header, body = Header(Kind.HELLO), [encode_json(None)]
+        replies = [
+            self._send(worker, header, body, "asking whether it is ready", timeout_s)
+            for worker in range(self.num_workers)
+        ]
+        hellos = []
+        for worker, reply in enumerate(replies):
+            frame, name = body_of(reply.frames()), self._connections.names[worker]
+            hello = parse_json(frame, LookupHello, f"The slots of {name}", _not_hello)
+            hellos.append(hello)
+            if hello.slots != hellos[0].slots:
+                raise ConfigError(
+                    "All embedding workers must have the same slots. Received: "
+                    f"{self._connections.names[worker]} differs from "
+                    f"{self._connections.names[0]}. Give all of them the same "
+                    "embedding_config.yml, and servers of one checkpoint."
+                )
+        first: LookupHello = hellos[0]
+        return first
+
+    def add_tables(self, specs: Sequence[TableSpec]) -> None:
+        """Make every worker, and through it every server, know the tables.
+
+        Raises:
+            ServerError: a worker or a server refuses, or does not answer.
+        """
+        header = Header(Kind.ADD_TABLES)
+        body: Frames = [encode_json([spec.to_json() for spec in specs])]
+        for worker in range(self.num_workers):
+            # One after the other: servers compile only once what the first one needs.
+            what = "adding tables"
+            self._send(worker, header, body, what, ADD_TABLES_TIMEOUT_S).frames()
+        self._tables.update((spec.name, spec) for spec in specs)
+
+    def change_tables(self, change: TableChange) -> None:
+        """Change the settings of the tables that were added.
+
+        Updates are not in order with it: wait for those that must come before.
+
+        Raises:
+            ServerError: a worker or a server refuses, or does not answer.
+        """
+        if changed := changed_tables(self._tables.values(), change):
+            self.add_tables(changed)
+
+    def buffer(self, worker: int, loader: int, bags: Mapping[str, Bags]) -> int | None:
+        """Leave the ids of a batch with a worker.
+
+        Args:
+            worker: number of the worker.
+            loader: number of this data loader.
+            bags: by name of feature.
+
+        Returns:
+            The reference, or None when the worker's buffer is full.
+
+        Raises:
+            BatchError: a feature's dtypes or lengths do not fit.
+            ServerError: the worker refuses the batch, or does not answer in time.
+        """
+        header = Header(Kind.BUFFER_IDS, stream=loader)
+        reply = self._send(worker, header, encode_bags(bags), "ids")
+        reference: int | None = decode_json(reply.frames(), _Buffered).reference
+        return reference
+
+    def pull(
+        self,
+        source: ReferencedBatch | Mapping[str, Bags],
+        number: BatchNumber | None,
+    ) -> tuple[Outputs, RemoteBatch]:
+        """Have a batch pulled and pooled; see ``SlotsLookup.pull``.
+
+        Args:
+            source: a batch whose ids wait with a worker, or the ids themselves, in the
+                order of the batch.
+            number: which batch of which stream, when it is for training.
+        """
+        assert number is None or number.share is None, "no joint steps through workers"
+        if isinstance(source, ReferencedBatch):
+            worker = source.worker
+            origin = {"loader": source.loader, "reference": source.reference}
+            frames: Frames = [encode_json(origin)]
+        else:
+            worker = next(self._num_direct) % self.num_workers
+            frames = [encode_json(None), *encode_bags(source)]
+        header = Header(Kind.FORWARD, precision=self._precision)
+        if number is not None:
+            header = stamp(header, number, TRAINING)
+        reply = self._send(worker, header, frames, "lookup").frames()
+        told: _Forwarded = decode_json(reply[:2], _Forwarded)
+        num_outputs, num_places = len(told.outputs), len(told.places)
+        if not told.slots or len(reply) != 2 + num_outputs + num_places:
+            raise FrameError(
+                "The reply must have the slots of the batch, the shapes of its arrays, "
+                f"and as many arrays. Received: {len(reply)} frames, {told!r:.100}."
+            )
+        # Copied: the frames are read-only, and torch wants memory that can be written.
+        outputs = tuple(
+            decode_floats(frame, math.prod(shape), self._precision)
+            .reshape(shape)
+            .copy()
+            for frame, shape in zip(reply[2:], told.outputs, strict=False)
+        )
+        places = tuple(
+            _shaped(array_of(frame, np.int32), shape)
+            for frame, shape in zip(reply[2 + num_outputs :], told.places, strict=True)
+        )
+        number = number or BatchNumber(0, 0)
+        return outputs, RemoteBatch(worker, number, places, told.slots)
+
+    def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
+        """Send the gradients of a batch; the reply comes when they are applied."""
+        header = stamp(Header(Kind.BACKWARD, precision=self._precision), handle.number)
+        frames: Frames = [encode_floats(grad, self._precision) for grad in grads]
+        return [self._send(handle.worker, header, frames, "update")]
+
+    def abandon(self, handle: RemoteBatch) -> list[Reply]:
+        """Tell that a training batch gets no gradients."""
+        header = stamp(Header(Kind.ABANDON), handle.number)
+        return [self._send(handle.worker, header, [encode_json(None)], "giving up")]
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self._connections.close()
+
+    def _send(
+        self,
+        worker: int,
+        header: Header,
+        frames: Sequence[Frame],
+        what: str,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        return self._connections.submit(
+            worker, header, frames, timeout_s=timeout_s or self._timeout_s, what=what
+        )
+
+
+def _not_hello(why: str) -> WireError:
+    return WireError(f"{why} Is this the address of another role?")
+
+
+def _shaped(places: Positions, shape: Sequence[int]) -> Positions:
+    """Return a copy of places in their shape.
+
+    Raises:
+        FrameError: there are more, or less.
+    """
+    if len(places) != math.prod(shape):
+        raise FrameError(f"{len(places)} places must have the shape {shape}.")
+    return places.reshape(shape).copy()

@@ -1,0 +1,250 @@
+"""What an embedding worker serves: a lookup over servers, in a job or alongside none.
+
+Alongside no job it learns the tables from servers whose addresses it is given, which
+have them from the checkpoint that they serve (``server/inference.py``) or from a job
+that trains, and changes nothing there. Servers that are not there yet, or not ready,
+are waited for.
+
+PERSIA gives ``embedding_config.yml`` to embedding workers and servers only. A trainer
+needs it here too, since its embeddings are a TorchRec collection; so the workers leave
+the text of the file in the job's address book. All of them must have the same slots.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.config import (
+    EmbeddingSchema,
+    MetricsSettings,
+    parse_embedding_config,
+    read_text,
+)
+from persia_torchrec.errors import ConfigError, PersiaError, ServerError
+from persia_torchrec.lookup.measures import LookupMeasures
+from persia_torchrec.lookup.slots import Slot, SlotsLookup, build_features
+from persia_torchrec.metrics import Reading
+from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.gateway import is_pushed, push_metrics
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.ports import tcp_address
+from persia_torchrec.worker.process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 60.0
+
+_SERVERS_TIMEOUT_S = 600.0
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
+_NUM_THREADS = 8
+_NOTE = "embedding_config"
+
+_PENDING_HELP = "batches of data loaders that no trainer has asked for yet"
+_STALENESS_HELP = "training batches looked up and not yet updated"
+
+
+def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> EmbeddingSchema:
+    """Read the file, and leave it in the address book; each embedding worker does.
+
+    Args:
+        book: of the job.
+        path: of ``embedding_config.yml``.
+        warns: as of :func:`load_embedding_config`.
+
+    Raises:
+        ConfigError: the file cannot be read or has a mistake, or another worker of the
+            job has other slots.
+    """
+    text = read_text(path)
+    schema = parse_embedding_config(text, path, warns=warns)  # before others read it
+    known = parse_embedding_config(
+        book.claim_note(_NOTE, text), "that of another embedding worker", warns=False
+    )
+    if known != schema:
+        raise ConfigError(
+            "All embedding workers of a job must have the same slots. Received: "
+            f"{path}, which differs from that of another worker. Give all of them the "
+            "same embedding_config.yml."
+        )
+    return schema
+
+
+def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> EmbeddingSchema:
+    """Return the slots that the embedding workers of a job have told.
+
+    Args:
+        store: where the address book is, as ``env.job_store()`` tells.
+        timeout_s: seconds to wait for the first worker.
+
+    Raises:
+        DiscoveryError: none has come within ``timeout_s``.
+        JobError: the job has failed meanwhile.
+    """
+    book = AddressBook.join(*store)
+    try:
+        (text,) = book.ask([_NOTE], timeout_s=timeout_s)
+    finally:
+        book.close()
+    return parse_embedding_config(text, "embedding_config.yml of the job", warns=False)
+
+
+def make_lookup(
+    client: EmbeddingClient, schema: EmbeddingSchema, settings: MetricsSettings
+) -> SlotsLookup:
+    """Return the lookup of an embedding worker: measured, if metrics are pushed."""
+    features = build_features(schema)
+    measures = LookupMeasures(features) if is_pushed(settings) else None
+    return SlotsLookup(client, features, measures)
+
+
+@contextmanager
+def pushing_metrics(
+    process: WorkerProcess, lookup: SlotsLookup, index: int, settings: MetricsSettings
+) -> Iterator[None]:
+    """Push the metrics of an embedding worker while a block runs, and at its end.
+
+    Args:
+        process: tells what waits in it.
+        lookup: what ``make_lookup`` returned for the same settings.
+        index: which worker this is.
+        settings: of the global config.
+    """
+
+    def read() -> list[Reading]:
+        return [
+            Reading("num_pending_batches", process.num_pending, _PENDING_HELP),
+            Reading("staleness", process.num_stale, _STALENESS_HELP),
+            *(lookup.measures.read() if lookup.measures else ()),
+        ]
+
+    pushes = push_metrics("embedding_worker", index, settings, read)
+    try:
+        yield
+    finally:
+        if pushes is not None:
+            pushes.close()
+
+
+def ready_lookup(
+    servers: Sequence[str],
+    schema: EmbeddingSchema,
+    metrics: MetricsSettings,
+    ending: threading.Event,
+    *,
+    await_tables: bool,
+    greeting: Greeting = NO_JOB,
+) -> SlotsLookup | None:
+    """Wait until all servers have their tables, which belong to them.
+
+    Args:
+        servers: addresses of all servers, in the order of their shards.
+        schema: the slots.
+        metrics: whether the lookup is measured.
+        ending: set when the process is to end.
+        await_tables: tables that are missing may still come, from a job that trains.
+        greeting: of this process.
+
+    Returns:
+        The lookup; None if the process is to end.
+
+    Raises:
+        ConfigError: the addresses are not the shards of one job, or a slot's table has
+            another dim, or is missing.
+        ServerError: the servers did not answer in time, or not with their rows.
+    """
+    addresses = [tcp_address(server) for server in servers]
+
+    def connect(timeout_s: float) -> EmbeddingClient:
+        return EmbeddingClient.connect(
+            addresses, timeout_s=timeout_s, greeting=greeting
+        )
+
+    if not _wait(lambda: connect(_CONNECT_S).close(), ending):
+        return None
+    lookup = make_lookup(connect(REQUEST_TIMEOUT_S), schema, metrics)
+
+    def learn() -> None:
+        try:
+            _learn_tables(lookup)
+        except ConfigError as exc:
+            if not await_tables:
+                raise
+            raise ServerError(str(exc), server="embedding servers") from exc
+
+    if not _wait(learn, ending):
+        lookup.client.close()
+        return None
+    require_dims(lookup.hello().slots, schema)
+    return lookup
+
+
+def _learn_tables(lookup: SlotsLookup) -> None:
+    """Learn the servers' tables.
+
+    Raises:
+        ConfigError: there are none for some slots, or the servers differ in them.
+        ServerError: a server is not ready.
+    """
+    lookup.client.num_rows()  # refused until the tables are all there
+    lookup.client.learn_tables()
+    for feature in lookup.features:
+        try:
+            lookup.client.table(feature.table)
+        except ConfigError as exc:
+            raise ConfigError(
+                f"Slot {feature.name!r} must have its table on the servers, "
+                f"{feature.table!r}. They have no such table. Give the "
+                "embedding_config.yml of the training."
+            ) from exc
+
+
+def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
+    """Try until it succeeds, or until the process is to end: then return False.
+
+    Raises:
+        ConfigError: it cannot succeed.
+        ServerError: it has not succeeded in time.
+        WireError: the same.
+    """
+    deadline = time.monotonic() + _SERVERS_TIMEOUT_S
+    logged = ""
+    while not ending.is_set():
+        try:
+            attempt()
+        except ConfigError:
+            raise
+        except PersiaError as exc:
+            if time.monotonic() >= deadline:
+                raise
+            if type(exc).__name__ != logged:
+                logged = type(exc).__name__
+                logger.info("waiting for the embedding servers: %s", exc)
+            ending.wait(_RETRY_S)
+        else:
+            return True
+    return False
+
+
+def require_dims(slots: Sequence[Slot], schema: EmbeddingSchema) -> None:
+    """Check that the slots have the dims of their tables on the servers.
+
+    Args:
+        slots: as the servers' tables make them.
+        schema: as the user wrote them.
+
+    Raises:
+        ConfigError: a slot has another dim.
+    """
+    for slot in slots:
+        dim = schema.slots[slot.name].dim
+        if slot.dim != dim:
+            raise ConfigError(
+                f"Slot {slot.name!r} must have the dim of its table on the servers, "
+                f"{slot.dim}. Received: {dim} in the embedding config. Give the "
+                "embedding_config.yml of the training."
+            )

@@ -1,0 +1,124 @@
+import logging
+
+import pytest
+
+from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.pipeline.tally import Tally, TrainingSummary
+
+
+@pytest.fixture
+def num_warnings(caplog):
+    """Return how many warnings the tally has logged."""
+    caplog.set_level(logging.INFO, "persia_torchrec.pipeline.tally")
+
+    def num_warnings():
+        of_tally = [r for r in caplog.records if r.name.endswith("pipeline.tally")]
+        return [r.levelno for r in of_tally].count(logging.WARNING)
+
+    return num_warnings
+
+
+def updates(tally, num, *, missed=0, unadmitted=0, gradients=1000):
+    """Count updates whose gradients came too late for some rows."""
+    for _ in range(num):
+        tally.applied(PushOutcome(missed, 0, unadmitted, gradients))
+
+
+def test_eight_batches_without_a_backward_pass_at_first_are_one_warning(num_warnings):
+    tally = Tally()
+    for _ in range(7):
+        tally.dropped()
+    assert num_warnings() == 0
+    for _ in range(200):
+        tally.dropped()
+    assert num_warnings() == 1
+    assert tally.num_dropped == 207
+
+
+def test_a_warning_of_backward_passes_comes_once_whatever_follows(num_warnings):
+    tally = Tally()
+    for _ in range(3):
+        for _ in range(100):
+            tally.dropped()
+        tally.pushed()
+    assert num_warnings() == 1
+
+
+def test_after_a_backward_pass_it_takes_many_without_one(num_warnings):
+    tally = Tally()
+    tally.pushed()
+    for _ in range(5):  # as where each validation forgets no_grad
+        for _ in range(63):
+            tally.dropped()
+        tally.pushed()
+    assert num_warnings() == 0
+    for _ in range(64):
+        tally.dropped()
+    assert num_warnings() == 1
+
+
+def test_every_second_batch_may_have_no_backward_pass(num_warnings):
+    tally = Tally()
+    for _ in range(100):
+        tally.dropped()
+        tally.pushed()
+    assert num_warnings() == 0
+    assert tally.num_dropped == 100
+
+
+@pytest.mark.parametrize(("missed", "expected"), [(0, 0), (9, 0), (10, 1), (1000, 1)])
+def test_one_percent_of_evicted_rows_is_one_warning(num_warnings, missed, expected):
+    tally = Tally()
+    updates(tally, 31, missed=missed)
+    assert num_warnings() == 0
+    updates(tally, 1, missed=missed)
+    assert num_warnings() == expected
+    updates(tally, 320, missed=missed)
+    assert num_warnings() == expected
+
+
+def test_evicted_rows_are_warned_of_again_when_their_share_has_doubled(num_warnings):
+    tally = Tally()
+    seen = []
+    for missed in (10, 19, 20, 39, 10, 0, 40):
+        updates(tally, 32, missed=missed)
+        seen.append(num_warnings())
+    assert seen == [1, 1, 2, 2, 2, 2, 3]
+    assert tally.total.num_evicted == 32 * (10 + 19 + 20 + 39 + 10 + 40)
+
+
+def test_the_share_is_that_of_a_window_and_not_of_the_whole_training(num_warnings):
+    tally = Tally()
+    updates(tally, 32 * 100)
+    updates(tally, 32, missed=10)
+    assert num_warnings() == 1
+    assert tally.total.num_evicted / tally.total.num_gradients < 0.001
+
+
+def test_rows_that_were_never_admitted_are_not_called_evicted(num_warnings):
+    tally = Tally()
+    updates(tally, 64, missed=500, unadmitted=500)
+    assert num_warnings() == 0
+    assert tally.total.num_evicted == 0
+    updates(tally, 32, missed=500, unadmitted=490)
+    assert num_warnings() == 1
+
+
+def test_summaries_of_several_collections_add_up():
+    one = TrainingSummary(
+        num_lookups=10,
+        num_waited=5,
+        num_lacking=20,
+        max_lacking=3,
+        num_dropped=1,
+        num_gradients=100,
+        num_evicted=10,
+    )
+    both = TrainingSummary.total([one, one])
+    assert both.num_lookups == 20
+    assert both.num_dropped == 2
+    assert both.max_lacking == 3
+    assert (both.mean_staleness, both.share_waited, both.share_evicted) == (2, 0.5, 0.1)
+    nothing = TrainingSummary.total([])
+    assert nothing == TrainingSummary()
+    assert nothing.mean_staleness == nothing.share_waited == nothing.share_evicted == 0

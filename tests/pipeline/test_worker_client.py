@@ -1,0 +1,249 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    FrameError,
+    RemoteError,
+    ServerError,
+)
+from persia_torchrec.lookup.bags import Bags, FeatureSpec
+from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Precision, encode_json
+from persia_torchrec.wire.service import Service
+from persia_torchrec.worker.process import IdBuffer, WorkerProcess
+from tests.lookup.one_feature import bags_of
+from tests.servers import ids_of, missed, outcome_of
+
+DEADLINE_S = 120.0
+TABLE = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
+FEATURE = FeatureSpec(name="item", key="item", table="item")
+
+
+class Workers:
+    """Embedding workers behind sockets."""
+
+    def __init__(self, clients, *, buffer_size=10) -> None:
+        self.clients = clients
+        self.buffers = [IdBuffer(buffer_size, expires_s=60) for _ in clients]
+        self.services = [
+            Service("worker", WorkerProcess(SlotsLookup(c, [FEATURE]), buffer).answer)
+            for c, buffer in zip(clients, self.buffers, strict=True)
+        ]
+        self._remotes = []
+
+    def connect(self, **settings) -> RemoteWorkers:
+        addresses = [service.address for service in self.services]
+        remote = RemoteWorkers(addresses, **{"timeout_s": DEADLINE_S, **settings})
+        self._remotes.append(remote)
+        return remote
+
+    def rows(self, *numbers):
+        return self.clients[0].read("item", ids_of(*numbers))
+
+    def close(self):
+        for remote in self._remotes:
+            remote.close()
+        for service in self.services:
+            service.close()
+
+
+@pytest.fixture
+def workers(servers):
+    running = servers.start(2)
+    workers = Workers([servers.client(running) for _ in range(2)])
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def remote(workers):
+    remote = workers.connect()
+    remote.add_tables([TABLE])
+    return remote
+
+
+def waiting(worker, loader, reference):
+    """Return a batch whose ids wait; what else it has does not matter."""
+    return ReferencedBatch(worker, loader, reference, rest=None)
+
+
+def number(batch):
+    return BatchNumber(3, batch)
+
+
+def test_every_worker_knows_the_tables(workers, remote):
+    assert remote.num_workers == 2
+    for client in workers.clients:
+        assert client.table("item") == TABLE
+
+
+def test_batches_without_a_reference_go_to_the_workers_in_turn(workers, remote):
+    turns = [
+        remote.pull(bags_of([batch]), number(batch))[1].worker for batch in range(4)
+    ]
+    assert turns == [0, 1, 0, 1]
+
+
+def test_a_batch_is_asked_for_where_its_ids_wait(workers, remote):
+    other = remote.buffer(0, 5, bags_of([1], [2]))
+    reference = remote.buffer(1, 5, bags_of([7], [], [7, 8]))
+    assert [len(buffer) for buffer in workers.buffers] == [1, 1]
+    (pooled,), handle = remote.pull(waiting(1, 5, reference), number(1))
+    assert handle.worker == 1
+    seven, eight = workers.rows(7, 8)
+    np.testing.assert_allclose(pooled, [seven, 0 * seven, seven + eight], rtol=1e-6)
+    assert [len(buffer) for buffer in workers.buffers] == [1, 0]
+    assert remote.pull(waiting(0, 5, other), None)[0][0].shape == (2, 2)
+
+
+def test_what_was_pulled_can_be_written_to(remote):
+    (pooled,), _ = remote.pull(bags_of([1]), number(1))
+    pooled += 1
+    assert pooled.flags.c_contiguous
+    assert pooled.dtype == np.float32
+
+
+def test_the_gradient_goes_to_the_worker_that_pulled(workers, remote):
+    handles = [remote.pull(bags_of([1]), number(batch))[1] for batch in (1, 2)]
+    before = workers.rows(1)
+    grads = np.array([[1, 2]], dtype=np.float32)
+    replies = [remote.push(handle, (grads,)) for handle in handles]
+    assert [missed(reply) for reply in replies] == [0, 0]
+    np.testing.assert_allclose(before - workers.rows(1), 2 * grads, rtol=1e-6)
+
+
+def test_ids_whose_row_is_gone_are_counted(servers):
+    workers = Workers([servers.client(servers.start(1, capacity_rows=2))])
+    remote = workers.connect()
+    remote.add_tables([TABLE])
+    _, handle = remote.pull(bags_of([1, 2]), number(1))
+    remote.pull(bags_of([3, 4]), number(2))
+    grads = (np.ones((1, 2), dtype=np.float32),)
+    assert missed(remote.push(handle, grads)) == 2
+    workers.close()
+
+
+def test_a_batch_that_is_given_up_changes_nothing(workers, remote):
+    _, handle = remote.pull(bags_of([1]), number(1))
+    before = workers.rows(1)
+    assert missed(remote.abandon(handle)) == 0
+    np.testing.assert_array_equal(workers.rows(1), before)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [(Precision.FP16, 1e-3), (Precision.BF16, 1e-2)]
+)
+def test_embeddings_and_gradients_may_travel_as_halves(workers, precision, tolerance):
+    exact, half = workers.connect(), workers.connect(precision=precision)
+    exact.add_tables([TABLE])
+    (expected,), _ = exact.pull(bags_of([1, 2]), number(1))
+    (pooled,), handle = half.pull(bags_of([1, 2]), number(2))
+    np.testing.assert_allclose(pooled, expected, rtol=tolerance)
+    before = workers.rows(1)
+    grads = np.array([[0.1, 100.1]], dtype=np.float32)
+    missed(half.push(handle, (grads,)))
+    np.testing.assert_allclose(before - workers.rows(1), grads, rtol=tolerance)
+
+
+def test_a_full_buffer_gives_no_reference(servers):
+    client = servers.client(servers.start(1))
+    workers = Workers([client], buffer_size=1)
+    remote = workers.connect()
+    assert remote.buffer(0, 0, bags_of([1])) is not None
+    assert remote.buffer(0, 0, bags_of([1])) is None
+    workers.close()
+
+
+def test_a_refusal_names_the_worker_and_the_features(remote):
+    message = r"embedding worker 1 at tcp://.*one of \['item'\].*unknown \['ad'\]"
+    with pytest.raises(RemoteError, match=message) as raised:
+        remote.buffer(1, 0, bags_of([1], name="ad"))
+    assert raised.value.kind == "BatchError"
+
+
+def test_bags_that_do_not_fit_are_refused_before_they_are_sent(remote):
+    with pytest.raises(BatchError, match="Feature 'item': lengths must not be negati"):
+        remote.buffer(0, 0, {"item": Bags(ids_of(1), np.array([2], dtype=np.int32))})
+
+
+def test_an_unknown_reference_names_the_worker(remote):
+    message = "embedding worker 1 at .*Batch 99 of data loader 4"
+    with pytest.raises(RemoteError, match=message) as raised:
+        remote.pull(waiting(1, 4, 99), number(1))
+    assert raised.value.kind == "DataflowError"
+
+
+def test_a_server_that_refuses_a_table_is_named_through_the_worker(remote):
+    other = TableSpec(name="item", dim=2, optimizer=Adagrad())
+    message = "embedding worker 0 at .*embedding server 0 at .*'item'"
+    with pytest.raises(RemoteError, match=message):
+        remote.add_tables([other])
+
+
+def test_a_worker_that_is_gone_is_named(workers):
+    remote = workers.connect(timeout_s=0.3)
+    remote.add_tables([TABLE])
+    workers.services[0].close()
+    with pytest.raises(ServerError, match=r"embedding worker 0 at .*: lookup: "):
+        remote.pull(bags_of([1]), number(1))
+    # The other one goes on.
+    assert remote.pull(bags_of([1]), number(2))[0][0].shape == (1, 2)
+
+
+def test_a_reply_that_is_none_is_refused():
+    service = Service("no worker", lambda _header, _frames: [encode_json(None)])
+    remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
+    with pytest.raises(FrameError, match=r"Frame 1 must be a mapping. Received: None"):
+        remote.pull(bags_of([1]), number(1))
+    remote.close()
+    service.close()
+
+
+def test_a_job_without_workers_is_refused():
+    with pytest.raises(ConfigError, match="At least one address"):
+        RemoteWorkers([])
+
+
+def test_closing_twice_does_nothing(workers):
+    remote = workers.connect()
+    remote.close()
+    remote.close()
+    with pytest.raises(ServerError, match="connections are closed"):
+        remote.buffer(0, 0, bags_of([1]))
+
+
+def test_gradients_that_are_not_finite_are_counted_through_a_worker(remote):
+    remote.add_tables([TABLE])
+    _, handle = remote.pull(bags_of([1, 2]), number(1))
+    bad = np.full((1, 2), np.inf, dtype=np.float32)
+    outcome = outcome_of(remote.push(handle, (bad,)))
+    assert (outcome.num_missed, outcome.num_refused) == (0, 2)
+
+
+def test_changed_tables_reach_the_servers_through_every_worker(workers, remote):
+    pull = {"item": Bags(ids_of(1), np.array([1], dtype=np.int32))}
+    remote.change_tables(lambda spec: replace(spec, optimizer=SGD(4.0)))
+    for batch in (1, 2):  # to the one worker and to the other
+        _, handle = remote.pull(pull, number(batch))
+        before = workers.rows(1)
+        outcome_of(remote.push(handle, (np.ones((1, 2), dtype=np.float32),)))
+        np.testing.assert_allclose(before - workers.rows(1), 4.0, rtol=1e-6)
+    assert [c.table("item").optimizer for c in workers.clients] == [SGD(4.0)] * 2
+
+
+def test_a_change_that_alters_nothing_asks_no_worker(workers, remote):
+    def added():
+        return [c["requests_add_tables"] for c in workers.clients[0].counters()]
+
+    before = added()
+    remote.change_tables(lambda spec: spec)
+    assert added() == before
