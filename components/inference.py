@@ -27,7 +27,7 @@ def serve(
     image: str = "",
     env: Optional[Dict[str, str]] = None,
 ) -> specs.AppDef:
-    """Predict over HTTP from a checkpoint, whose embeddings servers share.
+    """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
 
     Args:
         checkpoint: folder of a checkpoint with a TorchScript model, or of a run, for
@@ -37,12 +37,12 @@ def serve(
         global_config: path of the training's global_config.yml, where the roles run;
             its capacity holds, and if it has enable_incremental_update, the servers
             follow the training
-        embedding_servers: number of servers, whatever number wrote the checkpoint
+        embedding_servers: number of servers; any number may have written the checkpoint
         embedding_workers: number of embedding workers
         predictors: number of inference servers, which answer HTTP
         http_host: address that inference servers listen on; 0.0.0.0 for all
         http_port: port of the first inference server; the next one has the next
-        follow_model: take the dense model of each checkpoint that is complete later
+        follow_model: load the dense model of each later checkpoint
         port: TCP port of the job's address book; 0 takes one that is free on the
             machine that runs torchx, so name one on a cluster
         python: interpreter, looked up in PATH where the roles run
@@ -60,14 +60,14 @@ def serve(
     return specs.AppDef(
         name=roles.APP_NAME,
         roles=[
-            roles.inference_coordinator(
+            roles.coordinator(
                 job,
                 num_servers=embedding_servers,
                 num_workers=embedding_workers,
                 num_predictors=predictors,
             ),
-            roles.checkpoint_servers(job, checkpoint, embedding_servers),
-            roles.checkpoint_workers(job, embedding_workers),
+            roles.embedding_servers(job, embedding_servers, checkpoint=checkpoint),
+            roles.embedding_workers(job, embedding_workers, learn_tables=True),
             roles.predictors(
                 job,
                 checkpoint,

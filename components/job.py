@@ -35,7 +35,7 @@ def train(
         data_loader: the data loaders' script and its arguments
         embedding_config: path of embedding_config.yml, where the roles run
         global_config: path of global_config.yml, where the roles run
-        embedding_servers: number of servers; ids are spread over them by hash
+        embedding_servers: number of servers; ids are sharded over them by hash
         embedding_workers: number of embedding workers
         data_loaders: number of data loaders; 0 if the NN workers read their own data
         nn_workers: number of NN workers, one process each

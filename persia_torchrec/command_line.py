@@ -105,6 +105,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[T]) -> None:
         options = _options(kinds[field.name], repeat="repeat" in field.metadata)
         options |= {"default": argparse.SUPPRESS, "help": _help(field, docs)}
         if "positional" in field.metadata:
+            if field.default is not MISSING:
+                options["nargs"] = "?"
             parser.add_argument(field.name, **options)
         else:
             is_required = field.default is field.default_factory is MISSING
@@ -151,7 +153,8 @@ def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
 def _help(field: Field[Any], docs: dict[str, str]) -> str:
     text = docs.get(field.name, "")
     default = field.default
-    if not text.endswith("]") and default not in (MISSING, None, False, ()):
+    is_shown = all(default is not none for none in (MISSING, None, False, ()))
+    if is_shown and not text.endswith("]"):
         text = f"{text} [{default}]"
     return text.replace("%", "%%")
 

@@ -9,8 +9,8 @@ this machine, and data loaders and NN workers too if their work is given. Within
 block the environment names the job. The job ends as one: a process that fails ends all,
 interrupts the block, and is named in the error that the block raises.
 
-A function runs in a process that imports its module anew, as multiprocessing's "spawn"
-does. So it must stand at the top of a module, and a script needs the line
+A function runs in a process that imports its module again, as multiprocessing's "spawn"
+does. So it must be at the top of a module, and a script needs the line
 ``if __name__ == "__main__":`` in front of what it does itself.
 """
 
@@ -23,6 +23,7 @@ from types import FunctionType, TracebackType
 from typing import Self
 
 from persia_torchrec import env
+from persia_torchrec.command_line import format_flags
 from persia_torchrec.config import load_embedding_config, refuse_inference
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
@@ -93,25 +94,24 @@ class PersiaServiceCtx:
             _one_of("global_config", global_config, global_config_path),
         ]
         self._work = {
-            "loader": _checked("data_loader_func", data_loader_func),
-            "trainer": _checked("nn_worker_func", nn_worker_func),
+            "loader": _check_work("data_loader_func", data_loader_func),
+            "trainer": _check_work("nn_worker_func", nn_worker_func),
         }
-        self._counts = {
-            "loader": _count("data_loader_replica_num", data_loader_replica_num),
-            "trainer": _count("nproc_per_node", nproc_per_node),
-            "worker": _count(
-                "embedding_worker_replica_num", embedding_worker_replica_num
-            ),
-            "server": _count(
-                "embedding_parameter_replica_num", embedding_parameter_replica_num
-            ),
+        counts = {
+            "data_loader_replica_num": data_loader_replica_num,
+            "nproc_per_node": nproc_per_node,
+            "embedding_worker_replica_num": embedding_worker_replica_num,
+            "embedding_parameter_replica_num": embedding_parameter_replica_num,
         }
-        for name, role in _NEEDS.items():
-            if self._work[role] is None and self._counts[role] > 1:
+        for name, count in counts.items():
+            if count < 1:
+                raise ConfigError(f"{name} must be >= 1. Received: {count}.")
+            if count > 1 and name in _NEEDS and self._work[_NEEDS[name]] is None:
                 raise ConfigError(
                     f"{name} must be 1 where no function is given for that role. "
-                    f"Received: {self._counts[role]}."
+                    f"Received: {count}."
                 )
+        self._counts = dict(zip(_ROLES, counts.values(), strict=True))
         self._ports = {
             "worker": embedding_worker_port,
             "server": embedding_parameter_server_port,
@@ -129,9 +129,11 @@ class PersiaServiceCtx:
             stack.callback(self._children.end)
             self._start_services(port, stack)
             book = AddressBook.join(
-                *(LOOPBACK, port, env.job_id()),
+                LOOPBACK,
+                port,
+                env.job_id(),
                 timeout_s=_COORDINATOR_TIMEOUT_S,
-                look=self._children.require_all_well,
+                look=self._children.require_none_failed,
             )
             stack.callback(book.close)
             self._start_scripts()
@@ -149,11 +151,11 @@ class PersiaServiceCtx:
         with self._stack:
             failure = self._watch.disarm()
             if exc is None and failure is None:
-                failure = self._end_well()
+                failure = self._finish()
             if failure is not None:
                 raise JobError(f"The job failed: {failure}") from exc
 
-    def _end_well(self) -> str | None:
+    def _finish(self) -> str | None:
         """Wait for the end of the job; return why it has failed, if it has."""
         self._children.finish()
         status = self._children.wait_for_coordinator(self._timeout_s)
@@ -161,7 +163,7 @@ class PersiaServiceCtx:
         return failure or (f"the coordinator's status is {status}" if status else None)
 
     def _variables(self, folder: Path, port: int) -> dict[str, str]:
-        """Return the variables that name the job, when its files are written."""
+        """Write the job's files; return the variables that name the job."""
         paths = []
         for name, config in zip(_CONFIG_NAMES, self._configs, strict=True):
             path = config
@@ -181,25 +183,26 @@ class PersiaServiceCtx:
 
     def _start_services(self, port: int, stack: contextlib.ExitStack) -> None:
         counts, has_loaders = self._counts, self._work["loader"] is not None
-        self._children.start_module(
-            "coordinator",
-            *("launch.coordinator", "--port", str(port), "--linger-s", "0"),
-            *("--heartbeat-s", "0.2", "--num-trainers", str(counts["trainer"])),
-            *("--num-loaders", str(counts["loader"] if has_loaders else 0)),
-            *("--num-workers", str(counts["worker"])),
-            *("--num-servers", str(counts["server"])),
+        flags = format_flags(
+            port=port,
+            linger_s=0,
+            heartbeat_s=0.2,
+            num_trainers=counts["trainer"],
+            num_loaders=counts["loader"] if has_loaders else 0,
+            num_workers=counts["worker"],
+            num_servers=counts["server"],
         )
-        for role, index_flag, size_flag in (
-            ("server", "--shard", "--num-shards"),
-            ("worker", "--index", "--num-workers"),
-        ):
+        self._children.start_module("coordinator", "launch.coordinator", *flags)
+        for role in ("server", "worker"):
             for index in range(counts[role]):
                 free = stack.enter_context(reserved_port_from(self._ports[role]))
-                self._children.start_module(
-                    f"{role} {index}",
-                    *(role, "--port", str(free), index_flag, str(index)),
-                    *(size_flag, str(counts[role])),
+                replica = (
+                    format_flags(shard=index, num_shards=counts[role])
+                    if role == "server"
+                    else format_flags(index=index, num_workers=counts[role])
                 )
+                flags = [*replica, "--port", str(free)]
+                self._children.start_module(f"{role} {index}", role, *flags)
 
     def _start_scripts(self) -> None:
         for role, work in self._work.items():
@@ -207,13 +210,14 @@ class PersiaServiceCtx:
                 for index in range(self._counts[role]):
                     self._children.start_work(role, index, self._counts[role], work)
             elif role == "trainer":
-                self._children.start_stand_in()
+                self._children.start_proxy_trainer()
 
 
 ensure_persia_service = PersiaServiceCtx
 """PERSIA's other name for it."""
 
 _CONFIG_NAMES = ("embedding_config", "global_config")
+_ROLES = ("loader", "trainer", "worker", "server")
 _NEEDS = {"data_loader_replica_num": "loader", "nproc_per_node": "trainer"}
 
 
@@ -227,7 +231,6 @@ def _one_of(
         )
     if path is not None:
         return Path(path)
-    assert content is not None
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"{name} must be a mapping, as the file's content. Received: {content!r}. "
@@ -236,7 +239,7 @@ def _one_of(
     return dict(content)
 
 
-def _checked(name: str, work: Work | None) -> Work | None:
+def _check_work(name: str, work: Work | None) -> Work | None:
     if isinstance(work, str | Path):
         if not Path(work).is_file():
             raise ConfigError(
@@ -257,9 +260,3 @@ def _checked(name: str, work: Work | None) -> Work | None:
             f"imports. Received: {work!r}. Move it there, or give the path of a script."
         )
     return work
-
-
-def _count(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{name} must be >= 1. Received: {value}.")
-    return value

@@ -1,7 +1,7 @@
-"""A job's processes as children of this one, and the watch over them.
+"""A job's processes as children of this one, and the thread that watches them.
 
-The job ends as one, by its coordinator; so the watch asks the job's address book how it
-goes, and looks at the processes only for those that end before they have joined.
+The job ends as one, by its coordinator. So the watch asks the job's address book for
+the state, and the processes only whether one ended before it had joined.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FunctionType
 
@@ -26,7 +27,9 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], object] | str | Path
 """A function at the top of a module, or the path of a script."""
 
-_LOOK_S = 0.1
+Process = subprocess.Popen[bytes] | BaseProcess
+
+_POLL_S = 0.1
 _END_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 60.0  # of a coordinator that has closed the book; torch is slow
 
@@ -35,109 +38,89 @@ class Children:
     """The processes of a job. One thread starts and ends them."""
 
     def __init__(self) -> None:
-        self._modules: list[tuple[str, subprocess.Popen[bytes]]] = []
-        self._works: list[multiprocessing.process.BaseProcess] = []
-        self._stand_in: subprocess.Popen[bytes] | None = None
+        self._processes: list[tuple[str, Process]] = []
+        self._proxy: subprocess.Popen[bytes] | None = None
 
-    def start_module(
-        self, name: str, module: str, *arguments: str, stdin: int | None = None
-    ) -> "subprocess.Popen[bytes]":
+    def start_module(self, name: str, module: str, *arguments: str) -> None:
         """Start a module of this package; the coordinator first.
 
         Args:
             name: of the process, for messages.
             module: below ``persia_torchrec``.
             arguments: of its command line.
-            stdin: as for ``Popen``.
         """
         command = [sys.executable, "-m", f"persia_torchrec.{module}", *arguments]
-        process = subprocess.Popen(command, stdin=stdin)
-        self._modules.append((name, process))
-        return process
+        self._processes.append((name, subprocess.Popen(command)))
 
-    def start_stand_in(self) -> None:
-        """Start what is a trainer until :meth:`finish`: see ``stand_in.py``."""
-        self._stand_in = self.start_module(
-            "stand-in", "launch.stand_in", stdin=subprocess.PIPE
-        )
+    def start_proxy_trainer(self) -> None:
+        """Start a trainer whose work is done at :meth:`finish`: see ``script.py``."""
+        command = [sys.executable, "-m", script.__name__, "trainer", script.PROXY]
+        self._proxy = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._processes.append(("proxy trainer", self._proxy))
 
     def start_work(self, role: str, index: int, size: int, work: Work) -> None:
         """Start a trainer or a data loader, the ``index``-th of ``size``."""
         process = multiprocessing.get_context("spawn").Process(
-            target=_work, args=(role, index, size, work), name=f"{role} {index}"
+            target=_run_work, args=(role, index, size, work)
         )
         process.start()
-        self._works.append(process)
+        self._processes.append((f"{role} {index}", process))
 
     def finish(self) -> None:
-        """End the stand-in, if there is one, as a trainer that is through."""
-        if self._stand_in is not None and self._stand_in.stdin is not None:
-            self._stand_in.stdin.close()
+        """End the proxy trainer, if there is one, as a trainer whose work is done."""
+        if self._proxy is not None and self._proxy.stdin is not None:
+            self._proxy.stdin.close()
 
     def wait_for_coordinator(self, timeout_s: float) -> int:
-        """Wait until the job has ended; return the coordinator's status.
+        """Wait until the job has ended; return the coordinator's exit status.
 
         Raises:
             JobError: the job has not ended in time.
         """
-        _, coordinator = self._modules[0]
-        try:
-            return coordinator.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        status = _wait(self._processes[0][1], timeout_s)
+        if status is None:
             raise JobError(
                 f"The job must end within {timeout_s:g} s. It has not. Give a longer "
                 "timeout_s."
-            ) from None
+            )
+        return status
 
-    def failed(self) -> str | None:
-        """Return what to say of a process that has ended badly; None: none has."""
-        statuses = [(name, process.poll()) for name, process in self._modules]
-        statuses += [(process.name, process.exitcode) for process in self._works]
-        for name, status in statuses:
-            if status:
+    def find_failed(self) -> str | None:
+        """Return a message about a process that has failed; None: none has."""
+        for name, process in self._processes:
+            if status := _poll(process):
                 return f"{name} ended with status {status}; its error stands above."
         return None
 
-    def require_all_well(self) -> None:
-        """Raise if a process has ended badly.
+    def require_none_failed(self) -> None:
+        """Raise if a process has failed.
 
         Raises:
             JobError: which one.
         """
-        failure = self.failed()
+        failure = self.find_failed()
         if failure is not None:
             raise JobError(f"The job failed: {failure}")
 
     def end(self) -> None:
-        """End what still runs."""
+        """End the processes that still run."""
         deadline = time.monotonic() + _END_TIMEOUT_S
-        for _, process in self._modules:
+        for _, process in self._processes:
             process.terminate()
-        for work in self._works:
-            work.terminate()
-        for name, process in self._modules:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
+        for name, process in self._processes:
+            if _wait(process, max(deadline - time.monotonic(), 0.1)) is None:
                 logger.warning("%s does not end; killing it", name)
                 process.kill()
-                process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        for work in self._works:
-            work.join(max(deadline - time.monotonic(), 0.1))
-            if work.exitcode is None:
-                logger.warning("%s does not end; killing it", work.name)
-                work.kill()
-                work.join()
-            work.close()
+                _wait(process, None)
+            if isinstance(process, BaseProcess):
+                process.close()
+        self.finish()
 
 
 class Watch:
-    """Looks whether a job has failed, and interrupts the main thread then.
+    """A thread that interrupts the main thread when the job has failed, as by Ctrl-C.
 
-    Made by the thread that owns the children; only the main thread is interrupted, as
-    by Ctrl-C.
+    Only the main thread is interrupted, and only if it creates the watch.
 
     Args:
         book: the job's address book; only the watch uses it from here on.
@@ -156,7 +139,7 @@ class Watch:
         self._thread.start()
 
     def disarm(self) -> str | None:
-        """Interrupt nobody from now on; return why the job has failed, if it has."""
+        """Stop interrupting; return why the job has failed, if it has."""
         # The only interruption may come right here; the result tells of it too.
         with contextlib.suppress(KeyboardInterrupt), self._lock:
             self._interrupts = False
@@ -170,13 +153,17 @@ class Watch:
         return failure
 
     def _run(self) -> None:
-        while not self._stopping.wait(_LOOK_S):
-            failure = self._look()
-            if failure is not None:
-                self._tell(failure)
-                return
+        failure = None
+        while failure is None and not self._stopping.wait(_POLL_S):
+            failure = self._find_failure()
+        if failure is not None:
+            with self._lock:
+                self._failure = failure
+                main = threading.main_thread().ident
+                if self._interrupts and main is not None:
+                    signal.pthread_kill(main, signal.SIGINT)
 
-    def _look(self) -> str | None:
+    def _find_failure(self) -> str | None:
         try:
             state, reason = self._book.state()
         except JobError as exc:
@@ -185,22 +172,30 @@ class Watch:
                     return None  # the job is finished
             return f"the coordinator is gone: {exc}"
         if state == "running":
-            return self._children.failed()
+            return self._children.find_failed()
         return reason if state == "failed" else None
 
-    def _tell(self, failure: str) -> None:
-        with self._lock:
-            self._failure = failure
-            main = threading.main_thread().ident
-            if self._interrupts and main is not None:
-                signal.pthread_kill(main, signal.SIGINT)
+
+def _poll(process: Process) -> int | None:
+    """Return the exit status of a process; None while it runs."""
+    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
-def _work(role: str, index: int, size: int, work: Work) -> None:
+def _wait(process: Process, timeout_s: float | None) -> int | None:
+    """Wait for the end of a process; return its status, None if it still runs."""
+    if isinstance(process, BaseProcess):
+        process.join(timeout_s)
+    else:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+    return _poll(process)
+
+
+def _run_work(role: str, index: int, size: int, work: Work) -> None:
     """Do the work of one process of a role, which begins here."""
     env.set_env("REPLICA_INDEX", index)
     env.set_env("REPLICA_SIZE", size)
     if isinstance(work, Path):
         sys.exit(script.main([role, str(work)]))
     assert isinstance(work, FunctionType)
-    sys.exit(script.take_part(role, work.__qualname__, work))
+    sys.exit(script.run_member(role, work.__qualname__, work))

@@ -1,6 +1,6 @@
 """``persia-launcher``: PERSIA's command line, for jobs that are started by hand.
 
-Its four commands and their flags, one process a command, and a fifth where PERSIA
+Its four commands and their flags, one process per command, and a fifth where PERSIA
 starts nats-server. A whole job on one machine::
 
     export PERSIA_STORE_PORT=29400
@@ -14,15 +14,15 @@ starts nats-server. A whole job on one machine::
 
 On several machines ``PERSIA_STORE_HOST`` names the coordinator's, for all of them. With
 ``PERSIA_JOB_ID`` in the environment, of the coordinator too, a process that comes to
-another job's port is told so; without it, when it finds its place taken. The
-coordinator must be told how many processes each role has: it ends the job when all NN
+another job's port is rejected at once; without it, when its index is taken. The
+coordinator needs to know how many processes each role has: it ends the job when all NN
 workers are done, or when one process of any role fails.
 
 With ``job_type: Infer`` in ``global_config.yml`` the embedding servers and workers
-belong to no job, and need no coordinator.
+do not belong to a job, and need no coordinator.
 
-A command turns into the process that it starts, so that signals, exit status and
-output are that process's own. Torchx starts the same processes, see ``components/``.
+A command replaces itself by the process that it starts, so that signals, exit status
+and output are that process's own. ``components/`` starts the same ones by torchx.
 """
 
 import argparse
@@ -30,10 +30,12 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from persia_torchrec import env
+from persia_torchrec.command_line import add_flags, build, format_flags
 from persia_torchrec.config import (
     inference_settings,
     load_embedding_config,
@@ -46,258 +48,264 @@ from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 _MEETING_TIMEOUT_S = 300.0
 _MASTER = "nn-worker/master"
 _MACHINE = "machine of NN workers"
-
-Command = list[str]
+_OR_INFERENCE = ", or give a global_config.yml with job_type: Infer"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Turn into the process of a role.
+    """Replace this process by that of a role.
 
     Raises:
-        SystemExit: that cannot be; the message says why.
+        SystemExit: that is impossible; the message says why.
     """
     try:
-        arguments = parser().parse_args(argv)
+        given = vars(parser().parse_args(argv))
         env.reject_unsupported_variables()
         if not env.names_store_host():
             env.set_env("PERSIA_STORE_HOST", "localhost")
-        build: Callable[[argparse.Namespace], Command] = arguments.build
-        command = [sys.executable, *build(arguments)]
+        command = build(COMMANDS[given.pop("command")], given)
+        words = [sys.executable, *command.words()]
     except PersiaError as exc:
         raise SystemExit(f"persia-launcher: {exc}") from exc
     if env.is_launcher_verbose():
-        sys.stderr.write(f"persia-launcher starts {shlex.join(command)}\n")
+        sys.stderr.write(f"persia-launcher starts {shlex.join(words)}\n")
     sys.stderr.flush()
-    os.execv(command[0], command)
+    os.execv(words[0], words)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="persia-launcher", description="Start one process of a job."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_nn_worker(commands.add_parser("nn-worker", help="train: the user's script"))
-    _add_data_loader(commands.add_parser("data-loader", help="send the training data"))
-    _add_service(
-        commands.add_parser("embedding-worker", help="look up and update batches"),
-        port=8887,
-        build=_embedding_worker,
-    )
-    _add_service(
-        commands.add_parser("embedding-parameter-server", help="hold the rows"),
-        port=8888,
-        build=_embedding_parameter_server,
-    )
-    _add_coordinator(
-        commands.add_parser("coordinator", help="what nats-server is to PERSIA")
-    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, kind in COMMANDS.items():
+        add_flags(commands.add_parser(name, help=kind.__doc__), kind)
     return parser
 
 
-def _add_nn_worker(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("file", nargs="?", help="the script [PERSIA_NN_WORKER_ENTRY]")
-    add("--nproc-per-node", type=_count, default=1, help="NN workers a machine [1]")
-    add("--node-rank", type=int, default=0, help="which machine this is [0]")
-    add("--nnodes", type=_count, default=1, help="machines with NN workers [1]")
-    parser.set_defaults(build=_nn_worker)
+@dataclass(frozen=True, kw_only=True)
+class NnWorker:
+    """Train: run the user's script."""
+
+    file: str | None = field(default=None, metadata={"positional": True})
+    """The script [PERSIA_NN_WORKER_ENTRY]"""
+
+    nproc_per_node: int = 1
+    """NN workers per machine."""
+
+    node_rank: int = 0
+    """Index of this machine."""
+
+    nnodes: int = 1
+    """Machines with NN workers."""
+
+    def words(self) -> list[str]:
+        """Return torchrun's command line, which starts the scripts."""
+        refuse_inference("NN worker", env.global_config_path())
+        script = _require(
+            self.file, env.nn_worker_entry(), "FILE, or PERSIA_NN_WORKER_ENTRY"
+        )
+        for name in ("nproc_per_node", "nnodes"):
+            _require_positive(name, getattr(self, name))
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--node-rank must be in [0, {self.nnodes}), below --nnodes. "
+                f"Received: {self.node_rank}."
+            )
+        address, port = self._meet()
+        flags = format_flags(
+            nproc_per_node=self.nproc_per_node,
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr=address,
+            master_port=port,
+            module="persia_torchrec.launch.script",
+        )
+        return ["-m", "torch.distributed.run", *flags, "trainer", script]
+
+    def _meet(self) -> tuple[str, str]:
+        """Return address and port at which torchrun's agents of all machines meet."""
+        store = env.require_job_store("An NN worker")
+        if self.nnodes == 1:
+            return LOOPBACK, str(free_port())
+        book = AddressBook.join(*store, timeout_s=_MEETING_TIMEOUT_S)
+        self._claim_machine(book)
+        if self.node_rank == 0:
+            address = local_address(book.host_name)
+            book.tell(_MASTER, f"{address} {free_port(address)}")
+        (master,) = book.ask([_MASTER], timeout_s=_MEETING_TIMEOUT_S)
+        book.close()
+        address, _, port = master.rpartition(" ")
+        return address, port
+
+    def _claim_machine(self, book: AddressBook) -> None:
+        """Reject a second machine of the same index, which belongs to another job."""
+        book.claim_size(_MACHINE, self.node_rank, self.nnodes)
+        own = secrets.token_hex(8)
+        if book.claim_note(f"{_MACHINE}/{self.node_rank}", own) != own:
+            raise JobMismatchError(
+                f"The NN workers of --node-rank {self.node_rank} must be started once "
+                f"in a job. Received: job {book.greeting.job_id!r}, at port "
+                f"{book.port}, has them already. {book.another_port()}"
+            )
 
 
-def _add_data_loader(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", help="the script [PERSIA_DATALOADER_ENTRY]")
-    _add_replica(parser)
-    parser.set_defaults(build=_data_loader)
+@dataclass(frozen=True, kw_only=True)
+class _Replica:
+    replica_index: int = 0
+    """Index of this process among those of its role."""
+
+    replica_size: int = 1
+    """How many processes the role has."""
+
+    def export(self) -> None:
+        """Pass the index on to the process that is started, by the environment."""
+        _require_positive("replica_size", self.replica_size)
+        if not 0 <= self.replica_index < self.replica_size:
+            raise ConfigError(
+                f"--replica-index must be in [0, {self.replica_size}), below "
+                f"--replica-size. Received: {self.replica_index}."
+            )
+        env.set_env("REPLICA_INDEX", self.replica_index)
+        env.set_env("REPLICA_SIZE", self.replica_size)
 
 
-def _add_service(
-    parser: argparse.ArgumentParser,
-    *,
-    port: int,
-    build: Callable[[argparse.Namespace], Command],
-) -> None:
-    add = parser.add_argument
-    add("--port", type=int, default=port, help=f"TCP port to listen on [{port}]")
-    add("--embedding-config", help="embedding_config.yml [PERSIA_EMBEDDING_CONFIG]")
-    add("--global-config", help="global_config.yml [PERSIA_GLOBAL_CONFIG]")
-    _add_replica(parser)
-    parser.set_defaults(build=build)
+@dataclass(frozen=True, kw_only=True)
+class DataLoader(_Replica):
+    """Send the training data."""
+
+    file: str | None = field(default=None, metadata={"positional": True})
+    """The script [PERSIA_DATALOADER_ENTRY]"""
+
+    def words(self) -> list[str]:
+        """Return the command line of the script."""
+        refuse_inference("data loader", env.global_config_path())
+        script = _require(
+            self.file, env.data_loader_entry(), "FILE, or PERSIA_DATALOADER_ENTRY"
+        )
+        env.require_job_store("A data loader")
+        self.export()
+        return ["-m", "persia_torchrec.launch.script", "loader", script]
 
 
-def _add_replica(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--replica-index", type=int, default=0, help="which of its role this is [0]")
-    add("--replica-size", type=_count, default=1, help="how many the role has [1]")
+@dataclass(frozen=True, kw_only=True)
+class _Service(_Replica):
+    embedding_config: str | None = None
+    """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
+
+    global_config: str | None = None
+    """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
+
+    def paths(self) -> tuple[str, str]:
+        """Return the paths of both files, of a job or of inference without one."""
+        slots = _require(
+            self.embedding_config,
+            env.embedding_config_path(),
+            "--embedding-config, or PERSIA_EMBEDDING_CONFIG",
+        )
+        path = _require(
+            self.global_config,
+            env.global_config_path(),
+            "--global-config, or PERSIA_GLOBAL_CONFIG",
+        )
+        in_job = env.job_store() is not None
+        if inference_settings(path, in_job=in_job) is None:
+            env.require_job_store("The role", _OR_INFERENCE)
+        self.export()
+        return slots, path
 
 
-def _add_coordinator(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--port", type=int, default=None, help="TCP port [PERSIA_STORE_PORT]")
-    for role in _ROLES:
-        add(f"--{role}", type=int, default=1, help="processes of the role [1]")
-    parser.set_defaults(build=_coordinator)
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingWorker(_Service):
+    """Look up and update batches."""
+
+    port: int = 8887
+    """TCP port to listen on."""
+
+    def words(self) -> list[str]:
+        """Return the command line of an embedding worker."""
+        slots, path = self.paths()
+        flags = format_flags(port=self.port, embedding_config=slots, global_config=path)
+        return ["-m", "persia_torchrec.worker", *flags]
 
 
-_ROLES = {
-    "embedding-parameter-servers": "--num-servers",
-    "embedding-workers": "--num-workers",
-    "data-loaders": "--num-loaders",
-    "nn-workers": "--num-trainers",
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingParameterServer(_Service):
+    """Hold the rows."""
+
+    port: int = 8888
+    """TCP port to listen on."""
+
+    def words(self) -> list[str]:
+        """Return the command line of an embedding server."""
+        slots, path = self.paths()
+        # A server learns its tables from the trainers. Like PERSIA's, it rejects a
+        # file with a mistake all the same.
+        load_embedding_config(slots, warns=False)
+        flags = format_flags(port=self.port, global_config=path)
+        return ["-m", "persia_torchrec.server", *flags]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinator:
+    """Host the address book and end the job, as nats-server does for PERSIA."""
+
+    port: int | None = None
+    """TCP port [PERSIA_STORE_PORT]"""
+
+    embedding_parameter_servers: int = 1
+    """Processes of the role."""
+
+    embedding_workers: int = 1
+    """Processes of the role."""
+
+    data_loaders: int = 1
+    """Processes of the role."""
+
+    nn_workers: int = 1
+    """Processes of the role."""
+
+    def words(self) -> list[str]:
+        """Return the command line of the coordinator."""
+        refuse_inference("coordinator", env.global_config_path())
+        port = self.port
+        if port is None:
+            port = env.require_job_store("The coordinator, without --port,").port
+        if env.is_local_job():
+            sys.stderr.write(
+                "persia-launcher: the coordinator listens for this machine only. For a "
+                "job on several, set PERSIA_STORE_HOST to its host, on all of them.\n"
+            )
+        flags = format_flags(
+            port=port,
+            num_servers=self.embedding_parameter_servers,
+            num_workers=self.embedding_workers,
+            num_loaders=self.data_loaders,
+            num_trainers=self.nn_workers,
+        )
+        return ["-m", "persia_torchrec.launch.coordinator", *flags]
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "nn-worker": NnWorker,
+    "data-loader": DataLoader,
+    "embedding-worker": EmbeddingWorker,
+    "embedding-parameter-server": EmbeddingParameterServer,
+    "coordinator": Coordinator,
 }
-"""Flags of our coordinator's command, and what its module calls them."""
 
 
-def _nn_worker(arguments: argparse.Namespace) -> Command:
-    refuse_inference("NN worker", env.global_config_path())
-    script = _script(arguments.file, env.nn_worker_entry(), "PERSIA_NN_WORKER_ENTRY")
-    if not 0 <= arguments.node_rank < arguments.nnodes:
-        raise ConfigError(
-            f"--node-rank must be in [0, {arguments.nnodes}), below --nnodes. "
-            f"Received: {arguments.node_rank}."
-        )
-    address, port = _meet(arguments.node_rank, arguments.nnodes)
-    return [
-        *("-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(arguments.nproc_per_node)),
-        *("--nnodes", str(arguments.nnodes)),
-        *("--node-rank", str(arguments.node_rank)),
-        *("--master-addr", address, "--master-port", port),
-        *("--module", "persia_torchrec.launch.script", "trainer", script),
-    ]
-
-
-def _meet(node: int, num_nodes: int) -> tuple[str, str]:
-    """Return address and port at which torchrun's agents of all machines meet."""
-    store = _job_store()
-    if num_nodes == 1:
-        return LOOPBACK, str(free_port())
-    book = AddressBook.join(*store, timeout_s=_MEETING_TIMEOUT_S)
-    _take_place(book, node, num_nodes)
-    if node == 0:
-        address = local_address(book.host_name)
-        book.tell(_MASTER, f"{address} {free_port(address)}")
-    (master,) = book.ask([_MASTER], timeout_s=_MEETING_TIMEOUT_S)
-    book.close()
-    address, _, port = master.rpartition(" ")
-    return address, port
-
-
-def _take_place(book: AddressBook, node: int, num_nodes: int) -> None:
-    """Be the machine of that number; refuse a second one, of another job."""
-    book.claim_size(_MACHINE, node, num_nodes)
-    own = secrets.token_hex(8)
-    if book.claim_note(f"{_MACHINE}/{node}", own) != own:
-        raise JobMismatchError(
-            f"The NN workers of --node-rank {node} must be started once in a job. "
-            f"Received: job {book.greeting.job_id!r}, at port {book.port}, has them "
-            f"already. {book.another_port()}"
-        )
-
-
-def _data_loader(arguments: argparse.Namespace) -> Command:
-    refuse_inference("data loader", env.global_config_path())
-    script = _script(arguments.file, env.data_loader_entry(), "PERSIA_DATALOADER_ENTRY")
-    _job_store()
-    _export_replica(arguments)
-    return ["-m", "persia_torchrec.launch.script", "loader", script]
-
-
-def _embedding_worker(arguments: argparse.Namespace) -> Command:
-    embedding_config, global_config = _configs(arguments)
-    _require_job_or_inference(global_config)
-    _export_replica(arguments)
-    return [
-        *("-m", "persia_torchrec.worker", "--port", str(arguments.port)),
-        *("--embedding-config", embedding_config, "--global-config", global_config),
-    ]
-
-
-def _embedding_parameter_server(arguments: argparse.Namespace) -> Command:
-    embedding_config, global_config = _configs(arguments)
-    _require_job_or_inference(global_config)
-    _export_replica(arguments)
-    # A server learns its tables from the trainers. What is wrong with the file is
-    # said here all the same, as by PERSIA's server.
-    load_embedding_config(embedding_config, warns=False)
-    return [
-        *("-m", "persia_torchrec.server", "--port", str(arguments.port)),
-        *("--global-config", global_config),
-    ]
-
-
-def _coordinator(arguments: argparse.Namespace) -> Command:
-    refuse_inference("coordinator", env.global_config_path())
-    port = _job_store().port if arguments.port is None else arguments.port
-    if env.is_local_job():
-        sys.stderr.write(
-            "persia-launcher: the coordinator listens for this machine only. For a "
-            "job on several, set PERSIA_STORE_HOST to its host, on all of them.\n"
-        )
-    command = ["-m", "persia_torchrec.launch.coordinator", "--port", str(port)]
-    for role, flag in _ROLES.items():
-        command += [flag, str(getattr(arguments, role.replace("-", "_")))]
-    return command
-
-
-def _script(file: str | None, by_environment: str | None, variable: str) -> str:
-    script = file or by_environment
-    if script is None:
-        raise ConfigError(
-            f"FILE, or {variable}, must name the script to run. Received: neither."
-        )
-    return script
-
-
-def _configs(arguments: argparse.Namespace) -> tuple[str, str]:
-    by_environment = env.embedding_config_path(), env.global_config_path()
-    return (
-        _config(arguments.embedding_config or by_environment[0], "embedding-config"),
-        _config(arguments.global_config or by_environment[1], "global-config"),
-    )
-
-
-def _config(path: str | None, what: str) -> str:
+def _require(path: str | None, by_environment: str | None, name: str) -> str:
+    path = path or by_environment
     if path is None:
-        variable = f"PERSIA_{what.replace('-', '_').upper()}"
-        raise ConfigError(
-            f"--{what}, or {variable}, must name the file. Received: neither."
-        )
+        raise ConfigError(f"{name}, must name the file. Received: neither.")
     return path
 
 
-def _export_replica(arguments: argparse.Namespace) -> None:
-    index, size = arguments.replica_index, arguments.replica_size
-    if not 0 <= index < size:
-        raise ConfigError(
-            f"--replica-index must be in [0, {size}), below --replica-size. "
-            f"Received: {index}."
-        )
-    env.set_env("REPLICA_INDEX", index)
-    env.set_env("REPLICA_SIZE", size)
-
-
-def _require_job_or_inference(global_config: str) -> None:
-    in_job = env.job_store() is not None
-    if inference_settings(global_config, in_job=in_job) is None:
-        _job_store()
-
-
-def _job_store() -> env.JobStore:
-    store = env.job_store()
-    if store is None:
-        raise ConfigError(
-            "PERSIA_STORE_PORT must be set to the port of the job's coordinator, and "
-            "PERSIA_STORE_HOST to its host unless all runs on this machine. "
-            "Received: none. Start one with `persia-launcher coordinator`."
-        )
-    return store
-
-
-def _count(text: str) -> int:
-    value = int(text)
+def _require_positive(name: str, value: int) -> None:
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1. Received: {value}.")
-    return value
+        flag = name.replace("_", "-")
+        raise ConfigError(f"--{flag} must be >= 1. Received: {value}.")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 A job is one ``AppDef``: the coordinator first, because torchx's macro ``rank0_env``
 names the host of the first role, then servers, embedding workers, data loaders and
 trainers. Role names are plain letters: Kubernetes turns others into something else.
-What a process must know to find the others comes to it as variables, see ``env.py``;
-what else it must know, as arguments.
+Variables tell a process where the others are, see ``env.py``; flags, the rest.
 """
 
 import shlex
@@ -13,12 +12,12 @@ from dataclasses import dataclass, field
 
 from torchx import specs
 
+from persia_torchrec.command_line import format_flags
+from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.ports import free_port
 
 APP_NAME = "persia"
-
-MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,23 +30,23 @@ class JobSettings:
     """
 
     embedding_config: str
-    """Path of ``embedding_config.yml``, as every role finds it."""
+    """Path of ``embedding_config.yml``, where the roles run."""
 
     global_config: str
-    """Path of ``global_config.yml``, as every role finds it."""
+    """Path of ``global_config.yml``, where the roles run."""
 
     port: int
     """TCP port of the job's address book, in ``[1, 65535]``."""
 
     host: str = ""
-    """Host of the address book; empty: where torchx puts the first role, of an app that
-    holds the whole job."""
+    """Host of the address book; empty: where torchx starts the first role, of an app
+    that holds the whole job."""
 
     python: str = "python3"
     """The interpreter, looked up in PATH where the role runs."""
 
     image: str = ""
-    """Handed to the scheduler as it is."""
+    """Passed to the scheduler unchanged."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     """Further variables for every role."""
@@ -59,21 +58,21 @@ class JobSettings:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
             )
-        reserved = sorted(self.env.keys() & self._discovery(1).keys())
+        reserved = sorted(self.env.keys() & self._variables(1).keys())
         if reserved:
             raise ConfigError(
                 f"env must not set what the job sets itself. Received: {reserved}."
             )
-        # Slurm takes the variables as one list with commas in between.
-        for name, value in {**self._discovery(1), **self.env}.items():
+        # Slurm takes the variables as one list, separated by commas.
+        for name, value in {**self._variables(1), **self.env}.items():
             if "," in value:
                 raise ConfigError(
                     f"A variable must hold no comma. Received: {name}={value!r}."
                 )
 
-    def _discovery(self, num_replicas: int) -> dict[str, str]:
-        """Return the variables by which a process finds its place in the job."""
-        # A role by itself joins the job that is at the host, whatever its id is.
+    def _variables(self, num_replicas: int) -> dict[str, str]:
+        """Return the variables by which a process finds the job and its index in it."""
+        # A single role joins the job at the host, whatever its id is.
         job = (
             {"PERSIA_STORE_HOST": self.host}
             if self.host
@@ -93,22 +92,31 @@ class JobSettings:
         }
 
     def role(
-        self, name: str, arguments: list[str], num_replicas: int, *, gpus: int = 0
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        num_replicas: int = 1,
+        *,
+        gpus: int = 0,
     ) -> specs.Role:
-        """Build one role; its variables are a dict of its own, torchx adds to it."""
+        """Build one role, which runs a module of this package.
+
+        Its variables are a dict of its own: torchx adds to it.
+        """
         return specs.Role(
             name=name,
             image=self.image,
             entrypoint=self.python,
-            args=arguments,
-            env={**self._discovery(num_replicas), **self.env},
+            args=["-m", f"persia_torchrec.{module}", *arguments],
+            env={**self._variables(num_replicas), **self.env},
             num_replicas=num_replicas,
             resource=specs.Resource(cpu=-1, gpu=gpus, memMB=-1),
         )
 
 
 def job_port(port: int) -> int:
-    """Return ``port``, or for 0 a free one of the machine that this runs on."""
+    """Return ``port``, or for 0 a free one of this machine."""
     return port or free_port("")
 
 
@@ -117,50 +125,71 @@ def coordinator(
     *,
     num_servers: int,
     num_workers: int,
-    num_loaders: int,
-    num_trainers: int,
+    num_loaders: int = 0,
+    num_trainers: int = 0,
+    num_predictors: int = 0,
 ) -> specs.Role:
     """Build the role that hosts the address book; the first one of a job."""
-    arguments = [
-        *("-m", "persia_torchrec.launch.coordinator"),
-        *("--port", str(job.port)),
-        *("--num-servers", str(num_servers)),
-        *("--num-workers", str(num_workers)),
-        *("--num-loaders", str(num_loaders)),
-        *("--num-trainers", str(num_trainers)),
-    ]
-    return job.role("coordinator", arguments, 1)
+    flags = format_flags(
+        port=job.port,
+        num_servers=num_servers,
+        num_workers=num_workers,
+        num_loaders=num_loaders or None,
+        num_trainers=num_trainers or None,
+        num_predictors=num_predictors or None,
+    )
+    return job.role("coordinator", "launch.coordinator", flags)
 
 
-def inference_coordinator(
-    job: JobSettings, *, num_servers: int, num_workers: int, num_predictors: int
+def embedding_servers(
+    job: JobSettings,
+    num_servers: int,
+    eviction: str = "lru",
+    *,
+    checkpoint: str | None = None,
 ) -> specs.Role:
-    """Build the coordinator of a job that serves; the first role of it."""
-    arguments = [
-        *("-m", "persia_torchrec.launch.coordinator"),
-        *("--port", str(job.port)),
-        *("--num-servers", str(num_servers)),
-        *("--num-workers", str(num_workers)),
-        *("--num-predictors", str(num_predictors)),
-    ]
-    return job.role("coordinator", arguments, 1)
+    """Build the role of the embedding servers, one process per shard.
+
+    Args:
+        job: see :class:`JobSettings`.
+        num_servers: number of shards.
+        eviction: ``"lru"`` or ``"lfu"``.
+        checkpoint: to serve, for inference; None: the servers train.
+    """
+    _require_count("embedding_servers", num_servers, 1)
+    if eviction not in ("lru", "lfu"):
+        raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
+    if checkpoint is not None:
+        _require_text("checkpoint", checkpoint)
+    flags = format_flags(
+        shard=specs.macros.replica_id,
+        num_shards=num_servers,
+        eviction=eviction,
+        global_config=job.global_config,
+        checkpoint=checkpoint,
+    )
+    return job.role("server", "server", flags, num_servers)
 
 
-def checkpoint_servers(
-    job: JobSettings, checkpoint: str, num_servers: int
+def embedding_workers(
+    job: JobSettings, num_workers: int, *, learn_tables: bool = False
 ) -> specs.Role:
-    """Build the role of embedding servers that serve a checkpoint."""
-    _require_text("checkpoint", checkpoint)
-    role = embedding_servers(job, num_servers)
-    role.args += ["--checkpoint", checkpoint]
-    return role
+    """Build the role of the embedding workers.
 
-
-def checkpoint_workers(job: JobSettings, num_workers: int) -> specs.Role:
-    """Build the role of embedding workers over servers that serve a checkpoint."""
-    role = embedding_workers(job, num_workers)
-    role.args += ["--learn-tables"]
-    return role
+    Args:
+        job: see :class:`JobSettings`.
+        num_workers: number of workers.
+        learn_tables: the servers serve a checkpoint, and have the tables from it.
+    """
+    _require_count("embedding_workers", num_workers, 1)
+    flags = format_flags(
+        index=specs.macros.replica_id,
+        num_workers=num_workers,
+        embedding_config=job.embedding_config,
+        global_config=job.global_config,
+        learn_tables=learn_tables,
+    )
+    return job.role("worker", "worker", flags, num_workers)
 
 
 def predictors(
@@ -175,55 +204,26 @@ def predictors(
     """Build the role of the inference servers; the i-th listens on ``port + i``."""
     _require_count("predictors", num_predictors, 1)
     _require_text("http_host", host)
-    last = port + num_predictors - 1
-    if port < 1 or last > MAX_PORT:
+    if port < 1 or port + num_predictors - 1 > MAX_PORT:
         raise ConfigError(
             f"http_port must be in [1, {MAX_PORT}], with those that follow it for the "
             f"other predictors. Received: {port}, and {num_predictors} predictors."
         )
-    arguments = [
-        *("-m", "persia_torchrec.serving", "--workers-of-job"),
-        *("--checkpoint", checkpoint, "--host", host, "--port", str(port)),
-    ]
-    if follow_model:
-        arguments.append("--follow-model")
-    return job.role("predictor", arguments, num_predictors)
-
-
-def embedding_servers(
-    job: JobSettings, num_servers: int, eviction: str = "lru"
-) -> specs.Role:
-    """Build the role of the embedding servers, one process per shard."""
-    _require_count("embedding_servers", num_servers, 1)
-    if eviction not in ("lru", "lfu"):
-        raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
-    arguments = [
-        *("-m", "persia_torchrec.server"),
-        *("--shard", specs.macros.replica_id),
-        *("--num-shards", str(num_servers), "--eviction", eviction),
-        *("--global-config", job.global_config),
-    ]
-    return job.role("server", arguments, num_servers)
-
-
-def embedding_workers(job: JobSettings, num_workers: int) -> specs.Role:
-    """Build the role of the embedding workers."""
-    _require_count("embedding_workers", num_workers, 1)
-    arguments = [
-        *("-m", "persia_torchrec.worker"),
-        *("--index", specs.macros.replica_id),
-        *("--num-workers", str(num_workers)),
-        *("--embedding-config", job.embedding_config),
-        *("--global-config", job.global_config),
-    ]
-    return job.role("worker", arguments, num_workers)
+    flags = format_flags(
+        workers_of_job=True,
+        checkpoint=checkpoint,
+        host=host,
+        port=port,
+        follow_model=follow_model,
+    )
+    return job.role("predictor", "serving", flags, num_predictors)
 
 
 def data_loaders(job: JobSettings, script: str, num_loaders: int) -> specs.Role:
     """Build the role of the data loaders; ``script`` may hold arguments."""
     _require_count("data_loaders", num_loaders, 1)
-    words = _words("data_loader", script)
-    return job.role("loader", _script_arguments("loader", words), num_loaders)
+    arguments = ["loader", *_split_words("data_loader", script)]
+    return job.role("loader", "launch.script", arguments, num_loaders)
 
 
 def nn_workers(
@@ -232,16 +232,11 @@ def nn_workers(
     """Build the role of the NN workers, with ``gpus`` devices each."""
     _require_count("nn_workers", num_trainers, 1)
     _require_count("nn_worker_gpus", gpus, 0)
-    words = _words("nn_worker", script)
-    arguments = _script_arguments("trainer", words)
-    return job.role("trainer", arguments, num_trainers, gpus=gpus)
+    arguments = ["trainer", *_split_words("nn_worker", script)]
+    return job.role("trainer", "launch.script", arguments, num_trainers, gpus=gpus)
 
 
-def _script_arguments(role: str, words: list[str]) -> list[str]:
-    return ["-m", "persia_torchrec.launch.script", role, *words]
-
-
-def _words(name: str, script: str) -> list[str]:
+def _split_words(name: str, script: str) -> list[str]:
     _require_text(name, script)
     try:
         return shlex.split(script)

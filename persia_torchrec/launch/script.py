@@ -3,16 +3,20 @@
 ``python -m persia_torchrec.launch.script trainer|loader SCRIPT [ARGUMENTS...]``
 
 The script runs in this process as ``__main__``, as ``python SCRIPT ARGUMENTS...``
-would run it. Around it the process is a member of the job: what the script raises,
-or a status other than 0 that it exits with, ends the whole job; when the script is
-through, the process stays until the job is finished, because Slurm ends a job soon
-after the first of its processes ends. A data loader is interrupted when the job is
-finished before its script is.
+would run it. Around it the process is a member of the job. An exception of the script,
+or an exit status other than 0, ends the whole job. When the script has ended, the
+process stays until the job is finished, because Slurm ends a job soon after the first
+of its processes ends. A data loader whose script still runs then is interrupted.
+
+``trainer -`` is a proxy trainer: its work is done when its standard input is closed. A
+job lasts as long as its trainers work, and a member ends with its job. So a test or a
+notebook that trains cannot be a member; its proxy is.
 """
 
 import argparse
 import logging
 import runpy
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,69 +24,83 @@ from pathlib import Path
 from persia_torchrec import env
 from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
-from persia_torchrec.launch.rendezvous import set_up_rendezvous
 from persia_torchrec.logger import get_default_logger
+from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.ports import free_port, local_address
 from persia_torchrec.wire.signals import end_by_signals
 
 logger = logging.getLogger("persia_torchrec.launch.script")  # also as __main__
 
-ROLES = ("trainer", "loader")
+PROXY = "-"
+"""In place of a script."""
 
-_ROLE_NAMES = {"trainer": "NN worker", "loader": "data loader"}
+_ROLES = {"trainer": "NN worker", "loader": "data loader"}
+_RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a script as a member of the job; return the status to exit with."""
-    role, script, arguments = _parse(argv)
+    """Run a script as a member of the job; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}",
+        description="Run a user's script as a member of a job.",
+    )
+    parser.add_argument("role", choices=_ROLES)
+    parser.add_argument("script", help="the user's Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parsed = parser.parse_args(argv)
 
-    def run() -> None:
-        try:
-            _require_script(script)
-        except ConfigError as exc:
-            raise SystemExit(str(exc)) from exc
-        run_script(script, arguments)
-
-    return take_part(role, script, run)
+    if parsed.script == PROXY:
+        return run_member("trainer", "the proxy", sys.stdin.read, is_proxy=True)
+    return run_member(
+        parsed.role, parsed.script, lambda: run_script(parsed.script, parsed.arguments)
+    )
 
 
-def take_part(role: str, name: str, work: Callable[[], object]) -> int:
+def run_member(
+    role: str, name: str, work: Callable[[], object], *, is_proxy: bool = False
+) -> int:
     """Do a trainer's or a data loader's work as a member of the job.
 
     The main thread calls this, and the process ends soon after.
 
     Args:
-        role: one of ``ROLES``.
+        role: ``"trainer"`` or ``"loader"``.
         name: of the work, for the log.
         work: called when the process is a member; what it raises ends the job.
+        is_proxy: the process is the only trainer, whatever the environment says.
 
     Returns:
-        The status to exit with.
+        The exit status.
     """
     end_by_signals()
     get_default_logger()
-    # torchrun has numbered the trainers and brought them together already.
+    # torchrun has set the ranks of the trainers, and their rendezvous.
     by_torchrun = role == "trainer" and env.is_started_by_torchrun()
-    index = env.get_rank() if by_torchrun else env.get_replica_index()
-    size = env.get_world_size() if by_torchrun else env.get_replica_size()
+    index, size = env.get_replica_index(), env.get_replica_size()
+    if by_torchrun:
+        index, size = env.get_rank(), env.get_world_size()
+    if is_proxy:
+        index, size = 0, 1
     try:
-        refuse_inference(_ROLE_NAMES[role], env.global_config_path())
+        refuse_inference(_ROLES[role], env.global_config_path())
+        store = env.require_job_store(f"A {_ROLES[role]}")
         is_expendable = role == "loader"
         member = JobMember.join(
-            role, index, size, store=_job_store(), expendable=is_expendable
+            role, index, size, store=store, expendable=is_expendable
         )
     except PersiaError as exc:
         logger.error("%s", exc)
         return 1
     with member:
-        if role == "trainer" and not by_torchrun:
+        if role == "trainer" and not by_torchrun and not is_proxy:
             try:
                 set_up_rendezvous(member.book, index, size)
             except PersiaError as exc:
                 raise SystemExit(str(exc)) from exc
         work()
         if not member.job_has_ended:
-            logger.info("%s: %s is through, waiting for the job", member.who, name)
+            logger.info("%s: %s has ended, waiting for the job", member.who, name)
         member.report_done()
         try:
             member.wait_for_end()
@@ -97,8 +115,13 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     Returns when the script ends, or exits with status 0.
 
     Raises:
-        SystemExit: the script exits with another status, or a message.
+        SystemExit: there is no such file, or the script exits with another status or
+            a message.
     """
+    if not Path(script).exists():
+        raise SystemExit(
+            f"The script must exist. Received: {script!r}, looked for in {Path.cwd()}."
+        )
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).resolve().parent)
@@ -109,34 +132,45 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
             raise
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[str, str, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__spec__.name}",
-        description="Run a user's script as a member of a job.",
-    )
-    parser.add_argument("role", choices=ROLES)
-    parser.add_argument("script", help="the user's Python script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    parsed = parser.parse_args(argv)
-    return parsed.role, parsed.script, parsed.arguments
+def set_up_rendezvous(
+    book: AddressBook,
+    rank: int,
+    world_size: int,
+    *,
+    timeout_s: float = _RENDEZVOUS_TIMEOUT_S,
+) -> None:
+    """Set the variables of this trainer that ``torch.distributed`` reads.
 
+    A trainer's rank is its replica index. Its local rank is its position among the
+    trainers with the same host name, so that each takes a device of its own. Trainer 0
+    tells address and port of the process group. Waits until every trainer of the job
+    has called this.
 
-def _job_store() -> env.JobStore:
-    store = env.job_store()
-    if store is None:
+    Raises:
+        ConfigError: ``rank`` is not in ``[0, world_size)``.
+        DiscoveryError: some trainer did not come within ``timeout_s``.
+    """
+    if not 0 <= rank < world_size:
         raise ConfigError(
-            "PERSIA_STORE_PORT must name the port of the job's address book. "
-            "Received: none. Start the job with torchx, which sets it, or set it for "
-            "persia-launcher."
+            f"REPLICA_INDEX must be in [0, {world_size}). Received: {rank}."
         )
-    return store
-
-
-def _require_script(script: str) -> None:
-    if not Path(script).exists():
-        raise ConfigError(
-            f"The script must exist. Received: {script!r}, looked for in {Path.cwd()}."
-        )
+    hosts = [f"trainer/{other}/host" for other in range(world_size)]
+    book.tell(hosts[rank], socket.gethostname())
+    if rank == 0:
+        address = local_address(book.host_name)
+        book.tell("trainer/master", f"{address} {free_port(address)}")
+    *host_names, master = book.ask([*hosts, "trainer/master"], timeout_s=timeout_s)
+    address, _, port = master.rpartition(" ")
+    variables: dict[str, str | int] = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": host_names[:rank].count(host_names[rank]),
+        "LOCAL_WORLD_SIZE": host_names.count(host_names[rank]),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    for name, value in variables.items():
+        env.set_env(name, value)
 
 
 if __name__ == "__main__":

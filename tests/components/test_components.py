@@ -1,3 +1,4 @@
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -18,10 +19,10 @@ SCHEDULERS = ["local_cwd", "slurm", "kubernetes"]
 COMPONENTS = {
     "job.py:train": {**SCRIPTS, **CONFIGS, "port": 29400},
     "inference.py:serve": {**CONFIGS, "checkpoint": "runs/7", "port": 29400},
-    "embedding_server.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
-    "embedding_worker.py:embedding_worker": {**BOOK, **CONFIGS},
-    "data_loader.py:data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
-    "nn_worker.py:nn_worker": {**BOOK, **CONFIGS, "script": "train.py", "gpus": 1},
+    "roles.py:embedding_server": {**BOOK, **CONFIGS, "replicas": 2},
+    "roles.py:embedding_worker": {**BOOK, **CONFIGS},
+    "roles.py:data_loader": {**BOOK, **CONFIGS, "script": "loader.py"},
+    "roles.py:nn_worker": {**BOOK, **CONFIGS, "script": "train.py", "gpus": 1},
 }
 
 
@@ -49,9 +50,14 @@ def runner():
         yield runner
 
 
-def test_every_file_is_listed_here():
-    files = {path.name for path in (ROOT / "components").glob("*.py")}
-    assert files == {name.partition(":")[0] for name in COMPONENTS}
+def test_every_component_is_listed_here():
+    functions = {
+        f"{path.name}:{function.name}"
+        for path in (ROOT / "components").glob("*.py")
+        for function in ast.parse(path.read_text()).body
+        if isinstance(function, ast.FunctionDef) and function.name[0] != "_"
+    }
+    assert functions == set(COMPONENTS)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -141,7 +147,7 @@ def test_a_job_without_loaders_leaves_the_role_out():
 
 
 def test_a_single_role_has_the_host():
-    name = "embedding_server.py:embedding_server"
+    name = "roles.py:embedding_server"
     (role,) = load(name)(**COMPONENTS[name]).roles
     assert role.env["PERSIA_STORE_HOST"] == "10.0.0.7"
     assert "PERSIA_STORE_HOST_ENV" not in role.env

@@ -162,8 +162,8 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nn-worker"], "FILE, or PERSIA_NN_WORKER_ENTRY, must name the script"),
-        (["data-loader"], "FILE, or PERSIA_DATALOADER_ENTRY, must name the script"),
+        (["nn-worker"], "FILE, or PERSIA_NN_WORKER_ENTRY, must name the file"),
+        (["data-loader"], "FILE, or PERSIA_DATALOADER_ENTRY, must name the file"),
         (["embedding-worker"], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, must"),
         (
             ["embedding-parameter-server", "--embedding-config", "e.yml"],
@@ -196,7 +196,7 @@ def test_the_installed_command_is_this_one():
 def test_without_a_coordinator_nothing_starts(monkeypatch):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     for arguments in (["nn-worker", "a.py"], ["data-loader", "a.py"], ["coordinator"]):
-        assert "PERSIA_STORE_PORT must be set" in refusal_of(arguments)
+        assert "PERSIA_STORE_PORT is not set" in refusal_of(arguments)
 
 
 INFER = """
@@ -210,7 +210,7 @@ def test_inference_needs_no_coordinator(monkeypatch, tmp_path):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     for command in ("embedding-worker", "embedding-parameter-server"):
         (tmp_path / "g.yml").write_text("")
-        assert "PERSIA_STORE_PORT must be set" in refusal_of([command, *CONFIGS])
+        assert "PERSIA_STORE_PORT is not set" in refusal_of([command, *CONFIGS])
         (tmp_path / "g.yml").write_text(INFER)
         becomes(command, *CONFIGS)
         (tmp_path / "g.yml").write_text("zzz: 1")

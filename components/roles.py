@@ -1,0 +1,151 @@
+"""One role by itself, for a job whose coordinator is running.
+
+torchx run components/roles.py:embedding_server --host 127.0.0.1 --port 29400
+    --embedding_config embedding_config.yml --global_config global_config.yml
+    --replicas 2
+
+The functions are embedding_server, embedding_worker, data_loader and nn_worker.
+"""
+
+from typing import Dict, Optional
+
+import torchx.specs as specs
+
+from persia_torchrec.launch import roles
+
+
+def embedding_server(
+    host: str,
+    port: int,
+    embedding_config: str,
+    global_config: str,
+    replicas: int = 1,
+    eviction: str = "lru",
+    python: str = "python3",
+    image: str = "",
+    env: Optional[Dict[str, str]] = None,
+) -> specs.AppDef:
+    """Start the embedding servers, one process per shard.
+
+    Args:
+        host: host of the job's address book, where its coordinator runs
+        port: TCP port of the job's address book
+        embedding_config: path of embedding_config.yml, where the role runs
+        global_config: path of global_config.yml, where the role runs
+        replicas: number of servers; ids are sharded over them by hash
+        eviction: which row leaves a full server: the least recently (lru) or the least
+            frequently (lfu) used
+        python: interpreter, looked up in PATH where the role runs
+        image: container image; not used by local_cwd
+        env: further variables for the role, as NAME=value,NAME=value
+    """
+    job = _job(host, port, embedding_config, global_config, python, image, env)
+    return _app(roles.embedding_servers(job, replicas, eviction))
+
+
+def embedding_worker(
+    host: str,
+    port: int,
+    embedding_config: str,
+    global_config: str,
+    replicas: int = 1,
+    python: str = "python3",
+    image: str = "",
+    env: Optional[Dict[str, str]] = None,
+) -> specs.AppDef:
+    """Start the embedding workers.
+
+    Args:
+        host: host of the job's address book, where its coordinator runs
+        port: TCP port of the job's address book
+        embedding_config: path of embedding_config.yml, where the role runs
+        global_config: path of global_config.yml, where the role runs
+        replicas: number of embedding workers
+        python: interpreter, looked up in PATH where the role runs
+        image: container image; not used by local_cwd
+        env: further variables for the role, as NAME=value,NAME=value
+    """
+    job = _job(host, port, embedding_config, global_config, python, image, env)
+    return _app(roles.embedding_workers(job, replicas))
+
+
+def data_loader(
+    host: str,
+    port: int,
+    script: str,
+    embedding_config: str,
+    global_config: str,
+    replicas: int = 1,
+    python: str = "python3",
+    image: str = "",
+    env: Optional[Dict[str, str]] = None,
+) -> specs.AppDef:
+    """Start the data loaders.
+
+    Args:
+        host: host of the job's address book, where its coordinator runs
+        port: TCP port of the job's address book
+        script: the data loaders' script and its arguments, as "loader.py --epochs 2"
+        embedding_config: path of embedding_config.yml, where the role runs
+        global_config: path of global_config.yml, where the role runs
+        replicas: number of data loaders
+        python: interpreter, looked up in PATH where the role runs
+        image: container image; not used by local_cwd
+        env: further variables for the role, as NAME=value,NAME=value
+    """
+    job = _job(host, port, embedding_config, global_config, python, image, env)
+    return _app(roles.data_loaders(job, script, replicas))
+
+
+def nn_worker(
+    host: str,
+    port: int,
+    script: str,
+    embedding_config: str,
+    global_config: str,
+    replicas: int = 1,
+    gpus: int = 0,
+    python: str = "python3",
+    image: str = "",
+    env: Optional[Dict[str, str]] = None,
+) -> specs.AppDef:
+    """Start the NN workers, one process per device.
+
+    Args:
+        host: host of the job's address book, where its coordinator runs
+        port: TCP port of the job's address book
+        script: the NN workers' script and its arguments, as "train.py --epochs 2"
+        embedding_config: path of embedding_config.yml, where the role runs
+        global_config: path of global_config.yml, where the role runs
+        replicas: number of NN workers, one process each
+        gpus: GPUs that each NN worker asks the scheduler for
+        python: interpreter, looked up in PATH where the role runs
+        image: container image; not used by local_cwd
+        env: further variables for the role, as NAME=value,NAME=value
+    """
+    job = _job(host, port, embedding_config, global_config, python, image, env)
+    return _app(roles.nn_workers(job, script, replicas, gpus=gpus))
+
+
+def _job(
+    host: str,
+    port: int,
+    embedding_config: str,
+    global_config: str,
+    python: str,
+    image: str,
+    env: Optional[Dict[str, str]],
+) -> roles.JobSettings:
+    return roles.JobSettings(
+        embedding_config=embedding_config,
+        global_config=global_config,
+        port=port,
+        host=host,
+        python=python,
+        image=image,
+        env=env or {},
+    )
+
+
+def _app(role: specs.Role) -> specs.AppDef:
+    return specs.AppDef(name=roles.APP_NAME, roles=[role])
