@@ -20,8 +20,8 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 from prometheus_client import push_to_gateway
@@ -40,7 +40,7 @@ PUSH_TIMEOUT_S = 5.0
 """What one push may wait for the gateway."""
 
 LAST_PUSH_TIMEOUT_S = 2.0
-"""The same, at the end of the role."""
+"""What the push at the end of the role may wait."""
 
 CLOSE_TIMEOUT_S = 3.0
 """What the end of a role may wait for the last push, and one under way."""
@@ -48,34 +48,11 @@ CLOSE_TIMEOUT_S = 3.0
 _WARNING_S = 60.0
 """Seconds between two warnings."""
 
+_EXPECTED = (OSError, http.client.HTTPException, PersiaError)
+"""Errors of a push that are logged without a traceback."""
+
 Read = Callable[[], Sequence[Reading]]
 """Returns the current metrics; the pushing thread calls it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Destination:
-    """Where metrics go, and under which labels."""
-
-    host: str
-    """Of the gateway: a name, or an address without brackets."""
-
-    port: int
-    """Of the gateway."""
-
-    job: str
-    """The label ``job``."""
-
-    instance: str
-    """The label ``instance``."""
-
-    role: str
-    """The label ``role``."""
-
-    @property
-    def gateway(self) -> str:
-        """Host and port as in a URL."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 def is_pushed(settings: MetricsSettings) -> bool:
@@ -90,7 +67,7 @@ def is_pushed(settings: MetricsSettings) -> bool:
 def push_metrics(
     role: str, index: int, settings: MetricsSettings, read: Read
 ) -> "Pushes | None":
-    """Start to push metrics, if they are enabled and the environment names a gateway.
+    """Start to push metrics until closed; return None if :func:`is_pushed` is false.
 
     Args:
         role: as PERSIA's launcher calls it.
@@ -98,40 +75,39 @@ def push_metrics(
         settings: of the global config.
         read: see ``Read``.
 
-    Returns:
-        Pushes metrics until it is closed; None where none are pushed.
-
     Raises:
         ConfigError: the variable does not name a gateway.
     """
     gateway = env.metrics_gateway()
-    if gateway is None or not settings.enable_metrics:
-        logger.info(
-            "metrics are not pushed gateway=%s enable_metrics=%s",
-            *(gateway, settings.enable_metrics),
-        )
-        return None
-    destination = Destination(
-        host=gateway[0],
-        port=gateway[1],
-        job=settings.job_name,
-        instance=f"rep_{index}",
-        role=role,
-    )
-    return Pushes(destination, settings.push_interval_seconds, read)
+    if gateway is not None and settings.enable_metrics:
+        labels = {"job": settings.job_name, "instance": f"rep_{index}", "role": role}
+        return Pushes(gateway, labels, settings.push_interval_seconds, read)
+    enabled = settings.enable_metrics
+    logger.info("metrics are not pushed gateway=%s enable=%s", gateway, enabled)
+    return None
 
 
 class Pushes:
     """Pushes metrics until it is closed. Any thread may close it.
 
     Args:
-        destination: see :class:`Destination`.
+        gateway: host, a name or an address without brackets, and port.
+        labels: all but ``ip_addr``.
         interval_s: seconds from one push to the next.
         read: see ``Read``; an error that it raises is logged like a failed push.
     """
 
-    def __init__(self, destination: Destination, interval_s: float, read: Read) -> None:
-        self._to = destination
+    def __init__(
+        self,
+        gateway: tuple[str, int],
+        labels: dict[str, str],
+        interval_s: float,
+        read: Read,
+    ) -> None:
+        self._host = gateway[0]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._url = f"{host}:{gateway[1]}"
+        self._labels = labels
         self._interval_s = interval_s
         self._read = read
         self._closing = threading.Event()
@@ -141,7 +117,12 @@ class Pushes:
             target=self._run, name="metrics pushes", daemon=True
         )
         self._thread.start()
-        logger.info("metrics are pushed %s interval_s=%g", destination, interval_s)
+        logger.info(
+            "metrics are pushed gateway=%s %s interval_s=%g",
+            self._url,
+            labels,
+            interval_s,
+        )
 
     def close(self) -> None:
         """Push once more, and stop. Waits for ``CLOSE_TIMEOUT_S`` at most."""
@@ -159,46 +140,30 @@ class Pushes:
 
     def _push(self, timeout_s: float) -> None:
         try:
-            readings = self._read()
-            push_to_gateway(
-                self._to.gateway,
-                self._to.job,
-                _Collected(readings),
-                {
-                    "instance": self._to.instance,
-                    "ip_addr": local_address(self._to.host),  # it may change
-                    "role": self._to.role,
-                },
-                timeout_s,
-                _sender,
-            )
-        except (OSError, http.client.HTTPException, PersiaError) as exc:
-            self._warn(exc, has_traceback=False)
-        except Exception as exc:  # noqa: BLE001  # the role continues without metrics
-            self._warn(exc, has_traceback=True)
+            readings = _Readings(self._read())
+            address = local_address(self._host)  # it may change
+            labels = {**self._labels, "ip_addr": address}
+            job = labels.pop("job")
+            push_to_gateway(self._url, job, readings, labels, timeout_s, _send)
+        except Exception as exc:  # the role continues without metrics
+            self._num_failed += 1
+            if time.monotonic() - self._warned_s >= _WARNING_S:
+                self._warned_s = time.monotonic()
+                logger.warning(
+                    "no metrics reach %s, failed pushes in a row: %d (%s)",
+                    self._url,
+                    self._num_failed,
+                    exc,
+                    exc_info=not isinstance(exc, _EXPECTED),
+                )
         else:
             if self._num_failed:
-                logger.info("metrics reach %s again", self._to.gateway)
+                logger.info("metrics reach %s again", self._url)
             self._num_failed = 0
 
-    def _warn(self, exc: Exception, *, has_traceback: bool) -> None:
-        self._num_failed += 1
-        if time.monotonic() - self._warned_s < _WARNING_S:
-            return
-        self._warned_s = time.monotonic()
-        logger.warning(
-            "no metrics reach %s, failed pushes in a row: %d (%s)",
-            *(self._to.gateway, self._num_failed, exc),
-            exc_info=has_traceback,
-        )
 
-
-def _sender(
-    url: str,
-    method: str,
-    timeout: float | None,
-    headers: list[tuple[str, str]],
-    data: bytes,
+def _send(
+    url: str, method: str, timeout: float | None, headers: Any, data: bytes
 ) -> Callable[[], None]:
     """Return a function that sends a request, without a proxy, unlike the library's.
 
@@ -213,20 +178,19 @@ def _sender(
     return send
 
 
-class _Collected(Collector):
+class _Readings(Collector):
     """Readings as the library expects them: those of one name together."""
 
-    def __init__(self, readings: Iterable[Reading]) -> None:
+    def __init__(self, readings: Sequence[Reading]) -> None:
         self._readings = readings
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for reading in self._readings:
-            family = families.get(reading.name)
-            if family is None:
-                kind = "unknown" if reading.kind == "untyped" else reading.kind
-                family = Metric(reading.name, reading.help, kind)
-                families[reading.name] = family
+            kind = "unknown" if reading.kind == "untyped" else reading.kind
+            family = families.setdefault(
+                reading.name, Metric(reading.name, reading.help, kind)
+            )
             ending = "_total" if reading.kind == "counter" else ""
             labels = {} if reading.feature is None else {"feat": reading.feature}
             family.add_sample(reading.name + ending, labels, reading.value)
