@@ -117,6 +117,14 @@ class TableSpec:
         """How many float32 of optimizer state stand beside the weights of a row."""
         return self.optimizer.num_state_floats(self.dim)
 
+    def describe_rows(self, *, with_metadata: bool = False) -> str:
+        """Return what its rows look like, for errors."""
+        return (
+            f"dim {self.dim}, weights {self.weight_dtype}"
+            f"{', metadata' if with_metadata else ''} and optimizer "
+            f"{self.optimizer.kind} ({self.num_state_floats} state floats per row)"
+        )
+
     @property
     def has_metadata(self) -> bool:
         """Whether rows carry metadata: kept by request, or needed by the expiry."""

@@ -1,21 +1,27 @@
-"""Write the rows of one server to a file, while the server goes on serving.
+"""Write the rows of one server to a file, while the server is serving.
 
     server's thread                        this thread
       RowExport --1 MiB of slots--> queue --> columns --> checksum --> file
 
-The queue is bounded, and the server's thread never waits for it: when it is full, there
-is nothing to do for the dump but to wait.
+The queue is bounded, and the server's thread never waits for it: while it is full, the
+dump has nothing to do on the server's thread.
 """
 
 import logging
 import queue
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from persia_torchrec.checkpoint.catalog import LogPosition, SavedShard, shard_name
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.shard_file import FileTable, ShardWriter, Written
+from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.store.row_export import ExportedTable, RawRows, split_by_table
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.lookup import TICK
+from persia_torchrec.store.row_export import RawRows, RowExport, split_by_table
 
 logger = logging.getLogger(__name__)
 
@@ -23,86 +29,133 @@ _MAX_CHUNKS = 4
 _CHECK_S = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class DumpResult:
+    """What one server has dumped: its entries of the manifest."""
+
+    tables: tuple[SavedTable, ...]
+    shard: SavedShard
+
+
 class ShardDump:
-    """A thread that writes one file.
+    """A dump of one server. The server's thread calls all methods.
 
     Args:
-        folder: of the checkpoint; it must be there.
-        name: of the file.
-        shard: of the server.
-        num_shards: of the job.
-        tables: of the export, with their settings.
+        folder: of the checkpoint.
+        store: of the server.
+        server: settings of the server, with its ``shard`` and ``num_shards``.
+        log: where in the log of increments the dump begins; None without a log.
 
     Attributes:
-        cpu_s: seconds of a processor that the thread has used.
         error: what made it fail; None so far.
-        written: what it wrote, when it has ended without an error.
+        result: for the manifest, once the file is complete.
+
+    Raises:
+        CheckpointError: the folder is missing.
     """
 
     def __init__(
         self,
         folder: Folder,
-        name: str,
-        shard: int,
-        num_shards: int,
-        tables: list[tuple[ExportedTable, FileTable]],
+        store: EmbeddingStore,
+        server: Mapping[str, Any],
+        log: LogPosition | None = None,
     ) -> None:
+        if not folder.exists():
+            raise CheckpointError(
+                f"The folder {folder.url} must exist. Received: it does not. Give a "
+                "path that all servers and trainers share."
+            )
         self._folder = folder
-        self._name = name
-        self._shard = shard
-        self._num_shards = num_shards
-        self._tables = tables
+        self._store = store
+        self._server = server
+        self._log = log
+        self._name = shard_name(server["shard"], server["num_shards"])
+        self._tables = self._describe_tables(len(store.tables))
+        self._export = RowExport(store.memory)
         self._chunks: queue.Queue[RawRows | None] = queue.Queue(_MAX_CHUNKS)
         self._cancelled = threading.Event()
-        self.cpu_s = 0.0
+        self._has_copied_all = False
+        self._tick = 0
+        self._writer_cpu_s = self._charged_cpu_s = 0.0
         self.error: Exception | None = None
-        self.written: Written | None = None
+        self.result: DumpResult | None = None
         self._thread = threading.Thread(target=self._run, name="dump", daemon=True)
         self._thread.start()
 
     @property
-    def has_room(self) -> bool:
-        """Whether :meth:`put` may be called, by the one thread that calls it."""
-        return not self._chunks.full()
+    def phase(self) -> str:
+        """``dumping``, ``dumped`` or ``failed``."""
+        if self.result is not None:
+            return "dumped"
+        return "dumping" if self.error is None else "failed"
 
     @property
-    def is_over(self) -> bool:
-        """Whether the file is written, or never will be."""
-        return self.written is not None or self.error is not None
+    def progress(self) -> float:
+        """The fraction of the slots that are copied, in [0, 1]."""
+        return self._export.progress
 
-    def put(self, chunk: RawRows | None) -> None:
-        """Hand over the next slots, or None after the last; there must be room."""
-        self._chunks.put_nowait(chunk)
+    @property
+    def is_copying(self) -> bool:
+        """Whether :meth:`advance` has something to do, now or later."""
+        return self.phase == "dumping" and not self._has_copied_all
 
-    def cancel(self) -> None:
-        """Give the file up, and wait for the thread. May be called twice."""
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`advance` may be called."""
+        return not self._chunks.full()
+
+    def advance(self) -> float:
+        """Copy a slice; return the seconds of a CPU that the writing took since."""
+        chunk = self._export.advance()
+        if chunk is not None:
+            self._chunks.put_nowait(chunk)
+        elif self._export.is_done:
+            self._tables = self._describe_tables(len(self._tables))  # with their steps
+            self._tick = int(self._store.memory.tally[TICK])
+            self._chunks.put_nowait(None)
+            self._has_copied_all = True
+        cpu_s = self._writer_cpu_s
+        self._charged_cpu_s, since_s = cpu_s, cpu_s - self._charged_cpu_s
+        return since_s
+
+    def cancel(self, why: str) -> None:
+        """Give the dump up, unless it is complete. May be called twice."""
+        if self.result is None and self.error is None:
+            self.error = CheckpointError(f"The dump ended early: {why}.")
         self._cancelled.set()
         self._thread.join(timeout=10)
 
+    def _describe_tables(self, num_tables: int) -> tuple[SavedTable, ...]:
+        states = self._store.memory.tables.states[:num_tables]
+        return tuple(map(SavedTable.from_state, states))
+
     def _run(self) -> None:
         try:
-            self.written = self._write()
-        except Exception as exc:  # handed to whoever asks for the state
+            self.result = self._write()
+        except Exception as exc:  # reported by the attribute
             if not isinstance(exc, CheckpointError):
-                logger.exception("writing %s failed", self._folder.path_of(self._name))
-            self.error = exc
+                logger.exception("writing %s failed", self._name)
+            self.error = self.error or exc
 
-    def _write(self) -> Written:
-        exported = [table for table, _ in self._tables]
-        in_file = [table for _, table in self._tables]
+    def _write(self) -> DumpResult:
+        shard, num_shards = self._server["shard"], self._server["num_shards"]
+        head = ShardHead(shard=shard, num_shards=num_shards, tables=self._tables)
         with self._folder.created(self._name) as file:
-            writer = ShardWriter(file, self._shard, self._num_shards, in_file)
-            while (chunk := self._next()) is not None:
-                for table, rows in split_by_table(chunk, exported):
-                    writer.write(table, rows)
+            writer = RowFileWriter(file, head)
+            while (chunk := self._next_chunk()) is not None:
+                for table, rows in split_by_table(chunk, self._export.tables):
+                    writer.write_rows(table, rows)
                 del chunk
-                self.cpu_s = time.thread_time()
-            return writer.end()
+                self._writer_cpu_s = time.thread_time()
+            written = writer.end()
+        saved = SavedShard(self._name, *written, self._tick, self._server, self._log)
+        return DumpResult(self._tables, saved)
 
-    def _next(self) -> RawRows | None:
+    def _next_chunk(self) -> RawRows | None:
         while not self._cancelled.is_set():
             try:
                 return self._chunks.get(timeout=_CHECK_S)
             except queue.Empty:
                 continue
-        raise CheckpointError(f"{self._folder.path_of(self._name)}: given up.")
+        raise CheckpointError(f"{self._folder.file_path(self._name)}: cancelled.")

@@ -1,19 +1,20 @@
 """A folder on this machine, or behind a URL that fsspec knows.
 
-A file is there as a whole or not at all, under its own name. On a file system it is
-written under another name, brought to the disk, and then renamed; an object store makes
-an object visible when all of it has come.
+Writes are atomic: a file has its name only when it is complete. On a file system it is
+written under a temporary name, synced to the disk, and then renamed; an object store
+makes an object visible when its upload ends.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
 
 _UNFINISHED = ".unfinished"
@@ -50,8 +51,8 @@ class Folder:
         return Folder(f"{self.url.rstrip('/')}/{name}")
 
     def make(self) -> bool:
-        """Make the folder; return whether it was not there before."""
-        with _errors("make", self.url):
+        """Make the folder; return False if it existed before."""
+        with _named_errors("make", self.url):
             try:
                 self._fs.makedirs(self._path, exist_ok=False)
             except FileExistsError:
@@ -59,23 +60,23 @@ class Folder:
             return True
 
     def exists(self) -> bool:
-        """Return whether there is such a folder; object stores have none if empty."""
+        """Return whether the folder exists; always true on an object store."""
         return not self._is_local or Path(self._path).is_dir()
 
     def names(self) -> list[str]:
         """Return the names of the files and folders in this one; none if missing."""
         self._fs.invalidate_cache()
-        with _errors("list", self.url):
+        with _named_errors("list", self.url):
             try:
                 entries = self._fs.ls(self._path, detail=False)
             except FileNotFoundError:
                 return []
         return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
 
-    def size_of(self, name: str) -> int | None:
+    def file_size(self, name: str) -> int | None:
         """Return the bytes of a file; None if it is missing."""
         self._fs.invalidate_cache()
-        with _errors("look at", self.path_of(name)):
+        with _named_errors("look at", self.file_path(name)):
             try:
                 return int(self._fs.size(self._within(name)))
             except FileNotFoundError:
@@ -90,8 +91,27 @@ class Folder:
         with self.opened(name) as file:
             return file.read()
 
+    def read_json(self, name: str, type_: type) -> Any:
+        """Return the JSON value of a file.
+
+        Args:
+            name: of the file.
+            type_: what the value must be, see ``parse_json``.
+
+        Raises:
+            CheckpointError: it cannot be read, or holds another value.
+        """
+
+        def error(message: str) -> CheckpointError:
+            return CheckpointError(
+                f"{message} This version of persia_torchrec has not written the file: "
+                "load or follow another folder."
+            )
+
+        return parse_json(self.read(name), type_, self.file_path(name), error)
+
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, as a whole or not at all.
+        """Write a file atomically.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -100,9 +120,9 @@ class Folder:
             file.write(data)
 
     def remove(self, name: str) -> None:
-        """Delete a file; one that is not there does not matter."""
+        """Delete a file, if it exists."""
         with (
-            _errors("delete", self.path_of(name)),
+            _named_errors("delete", self.file_path(name)),
             contextlib.suppress(FileNotFoundError),
         ):
             self._fs.rm_file(self._within(name))
@@ -111,7 +131,7 @@ class Folder:
     def opened(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to read it from the front."""
         with (
-            _errors("read", self.path_of(name)),
+            _named_errors("read", self.file_path(name)),
             self._fs.open(self._within(name), "rb") as file,
         ):
             yield file
@@ -120,12 +140,12 @@ class Folder:
     def created(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to write it; at the end of the block it has its name.
 
-        If the block fails, there is no file of this name, or the one of before.
+        If the block fails, the previous file of this name stays, if there was one.
         """
         path = self._within(name)
-        with _errors("write", self.path_of(name)):
+        with _named_errors("write", self.file_path(name)):
             if not self._is_local:
-                yield from self._created_elsewhere(path)
+                yield from self._upload(path)
                 return
             unfinished = Path(f"{path}{_UNFINISHED}")
             try:
@@ -138,12 +158,13 @@ class Folder:
                 raise
             _sync_folder(Path(self._path))
 
-    def _created_elsewhere(self, path: str) -> Iterator[IO[bytes]]:
+    def _upload(self, path: str) -> Iterator[IO[bytes]]:
         file = self._fs.open(path, "wb")
         try:
             yield file
         except BaseException:
-            # To close it would complete it. What cannot be given up is deleted.
+            # Closing would complete the upload. An upload that cannot be discarded
+            # is deleted.
             with contextlib.suppress(Exception):
                 file.discard()
                 file.closed = True
@@ -152,8 +173,8 @@ class Folder:
             raise
         file.close()
 
-    def path_of(self, name: str) -> str:
-        """Return the path of a file, for messages."""
+    def file_path(self, name: str) -> str:
+        """Return the path of a file."""
         return f"{self.url.rstrip('/')}/{name}"
 
     def _within(self, name: str) -> str:
@@ -161,7 +182,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def _errors(verb: str, path: str) -> Iterator[None]:
+def _named_errors(verb: str, path: str) -> Iterator[None]:
     """Name the file in errors of the file system."""
     try:
         yield
@@ -170,7 +191,7 @@ def _errors(verb: str, path: str) -> Iterator[None]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Bring a new name to the disk."""
+    """Sync the names in a folder to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

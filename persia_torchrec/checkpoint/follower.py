@@ -1,140 +1,126 @@
-"""Read what a training writes of its changes, as it comes, for a server of inference.
+"""Follow a training: tail its logs of increments, for a server of inference.
 
-    this thread                                       server's thread
-      log folders --next increments, checked--> queue --> puts them in, in slices
-      another checkpoint --------rows in a store--> queue --> takes them for its own
+    this thread                                        server's thread
+      logs --next increments, checked--> queue --> applies them, in slices
+      another checkpoint --------> a store --> queue --> replaces its own rows
 
 The increments of each log come in order and without gaps. When one is missing or
-damaged, or the training goes on from other rows, the follower looks for a checkpoint
-from which it can go on, reads that into a store of its own, and hands the store over:
-so lookups are answered all the time.
+damaged, or the training continues from other rows, the follower looks for a checkpoint
+from which it can continue, reads that into a store of its own, and hands the store
+over. So lookups are answered all the time.
 """
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from persia_torchrec.checkpoint.catalog import (
+    LogPosition,
+    Manifest,
+    complete_checkpoints,
+)
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_file import (
+from persia_torchrec.checkpoint.increments import (
     Increment,
+    Log,
+    Start,
+    find_logs,
+    find_start,
     increment_name,
+    latest_logs,
+    list_increments,
     read_increment,
 )
-from persia_torchrec.checkpoint.increment_import import OwnChanges
-from persia_torchrec.checkpoint.load import ShardLoad
-from persia_torchrec.checkpoint.log_folder import LogInfo, find_logs, increments_in
-from persia_torchrec.checkpoint.manifest import Manifest
-from persia_torchrec.checkpoint.series import complete_checkpoints
-from persia_torchrec.checkpoint.sources import Source, Start, find_start, latest_logs
+from persia_torchrec.checkpoint.load import IncrementPart, ShardLoad, Target
 from persia_torchrec.errors import CheckpointError, PersiaError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often the folders are looked at."""
+"""How often the folders are polled."""
 
-_MAX_NEWS = 2
+_MAX_EVENTS = 2
 _CHECK_S = 0.1
 _RETRY_S = 30.0
 _CLOSE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class OtherRows:
-    """The rows of another checkpoint, to be taken for those of now.
+class ReplacementStore(NamedTuple):
+    """A newly loaded store that replaces the current one.
 
     Attributes:
         store: with the rows.
-        folder: of the checkpoint.
+        folder: of the checkpoint that they are from.
     """
 
     store: EmbeddingStore
     folder: Folder
 
 
-@dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """All that there was has been handed over."""
+class CaughtUp(NamedTuple):
+    """All increments that existed have been handed over."""
 
 
-News = OwnChanges | OtherRows | CaughtUp
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FollowerConfig:
-    """Who follows, and what."""
-
-    logs: Folder
-    """The folder of all logs."""
-
-    run: Folder
-    """The folder of the training's checkpoints, or a single checkpoint."""
-
-    shard: int
-    """Of the server that follows."""
-
-    num_shards: int
-    """Of how many that follow."""
-
-    capacity_rows: int
-    """Of the server."""
-
-    is_lfu: bool
-    """Whether the server's least frequently used row leaves first."""
+FollowerEvent = IncrementPart | ReplacementStore | CaughtUp
 
 
 class Follower:
     """A thread that follows a training. The server's thread calls all methods.
 
     Args:
-        config: see :class:`FollowerConfig`.
+        logs: the folder of all logs.
+        run: the folder of the training's checkpoints, or a single checkpoint.
+        target: the server that follows.
         created: of the checkpoint whose rows the server has, as its manifest says.
         make_store: returns an empty store like the server's.
 
     Attributes:
         num_errors: times that something could not be read.
-        num_reloads: checkpoints that were read to go on from.
-        is_lost: the training goes on, and cannot be followed before its next
+        num_reloads: checkpoints that were read to continue from.
+        is_lost: the training continues, but cannot be followed before its next
             checkpoint.
     """
 
     def __init__(
         self,
-        config: FollowerConfig,
+        logs: Folder,
+        run: Folder,
+        target: Target,
         created: str,
         make_store: Callable[[], EmbeddingStore],
     ) -> None:
-        self._config = config
+        self._logs = logs
+        self._run_folder = run
+        self._target = target
         self._created = created
         self._make_store = make_store
         self._manifests: dict[str, Manifest] = {}
-        self._failed: dict[str, float] = {}  # reloads, and when to try them again
-        self._sources: list[Source] = []
-        self._known: dict[str, LogInfo] = {}
-        self._news: queue.Queue[News] = queue.Queue(_MAX_NEWS)
+        self._retry_s: dict[str, float] = {}  # by URL of a checkpoint that failed
+        self._positions: list[LogPosition] = []
+        self._known_logs: dict[str, Log] = {}
+        self._events: queue.Queue[FollowerEvent] = queue.Queue(_MAX_EVENTS)
         self._ending = threading.Event()
         self.num_errors = self.num_reloads = 0
         self.is_lost = False
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
-    def next_news(self) -> News | None:
-        """Return what has come, if anything has."""
+    def next_event(self) -> FollowerEvent | None:
+        """Return the next event, if there is one."""
         try:
-            return self._news.get_nowait()
+            return self._events.get_nowait()
         except queue.Empty:
             return None
 
     @property
-    def has_news(self) -> bool:
-        """Whether anything has come."""
-        return not self._news.empty()
+    def has_events(self) -> bool:
+        """Whether :meth:`next_event` returns something."""
+        return not self._events.empty()
 
     def end(self) -> None:
         """Make the thread end soon."""
@@ -151,155 +137,128 @@ class Follower:
 
     def _follow(self) -> None:
         has_caught_up = False
-        told = ""
+        logged = ""
         while not self._ending.is_set():
-            has_come = False
+            has_read = False
             try:
-                has_come = self._look()
-                told = ""
+                has_read = self._poll()
+                logged = ""
             except _EndedError:
                 raise
-            except Exception as exc:  # the server lives on with the rows that it has
+            except Exception as exc:  # the server continues with the rows that it has
                 self.num_errors += 1
-                if str(exc) != told:  # once, however often it is looked for
-                    logger.warning(
-                        "following %s: %s",
-                        *(self._config.logs.url, exc),
-                        exc_info=not isinstance(exc, PersiaError),
-                    )
-                told = str(exc)
-            if not has_come:
-                if not has_caught_up:  # or as far as that goes
-                    has_caught_up = self._tell(CaughtUp())
+                if str(exc) != logged:  # once, however often it is tried
+                    has_bug = not isinstance(exc, PersiaError)
+                    url = self._logs.url
+                    logger.warning("following %s: %s", url, exc, exc_info=has_bug)
+                logged = str(exc)
+            if not has_read:
+                if not has_caught_up:  # or as far as possible
+                    self._send(CaughtUp())
+                    has_caught_up = True
                 self._ending.wait(POLL_S)
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """Hand over the next increment of each log; return whether there was one.
 
         Raises:
             CheckpointError: an increment is missing or damaged, and there is no
-                checkpoint yet from which to go on.
+                checkpoint yet from which to continue.
         """
-        logs = self._latest_logs()
-        names = [log.name for log in logs]
-        is_lost = bool(logs) and names != [source.log for source in self._sources]
-        if is_lost:
-            is_lost = not self._go_on(logs, beyond=None)
+        all_logs = find_logs(self._logs, self._known_logs)
+        self._known_logs = {log.name: log for log in all_logs}
+        logs = latest_logs(all_logs)
+        names, followed = [log.name for log in logs], [p.log for p in self._positions]
+        is_lost = bool(logs) and names != followed and not self._switch(logs, None)
         try:
-            has_come = self._read_next()
-        except _BrokenError as exc:
-            self.is_lost = not self._go_on(logs, beyond=exc.source)
+            has_read = self._read_next()
+        except _BrokenLogError as exc:
+            self.is_lost = not self._switch(logs, exc.position)
             if self.is_lost:
                 raise CheckpointError(str(exc)) from exc
-            logger.warning("following %s: %s", self._config.logs.url, exc)
+            logger.warning("following %s: %s", self._logs.url, exc)
             return True
         self.is_lost = is_lost
-        if is_lost and not has_come:
+        if is_lost and not has_read:
             raise CheckpointError(
-                f"The training goes on from rows of which there is no checkpoint in "
-                f"{self._config.run.url}; until its next one, lookups read the rows of "
-                "before."
+                "The training continues from rows of which there is no checkpoint in "
+                f"{self._run_folder.url}. Until the next one, lookups read the "
+                "previous rows."
             )
-        return has_come
+        return has_read
 
     def _read_next(self) -> bool:
-        any_came = False
-        for place, source in enumerate(self._sources):
-            if not self._may_be_ours(place):
-                continue
+        has_read = False
+        numbers = range(len(self._positions))
+        for number in self._target.select(numbers):
+            position = self._positions[number]
             try:
-                increment = self._read(source)
+                increment = self._read(position)
             except CheckpointError as exc:
-                raise _BrokenError(str(exc), source) from exc
-            if increment is None:
-                continue
-            config = self._config
-            self._tell(
-                OwnChanges.of(
-                    *(increment, config.shard, config.num_shards),
-                    capacity_rows=config.capacity_rows,
-                    is_lfu=config.is_lfu,
-                )
-            )
-            self._sources[place] = Source(source.log, source.number + 1)
-            any_came = True
-        return any_came
+                raise _BrokenLogError(str(exc), position) from exc
+            if increment is not None:
+                self._send(IncrementPart.select(increment, self._target))
+                next_number = position.number + 1
+                self._positions[number] = LogPosition(position.log, next_number)
+                has_read = True
+        return has_read
 
-    def _read(self, source: Source) -> Increment | None:
-        """Return the increment at a place in a log; None if it is not there yet."""
-        folder = self._config.logs.child(source.log)
-        name = increment_name(source.number)
-        if folder.size_of(name) is None:
-            self._require_no_later(folder, source.number)
+    def _read(self, position: LogPosition) -> Increment | None:
+        """Return the increment at a position; None if it does not exist yet."""
+        folder = self._logs.child(position.log)
+        name = increment_name(position.number)
+        if folder.file_size(name) is None:
+            later = [n for n in list_increments(folder) if n > position.number]
+            if later and folder.file_size(name) is None:
+                raise CheckpointError(
+                    f"{folder.file_path(name)} is missing, and there is "
+                    f"{increment_name(later[0])}. A dump deletes increments that the "
+                    "previous dump does not need."
+                )
             return None
-        increment = read_increment(folder, source.number)
+        increment = read_increment(folder, position.number)
         head = increment.head
-        if (head.log, head.number) != (source.log, source.number):
+        if (head.log, head.number) != (position.log, position.number):
             raise CheckpointError(
-                f"{folder.path_of(name)} must be increment {source.number} of "
-                f"{source.log}. Received: {head.number} of {head.log}."
+                f"{folder.file_path(name)} must be increment {position.number} of "
+                f"{position.log}. Received: {head.number} of {head.log}."
             )
         return increment
 
-    def _require_no_later(self, folder: Folder, number: int) -> None:
-        later = [n for n in increments_in(folder) if n > number]
-        if later and folder.size_of(increment_name(number)) is None:
-            raise CheckpointError(
-                f"{folder.path_of(increment_name(number))} is missing, and there is "
-                f"{increment_name(later[0])}. A dump deletes what the dump before does "
-                "not need."
-            )
-
-    def _may_be_ours(self, source: int) -> bool:
-        """Whether rows of a server of the training may be of this server."""
-        common = math.gcd(len(self._sources), self._config.num_shards)
-        return source % common == self._config.shard % common
-
-    def _latest_logs(self) -> list[LogInfo]:
-        logs = find_logs(self._config.logs, self._known)
-        self._known = {log.name: log for log in logs}
-        return latest_logs(logs)
-
-    def _go_on(self, logs: Sequence[LogInfo], beyond: Source | None) -> bool:
-        """Go on in some logs; return whether there is a checkpoint for that.
+    def _switch(self, logs: Sequence[Log], beyond: LogPosition | None) -> bool:
+        """Continue in some logs; return whether there is a checkpoint for that.
 
         Args:
             logs: one of each server of the training.
-            beyond: a place in a log that cannot be read; None if all can.
+            beyond: a position that cannot be read; None if all can.
         """
-        start = find_start(logs, self._checkpoints())
+        start = find_start(logs, self._list_checkpoints())
         if start is None:
             return False
-        numbers = {source.log: source.number for source in start.sources}
-        if beyond is not None and numbers.get(beyond.log, beyond.number + 1) <= (
-            beyond.number
-        ):
+        numbers = {position.log: position.number for position in start.positions}
+        if beyond and numbers.get(beyond.log, beyond.number + 1) <= beyond.number:
             return False
-        if (self._sources or start.created != self._created) and not self._reload(
-            start
-        ):
+        has_these_rows = not self._positions and start.created == self._created
+        if not has_these_rows and not self._reload(start):
             return False
-        logger.info("following %s from %s", list(start.logs), start.folder.url)
-        self._sources = list(start.sources)
+        logger.info("following %s from %s", start.logs, start.folder.url)
+        self._positions = list(start.positions)
         self._created = start.created
         return True
 
-    def _checkpoints(self) -> Iterator[tuple[Folder, Manifest]]:
-        """Yield the complete checkpoints, but for those that could not be read."""
+    def _list_checkpoints(self) -> Iterator[tuple[Folder, Manifest]]:
+        """Yield the complete checkpoints, but for those that failed just now."""
         now_s = time.monotonic()
-        for folder in complete_checkpoints(self._config.run):
-            if self._failed.get(folder.url, 0.0) <= now_s:
-                if folder.url not in self._manifests:  # which never change
+        for folder in complete_checkpoints(self._run_folder):
+            if self._retry_s.get(folder.url, 0.0) <= now_s:
+                if folder.url not in self._manifests:  # manifests never change
                     self._manifests[folder.url] = Manifest.read(folder)
                 yield folder, self._manifests[folder.url]
 
     def _reload(self, start: Start) -> bool:
-        """Read a checkpoint into another store; return whether that went well."""
+        """Read a checkpoint into another store; return whether that succeeded."""
         store = self._make_store()
-        config = self._config
-        load = ShardLoad(
-            start.folder, config.shard, config.num_shards, store, replaces=True
-        )
+        load = ShardLoad(start.folder, self._target[:2], store)
         while load.phase in ("checking", "checked", "loading"):
             if load.phase == "checked":
                 load.load()
@@ -308,20 +267,18 @@ class Follower:
                 raise _EndedError
         if load.error is not None:
             self.num_errors += 1
-            self._failed[start.folder.url] = time.monotonic() + _RETRY_S
-            logger.warning("going on from %s: %s", start.folder.url, load.error)
+            self._retry_s[start.folder.url] = time.monotonic() + _RETRY_S
+            logger.warning("continuing from %s: %s", start.folder.url, load.error)
             return False
         self.num_reloads += 1
-        self._tell(OtherRows(store, start.folder))
+        self._send(ReplacementStore(store, start.folder))
         return True
 
-    def _tell(self, news: News) -> bool:
+    def _send(self, event: FollowerEvent) -> None:
         while not self._ending.is_set():
-            try:
-                self._news.put(news, timeout=_CHECK_S)
-            except queue.Full:
-                continue
-            return True
+            with contextlib.suppress(queue.Full):
+                self._events.put(event, timeout=_CHECK_S)
+                return
         raise _EndedError
 
 
@@ -329,13 +286,13 @@ class _EndedError(Exception):
     """The server ends."""
 
 
-class _BrokenError(Exception):
+class _BrokenLogError(Exception):
     """An increment is missing or damaged.
 
     Attributes:
-        source: its place.
+        position: its position.
     """
 
-    def __init__(self, message: str, source: Source) -> None:
+    def __init__(self, message: str, position: LogPosition) -> None:
         super().__init__(message)
-        self.source = source
+        self.position = position

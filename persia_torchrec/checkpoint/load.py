@@ -1,55 +1,209 @@
-"""Read a checkpoint into one server of any number.
+"""Read checkpoints and increments into one server, of any number of servers.
 
-A server needs the files of those servers whose ids may be its own now. An id is at
-shard ``hash % P``; with P servers then and Q now, file p holds ids of shard q only if
-p and q agree modulo the greatest common divisor of both:
+An id is at shard ``hash % P``. With P servers when it was saved and Q now, file p holds
+ids of shard q only if p and q agree modulo the greatest common divisor of P and Q:
 
     4 -> 4   its own file      4 -> 2   two of them      2 -> 3   all
 
-Twice over: first everything is read and checked, and nothing is changed; only then,
-when all servers have come so far, are the rows put into the store.
+A load is two-phase: first everything is read and checked, and nothing is changed; then,
+once all servers have come so far, the rows are put into the store.
+
+    any thread         IncrementPart    the server's own rows of an increment, in the
+                                        order in which they would be evicted
+    store's thread     IncrementImport  first drops what has left, then writes rows
+
+Applying increments is idempotent, and may begin with one that is older than the store
+if all later ones follow: the last increment that names a row counts.
+
+Dimension key:
+    N: rows of a block
+    R: rows of an increment that are of this server
 """
 
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.checkpoint.fitting import form_of, frequencies_of, with_metadata
+from persia_torchrec.checkpoint.catalog import Manifest, SavedShard
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_file import Increment, read_increment
-from persia_torchrec.checkpoint.increment_import import (
-    IncrementImport,
-    OwnChanges,
-    require_fitting,
+from persia_torchrec.checkpoint.increments import (
+    Base,
+    Increment,
+    find_end,
+    find_logs,
+    list_increments,
+    read_increment,
 )
-from persia_torchrec.checkpoint.log_folder import Base, find_logs, increments_in
-from persia_torchrec.checkpoint.manifest import Manifest, SavedShard, SavedTable
-from persia_torchrec.checkpoint.shard_file import (
-    ShardReader,
+from persia_torchrec.checkpoint.row_file import (
+    IncrementHead,
+    RowFileReader,
+    SavedTable,
+    ShardHead,
     Written,
-    open_shard,
 )
-from persia_torchrec.checkpoint.sources import find_end
 from persia_torchrec.errors import CheckpointError
+from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.lookup import TICK
-from persia_torchrec.store.row_columns import RowColumns
+from persia_torchrec.store.recency import classes_of
+from persia_torchrec.store.row_changes import RowChanges
+from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.row_import import RowImport
+from persia_torchrec.store.rows import HAS_METADATA
+from persia_torchrec.store.table_state import TableState
+from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Bools = npt.NDArray[np.bool_]
+Offsets = npt.NDArray[np.int64]
 
 Phase = Literal["checking", "checked", "loading", "loaded", "failed"]
+
+_SLICE_ROWS = 2048
+
+
+class Target(NamedTuple):
+    """The server that rows are read for.
+
+    Attributes:
+        shard: which server it is.
+        num_shards: of how many.
+        capacity_rows: of its store.
+        is_lfu: whether its least frequently used row is evicted first.
+    """
+
+    shard: int
+    num_shards: int
+    capacity_rows: int
+    is_lfu: bool
+
+    def select(self, of_servers: Sequence[T]) -> list[T]:
+        """Return the items of those writing servers that may hold rows of this one."""
+        common = math.gcd(len(of_servers), self.num_shards)
+        return [
+            item
+            for number, item in enumerate(of_servers)
+            if number % common == self.shard % common
+        ]
+
+    def owns(self, ids_N: Ids) -> Bools:
+        """Return for each id whether it is this server's; bool ``(N,)``."""
+        return is_of_shard(ids_N, self.shard, self.num_shards)
+
+
+@dataclass(frozen=True, slots=True)
+class IncrementPart:
+    """One server's part of an increment.
+
+    Attributes:
+        head: of the increment.
+        gone: index of the table in the head, and ids whose rows have left, or for
+            which there is no room.
+        rows: index of the table in the head, and a slice of its rows; all in the order
+            in which they would be evicted.
+    """
+
+    head: IncrementHead
+    gone: list[tuple[int, Ids]]
+    rows: list[tuple[int, RowColumns]]
+
+    @classmethod
+    def select(cls, increment: Increment, target: Target) -> "IncrementPart":
+        """Take a server's part; any thread may call this."""
+        own: dict[int, list[RowColumns]] = {}
+        for table, rows in increment.rows:
+            own.setdefault(table, []).append(_select_rows(rows, target))
+        tables = [
+            (table, RowColumns(*map(np.concatenate, zip(*columns, strict=True))))
+            for table, blocks in own.items()
+            for columns in [[rows.columns() for rows in blocks]]
+        ]
+        order_R = _eviction_order(tables, is_lfu=target.is_lfu)
+        num_left_out = max(len(order_R) - target.capacity_rows, 0)
+        left_out = _slices(tables, order_R[:num_left_out])
+        gone = [*increment.gone, *((table, rows.ids) for table, rows in left_out)]
+        kept = list(_slices(tables, order_R[num_left_out:]))
+        return cls(increment.head, gone, kept)
+
+
+class IncrementImport:
+    """One increment on its way into a store. The store's owner calls it.
+
+    Args:
+        store: gets the rows, and the tables that it does not know.
+        part: of the store's server.
+        follows: take over what an id without a row reads; every other setting of a
+            known table stays.
+
+    Attributes:
+        num_rows: rows written so far.
+
+    Raises:
+        CheckpointError: its tables do not fit those of the store.
+        StoreError: there is no memory for a new table.
+    """
+
+    def __init__(
+        self, store: EmbeddingStore, part: IncrementPart, *, follows: bool
+    ) -> None:
+        self._store = store
+        self._part = part
+        self.num_rows = 0
+        known = {spec.name: spec for spec in store.tables}
+        _require_same_rows(_describe(part.head), part.head.tables, known)
+        specs = []
+        for spec in (table.spec for table in part.head.tables):
+            known_spec = known.get(spec.name, spec)
+            admission = spec.admission if follows else known_spec.admission
+            specs.append(replace(known_spec, admission=admission))
+        self._numbers = store.add_tables(specs)
+        self._steps = self._work()
+
+    def advance(self) -> bool:
+        """Do a slice of the work; return whether there is more."""
+        return next(self._steps, None) is not None
+
+    def _work(self) -> Iterator[bool]:
+        store, head = self._store, self._part.head
+        if head.was_cleared:
+            yield from self._drop_rows_of_server(head.shard, head.num_shards)
+        for table, ids_N in self._part.gone:
+            for start in range(0, len(ids_N), _SLICE_ROWS):
+                ids = ids_N[start : start + _SLICE_ROWS]
+                store.remove(self._numbers[table], ids)
+                yield True
+        states = store.memory.tables.states
+        rows_in = RowChanges(store.memory, store.capacity_rows)
+        for table, rows in self._part.rows:
+            number = self._numbers[table]
+            rows_in.put(number, _with_metadata(rows, states[number]))
+            self.num_rows += len(rows)
+            yield True
+        rows_in.finish(head.tick)
+        for number, saved in zip(self._numbers, head.tables, strict=True):
+            previous = 0 if head.was_cleared else states[number].num_updates
+            states[number].num_updates = max(previous, saved.num_updates)
+
+    def _drop_rows_of_server(self, shard: int, num_shards: int) -> Iterator[bool]:
+        for table in range(len(self._store.tables)):
+            start: int | None = 0
+            while start is not None:
+                found = self._store.scan(table, start, _SLICE_ROWS)
+                is_dropped_N = is_of_shard(found.ids, shard, num_shards)
+                self._store.remove(table, found.ids[is_dropped_N])
+                start = found.next_slot
+                yield True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,46 +212,43 @@ class Loaded:
 
     Attributes:
         num_rows: rows put into the store.
-        num_left_out: rows that would have left first, for which there was no room.
-        num_increments: increments that were put on them.
+        num_left_out: rows that would be evicted first, for which there was no room.
+        num_increments: increments that were applied to them.
     """
 
     num_rows: int
     num_left_out: int
-    num_increments: int = 0
+    num_increments: int
 
 
 class ShardLoad:
-    """Loads one server's share of a checkpoint, in a thread for each of the two parts.
+    """Loads one server's part of a checkpoint, in one thread per phase.
 
     Args:
         folder: of the checkpoint.
-        shard: which the server is now.
-        num_shards: of how many.
-        store: of the server. :meth:`load` takes it over until the phase is another
-            than ``loading``.
-        replaces: drop what the store holds; otherwise rows are put over it.
-        logs: of the training that dumped the checkpoint: go on to where it ended.
+        shard: which server this is now, and of how many.
+        store: of the server. :meth:`load` owns it until ``phase`` is no longer
+            ``loading``.
+        replaces: drop what the store holds; otherwise rows are added to it.
+        logs: of the training that dumped the checkpoint, to apply all increments.
 
     Attributes:
         phase: how far it has come.
         error: what made it fail; None so far.
-        loaded: what it has loaded, in the end.
+        loaded: what it has loaded, at the end.
     """
 
     def __init__(
         self,
         folder: Folder,
-        shard: int,
-        num_shards: int,
+        shard: tuple[int, int],
         store: EmbeddingStore,
         *,
-        replaces: bool,
+        replaces: bool = True,
         logs: Folder | None = None,
     ) -> None:
         self._folder = folder
-        self._shard = shard
-        self._num_shards = num_shards
+        self._target = Target(*shard, store.capacity_rows, store.is_lfu)
         self._store = store
         self._replaces = replaces
         self._logs = logs
@@ -111,23 +262,23 @@ class ShardLoad:
 
     @property
     def base(self) -> Base:
-        """What the store holds when all is over, for a log of increments."""
-        if self.phase != "loaded":
+        """What the store holds at the end, for a log of increments."""
+        if self.loaded is None:
             return Base("empty")
-        is_all = self.loaded is not None and not self.loaded.num_left_out
-        if not self._replaces or self._logs is not None or not is_all:
+        is_exact = self._replaces and self._logs is None
+        if not is_exact or self.loaded.num_left_out:
             return Base("unknown")
         return Base("checkpoint", self._folder.url, self._manifest.created)
 
     @property
     def progress(self) -> float:
-        """Return which part of the work is done, in [0, 1]."""
+        """The fraction of the work that is done, in [0, 1]."""
         if self.phase == "loaded":
             return 1.0
         return min(self._num_read / max(self._num_to_read, 1), 1.0)
 
     def load(self) -> None:
-        """Begin the second part; the phase must be ``checked``."""
+        """Begin the second phase; the first must be over: ``checked``."""
         assert self.phase == "checked"
         self.phase = "loading"
         self._thread = self._start(self._load, "loaded")
@@ -137,11 +288,11 @@ class ShardLoad:
         self._cancelled.set()
         self._thread.join(timeout=10)
 
-    def _start(self, work: object, phase: Phase) -> threading.Thread:
+    def _start(self, work: Callable[[], None], phase: Phase) -> threading.Thread:
         def run() -> None:
             try:
-                work()  # type: ignore[operator]  # one of two methods below
-            except Exception as exc:  # handed to whoever asks for the state
+                work()
+            except Exception as exc:  # reported by the attribute
                 if not isinstance(exc, CheckpointError):
                     logger.exception("loading %s failed", self._folder.url)
                 self.error, self.phase = exc, "failed"
@@ -153,21 +304,22 @@ class ShardLoad:
         return thread
 
     def _check(self) -> None:
-        """Read everything, and remember the uses of the rows that are this server's."""
+        """Read everything, and remember the uses of the rows of this server."""
         manifest = self._manifest = Manifest.read(self._folder)
-        for table in manifest.tables:
-            self._require_fitting(table)
+        known = {spec.name: spec for spec in self._store.tables}
+        _require_same_rows(self._folder.url, manifest.tables, known)
         if self._replaces:
             self._require_all_tables(manifest)
         if self._logs is not None:
             self._check_increments(self._logs, manifest)
         uses, tables, frequencies = [], [], []
-        self._num_to_read = 2 * sum(s.size_bytes for s in self._files())
-        number_of = {t.spec.name: i for i, t in enumerate(manifest.tables)}
-        for name, rows, is_own_N in self._rows():
+        self._files = self._target.select(manifest.shards)
+        self._num_to_read = 2 * sum(saved.size_bytes for saved in self._files)
+        index_of = {table.name: i for i, table in enumerate(manifest.tables)}
+        for name, rows, is_own_N in self._read_rows():
             uses.append(rows.uses[is_own_N])
-            tables.append(np.full(len(uses[-1]), np.uint16(number_of[name])))
-            frequencies.append(frequencies_of(rows)[is_own_N])
+            tables.append(np.full(len(uses[-1]), np.uint16(index_of[name])))
+            frequencies.append(_frequencies(rows)[is_own_N])
         self._uses = np.concatenate([np.empty(0, np.uint64), *uses])
         self._table_of = np.concatenate([np.empty(0, np.uint16), *tables])
         self._frequencies = np.concatenate([np.empty(0, np.uint32), *frequencies])
@@ -184,14 +336,14 @@ class ShardLoad:
         store, memory = self._store, self._store.memory
         known = {spec.name for spec in store.tables}
         saved = self._manifest.tables
-        store.add_tables([t.spec for t in saved if t.spec.name not in known])
+        store.add_tables([table.spec for table in saved if table.name not in known])
         if self._replaces:
             store.clear()
             memory.tally[TICK] = 0
         number_of = {spec.name: number for number, spec in enumerate(store.tables)}
-        numbers = np.array([number_of[t.spec.name] for t in saved], dtype=np.uint16)
+        numbers = np.array([number_of[table.name] for table in saved], dtype=np.uint16)
         for table in saved:
-            state = memory.tables.states[number_of[table.spec.name]]
+            state = memory.tables.states[number_of[table.name]]
             state.num_updates = max(state.num_updates, table.num_updates)
         rows_in = RowImport(
             memory,
@@ -201,116 +353,78 @@ class ShardLoad:
             self._frequencies,
         )
         first = 0
-        for name, rows, is_own_N in self._rows():
+        for name, rows, is_own_N in self._read_rows():
             number = number_of[name]
-            fitting = with_metadata(rows, memory.tables.states[number])
+            fitting = _with_metadata(rows, memory.tables.states[number])
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
         for log, number in self._increments:
-            changes = OwnChanges.of(
-                *(self._read(log, number), self._shard, self._num_shards),
-                capacity_rows=store.capacity_rows,
-                is_lfu=len(memory.logs.directory) > 1,
-            )
-            moving = IncrementImport(store, changes, follows=False)
+            part = IncrementPart.select(self._read(log, number), self._target)
+            moving = IncrementImport(store, part, follows=False)
             while moving.advance():
                 pass
-        self.loaded = Loaded(
-            rows_in.num_kept,
-            len(self._uses) - rows_in.num_kept,
-            len(self._increments),
-        )
+        num_left_out = len(self._uses) - rows_in.num_kept
+        self.loaded = Loaded(rows_in.num_kept, num_left_out, len(self._increments))
 
     def _check_increments(self, logs: Folder, manifest: Manifest) -> None:
         """Find and read all increments that follow the checkpoint.
 
         Raises:
-            CheckpointError: no log can be put on it; one is missing, or damaged.
+            CheckpointError: no log applies to it; an increment is missing, or damaged.
         """
         end = find_end(find_logs(logs, {}), self._folder, manifest)
         if end is None:
             raise CheckpointError(
-                f"{logs.url} must hold a log of every server that can be put on "
+                f"{logs.url} must hold a log of every server that applies to "
                 f"{self._folder.url}. Received: {len(logs.names())} folders, none for "
                 "some server. Load the checkpoint without increments."
             )
         specs = [*(table.spec for table in manifest.tables), *self._store.tables]
-        forms = {spec.name: form_of(spec) for spec in specs}
-        for source in self._own(end.sources):
-            log = logs.child(source.log)
-            numbers = [n for n in increments_in(log) if n >= source.number]
-            if numbers != list(range(source.number, source.number + len(numbers))):
+        known = {spec.name: spec for spec in specs}
+        for position in self._target.select(end.positions):
+            log = logs.child(position.log)
+            numbers = [n for n in list_increments(log) if n >= position.number]
+            if numbers != list(range(position.number, position.number + len(numbers))):
                 raise CheckpointError(
-                    f"{log.url} must have all increments from {source.number} on. "
+                    f"{log.url} must have all increments from {position.number} on. "
                     f"Received: {numbers}. Load the checkpoint without increments."
                 )
             for number in numbers:
-                require_fitting(self._read(log, number).head, forms)
+                head = self._read(log, number).head
+                _require_same_rows(_describe(head), head.tables, known)
                 self._increments.append((log, number))
 
     def _read(self, log: Folder, number: int) -> Increment:
-        self._require_wanted()
+        self._require_not_cancelled()
         return read_increment(log, number)
 
-    def _require_wanted(self) -> None:
+    def _require_not_cancelled(self) -> None:
         if self._cancelled.is_set():
-            raise CheckpointError(f"Loading {self._folder.url}: given up.")
+            raise CheckpointError(f"Loading {self._folder.url}: cancelled.")
 
-    def _files(self) -> list[SavedShard]:
-        """Return the files that may hold rows of this server."""
-        return self._own(self._manifest.shards)
-
-    def _own(self, of_servers: Sequence[T]) -> list[T]:
-        """Return those of the servers that wrote whose rows may be of this one."""
-        common = math.gcd(len(of_servers), self._num_shards)
-        return [
-            of_server
-            for number, of_server in enumerate(of_servers)
-            if number % common == self._shard % common
-        ]
-
-    def _rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
-        """Yield table, rows and which rows are this server's, of all blocks.
+    def _read_rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
+        """Yield table, rows, and which rows are this server's, of all blocks.
 
         Raises:
             CheckpointError: a file is not as the manifest says.
         """
-        for saved in self._files():
-            with open_shard(self._folder, saved.file) as reader:
-                self._require_known(reader, saved)
-                before = self._num_read
-                for number, rows in reader.rows():
-                    self._require_wanted()
-                    self._num_read = before + reader.num_bytes
-                    is_own_N = is_of_shard(rows.ids, self._shard, self._num_shards)
-                    yield reader.tables[number].spec.name, rows, is_own_N
-                expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
-                if reader.written != expected:
-                    raise CheckpointError(
-                        f"{self._folder.path_of(saved.file)} must be the file of its "
-                        f"manifest, {expected}. Received: {reader.written}."
-                    )
-
-    def _require_known(self, reader: ShardReader, saved: SavedShard) -> None:
-        known = {(t.spec.name, form_of(t.spec)) for t in self._manifest.tables}
-        for table in reader.tables:
-            if (table.spec.name, form_of(table.spec)) not in known:
-                raise CheckpointError(
-                    f"{self._folder.path_of(saved.file)} must have tables of its "
-                    f"manifest. Received: {table.spec.name!r}, {form_of(table.spec)}."
-                )
-
-    def _require_fitting(self, saved: SavedTable) -> None:
-        for spec in self._store.tables:
-            form, received = form_of(spec), form_of(saved.spec)
-            if spec.name == saved.spec.name and form != received:
-                raise CheckpointError(
-                    f"{self._folder.url}: table {spec.name!r} must have {form}, "
-                    f"as on this server. Received: {received}."
-                )
+        for saved in self._files:
+            path = self._folder.file_path(saved.file)
+            with self._folder.opened(saved.file) as file:
+                reader = RowFileReader(file, path, ShardHead)
+                specs = {table.name: table.spec for table in self._manifest.tables}
+                _require_same_rows(path, reader.head.tables, specs, all_known=True)
+                previous = self._num_read
+                for number, rows in reader.blocks():
+                    assert isinstance(rows, RowColumns)  # by the kind of file
+                    self._require_not_cancelled()
+                    self._num_read = previous + reader.num_bytes
+                    name = reader.head.tables[number].name
+                    yield name, rows, self._target.owns(rows.ids)
+                _require_whole(reader.written, saved, path)
 
     def _require_all_tables(self, manifest: Manifest) -> None:
-        saved = {table.spec.name for table in manifest.tables}
+        saved = {table.name for table in manifest.tables}
         missing = {spec.name for spec in self._store.tables} - saved
         if missing:
             raise CheckpointError(
@@ -318,3 +432,99 @@ class ShardLoad:
                 f"{sorted(missing)}; it has {sorted(saved)}. To load it all the same, "
                 "and leave the others as they are, use replace=False."
             )
+
+
+def _require_whole(written: Written, saved: SavedShard, path: str) -> None:
+    expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
+    if written != expected:
+        raise CheckpointError(
+            f"{path} must be the file of its manifest, {expected}. Received: {written}."
+        )
+
+
+def _describe(head: IncrementHead) -> str:
+    return f"Increment {head.number} of {head.log}"
+
+
+def _require_same_rows(
+    where: str,
+    tables: Sequence[SavedTable],
+    known: Mapping[str, TableSpec],
+    *,
+    all_known: bool = False,
+) -> None:
+    """Refuse tables whose rows look otherwise than those of the known tables.
+
+    Args:
+        where: the tables were read.
+        tables: as they were read.
+        known: by name.
+        all_known: refuse others, too.
+
+    Raises:
+        CheckpointError: a table does not fit.
+    """
+    for spec in (table.spec for table in tables):
+        received = spec.describe_rows()
+        expected = received if not all_known else "no rows there"
+        if spec.name in known:
+            expected = known[spec.name].describe_rows()
+        if received != expected:
+            raise CheckpointError(
+                f"{where}: table {spec.name!r} must have {expected}. "
+                f"Received: {received}."
+            )
+
+
+def _with_metadata(rows: RowColumns, state: TableState) -> RowColumns:
+    """Return rows with metadata if the table keeps them, and without otherwise.
+
+    Rows that come without get the metadata of rows that are made now.
+    """
+    if not state.layout[HAS_METADATA]:
+        return replace(rows, metadata=rows.metadata[:, :0])
+    if rows.metadata.shape[1]:
+        return rows
+    step, now_s = state.now(time.time())  # noqa: TID251  # kept in rows
+    metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
+    metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
+    return replace(rows, metadata=metadata)
+
+
+def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:
+    """Return how often each row was looked up; once, where that is unknown."""
+    if rows.metadata.shape[1]:
+        return np.ascontiguousarray(rows.metadata[:, 0])
+    return np.ones(len(rows), dtype=np.uint32)
+
+
+def _select_rows(rows: RowColumns, target: Target) -> RowColumns:
+    is_own_N = target.owns(rows.ids)
+    return RowColumns(*(column[is_own_N] for column in rows.columns()))
+
+
+def _eviction_order(tables: list[tuple[int, RowColumns]], *, is_lfu: bool) -> Offsets:
+    """Return the offsets of all rows, tables joined, in the order of eviction."""
+    uses_R = np.concatenate([np.empty(0, np.uint64), *(r.uses for _, r in tables)])
+    if not is_lfu:
+        return np.argsort(uses_R, kind="stable")
+    frequencies = [_frequencies(rows) for _, rows in tables]
+    frequencies_R = np.concatenate([np.empty(0, dtype=np.uint32), *frequencies])
+    return np.lexsort((uses_R, classes_of(frequencies_R)))
+
+
+def _slices(
+    tables: list[tuple[int, RowColumns]], offsets_R: Offsets
+) -> Iterator[tuple[int, RowColumns]]:
+    """Yield rows in the order of their offsets: runs of one table, in slices."""
+    if len(offsets_R) == 0:
+        return
+    starts = np.cumsum([0, *(len(rows) for _, rows in tables)])
+    which_R = np.searchsorted(starts, offsets_R, side="right") - 1
+    borders = np.flatnonzero(np.diff(which_R)) + 1
+    for run in np.split(offsets_R, borders):
+        which = int(np.searchsorted(starts, run[0], side="right")) - 1
+        table, rows = tables[which]
+        for start in range(0, len(run), _SLICE_ROWS):
+            at = run[start : start + _SLICE_ROWS] - starts[which]
+            yield table, RowColumns(*(column[at] for column in rows.columns()))

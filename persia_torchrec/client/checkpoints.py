@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
-from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.manifest import (
+from persia_torchrec.checkpoint.catalog import (
     Manifest,
-    SavedShard,
-    saved_table_from_json,
-    tables_of_all,
+    begin_checkpoint,
+    find_checkpoint,
+    merge_tables,
 )
-from persia_torchrec.checkpoint.series import begin_checkpoint, find_checkpoint
+from persia_torchrec.checkpoint.dump import DumpResult
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.load import Loaded
 from persia_torchrec.client.servers import Servers
+from persia_torchrec.decoding import Place, convert
 from persia_torchrec.errors import (
     CheckpointError,
     PersiaError,
@@ -35,13 +37,11 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     WireError,
 )
-from persia_torchrec.wire.messages import Kind
+from persia_torchrec.wire.messages import Kind, TaskState
 
 T = TypeVar("T")
+R = TypeVar("R")
 
-State = Mapping[str, object]
-
-_KEYS = {"phase", "progress", "error", "result"}
 _RUNNING = {"dumping", "checking", "loading"}
 _FIRST_POLL_S = 0.005
 _POLL_S = 0.2
@@ -279,11 +279,12 @@ class Checkpoints:
                 "increments": None if increments is None else Folder(increments).url,
             }
             steps = [check, {"do": "load"}]
-            results = self._run_steps(task, steps, f"load of {folder.url}", deadline)
+            what = f"load of {folder.url}"
+            results = self._run_steps(task, steps, what, deadline, Loaded)
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
-                num_left_out=sum(_number(r, "num_left_out") for r in results),
-                num_increments=sum(_number(r, "num_increments") for r in results),
+                num_left_out=sum(loaded.num_left_out for loaded in results),
+                num_increments=sum(loaded.num_increments for loaded in results),
             )
 
         return Task("load", work)
@@ -294,8 +295,10 @@ class Checkpoints:
         deadline = time.monotonic() + timeout_s
         created = datetime.now(UTC).isoformat()
         steps = [{"do": "dump", "folder": folder.url}]
-        results = self._run_steps(task, steps, f"dump to {folder.url}", deadline)
-        return _manifest(results, created, step)
+        what = f"dump to {folder.url}"
+        results = self._run_steps(task, steps, what, deadline, DumpResult)
+        tables = merge_tables([result.tables for result in results])
+        return Manifest(tables, tuple(r.shard for r in results), created, step)
 
     def _run_steps(
         self,
@@ -303,25 +306,27 @@ class Checkpoints:
         steps: Sequence[Mapping[str, object]],
         what: str,
         deadline: float,
-    ) -> list[object]:
+        kind: type[R],
+    ) -> list[R]:
         """Make all servers do one step after the other, each when all have done it.
 
         Returns:
-            The result of each server after the last step.
+            The result of each server after the last step, of this ``kind``.
 
         Raises:
             RemoteError: one of them failed; the others give up.
             RequestTimeoutError: one of them is not done in time.
+            WireError: a result is of another kind.
         """
         number = secrets.randbits(53)
-        states: list[State] = []
+        states: list[TaskState] = []
         try:
             for step in steps:
                 states = self._ask(Kind.CHECKPOINT, {**step, "task": number}, what)
                 poll_s = _FIRST_POLL_S
-                while any(state["phase"] in _RUNNING for state in states):
+                while any(state.phase in _RUNNING for state in states):
                     self._require_time(states, what, deadline)
-                    task.pause(poll_s, min(_fraction(state) for state in states))
+                    task.pause(poll_s, min(state.progress for state in states))
                     poll_s = min(2 * poll_s, _POLL_S)
                     states = self._ask(Kind.PROGRESS, {"task": number}, what)
         except BaseException:
@@ -329,63 +334,27 @@ class Checkpoints:
             with contextlib.suppress(PersiaError):  # the first error is the one to tell
                 self._servers.ask(Kind.CHECKPOINT, request, f"cancelling {what}")
             raise
-        return [state["result"] for state in states]
+        place = Place(f"The result of a {what}")
+        return [convert(state.result, kind, place, WireError) for state in states]
 
-    def _ask(self, kind: Kind, request: object, what: str) -> list[State]:
-        states: list[State] = []
+    def _ask(self, kind: Kind, request: object, what: str) -> list[TaskState]:
+        states = []
         answers = self._servers.ask(kind, request, what)
         for name, answer in zip(self._servers.names, answers, strict=True):
-            if not isinstance(answer, dict) or not answer.keys() >= _KEYS:
-                raise WireError(f"{name}: {what}: not a state: {answer!r:.100}.")
-            error = answer["error"]
-            if isinstance(error, dict):
-                raise RemoteError(
-                    f"{what}: {error.get('message')}",
-                    server=name,
-                    kind=str(error.get("kind")),
-                )
-            states.append(answer)
+            state = convert(answer, TaskState, Place(f"{name}: {what}"), WireError)
+            if (error := state.error) is not None:
+                message = f"{what}: {error.message}"
+                raise RemoteError(message, server=name, kind=error.kind)
+            states.append(state)
         return states
 
     def _require_time(
-        self, states: Sequence[State], what: str, deadline: float
+        self, states: Sequence[TaskState], what: str, deadline: float
     ) -> None:
         if time.monotonic() < deadline:
             return
-        slow = [state["phase"] in _RUNNING for state in states].index(True)
+        slow = [state.phase in _RUNNING for state in states].index(True)
         raise RequestTimeoutError(
             f"{what}: not done in time. Give it a longer timeout_s.",
             server=self._servers.names[slow],
         )
-
-
-def _manifest(results: Sequence[object], created: str, step: int | None) -> Manifest:
-    """Put together what all servers say of their files.
-
-    Raises:
-        WireError: one of them says something else.
-    """
-    shards, tables = [], []
-    for result in results:
-        try:
-            if not isinstance(result, dict):
-                raise TypeError(f"{result!r:.100}")
-            fields = dict(result)
-            of_server = fields.pop("tables")
-            tables.append([saved_table_from_json(table) for table in of_server])
-            shards.append(SavedShard(**fields))
-        except (KeyError, TypeError, ValueError) as exc:
-            raise WireError(
-                f"A server's dump must end with a result ({exc!r})."
-            ) from exc
-    return Manifest(tables_of_all(tables), tuple(shards), created, step)
-
-
-def _fraction(state: State) -> float:
-    progress = state["progress"]
-    return float(progress) if isinstance(progress, int | float) else 0.0
-
-
-def _number(result: object, name: str) -> int:
-    value = result.get(name) if isinstance(result, dict) else None
-    return value if isinstance(value, int) else 0

@@ -28,7 +28,6 @@ from persia_torchrec.config import (
 )
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.config import ServerConfig, config_of_job
-from persia_torchrec.server.readings import serve_and_push
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.service_main import (
     ChildLifetime,
@@ -113,7 +112,7 @@ def _run(config: ServerConfig, life: Lifetime) -> None:
         warm_up()
     life.call_at_end(server.stop)
     life.register(server.address)
-    serve_and_push(server, tell_ready)
+    server.serve_and_push(tell_ready)
 
 
 def _config(flags: dict[str, Any], path: str | Path | None, host: str) -> ServerConfig:

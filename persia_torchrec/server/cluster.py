@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self
 
-from persia_torchrec.checkpoint.manifest import Manifest
-from persia_torchrec.checkpoint.series import find_checkpoint
+from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS

@@ -5,6 +5,15 @@ from typing import Literal
 
 from persia_torchrec.config import GlobalSettings, MetricsSettings
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.store.embedding_store import EmbeddingStore
+
+_AT_LEAST_ONE = (
+    "update_queue_batches",
+    "joint_update_bytes",
+    "max_request_ids",
+    "incremental_buffer_rows",
+    "incremental_queue",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +36,7 @@ class ServerConfig:
     """Rows of all tables together; beyond that, rows are evicted."""
 
     eviction: Literal["lru", "lfu"] = "lru"
-    """Which row leaves: the least recently, or the least frequently used."""
+    """Which row is evicted: the least recently, or the least frequently used."""
 
     optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto"
     """What applies gradients: see ``EmbeddingStore``."""
@@ -36,23 +45,23 @@ class ServerConfig:
     """Updates that may wait. A full queue makes the trainers wait."""
 
     joint_update_bytes: int = 4 * 2**30
-    """Gradients of joint steps that may wait for other trainers' shares."""
+    """Gradients of joint steps that may wait for the other trainers."""
 
     max_request_ids: int = 16_777_216
     """Ids that one request may name, of all its tables. More are refused."""
 
     incremental_dir: str | None = None
-    """Where increments are, of what changes in training: a server that trains writes
-    them, one that serves a checkpoint follows them. None: neither."""
+    """Folder of increments: a training server writes what changes there, one that
+    serves a checkpoint follows it. None: neither."""
 
     incremental_interval_s: float = 2.0
-    """How often an increment is begun, if something has changed."""
+    """How often an increment begins, if something has changed."""
 
     incremental_buffer_rows: int = 1_000_000
-    """Changed rows, each as often as it changes, after which one is begun earlier."""
+    """Changes after which an increment begins earlier; a row counts each time."""
 
     incremental_queue: int = 1000
-    """How many times that may wait while increments cannot be written."""
+    """How many such buffers may wait while increments cannot be written."""
 
     metrics: MetricsSettings = field(
         default_factory=MetricsSettings, metadata={"flag": None}
@@ -60,8 +69,8 @@ class ServerConfig:
     """Whether and how metrics are pushed, if the environment names a gateway."""
 
     checkpoint: str | None = None
-    """What the server loads at its start and then serves, for inference: a checkpoint,
-    or a folder with several, for its latest. None: it trains."""
+    """Checkpoint that the server loads at its start and serves for inference, or a
+    folder with several, for its latest. None: it trains."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
@@ -75,21 +84,26 @@ class ServerConfig:
                 "incremental_interval_s must be > 0. "
                 f"Received: {self.incremental_interval_s}."
             )
-        for name in (
-            *("update_queue_batches", "joint_update_bytes", "max_request_ids"),
-            *("incremental_buffer_rows", "incremental_queue"),
-        ):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name} must be >= 1. Received: {getattr(self, name)}."
                 )
 
+    def make_store(self) -> EmbeddingStore:
+        """Return an empty store with these settings."""
+        return EmbeddingStore(
+            self.capacity_rows,
+            eviction=self.eviction,
+            optimizer_engine=self.optimizer_engine,
+        )
+
 
 def config_of_job(config: ServerConfig, settings: GlobalSettings) -> ServerConfig:
-    """Return the settings of a server with what ``global_config.yml`` says of it.
+    """Return the settings of a server, completed by those of ``global_config.yml``.
 
     Args:
-        config: what is known otherwise.
+        config: all other settings.
         settings: the file.
     """
     of_servers = settings.embedding_parameter_server

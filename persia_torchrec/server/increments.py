@@ -1,45 +1,42 @@
-"""What a server that trains writes of its changes, beside its requests.
+"""Write the increments of a training server, in the background of its requests.
 
-The journal of the store notes which rows change. Every so many seconds, or ids, what it
-noted goes to the thread that writes the log, which asks for the rows; they are copied
-when the server has nothing else to do. While rows are asked for, that takes a tenth of
-a processor.
+The journal of the store notes which rows change. After an interval, or a number of ids,
+its notes go to the thread that writes the log, which asks for the rows; the serving
+thread copies them when it is idle. While requests for rows arrive, that takes a tenth
+of a CPU.
 
-When the log cannot be written the training goes on. The log ends, which is counted and
-logged, and some seconds later another begins, once the first hangs no more: whoever
-follows needs the next checkpoint then. A load of a checkpoint ends the log too; the
-next one can be followed from that.
+A failed write ends the log, which is counted and logged; training continues. A new log
+starts after RETRY_S, once the blocked write has returned. Followers must then reload
+from the next checkpoint. A load of a checkpoint also ends the log; the next one can be
+followed from that checkpoint.
 """
 
 import logging
 import time
 
+from persia_torchrec.checkpoint.catalog import LogPosition
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_file import IncrementHead
-from persia_torchrec.checkpoint.increment_log import Cut, IncrementLog
-from persia_torchrec.checkpoint.log_folder import Base, LogInfo
-from persia_torchrec.checkpoint.shard_file import FileTable
+from persia_torchrec.checkpoint.increment_writer import FlushRequest, IncrementWriter
+from persia_torchrec.checkpoint.increments import Base, Log
+from persia_torchrec.checkpoint.row_file import IncrementHead, SavedTable
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.spare_time import WAIT_MS, SpareTime
+from persia_torchrec.server.cpu_budget import Activity, CpuBudget
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.lookup import TICK
-from persia_torchrec.store.row_gather import gather_rows
-from persia_torchrec.store.rows import HAS_METADATA
 
 logger = logging.getLogger(__name__)
 
-_SHARE_IN_USE = 0.1
-"""Part of a processor that gathering rows takes while rows are asked for."""
+_CPU_FRACTION = 0.1
+"""Of a CPU that copying rows takes while requests for rows arrive."""
 
-_RETRY_S = 10.0
-"""After a failure, how soon another log begins."""
+RETRY_S = 10.0
+"""How soon after a failure a new log begins."""
 
 _CLOSE_S = 10.0
 
 _MAX_BUFFERS = 32
-"""How many times the buffer's rows may be put together for one increment."""
+"""How many times ``incremental_buffer_rows`` one increment may have."""
 
 
 class Increments:
@@ -48,182 +45,170 @@ class Increments:
     Args:
         config: of the server; without an ``incremental_dir`` nothing is written.
         store: of the server.
+        activity: of the server.
 
     Raises:
-        CheckpointError: the folder cannot be made, or written to.
+        CheckpointError: the folder cannot be made.
         ConfigError: its path is a URL that fsspec does not know.
     """
 
-    def __init__(self, config: ServerConfig, store: EmbeddingStore) -> None:
+    def __init__(
+        self, config: ServerConfig, store: EmbeddingStore, activity: Activity
+    ) -> None:
         self._config = config
         self._store = store
-        self._spare_time = SpareTime(_SHARE_IN_USE)
-        self._metrics = Metrics()
-        self._log: IncrementLog | None = None
-        self._failed: IncrementLog | None = None  # the last one that did
+        self._activity = activity
+        self._budget = CpuBudget(_CPU_FRACTION, activity)
+        self._writer: IncrementWriter | None = None
+        self._failed: IncrementWriter | None = None  # the last one that did
         self._begin_s = float("inf")  # when the next log begins, if there is none
-        self._cut_s = 0.0
+        self._flushed_s = 0.0
+        self._num_failed = 0
         self._num_rows = self._num_bytes = 0  # of logs that have ended
         if config.incremental_dir is not None:
             self._folder = Folder(config.incremental_dir)
             self._folder.make()
-            self._begin(Base("empty"))
+            self.resume(Base("empty"))
 
-    def rows_are_asked_for(self) -> None:
-        """A request for rows has come."""
-        self._spare_time.rows_are_asked_for()
+    def begin_dump(self, url: str) -> LogPosition | None:
+        """A dump into a folder begins; return the position of the log, if there is one.
 
-    def begin_dump(self, url: str) -> dict[str, object] | None:
-        """A dump into a folder begins; return where in the log, for its manifest."""
-        if self._log is None:
+        The manifest keeps it.
+        """
+        writer = self._writer
+        if writer is None:
             return None
-        number = self._log.number  # the log's thread counts on meanwhile
-        self._log.note_dump(url, number)
-        return {"log": self._log.info.name, "number": number}
+        number = writer.number  # the writer's thread counts up meanwhile
+        writer.note_dump(url, number)
+        return LogPosition(writer.log.name, number)
 
     def suspend(self) -> None:
-        """All rows will be others: end the log."""
-        if self._config.incremental_dir is not None:
-            self._end()
+        """Close the log: a load is about to replace all rows."""
+        self._store.journal.end()
+        self._begin_s = float("inf")
+        if self._writer is not None:
+            self._num_rows += self._writer.num_rows
+            self._num_bytes += self._writer.num_bytes
+            self._writer.cancel()
+            self._writer = None
 
     def resume(self, base: Base) -> None:
-        """Begin another log, on the rows of now."""
-        if self._config.incremental_dir is not None:
-            self._begin(base)
+        """Begin a new log, if increments are written, on the current rows."""
+        config = self._config
+        if config.incremental_dir is None:
+            return
+        log = Log.begin(config.shard, config.num_shards, base)
+        self._writer = IncrementWriter(
+            self._folder,
+            log,
+            max_requests=config.incremental_queue,
+            max_ids=_MAX_BUFFERS * config.incremental_buffer_rows,
+        )
+        self._store.journal.begin()
+        self._flushed_s = self._activity.clock()
+        logger.info("log %s begins, base=%s", log.name, base.kind)
 
     def wait_ms(self, idle_ms: int) -> int:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
-        log = self._log
-        if log is None or not log.is_writing:
+        writer = self._writer
+        if writer is None or not writer.is_writing:
             return idle_ms
-        if log.asks:
-            return self._spare_time.wait_ms(idle_ms)
-        return idle_ms if self._spare_time.is_in_use() else WAIT_MS
+        if writer.wants_rows:
+            return self._budget.wait_ms(idle_ms)
+        return self._budget.poll_ms(idle_ms)
 
     def work(self) -> None:
-        """Do what is due: hand over what has changed, gather some rows."""
-        if self._log is None:
-            # One thread at most hangs with a file system.
+        """Do what is due: flush the journal, copy some rows, begin a log."""
+        writer = self._writer
+        if writer is None:
+            # A hanging file system blocks one thread at most.
             is_over = self._failed is None or self._failed.is_over
-            if is_over and time.monotonic() >= self._begin_s:
+            if is_over and self._activity.clock() >= self._begin_s:
                 self.resume(Base("unknown"))
-            return
-        if self._log.error is not None:
-            self._fail(self._log.error)
-            return
-        self._cut_if_due(self._log)
-        if self._log is not None and self._log.asks and self._spare_time.may_work():
-            begin_s = time.thread_time()
-            self._gather(self._log)
-            self._spare_time.spend(time.thread_time() - begin_s)
+        elif writer.error is not None:
+            self._fail(writer, writer.error)
+        elif self._must_flush(writer):
+            self._flush(writer)
+        elif writer.wants_rows and self._budget.has_credit():
+            with self._budget.spend():
+                writer.gather(self._store.memory)
 
     def counters(self) -> dict[str, int]:
-        """Return what has been written, and how often a log has ended early."""
+        """Return what has been written, and how often a log has failed."""
         if self._config.incremental_dir is None:
             return {}
-        log = self._log
+        writer = self._writer
         is_empty = self._store.journal.is_empty
-        is_written = log is not None and not log.is_writing and is_empty
+        is_written = writer is not None and not writer.is_writing and is_empty
+        num_rows, num_bytes = (writer.num_rows, writer.num_bytes) if writer else (0, 0)
         return {
-            "increments": 0 if log is None else log.number - 1,
+            "increments": 0 if writer is None else writer.number - 1,
             "increments_waiting": int(not is_written),
-            "increment_rows": self._num_rows + (0 if log is None else log.num_rows),
-            "increment_bytes": self._num_bytes + (0 if log is None else log.num_bytes),
-            "increment_logs_failed": 0,
-            **self._metrics.snapshot(),
+            "increment_rows": self._num_rows + num_rows,
+            "increment_bytes": self._num_bytes + num_bytes,
+            "increment_logs_failed": self._num_failed,
         }
 
     def close(self) -> None:
         """Write what is left, for ten seconds at most. May be called twice."""
-        log = self._log
-        if log is None:
+        writer = self._writer
+        if writer is None:
             return
         deadline = time.monotonic() + _CLOSE_S
-        while not log.is_over and time.monotonic() < deadline:
+        while not writer.is_over and time.monotonic() < deadline:
             if self._store.journal.is_empty:
-                log.end()
-            elif log.has_room:
-                self._cut(log)
-            if not self._gather(log):
+                writer.end()
+            elif writer.has_room:
+                self._flush(writer)
+            if not writer.gather(self._store.memory):
                 time.sleep(0.001)
-        if log.error is not None or not log.is_over:
-            reason = log.error or f"not written within {_CLOSE_S:g} s"
-            logger.error("log %s lacks its end: %s", log.info.name, reason)
-        self._end()
+        if writer.error is not None or not writer.is_over:
+            reason = writer.error or f"not written within {_CLOSE_S:g} s"
+            logger.error("log %s is not complete: %s", writer.log.name, reason)
+        self.suspend()
 
-    def _begin(self, base: Base) -> None:
-        config = self._config
-        info = LogInfo.new(config.shard, config.num_shards, base)
-        self._log = IncrementLog(
-            self._folder,
-            info,
-            max_cuts=config.incremental_queue,
-            max_ids=_MAX_BUFFERS * config.incremental_buffer_rows,
-        )
-        self._store.journal.begin()
-        self._cut_s = time.monotonic()
-        logger.info("log %s begins, base=%s", info.name, base.kind)
-
-    def _end(self) -> None:
-        self._store.journal.end()
-        self._begin_s = float("inf")
-        if self._log is not None:
-            self._num_rows += self._log.num_rows
-            self._num_bytes += self._log.num_bytes
-            self._log.cancel()
-            self._log = None
-
-    def _fail(self, exc: Exception) -> None:
-        name = self._folder.url if self._log is None else self._log.info.name
+    def _fail(self, writer: IncrementWriter, exc: Exception) -> None:
         logger.error(
-            "log %s ends early: %s. Training goes on; who follows it needs the next "
-            "checkpoint. Another log begins in %g s.",
-            *(name, exc, _RETRY_S),
+            "log %s failed: %s. Training continues; followers must reload from the "
+            "next checkpoint. A new log begins in %g s.",
+            writer.log.name,
+            exc,
+            RETRY_S,
         )
-        self._metrics.count("increment_logs_failed")
-        self._failed = self._log
-        self._end()
-        self._begin_s = time.monotonic() + _RETRY_S
+        self._num_failed += 1
+        self._failed = writer
+        self.suspend()
+        self._begin_s = self._activity.clock() + RETRY_S
 
-    def _cut_if_due(self, log: IncrementLog) -> None:
+    def _must_flush(self, writer: IncrementWriter) -> bool:
+        """Whether a flush is due; fail the log if it is, and there is no room."""
         journal, config = self._store.journal, self._config
         is_full = journal.num_ids >= config.incremental_buffer_rows
-        waited_s = time.monotonic() - self._cut_s
-        if is_full and not log.has_room:
-            self._fail(
-                CheckpointError(
-                    f"{config.incremental_queue} cuts of changes wait to be written "
-                    f"to {self._folder.url}, as many as may. Give a faster file "
-                    "system, or raise incremental_channel_capacity"
-                )
+        waited_s = self._activity.clock() - self._flushed_s
+        if is_full and not writer.has_room:
+            reason = (
+                f"{config.incremental_queue} flush requests wait to be written to "
+                f"{self._folder.url}, as many as may wait. Use a faster file system, "
+                "or raise incremental_channel_capacity"
             )
-        elif log.has_room and (is_full or waited_s >= config.incremental_interval_s):
-            self._cut_s = time.monotonic()
-            if not journal.is_empty:
-                self._cut(log)
+            self._fail(writer, CheckpointError(reason))
+            return False
+        is_due = is_full or waited_s >= config.incremental_interval_s
+        return writer.has_room and is_due
 
-    def _cut(self, log: IncrementLog) -> None:
-        memory = self._store.memory
-        states = memory.tables.states
+    def _flush(self, writer: IncrementWriter) -> None:
+        self._flushed_s = self._activity.clock()
+        if self._store.journal.is_empty:
+            return
+        memory, config = self._store.memory, self._config
         head = IncrementHead(
-            log=log.info.name,
+            log=writer.log.name,
             number=0,
-            shard=self._config.shard,
-            num_shards=self._config.num_shards,
+            shard=config.shard,
+            num_shards=config.num_shards,
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
             tick=int(memory.tally[TICK]),
             was_cleared=False,
-            tables=[FileTable(s.spec, bool(s.layout[HAS_METADATA])) for s in states],
-            num_updates=[state.num_updates for state in states],
+            tables=tuple(map(SavedTable.from_state, memory.tables.states)),
         )
-        log.add(Cut(self._store.journal.cut(), head))
-
-    def _gather(self, log: IncrementLog) -> bool:
-        """Copy the next rows that are asked for; return whether there were some."""
-        asked = log.next_asked()
-        if asked is not None:
-            rows, found_N = gather_rows(
-                self._store.memory, asked.table, asked.changed.ids
-            )
-            log.put(asked, rows, found_N)
-        return asked is not None
+        writer.flush(FlushRequest(self._store.journal.cut(), head))

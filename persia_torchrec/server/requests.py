@@ -1,212 +1,319 @@
-"""What a request must be before a server does anything about it.
+"""The kinds of requests that a server answers.
+
+A kind is a function that reads a request and returns the frames of the reply, or None
+if the reply comes later, and its line in :data:`KINDS`. A new kind is a file of its own
+with a :class:`RequestKind`, and a line there.
 
 Dimension key:
     N: ids of one table in a request
     D: its embedding dim
-    S: its optimizer-state floats a row
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, NamedTuple
 
-from persia_torchrec.errors import BatchError, ConfigError, FrameError, StoreError
+import msgspec
+import numpy as np
+
+from persia_torchrec.errors import BatchError, FrameError
+from persia_torchrec.server.checkpoints import (
+    CheckpointRequest,
+    Checkpoints,
+    Progress,
+)
+from persia_torchrec.server.shard import Shard, require_reply_fits
+from persia_torchrec.server.updates import Member, Update
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
+    COUNTS,
     MAX_MEMBER_CHARS,
-    Frame,
+    METADATA_COLUMNS,
+    SHARE,
+    STATE,
+    TRAINING,
     Frames,
-    Precision,
-    TableIds,
-    decode_segments,
+    Header,
+    Kind,
+    Share,
+    bytes_of,
+    decode_counts,
+    decode_json,
+    encode_json,
 )
-from persia_torchrec.wire.precision import Floats, decode_floats
-from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
+from persia_torchrec.wire.precision import encode_floats, size_of
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Which rows are to be exported: see ``EmbeddingStore.scan``."""
+class Request(NamedTuple):
+    """A message of a client."""
 
-    table: int
-    start: int
-    max_rows: int
+    peer: bytes
+    header: Header
+    frames: Frames
 
 
-class RequestReader:
-    """Reads requests for the tables of a store. Owned by the store's thread.
+class RequestKind(NamedTuple):
+    """How one kind of request is answered.
 
-    Args:
-        store: only its tables are read.
-        max_ids: ids that a request may name.
+    Attributes:
+        kind: its number on the wire.
+        answer: reads the request, and returns the frames after the reply's header; None
+            if the reply comes later.
+        needs_rows: refused while a checkpoint is loaded; counts as activity.
+        in_inference: answered by servers that serve a checkpoint, too.
     """
 
-    def __init__(self, store: EmbeddingStore, max_ids: int) -> None:
-        self._store = store
-        self._max_ids = max_ids
+    kind: int
+    answer: Callable[[Shard, Request], Frames | None]
+    needs_rows: bool = True
+    in_inference: bool = False
 
-    def specs(self, descriptions: object) -> list[TableSpec]:
-        """Read the tables that are to be added.
 
-        Raises:
-            FrameError: it is no list of tables.
-            ConfigError: a table cannot be read.
-        """
-        if not isinstance(descriptions, list) or not all(
-            isinstance(description, dict) for description in descriptions
-        ):
-            raise FrameError("ADD_TABLES must carry a list of tables.")
-        return [TableSpec.from_json(description) for description in descriptions]
-
-    def tables(self, frames: Frames, *, num_frames: int) -> list[TableIds]:
-        """Read the ids of each table.
-
-        Raises:
-            FrameError: frames are missing, or do not fit one another.
-            BatchError: more ids than a request may name.
-            ConfigError: a table that the store does not have.
-        """
-        tables = decode_segments(frames, num_frames=num_frames)
-        num_ids = len(frames[2]) // 8
-        if num_ids > self._max_ids:
-            raise BatchError(
-                f"A request may name {self._max_ids} ids. Received: {num_ids}. Send "
-                "smaller requests, or raise the server's max_request_ids."
-            )
-        for t in tables:
-            self._require_table(t.table)
-        return tables
-
-    def _require_table(self, number: int) -> None:
-        num_tables = len(self._store.tables)
-        if not 0 <= number < num_tables:
-            raise ConfigError(
-                f"Unknown table number {number}: this server has "
-                f"{num_tables} tables. Add the tables first."
-            )
-
-    def rows(
-        self,
-        tables: Sequence[TableIds],
-        frame: Frame,
-        precision: Precision,
-        *,
-        has_state: bool = False,
-    ) -> list[Floats]:
-        """Read weights or gradients, float32 ``(N, D)`` a table.
-
-        Args:
-            tables: which rows.
-            frame: with their numbers.
-            precision: of the numbers.
-            has_state: the rows are ``(N, D + S)``, weights and optimizer state.
-
-        Raises:
-            FrameError: there are not as many numbers as the ids of the tables need.
-        """
-        specs = [self._store.tables[t.table] for t in tables]
-        shapes = [
-            (len(t.ids), spec.dim + (spec.num_state_floats if has_state else 0))
-            for t, spec in zip(tables, specs, strict=True)
-        ]
-        flat = decode_floats(
-            frame, sum(num * width for num, width in shapes), precision
+def _answer_lookup(shard: Shard, request: Request) -> Frames:
+    header, frames = request.header, request.frames
+    has_counts = bool(header.flags & COUNTS)
+    training = bool(header.flags & TRAINING)
+    store, specs = shard.store, shard.store.tables
+    tables = shard.read_ids(frames, 4 if has_counts else 3)
+    counts = decode_counts(frames) if has_counts else None
+    num_floats = sum(len(t.ids) * specs[t.table].dim for t in tables)
+    require_reply_fits(num_floats * size_of(header.precision))
+    rows = np.empty(num_floats, dtype=np.float32)
+    shard.stages.lap("decode")
+    slots = []
+    start = first = 0
+    for t in tables:
+        num, dim = len(t.ids), specs[t.table].dim
+        out_ND = rows[start : start + num * dim].reshape(num, dim)
+        counts_N = None
+        if counts is not None and store.wants_counts(t.table):
+            counts_N = counts[first : first + num]
+        slots.append(
+            store.lookup(t.table, t.ids, out_ND, training=training, counts_N=counts_N)
         )
-        rows = []
-        place = 0
-        for num, width in shapes:
-            rows.append(flat[place : place + num * width].reshape(num, width))
-            place += num * width
-        return rows
+        start += num * dim
+        first += num
+    if training:
+        shard.open_batches.begin((header.stream, header.batch), tables, slots)
+        shard.stages.lap("lookup")
+    else:
+        shard.metrics.count("requests_lookup_inference")
+        shard.stages.lap("inference")
+    frame = encode_floats(rows, header.precision)
+    shard.stages.lap("encode")
+    return [frame]
 
-    def export(self, value: object) -> Slice:
-        """Read which rows are to be exported.
 
-        Raises:
-            FrameError: a field is missing or no number.
-            BatchError: more rows than a request may have, or than a reply holds.
-            ConfigError: a table that the store does not have.
-        """
-        table, start, max_rows = _numbers_of(
-            value, "EXPORT", "table", "start", "max_rows"
+def _answer_update(shard: Shard, request: Request) -> None:
+    header, frames = request.header, request.frames
+    is_share = bool(header.flags & SHARE)
+    tables = shard.read_ids(frames, 5 if is_share else 4)
+    grads = shard.read_rows(tables, frames[3], header.precision)
+    update = Update(request.peer, header, tables, grads)
+    if is_share:
+        shard.joint_steps.add(Share.decode(frames, num_frames=5), update)
+    else:
+        shard.queue([update])
+    shard.stages.lap("decode")
+
+
+class _Join(msgspec.Struct):
+    who: Annotated[str, msgspec.Meta(max_length=MAX_MEMBER_CHARS)]
+    ended: Annotated[str, msgspec.Meta(max_length=MAX_MEMBER_CHARS)]
+
+
+def _answer_join(shard: Shard, request: Request) -> Frames:
+    join = decode_json(request.frames[:2], _Join)
+    share = Share.decode(request.frames, num_frames=3)
+    gone = shard.joint_steps.join(share, Member(request.peer, join.who, join.ended))
+    return [encode_json(", ".join(gone))]
+
+
+def _answer_leave(shard: Shard, request: Request) -> Frames:
+    shard.joint_steps.leave(Share.decode(request.frames, num_frames=2))
+    return [encode_json(None)]
+
+
+def _answer_write(shard: Shard, request: Request) -> Frames:
+    header, frames = request.header, request.frames
+    tables = shard.read_ids(frames, 4)
+    has_state = bool(header.flags & STATE)
+    rows = shard.read_rows(tables, frames[3], header.precision, has_state=has_state)
+    shard.stages.lap("decode")
+    for t, rows_NK in zip(tables, rows, strict=True):
+        shard.store.write(t.table, t.ids, rows_NK)
+    shard.stages.lap("write")
+    return [encode_json(None)]
+
+
+def _answer_read(shard: Shard, request: Request) -> Frames:
+    tables = shard.read_ids(request.frames, 3)
+    for t in tables:
+        require_reply_fits(4 * len(t.ids) * _row_width(shard, t.table))
+    reply: Frames = [bytes_of(shard.store.read(t.table, t.ids)) for t in tables]
+    shard.stages.lap("lookup")
+    return reply
+
+
+def _answer_metadata(shard: Shard, request: Request) -> Frames:
+    tables = shard.read_ids(request.frames, 3)
+    require_reply_fits(4 * METADATA_COLUMNS * sum(len(t.ids) for t in tables))
+    reply: Frames = []
+    for t in tables:
+        found = shard.store.metadata(t.table, t.ids)
+        columns = found.frequency, found.first_step, found.last_step, found.last_s
+        reply.append(bytes_of(np.stack(columns, axis=1)))
+    shard.stages.lap("lookup")
+    return reply
+
+
+class _Export(msgspec.Struct):
+    table: int
+    start: Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+    max_rows: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def _answer_export(shard: Shard, request: Request) -> Frames:
+    asked = decode_json(request.frames, _Export)
+    shard.require_table(asked.table)
+    max_rows, most = asked.max_rows, shard.config.max_request_ids
+    if max_rows > most:
+        raise BatchError(
+            f"An export may have {most} rows. Received: max_rows {max_rows}."
         )
-        self._require_table(table)
-        if not 0 <= start < 2**32 or not 1 <= max_rows <= self._max_ids:
-            raise BatchError(
-                "An export must begin at a slot in [0, 2**32), and have 1 to "
-                f"{self._max_ids} rows. Received: start {start}, max_rows {max_rows}."
-            )
-        spec = self._store.tables[table]
-        require_reply_fits(4 * max_rows * (spec.dim + spec.num_state_floats))
-        return Slice(table, start, max_rows)
-
-    def step(self, value: object) -> tuple[int, int | None]:
-        """Read the number of a table, and the step to set if there is one.
-
-        Raises:
-            FrameError: a field is missing, no number, or a step is out of range.
-            ConfigError: a table that the store does not have.
-        """
-        (table,) = _numbers_of(value, "STEP", "table")
-        self._require_table(table)
-        assert isinstance(value, dict)
-        if value.get("step") is None:
-            return table, None
-        (step,) = _numbers_of(value, "STEP", "step")
-        if not 0 <= step < 2**63:
-            raise FrameError(f"A step must be in [0, 2**63). Received: {step}.")
-        return table, step
-
-    def member(self, value: object) -> tuple[str, str]:
-        """Read who a trainer is, and why it has ended if it has.
-
-        Raises:
-            FrameError: a field is missing, or no short text.
-        """
-        fields = value if isinstance(value, dict) else {}
-        who, ended = fields.get("who"), fields.get("ended")
-        for text in (who, ended):
-            if not isinstance(text, str) or len(text) > MAX_MEMBER_CHARS:
-                raise FrameError(
-                    "JOIN must have the texts who and ended, of at most "
-                    f"{MAX_MEMBER_CHARS} characters. Received: {value!r:.100}."
-                )
-        return str(who), str(ended)
-
-    def num_weights(self, t: TableIds) -> int:
-        """Return how many weights the rows of some ids have."""
-        return len(t.ids) * self._store.tables[t.table].dim
+    require_reply_fits(4 * max_rows * _row_width(shard, asked.table))
+    found = shard.store.scan(asked.table, asked.start, max_rows)
+    shard.stages.lap("lookup")
+    position = encode_json({"next": found.next_slot})
+    return [position, bytes_of(found.ids), bytes_of(found.rows)]
 
 
-def require_reply_fits(num_bytes: int) -> None:
-    """Refuse a request whose reply would be too large, before it takes memory.
+def _row_width(shard: Shard, table: int) -> int:
+    spec = shard.store.tables[table]
+    return spec.dim + spec.num_state_floats
+
+
+class _Step(msgspec.Struct):
+    table: int
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+
+
+def _answer_step(shard: Shard, request: Request) -> Frames:
+    asked = decode_json(request.frames, _Step)
+    shard.require_table(asked.table)
+    shard.apply_all_updates()  # they count
+    if asked.step is not None:
+        shard.store.set_step(asked.table, asked.step)
+    return [encode_json(shard.store.step(asked.table))]
+
+
+def _answer_hello(shard: Shard, _: Request) -> Frames:
+    value = {
+        "shard": shard.config.shard,
+        "num_shards": shard.config.num_shards,
+        "incarnation": shard.checkpoints.incarnation,
+        "max_request_ids": shard.config.max_request_ids,
+        "tables": _describe_tables(shard.store, range(shard.store.num_tables)),
+    }
+    return [encode_json(value)]
+
+
+def _answer_add_tables(shard: Shard, request: Request) -> Frames:
+    descriptions = decode_json(request.frames, list[dict[str, Any]])
+    specs = [TableSpec.from_json(description) for description in descriptions]
+    shard.apply_all_updates()  # with the settings that they were sent under
+    shard.stages.lap("update")
+    num_known = shard.store.num_tables
+    numbers = shard.store.add_tables(specs)
+    for spec in shard.store.tables[num_known:]:
+        logger.info("table %s", spec)
+    logger.debug("tables %s", specs)
+    return [encode_json(_describe_tables(shard.store, numbers))]
+
+
+def _describe_tables(
+    store: EmbeddingStore, numbers: Iterable[int]
+) -> list[dict[str, object]]:
+    tables = store.tables
+    return [
+        {
+            "number": number,
+            "wants_counts": store.wants_counts(number),
+            "spec": tables[number].to_json(),
+        }
+        for number in numbers
+    ]
+
+
+def _answer_counters(shard: Shard, _: Request) -> Frames:
+    return [encode_json(shard.counters())]
+
+
+def _answer_clear(shard: Shard, _: Request) -> Frames:
+    shard.apply_all_updates()  # their senders wait for the acknowledgements
+    shard.checkpoints.cancel("the rows were dropped")
+    shard.store.clear()
+    shard.open_batches.slots.clear()
+    return [encode_json(None)]
+
+
+def _answer_shutdown(shard: Shard, _: Request) -> Frames:
+    shard.stopping.set()
+    return [encode_json(None)]
+
+
+def _answer_checkpoint(shard: Shard, request: Request) -> Frames:
+    assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
+    shard.apply_all_updates()  # acknowledged updates are in a dump
+    asked = decode_json(request.frames, CheckpointRequest)
+    return [encode_json(shard.checkpoints.begin(asked))]
+
+
+def _answer_progress(shard: Shard, request: Request) -> Frames:
+    assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
+    asked = decode_json(request.frames, Progress)
+    return [encode_json(shard.checkpoints.progress(asked))]
+
+
+KINDS = {
+    kind.kind: kind
+    for kind in (
+        RequestKind(Kind.LOOKUP, _answer_lookup, in_inference=True),
+        RequestKind(Kind.UPDATE, _answer_update),
+        RequestKind(Kind.JOIN, _answer_join, needs_rows=False),
+        RequestKind(Kind.LEAVE, _answer_leave, needs_rows=False),
+        RequestKind(Kind.WRITE, _answer_write),
+        RequestKind(Kind.READ, _answer_read, in_inference=True),
+        RequestKind(Kind.METADATA, _answer_metadata, in_inference=True),
+        RequestKind(Kind.EXPORT, _answer_export, in_inference=True),
+        RequestKind(Kind.STEP, _answer_step),
+        RequestKind(Kind.HELLO, _answer_hello, needs_rows=False, in_inference=True),
+        RequestKind(Kind.ADD_TABLES, _answer_add_tables),
+        RequestKind(Kind.COUNTERS, _answer_counters, in_inference=True),
+        RequestKind(Kind.CLEAR, _answer_clear),
+        RequestKind(
+            Kind.SHUTDOWN, _answer_shutdown, needs_rows=False, in_inference=True
+        ),
+        RequestKind(Kind.CHECKPOINT, _answer_checkpoint, needs_rows=False),
+        RequestKind(Kind.PROGRESS, _answer_progress, needs_rows=False),
+    )
+}
+"""Every kind that a server answers, by its number on the wire."""
+
+
+def find_kind(header: Header) -> RequestKind:
+    """Return how a request is answered.
 
     Raises:
-        BatchError: ``num_bytes`` is more than a frame holds.
+        FrameError: servers do not answer it.
     """
-    if num_bytes > MAX_MESSAGE_BYTES:
-        raise BatchError(
-            f"A reply may have {MAX_MESSAGE_BYTES} bytes. Received: a request whose "
-            f"reply has {num_bytes} bytes. Send smaller requests."
-        )
-
-
-def _numbers_of(value: object, kind: str, *names: str) -> list[int]:
-    fields = value if isinstance(value, dict) else {}
-    numbers = [n for name in names if type(n := fields.get(name)) is int]
-    if len(numbers) < len(names):
+    kind = KINDS.get(header.kind)
+    if kind is None:
         raise FrameError(
-            f"{kind} must have the numbers {', '.join(names)}. "
-            f"Received: {value!r:.100}."
+            f"An embedding server answers no {header.kind.name} message. "
+            "Is this the address of another role?"
         )
-    return numbers
-
-
-def error_to_tell(exc: Exception) -> Exception:
-    """Return the error that the sender of a request that failed is told."""
-    if isinstance(exc, MemoryError):
-        return StoreError(
-            f"The server must have the memory that a request takes ({exc}). Send "
-            "smaller requests, or lower its capacity."
-        )
-    return exc
+    return kind

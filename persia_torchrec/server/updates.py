@@ -1,9 +1,28 @@
-"""Gradients that wait to be applied, and how those of several trainers become one.
+"""Gradients that wait to be applied, and the joint steps of several trainers.
 
 A trainer's gradient of a step is summed over its own batch. Where trainers update
 jointly, the server adds up what each of them sends for the same row, in the order of
-their ranks, so that the sum does not depend on who came first, and the optimizer sees
-one gradient a row: that of the mean, or the sum, of all trainers' losses.
+their ranks, so that the sum does not depend on the order of arrival, and the optimizer
+sees one gradient per row: that of the mean, or the sum, of all trainers' losses.
+
+    share of rank 0 --.
+    share of rank 1 ---+--> complete --> applied as one update --> all acknowledged
+    rank 2 has left --'
+
+A trainer gives its share of a step with its gradients, or gives it up with an update
+without any. A trainer without more data leaves: later steps do not wait for it. A
+trainer that crashed does neither, so a step that has waited for a while checks whether
+the connections of the missing trainers are alive. The step is refused if one is lost,
+or after a timeout; the message names who is missing. Its group is broken from then on:
+later shares are refused at once, since trainers that lost a step are not in step any
+more. A trainer that ended after its last share, and is not waited for, is no fault.
+
+The last shares of a trainer may wait to be read when its connection is lost. So it
+counts as lost only when its connection has been away for ``_GRACE_S``, and the server
+has read every message since, or has not managed to within ``_MAX_UNREAD_S``.
+
+Waiting gradients are bounded in bytes. A lookup of step n + 1 comes after the
+acknowledgement of step n if each trainer waits for its own: that is the only barrier.
 
 Dimension key:
     N: ids of one table in one trainer's update
@@ -11,32 +30,50 @@ Dimension key:
     D: its embedding dim
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.errors import BatchError, PersiaError, StoreError
+from persia_torchrec.metrics import Metrics
 from persia_torchrec.routing.dedup import Positions, unique_ids
 from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.server.hints import Hints, Slots
+from persia_torchrec.server.open_batches import Batch, SlotCache, Slots
 from persia_torchrec.store.lookup import MISSING
-from persia_torchrec.wire.messages import Header, TableIds
+from persia_torchrec.wire.messages import Header, Share, TableIds
 from persia_torchrec.wire.precision import Floats
 
 _OBJECT_BYTES = 2048
-"""What an update takes beside its ids and gradients."""
+"""What an update takes besides its ids and gradients."""
+
+_MAX_GROUPS = 1024
+"""Groups remembered."""
+
+_CHECK_S = 0.5
+"""How soon, and how often, a step checks the trainers that it waits for."""
+
+_GRACE_S = 1.0
+"""A connection may be away for so long, and come back."""
+
+_MAX_UNREAD_S = 4.0
+"""How long a server that always has messages to read waits for those of a trainer
+whose connection is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One trainer's update, read and checked: it waits to be applied.
+class Update(NamedTuple):
+    """One trainer's update, read and checked.
 
     Attributes:
-        peer: who gets the acknowledgement.
+        peer: gets the acknowledgement.
         header: of its request.
-        tables: ids, a table each; none when the trainer gives up its batch.
-        grads: float32 ``(N, D)`` a table; views of the message, where they can be.
+        tables: ids by table; none when the trainer gives up its batch.
+        grads: float32 ``(N, D)`` per table; views of the message, where possible.
     """
 
     peer: bytes
@@ -45,21 +82,25 @@ class Update:
     grads: list[Floats]
 
     @property
+    def batch(self) -> Batch:
+        """The batch that was looked up."""
+        return self.header.stream, self.header.batch
+
+    @property
     def size_bytes(self) -> int:
-        """Memory that it takes, not less."""
+        """Memory that it takes, at least."""
         ids = sum(t.ids.nbytes for t in self.tables)
         return _OBJECT_BYTES + ids + sum(grads_ND.nbytes for grads_ND in self.grads)
 
 
-@dataclass(frozen=True, slots=True)
-class TableGradients:
-    """What the store gets to apply to one table.
+class TableGradients(NamedTuple):
+    """What the store applies to one table.
 
     Attributes:
         table: its number.
         ids: uint64 ``(U,)``.
         grads: float32 ``(U, D)``.
-        hints: uint32 ``(U,)``, where the rows were at their lookup, if that is known.
+        hints: uint32 ``(U,)``, the slots of the rows at their lookup, if known.
     """
 
     table: int
@@ -68,25 +109,26 @@ class TableGradients:
     hints: Slots | None
 
 
-def gradients_of(updates: Sequence[Update], hints: Hints) -> Iterator[TableGradients]:
+def build_gradients(
+    updates: Sequence[Update], slots: SlotCache
+) -> Iterator[TableGradients]:
     """Yield the gradients of updates that are applied together, table by table.
 
     Args:
-        updates: a single one, or one a trainer in the order of their ranks.
-        hints: of the lookups before; those of these updates are taken out.
+        updates: a single one, or one per trainer in the order of their ranks.
+        slots: of open batches; those of these updates are taken out.
     """
     pieces: dict[int, list[TableGradients]] = {}
     for update in updates:
-        stream, batch = update.header.stream, update.header.batch
         for t, grads_ND in zip(update.tables, update.grads, strict=True):
-            hints_N = hints.take(stream, batch, t.table, len(t.ids))
+            hints_N = slots.take(update.batch, t.table, len(t.ids))
             piece = TableGradients(t.table, t.ids, grads_ND, hints_N)
             if len(updates) == 1:
                 yield piece
             else:
                 pieces.setdefault(t.table, []).append(piece)
-    for of_table in pieces.values():
-        yield of_table[0] if len(of_table) == 1 else _add_up(of_table)
+    for to_add in pieces.values():
+        yield to_add[0] if len(to_add) == 1 else _add_up(to_add)
 
 
 def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:
@@ -110,3 +152,282 @@ def _add(inverse_N: Positions, grads_ND: Floats, out_UD: Floats) -> None:
     for i in range(len(inverse_N)):
         for d in range(out_UD.shape[1]):
             out_UD[inverse_N[i], d] += grads_ND[i, d]
+
+
+@dataclass(slots=True)
+class Member:
+    """A trainer of a group, as far as the server knows it.
+
+    Attributes:
+        peer: where its messages come from.
+        who: its process and host; empty where it has not said.
+        ended: why it gives no more shares; empty as long as it may.
+        lost_s: when its connection was first seen to be lost.
+    """
+
+    peer: bytes
+    who: str = ""
+    ended: str = ""
+    lost_s: float = math.inf
+
+    def describe(self, rank: int) -> str:
+        """Return what an error says of it."""
+        why = self.ended or "its connection was lost"
+        return (
+            f"rank {rank} ({self.who}: {why})" if self.who else f"rank {rank} ({why})"
+        )
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step that waits: its shares so far, by rank."""
+
+    since_s: float
+    timeout_s: float
+    num_ranks: int
+    updates: dict[int, Update] = field(default_factory=dict)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.since_s + self.timeout_s
+
+
+@dataclass(slots=True)
+class _Group:
+    """Trainers that step together."""
+
+    members: dict[int, Member] = field(default_factory=dict)
+    steps: dict[int, _Step] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    """By rank: the first step that it gives no share of."""
+    broken: str = ""
+
+    def missing(self, number: int) -> list[int]:
+        """Return the ranks that a step still waits for."""
+        step = self.steps[number]
+        return [
+            rank
+            for rank in range(step.num_ranks)
+            if rank not in step.updates and self.left.get(rank, number + 1) > number
+        ]
+
+
+class JointSteps:
+    """Collects the shares of joint steps. Owned by the serving thread.
+
+    Args:
+        metrics: gets the gauges ``joint_steps`` and ``joint_bytes``, what waits now,
+            and the counter ``joint_steps_broken``.
+        apply: called with the updates of a complete step, in the order of their ranks.
+        refuse: called with an update that will not be applied, and the reason.
+        is_connected: tells whether the connection of a peer is alive.
+        max_bytes: of ids and gradients that may wait.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        apply: Callable[[list[Update]], None],
+        refuse: Callable[[Update, PersiaError], None],
+        *,
+        is_connected: Callable[[bytes], bool],
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._apply = apply
+        self._refuse = refuse
+        self._is_connected = is_connected
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._groups: OrderedDict[int, _Group] = OrderedDict()
+        self._num_steps = 0
+        self._num_bytes = 0
+        self._next_check_s = math.inf
+        self._all_read_s = -math.inf
+        metrics.count("joint_steps_broken", 0)
+        self._publish()
+
+    def __len__(self) -> int:
+        """Return how many steps wait."""
+        return self._num_steps
+
+    def join(self, share: Share, member: Member) -> list[str]:
+        """Register a rank, or that it has ended; the last call for a rank counts.
+
+        Returns:
+            Which other ranks of its group are gone.
+        """
+        members = self._get_group(share.group).members
+        members[share.rank] = member
+        return [
+            other.describe(rank)
+            for rank, other in sorted(members.items())
+            if rank != share.rank
+            and (other.ended or not self._is_connected(other.peer))
+        ]
+
+    def add(self, share: Share, update: Update) -> None:
+        """Take a trainer's share of a step, or refuse it.
+
+        Refused are a second share of a rank, or one after it has left; a share of
+        another number of ranks; one for which there is no room; and every share of a
+        broken group.
+        """
+        group = self._get_group(share.group)
+        try:
+            _require_in_step(group, share)
+            self._require_room(share, group, update)
+        except PersiaError as exc:
+            self._refuse(update, exc)
+            return
+        group.members.setdefault(share.rank, Member(update.peer)).peer = update.peer
+        if share.step not in group.steps:
+            step = _Step(self._clock(), share.timeout_ms / 1000, share.num_ranks)
+            group.steps[share.step] = step
+            check_s = min(step.deadline_s, step.since_s + _CHECK_S)
+            self._next_check_s = min(self._next_check_s, check_s)
+            self._num_steps += 1
+        group.steps[share.step].updates[share.rank] = update
+        self._num_bytes += update.size_bytes
+        self._apply_complete(group, [share.step])
+
+    def leave(self, share: Share) -> None:
+        """Stop waiting for a rank, from the share's step on.
+
+        It is expected in the next group, which all join when they have left.
+        """
+        group = self._get_group(share.group)
+        if member := group.members.get(share.rank):
+            next_group = self._get_group(share.group + 1)
+            next_group.members.setdefault(share.rank, member)
+        group.left[share.rank] = min(share.step, group.left.get(share.rank, share.step))
+        self._apply_complete(group, sorted(group.steps))
+
+    def has_read_all(self) -> None:
+        """Note that the server has no message to read."""
+        self._all_read_s = self._clock()
+
+    def refuse_overdue(self) -> None:
+        """Refuse steps that wait too long, or for lost trainers; break their groups."""
+        now_s = self._clock()
+        if now_s < self._next_check_s:
+            return
+        for group in list(self._groups.values()):
+            overdue = [n for n, step in group.steps.items() if step.deadline_s <= now_s]
+            if overdue:
+                self._break(group, _describe_overdue(group, min(overdue)))
+            elif why := self._describe_lost(group, now_s):
+                self._break(group, why)
+        waiting = [s for group in self._groups.values() for s in group.steps.values()]
+        check_s = now_s + _CHECK_S if waiting else math.inf
+        self._next_check_s = min([check_s, *(step.deadline_s for step in waiting)])
+
+    def refuse_all(self, why: str) -> None:
+        """Refuse all steps, and break their groups."""
+        for group in list(self._groups.values()):
+            if group.steps:
+                self._break(group, why)
+
+    def _describe_lost(self, group: _Group, now_s: float) -> str:
+        """Describe the first step that waits for lost trainers; or nothing."""
+        for number in sorted(group.steps):
+            if now_s < group.steps[number].since_s + _CHECK_S:
+                continue
+            known = ((r, group.members.get(r)) for r in group.missing(number))
+            lost = [m.describe(r) for r, m in known if m and self._is_lost(m, now_s)]
+            if lost:
+                return (
+                    f"Step {number} must get the gradients of all "
+                    f"{group.steps[number].num_ranks} trainers. Received: none of "
+                    f"{', '.join(lost)}. See the log of that trainer; where data may "
+                    "end earlier, train inside join()."
+                )
+        return ""
+
+    def _is_lost(self, member: Member, now_s: float) -> bool:
+        """Return whether no more shares of a trainer will come."""
+        if not member.ended and self._is_connected(member.peer):
+            member.lost_s = math.inf
+            return False
+        member.lost_s = min(member.lost_s, now_s)
+        gone_s = now_s - member.lost_s
+        has_read_all = self._all_read_s > member.lost_s
+        return gone_s >= _GRACE_S and (has_read_all or gone_s >= _MAX_UNREAD_S)
+
+    def _get_group(self, number: int) -> _Group:
+        group = self._groups.setdefault(number, _Group())
+        self._groups.move_to_end(number)
+        if len(self._groups) > _MAX_GROUPS:
+            oldest = next(
+                (n for n, other in self._groups.items() if not other.steps), number
+            )
+            if oldest != number:
+                del self._groups[oldest]
+        return group
+
+    def _require_room(self, share: Share, group: _Group, update: Update) -> None:
+        if self._num_bytes + update.size_bytes <= self._max_bytes:
+            return
+        why = (
+            f"Joint steps may keep {self._max_bytes} bytes of gradients waiting. "
+            f"Received: {self._num_bytes} bytes, and {update.size_bytes} more of rank "
+            f"{share.rank}. Raise joint_update_bytes of the server, or lower the "
+            "staleness."
+        )
+        self._break(group, why)
+        raise StoreError(why)
+
+    def _apply_complete(self, group: _Group, steps: Iterable[int]) -> None:
+        for step in steps:
+            if not group.missing(step):
+                updates = self._take(group, step)
+                self._apply([updates[rank] for rank in sorted(updates)])
+        self._publish()
+
+    def _take(self, group: _Group, step: int) -> dict[int, Update]:
+        updates = group.steps.pop(step).updates
+        self._num_steps -= 1
+        self._num_bytes -= sum(update.size_bytes for update in updates.values())
+        return updates
+
+    def _break(self, group: _Group, why: str) -> None:
+        group.broken = why
+        self._metrics.count("joint_steps_broken", len(group.steps))
+        for step in sorted(group.steps):
+            for update in self._take(group, step).values():
+                self._refuse(update, StoreError(why))
+        self._publish()
+
+    def _publish(self) -> None:
+        self._metrics.set_gauge("joint_steps", self._num_steps)
+        self._metrics.set_gauge("joint_bytes", self._num_bytes)
+
+
+def _require_in_step(group: _Group, share: Share) -> None:
+    if group.broken:
+        raise StoreError(group.broken)
+    step = group.steps.get(share.step)
+    if step is not None and step.num_ranks != share.num_ranks:
+        raise BatchError(
+            f"All shares of a step must have the same number of ranks. Received: "
+            f"{share.num_ranks} from rank {share.rank} of step {share.step}, "
+            f"{step.num_ranks} from the others."
+        )
+    is_given = step is not None and share.rank in step.updates
+    if is_given or group.left.get(share.rank, share.step + 1) <= share.step:
+        raise BatchError(
+            f"Rank {share.rank} must give its share of step {share.step} once, and "
+            "before it leaves. Received: another one."
+        )
+
+
+def _describe_overdue(group: _Group, number: int) -> str:
+    step = group.steps[number]
+    return (
+        f"Step {number} must get the gradients of all {step.num_ranks} trainers. "
+        f"Received: none of rank {', '.join(map(str, group.missing(number)))} within "
+        f"{step.timeout_s:g} s. Every trainer must run as many training steps; where "
+        "data may end earlier, train inside join()."
+    )

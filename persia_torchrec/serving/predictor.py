@@ -9,8 +9,8 @@ import time
 import torch
 from torch import nn
 
+from persia_torchrec.checkpoint.catalog import complete_checkpoints, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.series import complete_checkpoints, find_checkpoint
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import BatchError, CheckpointError, PersiaError
 from persia_torchrec.serving.embeddings import SlotsReader
@@ -139,7 +139,7 @@ class ModelFollower:
     def _load_latest(self) -> None:
         for folder in complete_checkpoints(self._run_folder):
             if self._name in folder.names():
-                if folder.path_of(self._name) != self._predictor.name:
+                if folder.file_path(self._name) != self._predictor.name:
                     model, name = load_model(folder.url, self._name, self._device)
                     self._predictor.use(model, name)
                     logger.info("serving model=%s", name)
@@ -166,7 +166,7 @@ def load_model(
     folder = Folder(path)
     if name not in folder.names():
         folder = find_checkpoint(path)
-    file = folder.path_of(name)
+    file = folder.file_path(name)
     if name not in folder.names():
         raise CheckpointError(
             f"{file} must be a TorchScript model. Received: no such file. Save the "

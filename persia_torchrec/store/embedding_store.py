@@ -111,6 +111,16 @@ class EmbeddingStore:
         return [state.spec for state in self._tables.states]
 
     @property
+    def num_tables(self) -> int:
+        """How many tables there are."""
+        return len(self._tables.states)
+
+    @property
+    def is_lfu(self) -> bool:
+        """Whether the least frequently used row is evicted first."""
+        return len(self._memory.logs.directory) > 1
+
+    @property
     def memory(self) -> ShardMemory:
         """Everything it keeps, for what copies rows out and in."""
         return self._memory

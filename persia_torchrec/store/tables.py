@@ -113,18 +113,14 @@ class Tables:
         if known != self._describe(spec):
             raise ConfigError(
                 f"Table {spec.name!r} has {known} on this server. Received: "
-                f"{self._describe(spec)}. Use another table name, or clear the "
-                "servers by starting them anew."
+                f"{self._describe(spec)}. Use another table name, or restart "
+                "the servers, which clears them."
             )
 
     def _describe(self, spec: TableSpec) -> str:
         """Say what the rows of a table look like."""
         has_own_metadata = spec.has_metadata and not self._has_metadata
-        return (
-            f"dim {spec.dim}, weights {spec.weight_dtype}"
-            f"{', metadata' if has_own_metadata else ''} and optimizer "
-            f"{spec.optimizer.kind} ({spec.num_state_floats} state floats a row)"
-        )
+        return spec.describe_rows(with_metadata=has_own_metadata)
 
     def _new_state(
         self, spec: TableSpec, number: int, arenas: list[Arena]

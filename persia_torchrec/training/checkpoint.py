@@ -44,14 +44,15 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec import env
-from persia_torchrec.checkpoint import manifest as manifests
-from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.manifest import Manifest
-from persia_torchrec.checkpoint.series import (
+from persia_torchrec.checkpoint.catalog import (
     DENSE,
+    MANIFEST,
+    DenseHalf,
+    Manifest,
     begin_checkpoint,
     find_checkpoint,
 )
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoints import SavedCheckpoint
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
@@ -132,7 +133,7 @@ def save_checkpoint(
 
     def complete() -> SavedCheckpoint:
         assert servers is not None  # rank 0 does this
-        manifest = dataclasses.replace(servers.wait(), begun=_begun(state))
+        manifest = dataclasses.replace(servers.wait(), dense=DenseHalf(_begun(state)))
         manifest.write(folder)
         return SavedCheckpoint.of(folder, manifest)
 
@@ -167,13 +168,13 @@ def load_checkpoint(
 
     def load_servers() -> tuple[SavedCheckpoint, tuple[str, ...]]:
         folder = find_checkpoint(path)
-        begun = Manifest.read(folder).begun
-        if begun is None:
+        dense = Manifest.read(folder).dense
+        if dense is None:
             raise CheckpointError(
                 f"{folder.url} must have both halves, and has that of the servers "
                 "only. Load it with client.checkpoints.load."
             )
-        return client.checkpoints.load(folder.url, timeout_s=timeout_s), begun
+        return client.checkpoints.load(folder.url, timeout_s=timeout_s), dense.begun
 
     saved, begun = at_first(load_servers)
     folder = Folder(saved.path).child(DENSE)
@@ -355,14 +356,9 @@ class ContextCheckpoints:
             blocking: wait for the end; otherwise for the files only.
         """
         for name in files:
-            if (
-                not name
-                or "/" in name
-                or name == manifests.NAME
-                or name.endswith(".rows")
-            ):
+            if not name or "/" in name or name == MANIFEST or name.endswith(".rows"):
                 raise ConfigError(
-                    f"A file's name must be a plain one, neither {manifests.NAME} nor "
+                    f"A file's name must be a plain one, neither {MANIFEST} nor "
                     f"*.rows. Received: {name!r}."
                 )
         self.wait_for_dump()
@@ -416,7 +412,7 @@ class ContextCheckpoints:
 
         def apply() -> None:
             for name, target in targets.items():
-                apply_state(target, states[name], folder.path_of(name))
+                apply_state(target, states[name], folder.file_path(name))
 
         def start() -> None:
             self._load = self._client.checkpoints.start_load(folder.url)
@@ -496,9 +492,9 @@ def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
         CheckpointError: there is no such file, or it is damaged, or holds more than
             tensors, numbers and text.
     """
-    if folder.size_of(name) is None:
+    if folder.file_size(name) is None:
         raise CheckpointError(
-            f"{folder.path_of(name)} must be there. Received: {folder.url} with "
+            f"{folder.file_path(name)} must be there. Received: {folder.url} with "
             f"{sorted(folder.names())[:8] or 'nothing'}. A dump of the embeddings "
             "alone is for load_embedding."
         )
@@ -508,7 +504,7 @@ def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
         return torch.load(data, map_location=where, weights_only=True)
     except Exception as exc:  # what a damaged file makes the reader raise has no list
         raise CheckpointError(
-            f"{folder.path_of(name)} must be a file of torch.save. Received: {exc}."
+            f"{folder.file_path(name)} must be a file of torch.save. Received: {exc}."
         ) from exc
 
 

@@ -264,6 +264,22 @@ class ErrorReply(msgspec.Struct):
     """Its text."""
 
 
+class TaskState(msgspec.Struct):
+    """Frame 1 of a reply to CHECKPOINT or PROGRESS."""
+
+    phase: str
+    """See ``server/checkpoints.py``."""
+
+    progress: float
+    """The fraction of the work that is done, in [0, 1]."""
+
+    error: ErrorReply | None = None
+    """What made it fail."""
+
+    result: Any = None
+    """Of a task that is done."""
+
+
 class TableIds(NamedTuple):
     """Ids of one table, as a request names them."""
 

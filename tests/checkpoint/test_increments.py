@@ -7,24 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.checkpoint.changes import PendingChanges
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_file import (
+from persia_torchrec.checkpoint.increment_writer import DirtySet
+from persia_torchrec.checkpoint.increments import (
     Increment,
-    IncrementHead,
     increment_name,
     read_increment,
-    write_increment,
 )
-from persia_torchrec.checkpoint.increment_import import IncrementImport, OwnChanges
-from persia_torchrec.checkpoint.shard_file import FileTable
+from persia_torchrec.checkpoint.load import IncrementImport, IncrementPart, Target
+from persia_torchrec.checkpoint.row_file import (
+    IncrementHead,
+    RowFileWriter,
+    SavedTable,
+)
 from persia_torchrec.embedding import AdmitFrequency, Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.lookup import TICK
 from persia_torchrec.store.row_gather import gather_rows
-from persia_torchrec.store.rows import HAS_METADATA
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.test_row_moves import (
@@ -91,7 +92,7 @@ class Journaled:
 
     def cut(self, between=lambda: None):
         """Make an increment; ``between`` runs while its rows are gathered."""
-        pending = PendingChanges()
+        dirty = DirtySet()
         store = self.store
         states = store.memory.tables.states
         head = {
@@ -101,13 +102,12 @@ class Journaled:
             "num_shards": 1,
             "created_s": 7.0,
             "tick": int(store.memory.tally[TICK]),
-            "tables": [FileTable(s.spec, bool(s.layout[HAS_METADATA])) for s in states],
-            "num_updates": [state.num_updates for state in states],
+            "tables": tuple(map(SavedTable.from_state, states)),
         }
-        pending.add(store.journal.cut())
-        increment = Increment(IncrementHead(was_cleared=pending.was_cleared, **head))
-        for table, changed in pending.tables.items():
-            for part in changed.parts(self.ids_a_part):
+        dirty.add(store.journal.cut())
+        increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))
+        for table, changed in dirty.tables.items():
+            for part in changed.split(self.ids_a_part):
                 rows, found = gather_rows(store.memory, table, part.ids)
                 rows.uses[:] = part.uses[found]
                 increment.rows.append((table, rows))
@@ -117,13 +117,21 @@ class Journaled:
         return increment
 
 
+def write_increment(folder, increment):
+    """Write an increment into the folder of its log."""
+    with folder.created(increment_name(increment.head.number)) as file:
+        writer = RowFileWriter(file, increment.head)
+        for table, rows in increment.rows:
+            writer.write_rows(table, rows)
+        for table, ids in increment.gone:
+            writer.write_gone(table, ids)
+        return writer.end()
+
+
 def put_in(store, increment, shard=0, num_shards=1):
-    changes = OwnChanges.of(
-        *(increment, shard, num_shards),
-        capacity_rows=store.capacity_rows,
-        is_lfu=len(store.memory.logs.directory) > 1,
-    )
-    moving = IncrementImport(store, changes, follows=True)
+    target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
+    part = IncrementPart.select(increment, target)
+    moving = IncrementImport(store, part, follows=True)
     while moving.advance():
         store.check()
     store.check()
@@ -332,7 +340,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
     written = write_increment(folder, increment)
     found = read_increment(folder, 1)
     assert found.head == increment.head
-    assert written.size_bytes == found.size_bytes
+    assert written.size_bytes == folder.file_size(increment_name(1))
     source_rows = [(t, rows) for t, rows in increment.rows if len(rows)]
     assert [t for t, _ in found.rows] == [t for t, _ in source_rows]
     for (_, mine), (_, others) in zip(found.rows, source_rows, strict=True):

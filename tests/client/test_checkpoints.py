@@ -12,7 +12,7 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
-from persia_torchrec.server.server import EmbeddingServer
+from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import DEADLINE_S, ids_of
 
@@ -378,16 +378,14 @@ def test_requests_for_rows_are_refused_while_a_server_fills_its_store(
     job.checkpoints.dump(path)
     may_go_on = threading.Event()
     is_filling = threading.Event()
-    clear = EmbeddingServer.__init__.__globals__["EmbeddingStore"].clear
+    clear = EmbeddingStore.clear
 
     def slow_clear(store):
         is_filling.set()
         assert may_go_on.wait(DEADLINE_S)
         clear(store)
 
-    monkeypatch.setattr(
-        "persia_torchrec.store.embedding_store.EmbeddingStore.clear", slow_clear
-    )
+    monkeypatch.setattr(EmbeddingStore, "clear", slow_clear)
     task = job.checkpoints.start_load(path)
     assert is_filling.wait(DEADLINE_S)
     with pytest.raises(RemoteError, match="loads a checkpoint, and has no rows until"):

@@ -72,7 +72,7 @@ def train(client, *, precision=Precision.FP32):
 
 
 def wait_until_the_loss_is_noticed(client):
-    """Ask a server that was started anew until it is the new one that answers."""
+    """Ask a restarted server until the new one answers."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         with pytest.raises(ServerError) as caught:
@@ -321,13 +321,13 @@ def test_a_server_that_hangs_is_named_at_the_deadline(servers):
     hanging.serve()
 
 
-def test_a_server_that_was_started_anew_is_refused(servers):
+def test_a_server_that_restarted_is_refused(servers):
     [first] = servers.start(port=draw_port())
     client = servers.client([first])
     client.add_tables(TABLES)
     first.stop()
     second = once_the_port_is_free(lambda: RunningServer(ServerConfig(port=first.port)))
-    message = "started anew since the client connected, and the rows of before are gone"
+    message = "restarted since the client connected, and the previous rows are gone"
     wait_until_the_loss_is_noticed(client)
     with pytest.raises(RemoteError, match=message):
         client.pull([("item", client.split(ids_of(1)))], batch=BatchNumber(1, 1))

@@ -254,27 +254,39 @@ class TestStep:
 
 
 class TestRequests:
-    """What servers say to requests that no client of ours sends."""
+    """Requests that no client of this package sends."""
 
     @pytest.mark.parametrize(
         ("kind", "value", "message"),
         [
-            (Kind.EXPORT, None, "numbers table, start, max_rows"),
-            (Kind.EXPORT, {"table": 0, "start": 0}, "numbers table, start, max_rows"),
+            (Kind.EXPORT, None, "must be a mapping"),
+            (Kind.EXPORT, {"table": 0, "start": 0}, "must have the key 'max_rows'"),
             (Kind.EXPORT, {"table": 9, "start": 0, "max_rows": 1}, "Unknown table"),
             (Kind.EXPORT, {"table": -1, "start": 0, "max_rows": 1}, "Unknown table"),
-            (Kind.EXPORT, {"table": 0, "start": -1, "max_rows": 1}, "start -1"),
-            (Kind.EXPORT, {"table": 0, "start": 2**32, "max_rows": 1}, "start 4294"),
-            (Kind.EXPORT, {"table": 0, "start": 0, "max_rows": 0}, "max_rows 0"),
+            (
+                Kind.EXPORT,
+                {"table": 0, "start": -1, "max_rows": 1},
+                "start must .*: -1",
+            ),
+            (
+                Kind.EXPORT,
+                {"table": 0, "start": 2**32, "max_rows": 1},
+                "start must .*: 4294",
+            ),
+            (
+                Kind.EXPORT,
+                {"table": 0, "start": 0, "max_rows": 0},
+                "max_rows must .*: 0",
+            ),
             (Kind.EXPORT, {"table": 0, "start": 0, "max_rows": 2**40}, "max_rows 109"),
-            (Kind.STEP, {"step": 1}, "numbers table"),
-            (Kind.STEP, {"table": 0, "step": "1"}, "numbers step"),
-            (Kind.STEP, {"table": 0, "step": -1}, r"in \[0, 2\*\*63\)"),
-            (Kind.STEP, {"table": 0, "step": 2**63}, r"in \[0, 2\*\*63\)"),
+            (Kind.STEP, {"step": 1}, "must have the key 'table'"),
+            (Kind.STEP, {"table": 0, "step": "1"}, "step must be an integer"),
+            (Kind.STEP, {"table": 0, "step": -1}, "step must .*: -1"),
+            (Kind.STEP, {"table": 0, "step": 2**63}, "step must .*: 9223"),
             (Kind.STEP, {"table": 9, "step": 0}, "Unknown table number 9"),
         ],
     )
-    def test_nonsense_is_refused(self, servers, kind, value, message):
+    def test_an_invalid_request_is_refused(self, servers, kind, value, message):
         client = connect(servers, 1)
         with pytest.raises(RemoteError, match=message):
             client._servers.ask(kind, value, "nonsense")

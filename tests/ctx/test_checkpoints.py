@@ -137,7 +137,7 @@ def dump_and_fail(ctx, folder):
         raise CheckpointError("interrupted")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("persia_torchrec.checkpoint.manifest.Manifest.write", fail)
+        patch.setattr("persia_torchrec.checkpoint.catalog.Manifest.write", fail)
         ctx.dump_checkpoint(folder, blocking=False)
         ctx.embeddings.checkpoints._dump._outcome.exception(timeout=20)
 

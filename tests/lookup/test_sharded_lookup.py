@@ -270,7 +270,7 @@ def test_a_table_that_is_missing_is_named(start):
 def test_tables_that_want_counts_learn_how_often_an_id_is_in_a_batch(
     servers, monkeypatch
 ):
-    monkeypatch.setattr("persia_torchrec.server.server.EmbeddingStore", RecordingStore)
+    monkeypatch.setattr("persia_torchrec.server.config.EmbeddingStore", RecordingStore)
     running = servers.start(2)
     counting = dataclasses.replace(TABLES[0], name="counting")
     features = [
@@ -284,7 +284,7 @@ def test_tables_that_want_counts_learn_how_often_an_id_is_in_a_batch(
     [(_, split)], [counts_U] = batch.tables, batch.counts
     counted = dict(zip(split.ids.tolist(), counts_U.tolist(), strict=True))
     assert counted == {5: 3, 7: 2, 9: 2}
-    received = [server.server._store.counts for server in running]
+    received = [server.server.shard.store.counts for server in running]
     assert received == [
         [counts_U[split.offsets[p] : split.offsets[p + 1]].tolist()] for p in (0, 1)
     ]

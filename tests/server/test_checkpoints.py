@@ -1,24 +1,32 @@
-"""How much of a processor a dump takes, by a clock that the test moves."""
+"""How much of a CPU a dump takes, by a clock that the test moves."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, FrameError
-from persia_torchrec.server.checkpoints import Checkpoints
+from persia_torchrec.server.checkpoints import (
+    BeginDump,
+    BeginLoad,
+    CheckpointRequest,
+    Checkpoints,
+    Progress,
+)
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.cpu_budget import Activity
+from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Header, Kind
+from persia_torchrec.wire.messages import Kind, decode_json, encode_json
 
 SLICE_S = 0.001
 """What each slice seems to take."""
 
 
 class Clock:
-    """Time passes when the test says so, the processor's with each slice."""
+    """Time passes when the test says so, CPU time with each slice."""
 
     def __init__(self):
         self.now_s = 100.0
@@ -29,7 +37,7 @@ class Clock:
         return self.now_s
 
     def thread_time(self):
-        """Return the processor's time, which passes between two calls of this."""
+        """Return the CPU time, which passes between two calls of this."""
         self.num_calls += 1
         self.cpu_s += SLICE_S
         return self.cpu_s
@@ -38,89 +46,105 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("persia_torchrec.server.checkpoints.time", clock)
-    monkeypatch.setattr("persia_torchrec.server.spare_time.time", clock)
-    monkeypatch.setattr(  # whose thread lives in real time
-        "persia_torchrec.checkpoint.dump.time", SimpleNamespace(thread_time=lambda: 0)
-    )
+    # The thread that writes lives in real time.
+    monkeypatch.setattr("persia_torchrec.checkpoint.dump.time.thread_time", lambda: 0)
     monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**8)
     return clock
 
 
 @pytest.fixture
-def checkpoints(tmp_path, clock):
+def activity(clock):
+    return Activity(clock.monotonic, clock.thread_time)
+
+
+@pytest.fixture
+def checkpoints(tmp_path, activity):
     store = EmbeddingStore(100_000)
     store.add_table(TableSpec(name="item", dim=2, optimizer=SGD(1.0)))
     ids = np.arange(20_000, dtype=np.uint64)
     store.lookup(0, ids, np.empty((len(ids), 2), np.float32), training=True)
-    checkpoints = Checkpoints(ServerConfig(), store)
-    request = {"do": "dump", "task": 7, "folder": str(tmp_path)}
-    assert checkpoints.begin(request)["phase"] == "dumping"
+    checkpoints = Checkpoints(ServerConfig(), store, activity)
+    assert checkpoints.begin(BeginDump(7, str(tmp_path)))["phase"] == "dumping"
     yield checkpoints
     checkpoints.close()
 
 
-def num_slices(checkpoints, clock, seconds, *, is_in_use):
+@pytest.fixture
+def num_slices(checkpoints, clock, activity):
+    return partial(count_slices, checkpoints, clock, activity)
+
+
+def count_slices(checkpoints, clock, activity, seconds, *, is_busy):
     """Work for some seconds; return how many slices were done."""
     before = clock.num_calls
     for _ in range(int(seconds / 0.0005)):
-        if is_in_use:
-            checkpoints.admit(Header(Kind.LOOKUP))
+        if is_busy:
+            activity.on_request()
         checkpoints.work()
         clock.now_s += 0.0005
     return (clock.num_calls - before) // 2
 
 
-def test_while_rows_are_asked_for_a_dump_takes_a_twentieth(checkpoints, clock):
-    assert num_slices(checkpoints, clock, 1.0, is_in_use=True) in range(50, 56)
+def test_a_dump_on_a_busy_server_takes_a_twentieth_of_a_cpu(checkpoints, num_slices):
+    assert num_slices(1.0, is_busy=True) in range(50, 56)
     assert checkpoints.wait_ms(100) <= 2
 
 
-def test_a_server_that_nobody_asks_for_rows_dumps_without_a_break(checkpoints, clock):
-    assert num_slices(checkpoints, clock, 0.1, is_in_use=False) == 200
+def test_a_dump_on_an_idle_server_takes_all_of_the_time(checkpoints, num_slices):
+    assert num_slices(0.1, is_busy=False) == 200
     assert checkpoints.wait_ms(100) == 0
 
 
-def test_a_pause_is_not_saved_up(checkpoints, clock):
-    num_slices(checkpoints, clock, 0.1, is_in_use=True)
-    checkpoints.admit(Header(Kind.LOOKUP))
+def test_credit_of_a_pause_is_not_saved_up(clock, activity, num_slices):
+    num_slices(0.1, is_busy=True)
+    activity.on_request()
     clock.now_s += 0.15
-    checkpoints.admit(Header(Kind.LOOKUP))
-    assert num_slices(checkpoints, clock, 0.001, is_in_use=True) <= 3
+    activity.on_request()
+    assert num_slices(0.001, is_busy=True) <= 3
 
 
-def test_requests_that_need_no_rows_do_not_count(checkpoints, clock):
-    for _ in range(20):
-        checkpoints.admit(Header(Kind.PROGRESS))
-        checkpoints.work()
-    assert clock.num_calls == 2 * 20
+def test_requests_that_need_no_rows_are_no_activity():
+    idle = {kind for kind, how in KINDS.items() if not how.needs_rows}
+    assert idle == {
+        *(Kind.HELLO, Kind.SHUTDOWN, Kind.JOIN, Kind.LEAVE),
+        *(Kind.CHECKPOINT, Kind.PROGRESS),
+    }
 
 
-def test_when_there_is_no_dump_the_server_waits_as_long_as_it_likes(checkpoints):
+def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints):
     checkpoints.cancel("the test ends")
     assert checkpoints.wait_ms(100) == 100
     with pytest.raises(CheckpointError, match="not at this dump"):
-        checkpoints.progress({"task": 8})
-    state = checkpoints.progress({"task": 7})
+        checkpoints.progress(Progress(8))
+    state = checkpoints.progress(Progress(7))
     assert state["phase"] == "failed"
     assert state["error"]["message"] == "The dump ended early: the test ends."
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [None, [], {}, {"do": "dump"}, {"do": "load", "task": 3}, {"do": "x", "task": 7}],
+    ("request_", "message"),
+    [
+        (None, "must be a mapping"),
+        ([], "must be a mapping"),
+        ({}, "must have the key 'do'"),
+        ({"do": "dump"}, "must have the key 'task'"),
+        ({"do": "dump", "task": 7, "folder": 3}, r"folder must be .*Received: 3"),
+        ({"do": "check", "task": "7", "folder": ""}, r"task must be an integer"),
+        ({"do": "x", "task": 7}, "Frame 1: do"),
+    ],
 )
-def test_a_request_that_makes_no_sense_is_refused(checkpoints, request_):
-    with pytest.raises(FrameError, match="Unknown CHECKPOINT request"):
-        checkpoints.begin(request_)
+def test_an_invalid_request_is_refused(request_, message):
+    with pytest.raises(FrameError, match=message):
+        decode_json([b"", encode_json(request_)], CheckpointRequest)
 
 
-def test_a_folder_that_is_not_there_is_refused(checkpoints, tmp_path):
+def test_a_missing_folder_is_refused(checkpoints, tmp_path):
     checkpoints.cancel("the next one begins")
-    with pytest.raises(CheckpointError, match=r"must be there, and it is not\. Give"):
-        checkpoints.begin({"do": "dump", "task": 1, "folder": str(tmp_path / "no")})
+    with pytest.raises(CheckpointError, match=r"must exist\. Received: it does not"):
+        checkpoints.begin(BeginDump(1, str(tmp_path / "no")))
 
 
-def test_nothing_is_loaded_that_was_not_checked(checkpoints):
+@pytest.mark.parametrize("task", [3, 7])
+def test_nothing_is_loaded_that_was_not_checked(checkpoints, task):
     with pytest.raises(CheckpointError, match="must be checked before"):
-        checkpoints.begin({"do": "load", "task": 7})
+        checkpoints.begin(BeginLoad(task))

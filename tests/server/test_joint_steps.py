@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.metrics import Metrics
-from persia_torchrec.server.joint_steps import JointSteps, Member
-from persia_torchrec.server.updates import Update
+from persia_torchrec.server.updates import JointSteps, Member, Update
 from persia_torchrec.wire.messages import Header, Kind, Share, TableIds
 
 

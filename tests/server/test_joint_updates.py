@@ -249,13 +249,13 @@ def test_many_steps_of_many_trainers_are_applied_each_once(servers, running):
         (Kind.LEAVE, [], "must have 2 frames"),
         (Kind.LEAVE, [b"share"], "its share 32 bytes"),
         (Kind.JOIN, [b'{"who": "a", "ended": ""}'], "must have 3 frames"),
-        (Kind.JOIN, [b'{"who": 1, "ended": ""}', SHARE_1], "the texts who and ended"),
-        (Kind.JOIN, [b'{"who": "a"}', SHARE_1], "the texts who and ended"),
-        (Kind.JOIN, [b'["who"]', SHARE_1], "the texts who and ended"),
-        (Kind.JOIN, [LONG, SHARE_1], "of at most 500 characters"),
+        (Kind.JOIN, [b'{"who": 1, "ended": ""}', SHARE_1], "who must be a string"),
+        (Kind.JOIN, [b'{"who": "a"}', SHARE_1], "must have the key 'ended'"),
+        (Kind.JOIN, [b'["who"]', SHARE_1], "must be a mapping"),
+        (Kind.JOIN, [LONG, SHARE_1], "of length <= 500"),
     ],
 )
-def test_a_share_that_is_none_is_refused(trainers, running, kind, body, message):
+def test_an_invalid_share_is_refused(trainers, running, kind, body, message):
     frames = [*one_segment(1, 2), *body] if kind is Kind.UPDATE else body
     with Stranger(running[0].address) as stranger:
         reply, error = stranger.ask(Header(kind, 3, flags=SHARE).encode(), *frames)

@@ -2,23 +2,29 @@
 
 import json
 import logging
-import time
+import threading
 
 import numpy as np
 import pytest
 
+from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding import Expiry
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError, StoreError
+from persia_torchrec.errors import (
+    CheckpointError,
+    PersiaError,
+    RemoteError,
+    StoreError,
+)
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.cpu_budget import Activity
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import TRAINING, Header, Kind
 from tests.ports import draw_port
 from tests.processes import wait_until
-from tests.servers import RunningServer, ids_of, once_the_port_is_free
+from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free
 
 ITEM = TableSpec(name="item", dim=4, optimizer=Adagrad(0.1))
 NUMBER = BatchNumber(1, 0)
@@ -57,6 +63,10 @@ def client_of(servers, running):
     wait_until(lambda: is_ready(client), "the servers are ready")
     client.learn_tables()
     return client
+
+
+def serve(checkpoint, store):
+    return ServedCheckpoint(ServerConfig(checkpoint=checkpoint), store, Activity())
 
 
 def finish(served):
@@ -100,21 +110,33 @@ def test_nothing_that_belongs_to_a_training_is_answered(servers, trained, tmp_pa
     assert client.read("item", IDS)[:, :4].tobytes() == expected.tobytes()
 
 
-def test_who_it_is_is_told_before_the_rows_are_there(trained):
-    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), EmbeddingStore(100))
-    served.admit(Header(Kind.HELLO))
-    for kind in (Kind.LOOKUP, Kind.COUNTERS, Kind.READ):
-        with pytest.raises(StoreError, match=r"loads .*run.*, 0% of it .*Wait until"):
-            served.admit(Header(kind))
-    with pytest.raises(ConfigError, match="serves inference"):
-        served.admit(Header(Kind.LOOKUP, flags=TRAINING))
+def test_lookups_are_refused_until_the_rows_are_loaded(trained):
+    served = serve(trained[0], EmbeddingStore(100))
+    with pytest.raises(StoreError, match=r"loads .*run.*, 0% of it .*Wait until"):
+        served.require_rows()
     finish(served)
-    served.admit(Header(Kind.LOOKUP))
+    served.require_rows()
     served.close()
 
 
-def test_it_looks_often_while_it_loads_and_seldom_afterwards(trained):
-    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), EmbeddingStore(100))
+def test_a_client_connects_before_the_rows_are_loaded(servers, trained, monkeypatch):
+    may_load, check = threading.Event(), ShardLoad._check
+
+    def wait_and_check(load):
+        assert may_load.wait(DEADLINE_S)
+        check(load)
+
+    monkeypatch.setattr(ShardLoad, "_check", wait_and_check)
+    client = servers.client(servers.start(checkpoint=trained[0]))
+    assert client.learn_tables() == []
+    with pytest.raises(RemoteError, match=r"StoreError: The server loads .*, 0% of it"):
+        client.counters()
+    may_load.set()
+    wait_until(lambda: is_ready(client), "the server is ready")
+
+
+def test_it_polls_often_while_it_loads_and_seldom_afterwards(trained):
+    served = serve(trained[0], EmbeddingStore(100))
     assert served.wait_ms(100) < 100
     finish(served)
     assert served.wait_ms(100) == 100
@@ -122,7 +144,7 @@ def test_it_looks_often_while_it_loads_and_seldom_afterwards(trained):
 
 def test_rows_that_do_not_fit_are_left_out_with_a_warning(trained, caplog):
     store = EmbeddingStore(30)
-    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), store)
+    served = serve(trained[0], store)
     with caplog.at_level(logging.WARNING):
         finish(served)
     assert store.counters()["rows"] == 30
@@ -134,9 +156,8 @@ def test_rows_that_do_not_fit_are_left_out_with_a_warning(trained, caplog):
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
-    config = ServerConfig(checkpoint=str(tmp_path))
     with pytest.raises(CheckpointError, match="must be a checkpoint, or hold one"):
-        ServedCheckpoint(config, EmbeddingStore(100))
+        serve(str(tmp_path), EmbeddingStore(100))
 
 
 def test_a_damaged_checkpoint_ends_the_server(trained, tmp_path):
@@ -145,13 +166,13 @@ def test_a_damaged_checkpoint_ends_the_server(trained, tmp_path):
     content[-20] ^= 1
     file.write_bytes(content)
     store = EmbeddingStore(100)
-    served = ServedCheckpoint(ServerConfig(checkpoint=trained[0]), store)
+    served = serve(trained[0], store)
     with pytest.raises(CheckpointError):
         finish(served)
     assert store.counters()["rows"] == 0
 
 
-def test_a_server_that_is_started_anew_is_the_same_to_its_clients(servers, trained):
+def test_a_server_that_restarts_is_the_same_to_its_clients(servers, trained):
     folder, expected = trained
     config = ServerConfig(checkpoint=folder, capacity_rows=100, port=draw_port())
     running = RunningServer(config)
@@ -171,7 +192,7 @@ def test_a_server_may_be_stopped_before_it_is_ready(trained):
     assert not running.is_running()
 
 
-def test_a_row_that_nobody_trains_any_more_does_not_expire(servers, tmp_path):
+def test_a_row_of_a_served_checkpoint_does_not_expire(servers, tmp_path):
     spec = TableSpec(
         name="item",
         dim=4,
@@ -189,6 +210,5 @@ def test_a_row_that_nobody_trains_any_more_does_not_expire(servers, tmp_path):
     serving = client_of(servers, servers.start(checkpoint=str(tmp_path)))
     client.checkpoints.load(tmp_path)
     wait_until(lambda: client.num_rows() == [0], "the rows of a training expire")
-    deadline = time.monotonic() + 0.3  # several slices of an idle server
-    while time.monotonic() < deadline:
+    for _ in range(64):  # a busy server takes out expired rows every 16 requests
         assert serving.num_rows() == [40]

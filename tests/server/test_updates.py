@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.server.hints import Hints
-from persia_torchrec.server.updates import Update, gradients_of
+from persia_torchrec.server.open_batches import SlotCache
+from persia_torchrec.server.updates import Update, build_gradients
 from persia_torchrec.store.lookup import MISSING
 from persia_torchrec.wire.messages import Header, Kind, TableIds
 
@@ -23,9 +23,9 @@ def update_of(stream, gradients):
     return Update(b"", Header(Kind.UPDATE, stream=stream, batch=1), tables, grads)
 
 
-def test_a_single_update_is_passed_on_as_it_is():
+def test_a_single_update_is_not_copied():
     update = update_of(1, {3: {7: 1.0, 9: 2.0}})
-    (part,) = gradients_of([update], Hints())
+    (part,) = build_gradients([update], SlotCache())
     assert part.table == 3
     assert part.ids is update.tables[0].ids
     assert part.grads is update.grads[0]
@@ -42,7 +42,7 @@ def test_a_single_update_is_passed_on_as_it_is():
         max_size=4,
     )
 )
-def test_the_gradients_of_trainers_add_up_by_table_and_id(trainers):
+def test_the_build_gradients_trainers_add_up_by_table_and_id(trainers):
     expected = {}
     for gradients in trainers:
         for table, rows in gradients.items():
@@ -50,7 +50,7 @@ def test_the_gradients_of_trainers_add_up_by_table_and_id(trainers):
             for id_, value in rows.items():
                 total[id_] = total.get(id_, 0) + value
     updates = [update_of(stream, rows) for stream, rows in enumerate(trainers)]
-    parts = {part.table: part for part in gradients_of(updates, Hints())}
+    parts = {part.table: part for part in build_gradients(updates, SlotCache())}
     assert parts.keys() == expected.keys()
     for table, part in parts.items():
         assert part.grads.shape == (len(part.ids), DIMS[table])
@@ -67,28 +67,28 @@ def test_they_add_up_in_the_order_of_the_ranks():
     sums = []
     for values in ((big, small, -big), (big, -big, small)):
         updates = [update_of(s, {3: {7: value}}) for s, value in enumerate(values)]
-        (part,) = gradients_of(updates, Hints())
+        (part,) = build_gradients(updates, SlotCache())
         sums.append(float(part.grads[0, 0]))
     assert sums == [0.0, 1.0]
 
 
-def test_the_places_of_rows_are_those_of_any_trainer_that_knows_them():
-    hints = Hints()
-    hints.keep(1, 1, 3, np.array([70, 90], dtype=np.uint32))
+def test_hints_are_those_of_any_trainer_that_has_them():
+    hints = SlotCache()
+    hints.keep((1, 1), 3, np.array([70, 90], dtype=np.uint32))
     updates = [
         update_of(0, {3: {7: 1.0, 8: 1.0}}),
         update_of(1, {3: {7: 1.0, 9: 1.0}}),
     ]
-    (part,) = gradients_of(updates, hints)
+    (part,) = build_gradients(updates, hints)
     assert dict(zip(part.ids.tolist(), part.hints.tolist(), strict=True)) == {
         7: 70,
         8: MISSING,
         9: 90,
     }
-    assert hints.num_slots == 0
+    assert hints.size == 0
 
 
-def test_what_is_not_finite_of_one_trainer_is_not_hidden_by_another():
+def test_a_nan_of_one_trainer_is_in_the_sum():
     updates = [update_of(s, {3: {7: v}}) for s, v in enumerate((np.nan, 1.0))]
-    (part,) = gradients_of(updates, Hints())
+    (part,) = build_gradients(updates, SlotCache())
     assert np.isnan(part.grads).all()

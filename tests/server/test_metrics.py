@@ -1,4 +1,4 @@
-"""What a server tells a metrics gateway."""
+"""Metrics of a server, and what it pushes to a gateway."""
 
 import re
 import threading
@@ -10,9 +10,8 @@ import pytest
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.config import MetricsSettings
-from persia_torchrec.server.readings import GAUGES, ServerReadings, serve_and_push
+from persia_torchrec.server.metrics import GAUGES, ServerReadings, Snapshots, Stages
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
-from persia_torchrec.server.snapshots import Snapshots
 from persia_torchrec.table import TableSpec
 from tests.gateway import Gateway
 from tests.servers import DEADLINE_S, ids_of
@@ -38,7 +37,7 @@ def test_a_server_pushes_what_a_client_is_told(servers, monkeypatch):
         metrics = MetricsSettings(job_name="a/job", push_interval_seconds=1)
         server = EmbeddingServer(ServerConfig(metrics=metrics))
         serving = threading.Thread(
-            target=serve_and_push, args=(server, print), daemon=True
+            target=server.serve_and_push, args=(print,), daemon=True
         )
         serving.start()
         client = servers.client([server])
@@ -106,8 +105,21 @@ def test_a_server_that_does_not_serve_yet_has_no_readings():
     assert ServerReadings(lambda _: None).read() == []
 
 
+def test_all_time_is_attributed_to_stages():
+    now_ns = 5_000_000
+    stages = Stages(lambda: now_ns)
+    for stage, ns in (("lookup", 3000), ("send", 500), ("lookup", 2000)):
+        now_ns += ns
+        stages.lap(stage)
+    times = {name: us for name, us in stages.counters().items() if us}
+    assert times == {"lookup_us": 5}
+    now_ns += 600
+    stages.lap("send")
+    assert stages.counters()["send_us"] == 1
+
+
 class TestSnapshots:
-    def test_who_asks_waits_for_the_thread_that_counts(self):
+    def test_the_caller_waits_for_the_thread_that_counts(self):
         snapshots, answers = Snapshots(), []
         asking = threading.Thread(
             target=lambda: answers.append(snapshots.ask(DEADLINE_S))
@@ -126,7 +138,7 @@ class TestSnapshots:
         snapshots.give({"rows": 3})
         assert snapshots.ask(0.01) == {"rows": 3}
 
-    def test_after_the_end_nobody_waits(self):
+    def test_after_the_end_ask_returns_at_once(self):
         snapshots = Snapshots()
         snapshots.close({"rows": 5})
         assert snapshots.ask(3600.0) == {"rows": 5}

@@ -5,20 +5,26 @@ import uuid
 
 import pytest
 
-from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.manifest import (
+from persia_torchrec.checkpoint.catalog import (
+    DenseHalf,
+    LogPosition,
     Manifest,
     SavedShard,
-    SavedTable,
-    tables_of_all,
+    begin_checkpoint,
+    find_checkpoint,
+    merge_tables,
 )
-from persia_torchrec.checkpoint.series import begin_checkpoint, find_checkpoint
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.row_file import SavedTable
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.table import TableSpec
 
 A = TableSpec(name="a", dim=2, optimizer=SGD(0.5))
 B = TableSpec(name="b", dim=2, optimizer=Adam(0.5))
+
+
+TABLE = {"spec": A.to_json(), "num_updates": 1, "has_metadata": False}
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -29,21 +35,26 @@ def path(request, tmp_path):
     return f"memory://{uuid.uuid4()}/run"
 
 
+def saved(spec, num_updates):
+    return SavedTable.build(spec, num_updates, has_metadata=False)
+
+
 def manifest_of(folder, name="rows", size_bytes=4):
     folder.write(name, b"1234")
-    shard = SavedShard(name, 1, size_bytes, 77, 5, {"capacity_rows": 9})
-    return Manifest((SavedTable(B, 3),), (shard,), "now", 12, ("optimizer",))
+    log = LogPosition("log", 3)
+    shard = SavedShard(name, 1, size_bytes, 77, 5, {"capacity_rows": 9}, log)
+    return Manifest((saved(B, 3),), (shard,), "now", 12, DenseHalf(("optimizer",)))
 
 
 def test_a_file_that_is_written_can_be_read(path):
     folder = Folder(path)
     assert folder.make()
     assert not folder.make()
-    assert folder.size_of("x") is None
+    assert folder.file_size("x") is None
     folder.write("x", b"one")
     folder.write("x", b"three")
     assert folder.read("x") == b"three"
-    assert folder.size_of("x") == 5
+    assert folder.file_size("x") == 5
     assert folder.names() == ["x"]
     assert Folder(folder.url).read("x") == b"three"
 
@@ -128,12 +139,15 @@ def test_no_manifest_is_written_beside_a_file_of_another_length(path, size_bytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 1. Received: .* version 2"),
-        ({"format": "x"}, "must be of the format"),
-        ({"tables": [{"spec": {}}]}, "is no manifest"),
-        ({"tables": 1}, "is no manifest"),
-        ({"shards": [{"file": "x"}]}, "is no manifest"),
-        ({"dense": 3}, "is no manifest"),
+        ({"version": 2}, r"version: .*2"),
+        ({"format": "x"}, r"format: .*x"),
+        ({"tables": [{"spec": {}}]}, r"tables\[0\] must have the key 'num_updates'"),
+        ({"tables": [{**TABLE, "spec": {}}]}, r"tables\[0\]: .* needs an optimizer"),
+        ({"tables": [{**TABLE, "num_updates": -1}]}, r"num_updates must be >= 0"),
+        ({"tables": 1}, "tables must be a list. Received: 1"),
+        ({"shards": [{"file": "x"}]}, r"shards\[0\] must have the key 'num_rows'"),
+        ({"dense": 3}, "dense must be a mapping. Received: 3"),
+        ({"step": "x"}, "step must be an integer"),
     ],
 )
 def test_a_manifest_of_something_else_is_refused(tmp_path, change, message):
@@ -149,14 +163,14 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, change, message):
 def test_a_manifest_that_is_no_json_is_refused(tmp_path, data):
     folder = Folder(tmp_path)
     folder.write("manifest.json", data)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json must be "):
         Manifest.read(folder)
 
 
 def test_a_table_has_the_step_of_the_server_that_has_counted_most():
     servers = [
-        [SavedTable(A, 3), SavedTable(B, 7)],
-        [SavedTable(A, 4)],
-        [SavedTable(B, 6), SavedTable(A, 2)],
+        [saved(A, 3), saved(B, 7)],
+        [saved(A, 4)],
+        [saved(B, 6), saved(A, 2)],
     ]
-    assert tables_of_all(servers) == (SavedTable(A, 4), SavedTable(B, 7))
+    assert merge_tables(servers) == (saved(A, 4), saved(B, 7))

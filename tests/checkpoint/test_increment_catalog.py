@@ -1,23 +1,27 @@
 """From where a training can be followed."""
 
+from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedShard
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.log_folder import Base, LogInfo
-from persia_torchrec.checkpoint.manifest import Manifest, SavedShard
-from persia_torchrec.checkpoint.sources import Source, find_end, find_start, latest_logs
+from persia_torchrec.checkpoint.increments import (
+    Base,
+    Log,
+    find_end,
+    find_start,
+    latest_logs,
+)
 
 ANYWHERE = Folder("/tmp")
 EMPTY = Base("empty")
 
 
 def log(name, shard, begun, base=EMPTY, num_shards=2):
-    return LogInfo(name, shard, num_shards, f"2026-01-{begun:02d}", base)
+    return Log(name, shard, num_shards, f"2026-01-{begun:02d}", base)
 
 
-def dumped(created, *places):
+def dumped(created, *positions):
     shards = [
-        SavedShard("f", 1, 1, 1, 1, {}, None if log is None else dict(place))
-        for log, *_ in places
-        for place in [{"log": log, "number": next(iter(_), None)}]
+        SavedShard("f", 1, 1, 1, 1, {}, position and LogPosition(*position))
+        for position in positions
     ]
     return Manifest((), tuple(shards), created)
 
@@ -30,12 +34,12 @@ ON_DUMP = Base("checkpoint", "x", "noon")
 
 def test_a_log_is_followed_from_where_the_dump_began_in_it():
     start = find_start(latest_logs(FIRST), [(ANYWHERE, DUMP)])
-    assert start.sources == (Source("a0", 3), Source("a1", 7))
+    assert start.positions == (LogPosition("a0", 3), LogPosition("a1", 7))
     assert start.created == "noon"
 
 
 def test_the_latest_checkpoint_that_fits_has_the_fewest_increments():
-    other = dumped("night", (None,), (None,))
+    other = dumped("night", None, None)
     checkpoints = [(ANYWHERE, manifest) for manifest in (other, LATER, DUMP)]
     assert find_start(latest_logs(FIRST), checkpoints).created == "evening"
     assert find_start(latest_logs(FIRST), [(ANYWHERE, other)]) is None
@@ -46,15 +50,15 @@ def test_a_training_that_began_from_a_checkpoint_is_followed_from_that():
     logs = latest_logs([*FIRST, *second])
     start = find_start(logs, [(ANYWHERE, LATER), (ANYWHERE, DUMP)])
     assert start.created == "noon"
-    assert start.sources == tuple(Source(f"b{s}", 1) for s in range(3))
+    assert start.positions == tuple(LogPosition(f"b{s}", 1) for s in range(3))
 
 
 def test_logs_of_two_runs_are_not_put_together():
     half = [*FIRST, log("b0", 0, 2, ON_DUMP)]  # the other server has not begun its own
     assert find_start(latest_logs(half), [(ANYWHERE, DUMP)]) is None
-    assert find_end(half, ANYWHERE, DUMP).logs == ("a0", "a1")
+    assert find_end(half, ANYWHERE, DUMP).logs == ["a0", "a1"]
     whole = [*half, log("b1", 1, 2, ON_DUMP)]
-    assert find_end(whole, ANYWHERE, DUMP).logs == ("b0", "b1")
+    assert find_end(whole, ANYWHERE, DUMP).logs == ["b0", "b1"]
 
 
 def test_logs_of_rows_that_nobody_has_can_only_be_followed_from_a_dump():
@@ -62,7 +66,7 @@ def test_logs_of_rows_that_nobody_has_can_only_be_followed_from_a_dump():
     logs = latest_logs([*FIRST, *unknown])
     assert find_start(logs, [(ANYWHERE, DUMP)]) is None
     within = dumped("later", ("c0", 1), ("c1", 4))
-    assert find_start(logs, [(ANYWHERE, within)]).logs == ("c0", "c1")
+    assert find_start(logs, [(ANYWHERE, within)]).logs == ["c0", "c1"]
 
 
 def test_nothing_is_followed_before_all_servers_have_begun():

@@ -9,25 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.shard_file import (
-    FileTable,
-    ShardReader,
-    ShardWriter,
-    open_shard,
+from persia_torchrec.checkpoint.row_file import (
+    RowFileReader,
+    RowFileWriter,
+    SavedTable,
+    ShardHead,
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.store.row_columns import RowShape
 from persia_torchrec.table import TableSpec
 
-TABLES = [
-    FileTable(TableSpec(name="a", dim=1, optimizer=SGD(0.5)), has_metadata=False),
-    FileTable(TableSpec(name="b", dim=3, optimizer=Adam(0.1)), has_metadata=True),
-    FileTable(
-        TableSpec(name="c", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16"),
-        has_metadata=False,
-    ),
+SPECS = [
+    TableSpec(name="a", dim=1, optimizer=SGD(0.5)),
+    TableSpec(name="b", dim=3, optimizer=Adam(0.1), keeps_metadata=True),
+    TableSpec(name="c", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16"),
 ]
+TABLES = tuple(
+    SavedTable.build(spec, 7, has_metadata=spec.has_metadata) for spec in SPECS
+)
+HEAD = ShardHead(shard=1, num_shards=3, tables=TABLES)
 blocks = st.lists(
     st.tuples(st.integers(0, len(TABLES) - 1), st.integers(1, 9)), max_size=8
 )
@@ -40,26 +41,30 @@ def rows_of(table, num_rows, seed=0):
     return shape.view(rng.bytes(num_rows * shape.row_bytes))
 
 
-def written(blocks, tables=TABLES):
-    """Return the bytes of a file, and what its writer says of it."""
+def written(blocks):
+    """Return the bytes of a file, and what its writer returned."""
     file = io.BytesIO()
-    writer = ShardWriter(file, 1, 3, list(tables))
+    writer = RowFileWriter(file, HEAD)
     for seed, (table, num_rows) in enumerate(blocks):
-        writer.write(table, rows_of(table, num_rows, seed))
+        writer.write_rows(table, rows_of(table, num_rows, seed))
     said = writer.end()
     return file.getvalue(), said
 
 
+def reader_of(data):
+    return RowFileReader(io.BytesIO(data), "some/file", ShardHead)
+
+
 def read(data):
-    return list(ShardReader(io.BytesIO(data), "some/file").rows())
+    return list(reader_of(data).blocks())
 
 
 @given(blocks=blocks)
 def test_what_is_written_is_read(blocks):
     data, said = written(blocks)
-    reader = ShardReader(io.BytesIO(data), "some/file")
-    assert (reader.shard, reader.num_shards, reader.tables) == (1, 3, TABLES)
-    found = list(reader.rows())
+    reader = reader_of(data)
+    assert reader.head == HEAD
+    found = list(reader.blocks())
     assert [(table, len(rows)) for table, rows in found] == blocks
     for seed, (table, rows) in enumerate(found):
         expected = rows_of(table, len(rows), seed).columns()
@@ -107,9 +112,9 @@ def test_random_bytes_are_no_shard_file(data):
         read(b"PTRCROWS\1\0\0\0" + data)
 
 
-def test_more_bytes_behind_the_end_are_refused():
+def test_more_bytes_after_the_end_are_refused():
     data, _ = written([(0, 1)])
-    with pytest.raises(CheckpointError, match="more bytes behind the end"):
+    with pytest.raises(CheckpointError, match="more bytes after the end"):
         read(data + b"\0")
 
 
@@ -134,7 +139,7 @@ def test_a_file_is_as_long_as_its_rows(table):
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):
     with (
         pytest.raises(CheckpointError, match=r"Could not read .*nothing\.rows"),
-        open_shard(Folder(tmp_path), "nothing.rows"),
+        Folder(tmp_path).opened("nothing.rows"),
     ):
         pass
 

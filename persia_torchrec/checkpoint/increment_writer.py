@@ -1,0 +1,392 @@
+"""Write what changes on a server, increment after increment, while it is serving.
+
+    server's thread                                  this thread
+      journal --FlushRequest--> inbox  ------------> dirty set: each changed id once
+      gathers their rows <---- GatherRequest -------    |
+                         -----------------------------> checksum --> file, number + 1
+
+The server's thread never waits for this one: it hands over what the journal noted, and
+copies rows when it has time. All queues are bounded.
+
+An increment begins when something has changed and the previous one is written, so a
+slow file system makes increments larger and fewer. A failure ends the log: no
+increment is ever left out.
+
+Dimension key:
+    U: ids of one table, each once
+    L: ids as requests named them
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.checkpoint.catalog import MANIFEST
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.increments import (
+    LOG_FILE,
+    Log,
+    increment_name,
+    list_increments,
+)
+from persia_torchrec.checkpoint.row_file import IncrementHead, RowFileWriter, Written
+from persia_torchrec.compiled import read_only
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.routing.dedup import unique_ids
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.store.journal import Changes
+from persia_torchrec.store.row_columns import PLACE_BITS, RowColumns
+from persia_torchrec.store.row_gather import gather_rows
+from persia_torchrec.store.shard_memory import ShardMemory
+
+logger = logging.getLogger(__name__)
+
+Uses = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+T = TypeVar("T")
+
+_LAST_OFFSET = np.uint64(2**PLACE_BITS - 1)
+_MAX_REQUESTS = 8
+_REQUEST_BYTES = 2**18
+_NICE = 10
+_CHECK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DirtyIds:
+    """The ids of one table whose rows have changed.
+
+    Attributes:
+        ids: uint64 ``(U,)``, each once; read-only.
+        latest: uint64 ``(U,)``, when each was last used, such that the maximum of
+            several is the last: the tick of the request, and in the lowest 24 bits the
+            largest offset minus the offset in it. 0 where it was not used.
+        have_left: bool ``(U,)``, whether its row left at some moment; it may be back.
+    """
+
+    ids: Ids
+    latest: Uses
+    have_left: Bools
+
+    @property
+    def uses(self) -> Uses:
+        """When each was last used, as in ``RowColumns``; 0 where it was not."""
+        return np.where(self.latest == 0, self.latest, self.latest ^ _LAST_OFFSET)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def split(self, num_ids: int) -> Iterator["DirtyIds"]:
+        """Yield all of it, ``num_ids`` at a time."""
+        for start in range(0, len(self), num_ids):
+            part = slice(start, start + num_ids)
+            yield DirtyIds(self.ids[part], self.latest[part], self.have_left[part])
+
+
+class DirtySet:
+    """Which rows have changed since the previous increment. Owned by one thread.
+
+    Attributes:
+        tables: by number of the table.
+        was_cleared: all rows were dropped before these changes.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[int, DirtyIds] = {}
+        self.was_cleared = False
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of all tables."""
+        return sum(map(len, self.tables.values()))
+
+    def add(self, changes: Changes) -> None:
+        """Add what a journal noted next."""
+        if changes.was_cleared:
+            self.tables, self.was_cleared = {}, True
+        named: dict[int, list[DirtyIds]] = {}
+        for used in changes.used:
+            ids_L = used.in_order()
+            offsets = np.minimum(np.arange(len(ids_L), dtype=np.uint64), _LAST_OFFSET)
+            latest_L = np.uint64(used.tick << PLACE_BITS) | (_LAST_OFFSET - offsets)
+            named.setdefault(used.table, []).append(_named(ids_L, latest_L))
+        for table, ids_L in changes.updated:
+            named.setdefault(table, []).append(_named(ids_L))
+        for left in changes.left:
+            for owner in np.unique(left[:, 1]).tolist():
+                ids_L = left[left[:, 1] == owner, 0]
+                named.setdefault(owner - 1, []).append(_named(ids_L, has_left=True))
+        for table, pieces in named.items():
+            known = [self.tables[table]] if table in self.tables else []
+            self.tables[table] = _merge([*known, *pieces])
+
+
+def _named(
+    ids_L: Ids, latest_L: Uses | None = None, *, has_left: bool = False
+) -> DirtyIds:
+    if latest_L is None:
+        latest_L = np.zeros(len(ids_L), np.uint64)
+    return DirtyIds(ids_L, latest_L, np.full(len(ids_L), has_left))
+
+
+def _merge(pieces: Sequence[DirtyIds]) -> DirtyIds:
+    """Return all ids, each once with its latest use."""
+    unique = unique_ids(np.concatenate([piece.ids for piece in pieces]))
+    latest_U = np.zeros(len(unique.ids), dtype=np.uint64)
+    latest_L = np.concatenate([piece.latest for piece in pieces])
+    np.maximum.at(latest_U, unique.inverse, latest_L)
+    have_left_U = np.zeros(len(unique.ids), dtype=np.bool_)
+    have_left_L = np.concatenate([piece.have_left for piece in pieces])
+    have_left_U[unique.inverse[have_left_L]] = True
+    return DirtyIds(read_only(unique.ids), latest_U, have_left_U)
+
+
+class FlushRequest(NamedTuple):
+    """What a journal noted, and the state of the server then.
+
+    Attributes:
+        changes: since the previous one.
+        head: of the increment that would begin now, but for ``number`` and
+            ``was_cleared``.
+    """
+
+    changes: Changes
+    head: IncrementHead
+
+
+class GatherRequest(NamedTuple):
+    """Rows that the server's thread is to copy.
+
+    Attributes:
+        table: number of the table.
+        dirty: their ids.
+    """
+
+    table: int
+    dirty: DirtyIds
+
+
+class _GatheredRows(NamedTuple):
+    request: GatherRequest
+    rows: RowColumns
+    found: Bools
+
+
+class IncrementWriter:
+    """A thread that writes one log. The server's thread calls all methods.
+
+    Args:
+        folder: of all logs.
+        log: this one.
+        max_requests: flush requests that may wait.
+        max_ids: different ids of these that one increment may have, or some more.
+
+    Attributes:
+        log: this one.
+        number: of the increment that is being written, or will be next.
+        num_rows: rows written.
+        num_bytes: bytes written.
+        error: what made it fail; None so far.
+    """
+
+    def __init__(
+        self, folder: Folder, log: Log, *, max_requests: int, max_ids: int
+    ) -> None:
+        self.log = log
+        self.number = 1
+        self.num_rows = self.num_bytes = 0
+        self.error: Exception | None = None
+        self._folder = folder.child(log.name)
+        self._max_ids = max_ids
+        self._inbox: queue.Queue[FlushRequest] = queue.Queue(max_requests)
+        self._dumps: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._to_gather: queue.Queue[GatherRequest] = queue.Queue(_MAX_REQUESTS)
+        # At most as many requests are open as this queue holds: put never blocks.
+        self._gathered: queue.Queue[_GatheredRows] = queue.Queue(_MAX_REQUESTS)
+        self._dirty = DirtySet()
+        self._head: IncrementHead | None = None
+        self._num_flushes = 0  # in the next increment
+        self._known_dumps: list[tuple[str, int]] = []
+        self._ending = threading.Event()
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="increments", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`flush` may be called."""
+        return not self._inbox.full()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a flush request is not written yet."""
+        return self._inbox.unfinished_tasks > 0
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether :meth:`gather` has something to do."""
+        return not self._to_gather.empty()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be written."""
+        return not self._thread.is_alive()
+
+    def flush(self, request: FlushRequest) -> None:
+        """Hand over what has changed; there must be room."""
+        self._inbox.put_nowait(request)
+
+    def gather(self, memory: ShardMemory) -> bool:
+        """Copy the next rows that are wanted; return False if there are none."""
+        try:
+            request = self._to_gather.get_nowait()
+        except queue.Empty:
+            return False
+        found = gather_rows(memory, request.table, request.dirty.ids)
+        self._gathered.put_nowait(_GatheredRows(request, *found))
+        return True
+
+    def note_dump(self, url: str, number: int) -> None:
+        """A dump into a folder begins; increments from a number on apply to it.
+
+        Increments older than the latest complete dump before it are deleted.
+        """
+        self._dumps.put((url, number))
+
+    def end(self) -> None:
+        """Write what is left; :attr:`is_over` turns true when that is done."""
+        self._ending.set()
+
+    def cancel(self) -> None:
+        """Give up what is not written, without waiting for the thread."""
+        self._cancelled.set()
+        _drain(self._inbox)
+
+    def _run(self) -> None:
+        try:
+            _lower_priority()
+            self._folder.make()
+            self.log.write(self._folder)
+            while True:
+                is_last = self._ending.is_set()
+                self._take_flushes(_CHECK_S)
+                if self._head is not None:
+                    self._write_next(self._head)
+                elif is_last:
+                    return
+        except _CancelledError:
+            logger.debug("log %s was cancelled", self.log.name)
+            if self.number == 1:  # the log is empty
+                with contextlib.suppress(Exception):  # a leftover does no harm
+                    self._folder.remove(LOG_FILE)
+        except Exception as exc:  # the server's thread reads the attribute
+            if not isinstance(exc, CheckpointError):
+                logger.exception("writing log %s failed", self.log.name)
+            self.error = exc
+
+    def _write_next(self, head: IncrementHead) -> None:
+        dirty, num_flushes = self._dirty, self._num_flushes
+        self._dirty, self._head, self._num_flushes = DirtySet(), None, 0
+        head = msgspec.structs.replace(
+            head, number=self.number, was_cleared=dirty.was_cleared
+        )
+        written = self._write(dirty, head)
+        self.num_rows += written.num_rows
+        self.num_bytes += written.size_bytes
+        self.number += 1
+        for _ in range(num_flushes):
+            self._inbox.task_done()
+        self._prune(_drain(self._dumps))
+
+    def _write(self, dirty: DirtySet, head: IncrementHead) -> Written:
+        with self._folder.created(increment_name(head.number)) as file:
+            writer = RowFileWriter(file, head)
+            for (table, ids), rows, found_N in self._gather_all(_split(dirty, head)):
+                rows.uses[:] = ids.uses[found_N]
+                writer.write_rows(table, rows)
+                writer.write_gone(table, ids.ids[~found_N & ids.have_left])
+            return writer.end()
+
+    def _gather_all(self, requests: Iterator[GatherRequest]) -> Iterator[_GatheredRows]:
+        """Send requests, a few ahead, and yield the rows as they come."""
+        num_open = 0
+        request = next(requests, None)
+        while request is not None or num_open:
+            while request is not None and num_open < _MAX_REQUESTS:
+                self._to_gather.put_nowait(request)
+                num_open += 1
+                request = next(requests, None)
+            with contextlib.suppress(queue.Empty):
+                gathered = self._gathered.get(timeout=_CHECK_S)
+                num_open -= 1
+                yield gathered
+            self._take_flushes(0)
+
+    def _take_flushes(self, timeout_s: float) -> None:
+        """Add the flush requests that have come to the next increment."""
+        if self._cancelled.is_set():
+            raise _CancelledError
+        with contextlib.suppress(queue.Empty):
+            while self._dirty.num_ids < self._max_ids:
+                request = self._inbox.get(timeout_s > 0, timeout_s)
+                timeout_s = 0
+                self._dirty.add(request.changes)
+                self._head = request.head
+                self._num_flushes += 1
+
+    def _prune(self, begun: list[tuple[str, int]]) -> None:
+        """Delete increments that no follower of a complete checkpoint needs.
+
+        Of each folder of checkpoints the latest complete one counts, of those that
+        were begun before the dumps that begin now.
+        """
+        if not begun:
+            return
+        latest: dict[str, int] = {}
+        for url, number in self._known_dumps:
+            run = url.rpartition("/")[0]
+            if Folder(url).file_size(MANIFEST) is not None:
+                latest[run] = max(number, latest.get(run, 0))
+        self._known_dumps += begun
+        first = min(latest.values(), default=0)
+        for number in list_increments(self._folder) if first else ():
+            if number < first:
+                self._folder.remove(increment_name(number))
+        self._known_dumps = [dump for dump in self._known_dumps if dump[1] >= first]
+
+
+def _split(dirty: DirtySet, head: IncrementHead) -> Iterator[GatherRequest]:
+    for table, ids in dirty.tables.items():
+        row_bytes = head.tables[table].shape.row_bytes
+        for part in ids.split(max(_REQUEST_BYTES // row_bytes, 1)):
+            yield GatherRequest(table, part)
+
+
+def _drain(items: "queue.Queue[T] | queue.SimpleQueue[T]") -> list[T]:
+    taken = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            taken.append(items.get_nowait())
+    return taken
+
+
+def _lower_priority() -> None:
+    """Let other threads run first, where a thread has a priority of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+class _CancelledError(Exception):
+    """The log was cancelled."""

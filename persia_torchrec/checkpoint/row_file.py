@@ -1,0 +1,312 @@
+"""Files of rows: shard files (what a server dumped) and increments (what changed).
+
+    offset  size
+    0       8     what kind of file: "PTRCROWS" (shard file) or "PTRCINCR" (increment)
+    8       4     version of this format, 1
+    12      4     H, bytes of the JSON that follows
+    16      4     CRC-32 of the JSON
+    20      H     JSON: a ShardHead or an IncrementHead
+    then blocks:
+            4     "ROWS", or in an increment "GONE"
+            4     number of the table: its index in the JSON's list
+            4     N, rows or ids in this block, at least 1
+            4     CRC-32 of the columns
+                  columns, one after the other
+    and at the end:
+            4     the bytes "ENDS"
+            4     CRC-32 of all block heads, from their letters to the columns
+            8     N of all blocks together
+
+All numbers are little-endian. A block of ROWS holds rows of one table by column, see
+``RowColumns``; one of GONE the ids of rows that were evicted or have expired, uint64.
+A block is written once and never changed, so neither writer nor reader holds more than
+one block in memory. Bytes that do not fit this layout raise a CheckpointError that
+names the file and the byte offset.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.decoding import parse_json
+from persia_torchrec.errors import CheckpointError
+from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.store.row_columns import RowColumns, RowShape
+from persia_torchrec.store.rows import HAS_METADATA
+from persia_torchrec.store.table_state import TableState
+from persia_torchrec.table import TableSpec
+
+VERSION = 1
+"""Version of the format."""
+
+_BEGIN = struct.Struct("<8sIII")
+_HEAD = struct.Struct("<4sIII")
+_END = struct.Struct("<4sIQ")
+_ROWS, _GONE, _ENDS = b"ROWS", b"GONE", b"ENDS"
+_ID_BYTES = 8
+_MAX_JSON_BYTES = 2**28
+_MAX_BLOCK_BYTES = 2**28
+
+
+class SavedTable(msgspec.Struct, frozen=True):
+    """A table as checkpoints and increments describe it.
+
+    Attributes:
+        description: its settings, as ``TableSpec.to_json`` writes them.
+        num_updates: update requests that it has had: its step.
+        has_metadata: whether its rows carry metadata.
+    """
+
+    description: dict[str, Any] = msgspec.field(name="spec")
+    num_updates: int
+    has_metadata: bool
+
+    def __post_init__(self) -> None:
+        TableSpec.from_json(self.description)
+        if self.num_updates < 0:
+            raise ValueError(f"num_updates must be >= 0, not {self.num_updates}")
+
+    @classmethod
+    def build(
+        cls, spec: TableSpec, num_updates: int, *, has_metadata: bool
+    ) -> "SavedTable":
+        """Describe a table."""
+        description = msgspec.json.decode(msgspec.json.encode(spec.to_json()))
+        return cls(description, num_updates, has_metadata)
+
+    @classmethod
+    def from_state(cls, state: TableState) -> "SavedTable":
+        """Describe a table of a store."""
+        has_metadata = bool(state.layout[HAS_METADATA])
+        return cls.build(state.spec, state.num_updates, has_metadata=has_metadata)
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.description["name"])
+
+    @property
+    def spec(self) -> TableSpec:
+        """Its settings."""
+        return TableSpec.from_json(self.description)
+
+    @property
+    def shape(self) -> RowShape:
+        """The shape of its columns."""
+        return RowShape.of(self.spec, has_metadata=self.has_metadata)
+
+
+class ShardHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of a shard file."""
+
+    magic: ClassVar[bytes] = b"PTRCROWS"
+
+    shard: int
+    """Which server wrote it."""
+
+    num_shards: int
+    """How many servers there were."""
+
+    tables: tuple[SavedTable, ...]
+    """Of the server, in the order of their numbers, as of the beginning of the file."""
+
+    def __post_init__(self) -> None:
+        require_shard(self.shard, self.num_shards)
+
+
+class IncrementHead(ShardHead, frozen=True, kw_only=True):
+    """The JSON of an increment."""
+
+    magic: ClassVar[bytes] = b"PTRCINCR"
+
+    log: str
+    """Name of the log that it belongs to."""
+
+    number: int
+    """Its number in the log, from 1 on."""
+
+    created_s: float
+    """When it was begun, in seconds since 1970. All earlier changes are in it."""
+
+    tick: int
+    """Of the server's last request."""
+
+    was_cleared: bool
+    """Whether all rows were dropped before these changes."""
+
+
+Head = TypeVar("Head", bound=ShardHead)
+
+
+def require_shard(shard: int, num_shards: int) -> None:
+    """Refuse the number of a server that cannot be; for ``parse_json``.
+
+    Raises:
+        ValueError: it is not in ``[0, num_shards)``.
+    """
+    if not 0 <= shard < num_shards:
+        raise ValueError(f"shard must be in [0, {num_shards}), not {shard}")
+
+
+class Written(NamedTuple):
+    """What has been written.
+
+    Attributes:
+        num_rows: rows in the file; N of all blocks.
+        size_bytes: bytes of the file.
+        checksum: CRC-32 of all block heads, which hold those of their columns.
+    """
+
+    num_rows: int
+    size_bytes: int
+    checksum: int
+
+
+class RowFileWriter:
+    """Writes a new file, block after block. Owned by one thread.
+
+    Args:
+        file: to be written to.
+        head: says which kind of file it is.
+    """
+
+    def __init__(self, file: IO[bytes], head: ShardHead) -> None:
+        self._file = file
+        self._num_rows = self._size_bytes = self._checksum = 0
+        text = msgspec.json.encode(head)
+        self._write(_BEGIN.pack(head.magic, VERSION, len(text), zlib.crc32(text)))
+        self._write(text)
+
+    def write_rows(self, table: int, rows: RowColumns) -> None:
+        """Write rows of one table; there may be none."""
+        self._write_block(_ROWS, table, len(rows), rows.columns())
+
+    def write_gone(self, table: int, ids_N: Ids) -> None:
+        """Write the ids of one table whose rows are gone; there may be none."""
+        self._write_block(_GONE, table, len(ids_N), [ids_N])
+
+    def end(self) -> Written:
+        """Write the end of the file; nothing may follow."""
+        self._write(_END.pack(_ENDS, self._checksum, self._num_rows))
+        return Written(self._num_rows, self._size_bytes, self._checksum)
+
+    def _write_block(
+        self, kind: bytes, table: int, num_rows: int, arrays: Sequence[npt.NDArray[Any]]
+    ) -> None:
+        if not num_rows:
+            return
+        columns = [column.data.cast("B") for column in arrays if column.size]
+        checksum = 0
+        for column in columns:
+            checksum = zlib.crc32(column, checksum)
+        head = _HEAD.pack(kind, table, num_rows, checksum)
+        self._checksum = zlib.crc32(head, self._checksum)
+        self._num_rows += num_rows
+        self._write(head)
+        for column in columns:
+            self._write(column)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._size_bytes += len(data)
+        while data:  # a raw file may accept less than all
+            data = memoryview(data)[self._file.write(data) :]
+
+
+class RowFileReader(Generic[Head]):
+    """Reads the file that a :class:`RowFileWriter` wrote.
+
+    Args:
+        file: at its beginning.
+        path: of the file, for errors.
+        head_type: which kind of file it must be.
+
+    Attributes:
+        head: its JSON.
+        num_bytes: read so far.
+        written: what its writer returned, once all blocks have been read.
+
+    Raises:
+        CheckpointError: these are not the bytes of such a file.
+    """
+
+    written: Written
+
+    def __init__(self, file: IO[bytes], path: str, head_type: type[Head]) -> None:
+        self._file = file
+        self._path = path
+        self.num_bytes = 0
+        magic, version, num_bytes, checksum = _BEGIN.unpack(self._take(_BEGIN.size))
+        if magic != head_type.magic:
+            raise CheckpointError(
+                f"{path} must begin with {head_type.magic!r}. Received: {magic!r}."
+            )
+        if version != VERSION:
+            raise CheckpointError(
+                f"{path}: the format's version must be {VERSION}. Received: {version}. "
+                "Load it with the version of persia_torchrec that wrote it."
+            )
+        if num_bytes > _MAX_JSON_BYTES:
+            raise self._damaged(f"a header of {num_bytes} bytes")
+        text = self._take(num_bytes)
+        if zlib.crc32(text) != checksum:
+            raise self._damaged("a header with another checksum")
+        self.head: Head = parse_json(text, head_type, "header", self._damaged)
+        self._shapes = [table.shape for table in self.head.tables]
+
+    def blocks(self) -> Iterator[tuple[int, RowColumns | Ids]]:
+        """Yield the table's number, and its rows or ids that are gone, of each block.
+
+        Raises:
+            CheckpointError: the file is truncated or damaged.
+        """
+        total = all_heads = 0
+        while (head := self._take(_HEAD.size))[:4] != _ENDS:
+            kind, table, num_rows, checksum = _HEAD.unpack(head)
+            num_bytes = num_rows * self._row_bytes(kind, table)
+            if num_bytes == 0:
+                raise self._damaged(f"{head!r} as the head of a block")
+            if num_bytes > _MAX_BLOCK_BYTES:
+                raise self._damaged(f"a block of {num_bytes} bytes")
+            payload = self._take(num_bytes)
+            if zlib.crc32(payload) != checksum:
+                raise self._damaged("a block with another checksum")
+            total += num_rows
+            all_heads = zlib.crc32(head, all_heads)
+            if kind == _ROWS:
+                yield table, self._shapes[table].view(payload)
+            else:
+                yield table, np.frombuffer(payload, dtype=np.uint64)
+        if _END.unpack(head) != (_ENDS, all_heads, total):
+            raise self._damaged(f"an end that does not fit the {total} rows before it")
+        if self._file.read(1):
+            raise self._damaged("more bytes after the end")
+        self.written = Written(total, self.num_bytes, all_heads)
+
+    def _row_bytes(self, kind: bytes, table: int) -> int:
+        """Return the bytes of each row of a block; 0 if there is no such block."""
+        if table >= len(self._shapes):
+            return 0
+        has_gone = isinstance(self.head, IncrementHead)
+        others = {_GONE: _ID_BYTES} if has_gone else {}
+        return self._shapes[table].row_bytes if kind == _ROWS else others.get(kind, 0)
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} is damaged. Received: {what}, before byte {self.num_bytes}. "
+            "Load another checkpoint."
+        )
+
+    def _take(self, num_bytes: int) -> bytes:
+        data = self._file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise CheckpointError(
+                f"{self._path} is cut off: {num_bytes} bytes must follow byte "
+                f"{self.num_bytes}. Received: {len(data)}."
+            )
+        self.num_bytes += num_bytes
+        return data

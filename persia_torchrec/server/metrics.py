@@ -1,0 +1,234 @@
+"""Metrics of a server: stages of its time, snapshots, and what a gateway is pushed.
+
+The serving thread counts without a lock. A snapshot of its counters is made only when
+another thread waits for it:
+
+    pushing thread   ask() -> is_wanted ... wait ... <- the counters
+    serving thread   between two requests: is_wanted? -> give(counters)
+
+A gateway is pushed every counter of ``METRICS.md`` under its own name with ``persia_``
+before it, and PERSIA's metrics, which follow from these. What PERSIA reports as the
+value of the last request is here the mean of the requests since the previous push.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from persia_torchrec.metrics import Means, Reading
+
+Counters = Mapping[str, int]
+
+Stage = Literal[
+    "idle",
+    "receive",
+    "decode",
+    "lookup",
+    "inference",
+    "update",
+    "write",
+    "encode",
+    "send",
+    "sweep",
+    "dump",
+    "other",
+]
+
+GAUGES = frozenset(
+    (
+        "rows",
+        "capacity_rows",
+        "bytes",
+        "hinted_slots",
+        "updates_queued",
+        "joint_steps",
+        "joint_bytes",
+        "open_batches",
+        "increments",
+        "increments_waiting",
+        "increment_delay_ms",
+        "following_lost",
+    )
+)
+"""Counters of a server that go up and down; so do those that end in ``_max``."""
+
+_ASK_TIMEOUT_S = 2.0
+
+_PAGE = "see persia_torchrec/server/METRICS.md"
+
+
+class Stages:
+    """Attributes all time of one thread to stages. Owned by that thread.
+
+    The time between two calls of :meth:`lap` belongs to the stage that the second one
+    names. So the stages sum up to the thread's time since the first.
+
+    Args:
+        clock_ns: monotonic nanoseconds.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._ns: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
+        self._clock_ns = clock_ns
+        self._last_ns = clock_ns()
+
+    def lap(self, stage: Stage) -> None:
+        """End a stage."""
+        now_ns = self._clock_ns()
+        self._ns[stage] += now_ns - self._last_ns
+        self._last_ns = now_ns
+
+    def counters(self) -> dict[str, int]:
+        """Return the microseconds of each stage so far, as ``lookup_us``."""
+        return {f"{stage}_us": ns // 1000 for stage, ns in self._ns.items()}
+
+
+class Snapshots:
+    """The latest counters of a server.
+
+    ``give`` and ``close`` belong to the serving thread, ``ask`` to one other.
+
+    Attributes:
+        is_wanted: whether a snapshot is waited for. Written under a lock, read without:
+            a stale value is corrected in the next round.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self._changed = threading.Condition()
+        self._latest: Counters | None = None  # guarded by _changed
+        self._is_closed = False  # guarded by _changed
+
+    def ask(self, timeout_s: float) -> Counters | None:
+        """Wait for the current counters.
+
+        Args:
+            timeout_s: how long to wait. A server answers soon unless it applies a large
+                update, loads a checkpoint, or is not serving yet.
+
+        Returns:
+            The current counters; the previous ones if there are none in time; the last
+            ones after the end; None before the first.
+        """
+        with self._changed:
+            self.is_wanted = not self._is_closed
+            self._changed.wait_for(lambda: not self.is_wanted, timeout_s)
+            return self._latest
+
+    def give(self, counters: Counters) -> None:
+        """Publish the current counters."""
+        with self._changed:
+            self._latest = counters
+            self.is_wanted = False
+            self._changed.notify_all()
+
+    def close(self, counters: Counters) -> None:
+        """Publish the last counters: from now on ``ask`` returns them at once."""
+        with self._changed:
+            self._is_closed = True
+        self.give(counters)
+
+
+class _Mean(NamedTuple):
+    """A metric of PERSIA as a quotient of counters since the previous push."""
+
+    name: str
+    help: str
+    totals: Sequence[str]
+    nums: Sequence[str]
+    scale: float = 1e-6
+    """A unit of ``totals`` in that of the metric; by default microseconds in s."""
+
+
+_MEANS = (
+    _Mean(
+        "index_miss_ratio",
+        "fraction of the ids looked up that have no row",
+        ["misses"],
+        ["hits", "misses"],
+        scale=1.0,
+    ),
+    _Mean(
+        "lookup_hashmap_time_cost_sec",
+        "time in the store per training lookup or read of rows",
+        ["lookup_us"],
+        ["requests_train", "requests_read", "requests_metadata", "requests_export"],
+    ),
+    _Mean(
+        "lookup_inference_batch_time_cost_sec",
+        "time in the store per read-only lookup",
+        ["inference_us"],
+        ["requests_lookup_inference"],
+    ),
+    _Mean(
+        "set_embedding_time_cost_sec",
+        "time in the store per write of rows",
+        ["write_us"],
+        ["requests_write"],
+    ),
+    _Mean(
+        "decode_indices_time_cost_sec",
+        "time to decode a lookup, an update or a write",
+        ["decode_us"],
+        ["requests_lookup", "requests_update", "requests_write"],
+    ),
+    _Mean(
+        "encode_embedding_time_cost_sec",
+        "time to encode the reply of a lookup",
+        ["encode_us"],
+        ["requests_lookup"],
+    ),
+)
+
+_COUNTS = (
+    ("index_miss_count", "misses", "ids looked up that have no row"),
+    (
+        "gradient_id_miss_count",
+        "gradients_missed",
+        "ids updated that have no row: evicted since the lookup, or not admitted",
+    ),
+)
+
+
+class ServerReadings:
+    """The metrics of a server. Owned by the thread that pushes them.
+
+    Args:
+        ask: returns the current counters within so many seconds, see ``Snapshots.ask``.
+    """
+
+    def __init__(self, ask: Callable[[float], Counters | None]) -> None:
+        self._ask = ask
+        self._means = Means()
+
+    def read(self) -> list[Reading]:
+        """Return all metrics; none before the server is serving."""
+        counters = self._ask(_ASK_TIMEOUT_S)
+        if counters is None:
+            return []
+        readings = self._read_means(counters)
+        for name, counter, help_ in _COUNTS:
+            readings.append(Reading(name, counters.get(counter, 0), help_, "untyped"))
+        if "increment_delay_ms" in counters:
+            help_ = "time from the writing of an increment until a follower applied it"
+            delay_s = counters["increment_delay_ms"] / 1000
+            readings.append(Reading("inc_update_delay_sec", delay_s, help_))
+        for name, value in counters.items():
+            is_gauge = name in GAUGES or name.endswith("_max")
+            kind: Literal["gauge", "counter"] = "gauge" if is_gauge else "counter"
+            readings.append(Reading(f"persia_{name}", value, _PAGE, kind))
+        return readings
+
+    def _read_means(self, counters: Counters) -> list[Reading]:
+        inference = counters.get("requests_lookup_inference", 0)
+        training = counters.get("requests_lookup", 0) - inference
+        counters = {**counters, "requests_train": training}
+        readings = []
+        for mean in _MEANS:
+            total = sum(counters.get(name, 0) for name in mean.totals)
+            num = sum(counters.get(name, 0) for name in mean.nums)
+            value = self._means.since_last(mean.name, total * mean.scale, num)
+            if value is not None:
+                readings.append(Reading(mean.name, value, mean.help))
+        return readings

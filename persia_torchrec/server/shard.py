@@ -1,0 +1,258 @@
+"""The state of one shard of all tables: its rows, and the updates that wait for them.
+
+Updates are queued, and applied in the order in which they came: when no message waits,
+when the queue is full, or when enough messages have overtaken the oldest. So trainers
+that pull do not wait for trainers that push. An update is acknowledged when it is
+applied. A request that changes tables or drops rows waits for all earlier updates.
+
+Dimension key:
+    N: ids of one table in a request
+    D: its embedding dim
+    S: its optimizer-state floats per row
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
+from persia_torchrec.metrics import Metrics
+from persia_torchrec.server.checkpoints import Checkpoints
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.cpu_budget import Activity
+from persia_torchrec.server.metrics import Stages
+from persia_torchrec.server.open_batches import OpenBatches
+from persia_torchrec.server.served_checkpoint import ServedCheckpoint
+from persia_torchrec.server.updates import JointSteps, Update, build_gradients
+from persia_torchrec.wire.messages import (
+    Frame,
+    Frames,
+    Header,
+    Kind,
+    Precision,
+    TableIds,
+    decode_segments,
+    encode_json,
+)
+from persia_torchrec.wire.precision import Floats, decode_floats
+from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES, Listener
+
+logger = logging.getLogger(__name__)
+
+_MAX_OVERTAKING = 16
+"""Messages that may be answered before the update that has waited longest."""
+
+
+class Shard:
+    """One shard. Owned by the serving thread.
+
+    Args:
+        config: of the server.
+        listener: sends acknowledgements of updates.
+
+    Attributes:
+        store: the rows.
+        checkpoints: dumps and loads, or the checkpoint that is served.
+        activity: when rows were last asked for.
+        open_batches: looked up, and not updated yet.
+        joint_steps: collects the updates of several trainers.
+        metrics: counts what happens.
+        stages: where the time goes.
+        num_requests: by kind.
+        num_overtaking: messages since the last update was applied, while some wait.
+        stopping: set when the server is to stop; any thread may.
+
+    Raises:
+        CheckpointError: the settings name a checkpoint that does not exist.
+        ConfigError: the capacity is out of its range.
+    """
+
+    def __init__(self, config: ServerConfig, listener: Listener) -> None:
+        self.config = config
+        self.store = config.make_store()
+        self.activity = Activity()
+        tasks = Checkpoints if config.checkpoint is None else ServedCheckpoint
+        self.checkpoints: Checkpoints | ServedCheckpoint
+        self.checkpoints = tasks(config, self.store, self.activity)
+        self.open_batches = OpenBatches()
+        self.metrics = Metrics()
+        self.stages = Stages()
+        self.joint_steps = JointSteps(
+            self.metrics,
+            self.queue,
+            self._refuse_update,
+            is_connected=listener.is_connected,
+            max_bytes=config.joint_update_bytes,
+        )
+        self.num_requests: Counter[Kind] = Counter()
+        self.num_overtaking = 0
+        self.stopping = threading.Event()
+        self._listener = listener
+        self._updates: deque[list[Update]] = deque()  # each list is applied as one
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether updates wait."""
+        return bool(self._updates)
+
+    @property
+    def must_update(self) -> bool:
+        """Whether an update is due before the next message is read."""
+        is_full = len(self._updates) >= self.config.update_queue_batches
+        return is_full or self.num_overtaking >= _MAX_OVERTAKING
+
+    def queue(self, updates: list[Update]) -> None:
+        """Queue updates that are applied as one."""
+        self._updates.append(updates)
+        self.metrics.set_gauge("updates_queued", len(self._updates))
+
+    def apply_all_updates(self) -> None:
+        """Apply all updates that wait."""
+        while self._updates:
+            self.apply_oldest_update()
+
+    def apply_oldest_update(self) -> None:
+        """Apply the update that has waited longest, and acknowledge it."""
+        updates = self._updates.popleft()
+        self.num_overtaking = 0
+        self.metrics.set_gauge("updates_queued", len(self._updates))
+        self.stages.lap("other")
+        try:
+            outcome = self._apply(updates)
+        except Exception as exc:  # the server continues; the peers are told
+            if not isinstance(exc, PersiaError | MemoryError):
+                logger.exception("an update failed")
+            for update in updates:
+                self._refuse_update(update, exc)
+            return
+        self.stages.lap("update")
+        for update in updates:
+            self.open_batches.end(update.batch)
+            ack = Header(Kind.REPLY, update.header.request)
+            self._listener.send(update.peer, ack, [encode_json(outcome)])
+        self.stages.lap("send")
+
+    def refuse(self, peer: bytes, request: int, exc: Exception) -> None:
+        """Tell a peer that its request failed."""
+        self.metrics.count("requests_refused")
+        if isinstance(exc, MemoryError):
+            exc = StoreError(
+                f"The server must have the memory that a request takes ({exc}). Send "
+                "smaller requests, or lower its capacity."
+            )
+        self._listener.send_error(peer, request, exc)
+        self.stages.lap("send")
+
+    def _refuse_update(self, update: Update, exc: Exception) -> None:
+        self.open_batches.end(update.batch)
+        self.refuse(update.peer, update.header.request, exc)
+
+    def _apply(self, updates: list[Update]) -> dict[str, int]:
+        self.open_batches.staleness.applied([u.batch for u in updates if u.tables])
+        counts = Counter(missed=0, refused=0, unadmitted=0, gradients=0)
+        for part in build_gradients(updates, self.open_batches.slots):
+            self.metrics.count("updates_hinted", part.hints is not None)
+            result = self.store.update(part.table, part.ids, part.grads, part.hints)
+            counts["missed"] += result.num_missed
+            counts["refused"] += result.num_refused
+            counts["unadmitted"] += result.num_unadmitted
+            counts["gradients"] += len(part.ids)
+        self.metrics.count("gradients_refused", counts["refused"])
+        return counts
+
+    def counters(self) -> dict[str, int]:
+        """Return everything that is counted, see ``METRICS.md``."""
+        self.stages.lap("other")
+        requests = self.num_requests.items()
+        return {
+            **self.store.counters(),
+            **{f"requests_{kind.name.lower()}": num for kind, num in requests},
+            "requests_lookup_inference": 0,
+            **self.metrics.snapshot(),
+            **self.stages.counters(),
+            **self.open_batches.counters(),
+            **self.checkpoints.counters(),
+            "bytes_received": self._listener.bytes_received,
+            "bytes_sent": self._listener.bytes_sent,
+        }
+
+    def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:
+        """Read the ids of each table that a request names.
+
+        Raises:
+            FrameError: frames are missing, or do not fit one another.
+            BatchError: more ids than a request may name.
+            ConfigError: the store does not have a table.
+        """
+        tables = decode_segments(frames, num_frames=num_frames)
+        num_ids, num_tables = len(frames[2]) // 8, self.store.num_tables
+        if num_ids > self.config.max_request_ids:
+            raise BatchError(
+                f"A request may name {self.config.max_request_ids} ids. Received: "
+                f"{num_ids}. Send smaller requests, or raise the server's "
+                "max_request_ids."
+            )
+        for t in tables:
+            if not 0 <= t.table < num_tables:
+                self.require_table(t.table)
+        return tables
+
+    def require_table(self, number: int) -> None:
+        """Check the number of a table.
+
+        Raises:
+            ConfigError: the store does not have it.
+        """
+        if not 0 <= number < self.store.num_tables:
+            raise ConfigError(
+                f"Unknown table number {number}: this server has "
+                f"{self.store.num_tables} tables. Add the tables first."
+            )
+
+    def read_rows(
+        self,
+        tables: Sequence[TableIds],
+        frame: Frame,
+        precision: Precision,
+        *,
+        has_state: bool = False,
+    ) -> list[Floats]:
+        """Read weights or gradients, float32 ``(N, D)`` per table.
+
+        Args:
+            tables: which rows.
+            frame: with their numbers.
+            precision: of the numbers.
+            has_state: the rows are ``(N, D + S)``, weights and optimizer state.
+
+        Raises:
+            FrameError: there are more or fewer numbers than the ids need.
+        """
+        specs = self.store.tables
+        shapes = []
+        for t in tables:
+            spec = specs[t.table]
+            width = spec.dim + (spec.num_state_floats if has_state else 0)
+            shapes.append((len(t.ids), width))
+        flat = decode_floats(
+            frame, sum(num * width for num, width in shapes), precision
+        )
+        rows, start = [], 0
+        for num, width in shapes:
+            rows.append(flat[start : start + num * width].reshape(num, width))
+            start += num * width
+        return rows
+
+
+def require_reply_fits(num_bytes: int) -> None:
+    """Refuse a request whose reply would be too large, before it takes memory.
+
+    Raises:
+        BatchError: ``num_bytes`` is more than a frame holds.
+    """
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise BatchError(
+            f"A reply may have {MAX_MESSAGE_BYTES} bytes. Received: a request whose "
+            f"reply has {num_bytes} bytes. Send smaller requests."
+        )
