@@ -133,5 +133,5 @@ def test_the_page_shows_the_defaults():
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.S)[1])
     defaults = MetricsSettings()
     assert shown["common_config"]["metrics_config"] == {
-        name: getattr(defaults, name) for name in MetricsSettings.__dataclass_fields__
+        name: getattr(defaults, name) for name in MetricsSettings.__struct_fields__
     }
