@@ -56,11 +56,7 @@ Read = Callable[[], Sequence[Reading]]
 
 
 def is_pushed(settings: MetricsSettings) -> bool:
-    """Return whether metrics are enabled, and the environment names a gateway.
-
-    Raises:
-        ConfigError: the variable does not name a gateway.
-    """
+    """Return whether metrics are enabled, and the environment names a gateway."""
     return env.metrics_gateway() is not None and settings.enable_metrics
 
 
@@ -74,9 +70,6 @@ def push_metrics(
         index: which replica of the role this is.
         settings: of the global config.
         read: see ``Read``.
-
-    Raises:
-        ConfigError: the variable does not name a gateway.
     """
     gateway = env.metrics_gateway()
     if gateway is not None and settings.enable_metrics:

@@ -96,7 +96,6 @@ class Greeting:
             address: of the listener, for the error.
 
         Raises:
-            FrameError: the routing id is not a greeting.
             JobMismatchError: the client belongs to another job.
         """
         if not self.job_id:

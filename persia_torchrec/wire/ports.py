@@ -72,9 +72,6 @@ def reserved_port_from(first: int) -> Iterator[int]:
 
     Yields:
         The port.
-
-    Raises:
-        ConfigError: ``first`` is out of its range, or no port is free from there on.
     """
     while True:
         port = free_port_from(first)

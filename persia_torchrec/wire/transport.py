@@ -250,11 +250,7 @@ class Reply(Future[tuple[Header, Frames]]):
         self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
 
     def frames(self) -> Frames:
-        """Wait for the reply; return its frames.
-
-        Raises:
-            PersiaError: as the class says.
-        """
+        """Wait for the reply; return its frames."""
         return self.result(self.timeout_s + _GRACE_S)[1]
 
 
@@ -340,7 +336,6 @@ class Connections:
         Raises:
             RequestTimeoutError: too many requests are pending for ``timeout_s``.
             ServerError: the connections are closed.
-            WireError: a frame is larger than a server accepts.
         """
         require_sendable(frames, what)
         name = self.names[server]
