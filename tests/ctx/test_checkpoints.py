@@ -14,6 +14,7 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
 from tests.local_job import ONE_SLOT, Batches, LocalJob, batch_of
+from tests.servers import DEADLINE_S
 
 
 class Dense(nn.Module):
@@ -139,7 +140,7 @@ def dump_and_fail(ctx, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("persia_torchrec.checkpoint.catalog.Manifest.write", fail)
         ctx.dump_checkpoint(folder, blocking=False)
-        ctx.embeddings.checkpoints._dump._outcome.exception(timeout=20)
+        ctx.embeddings.checkpoints._dump._outcome.exception(timeout=DEADLINE_S)
 
 
 def train_and_fail(job, folder):

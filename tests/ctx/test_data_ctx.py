@@ -6,6 +6,7 @@ from persia_torchrec.ctx import DataCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from tests.local_job import LocalJob, Sending, batch_of
+from tests.servers import DEADLINE_S
 
 NUM_BATCHES = 60
 
@@ -83,7 +84,7 @@ def test_a_loader_sends_no_more_than_the_trainer_takes(job, sending):
         first = next(batches)
         # Two wait to be looked up, one waits for the loop, one for its place.
         for _ in range(5):
-            assert sent.acquire(timeout=20)
+            assert sent.acquire(timeout=DEADLINE_S)
         assert not sent.acquire(timeout=0.3)
         assert thread.is_alive()
         ctx.backward(ctx.forward(first)[0].sum())

@@ -104,9 +104,7 @@ def from_loaders(job, to_send):
     """Yield the batches as they come from two data loaders, in turn."""
     sending = Sending()
     dataset = StreamingDataset(4)
-    loader = DataLoader(
-        dataset, timeout_ms=20_000, reproducible=True, embedding_staleness=1
-    )
+    loader = DataLoader(dataset, reproducible=True, embedding_staleness=1)
     looked_up = iter(loader)
     for index in range(2):
         sending.start(job.data_ctx(index, 2), to_send[index::2])

@@ -1,6 +1,5 @@
 """A model whose tables are on the servers, its twin with local ones, and pipelines."""
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ from torchrec.streamable import Pipelineable
 
 from persia_torchrec import SGD
 from persia_torchrec.pipeline.pipeline import BatchPipeline
+from tests.servers import DEADLINE_S
 from tests.sharding.remote_job import CPU, META, remote_modules
 
 NUM_IDS = 50
@@ -46,28 +46,26 @@ class Batch(Pipelineable):
 
 
 class Model(nn.Module):
-    """Looks up once or twice; takes a known time beside.
+    """Looks up once or twice.
 
     Attributes:
-        waited_s: how long each step waited for its embeddings.
+        after_lookup: called in each step, when its embeddings are there.
     """
 
-    def __init__(self, device=META, *, num_lookups=1, step_s=0.0):
+    def __init__(self, device=META, *, num_lookups=1):
         super().__init__()
         self.bags = EmbeddingBagCollection(tables=TABLES, device=device)
         self.over = nn.Linear(12 + 3, 1)
-        self.num_lookups, self.step_s = num_lookups, step_s
-        self.waited_s = []
+        self.num_lookups = num_lookups
+        self.after_lookup = lambda: None
 
     def forward(self, batch):
-        started = time.perf_counter()
         pooled = self.bags(batch.first)
         values = torch.cat([pooled[key] for key in KEYS], dim=1)
-        self.waited_s.append(time.perf_counter() - started)
         if self.num_lookups == 2:
             more = self.bags(batch.second)
             values = values * torch.cat([more[key] for key in KEYS], dim=1)
-        time.sleep(self.step_s)
+        self.after_lookup()
         logits = self.over(torch.cat([values, batch.dense], dim=1)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, loss.detach()
@@ -141,7 +139,9 @@ class Remote:
     def use(self, lookup, staleness=0):
         """Pull and push by another way."""
         self.module.pipeline.close()
-        self.module.pipeline = BatchPipeline(lookup, staleness=staleness, timeout_s=10)
+        self.module.pipeline = BatchPipeline(
+            lookup, staleness=staleness, timeout_s=DEADLINE_S
+        )
 
     def rows(self, table):
         return self.job.read(table.name, range(NUM_IDS))

@@ -6,16 +6,18 @@ No trainer here sets ``joint_timeout_s``: whoever waited for it would wait ten m
 import contextlib
 import json
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from torch.distributed import run
 
 from tests.ports import draw_port
-from tests.processes import DEADLINE_S, Processes
+from tests.processes import Processes
 from tests.sharding import departing
 from tests.sharding.departing import DEPARTURES
 from tests.sharding.remote_job import Servers
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -49,33 +51,29 @@ def test_a_trainer_that_goes_away_is_named_long_before_the_time_limit(
 
 
 def test_on_two_machines_of_torchrun_the_error_says_what_the_other_raised(tmp_path):
-    with Servers() as servers, contextlib.ExitStack() as stack:
+    with Servers() as servers, Processes(tmp_path) as processes:
         port = draw_port()
         agents = [
-            stack.enter_context(agent(node, port, servers.addresses))
+            processes.start(
+                f"agent {node}", run_agent, node, port, servers.addresses, cwd=ROOT
+            )
             for node in range(2)
         ]
-        outputs = [started.communicate(timeout=DEADLINE_S)[0] for started in agents]
-    assert [started.returncode for started in agents] == [1, 1]
+        statuses = [started.status() for started in agents]
+    outputs = [started.output() for started in agents]
+    assert statuses == [1, 1]
     assert "ValueError: a bug of its own" in outputs[1]
     who = r"rank 1 \(process \d+ on \S+: it raised ValueError: a bug of its own\)"
     assert re.search(rf"RemoteError: .*Step 4 .*none of {who}", outputs[0]), outputs[0]
     assert re.search(rf"were gone before this one: {who}", outputs[0]), outputs[0]
 
 
-@contextlib.contextmanager
-def agent(node, port, addresses):
-    """Run torchrun as on one of two machines."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
-        *("--nnodes", "2", "--node-rank", str(node)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-        *("-m", "tests.sharding.departing", *addresses),
-    ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as running:
-        try:
-            yield running
-        finally:
-            running.terminate()  # it ends its trainer, and then itself
+def run_agent(node, port, addresses):
+    """Be torchrun on one of two machines."""
+    run.main(
+        [
+            *("--nproc-per-node", "1", "--nnodes", "2", "--node-rank", str(node)),
+            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *("-m", "tests.sharding.departing", *addresses),
+        ]
+    )

@@ -1,7 +1,7 @@
 """What hides the time of a pull: a pipeline, and whatever comes before its use."""
 
+import itertools
 import threading
-import time
 
 import pytest
 import torch
@@ -23,49 +23,64 @@ from tests.sharding.remote_job import CPU
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Slow:
-    """The way to the servers, made slower by a known time a pull."""
+class Counted:
+    """The way to the servers, which counts the pulls that are through."""
 
-    def __init__(self, lookup, delay_s):
-        self._lookup, self._delay_s = lookup, delay_s
+    def __init__(self, lookup):
+        self._lookup, self.num_pulled = lookup, 0
+        self._changed = threading.Condition()
 
     def pull(self, source, number):
-        time.sleep(self._delay_s)
-        return self._lookup.pull(source, number)
+        pulled = self._lookup.pull(source, number)
+        with self._changed:
+            self.num_pulled += 1
+            self._changed.notify_all()
+        return pulled
+
+    def wait_for(self, num):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_pulled >= num, DEADLINE_S)
 
     def __getattr__(self, name):
         return getattr(self._lookup, name)
 
 
-STEP_S = 0.06
+NUM_BATCHES = 9
 
 
-def waits_of(remote, pipeline, delay_s):
-    """Return how long each step waits when each pull takes so much longer."""
-    remote.use(Slow(remote.lookup, delay_s), staleness=3)
-    run(pipeline(remote.model, remote.dense, CPU), make_batches(9))
-    return remote.model.module.waited_s[-7:]
+def run_steps(job, pipeline, after_lookup):
+    """Train with a pipeline; call in each step, with its number and the lookup."""
+    remote = Remote(job)
+    lookup = Counted(remote.lookup)
+    remote.use(lookup, staleness=3)
+    steps = itertools.count(1)
+
+    def take_step():
+        if lookup.num_pulled:  # pipelines trace the model before its first batch
+            after_lookup(next(steps), lookup)
+
+    remote.model.module.after_lookup = take_step
+    run(pipeline(remote.model, remote.dense, CPU), make_batches(NUM_BATCHES))
+    assert next(steps) == NUM_BATCHES + 1
 
 
-PREFETCH = with_a_stream(PrefetchTrainPipelineSparseDist)
+@pytest.mark.parametrize(
+    "pipeline",
+    [TrainPipelineSparseDist, with_a_stream(PrefetchTrainPipelineSparseDist)],
+)
+def test_the_next_batch_is_pulled_while_a_step_computes(job, pipeline):
+    def wait_for_next(step, lookup):
+        lookup.wait_for(min(step + 1, NUM_BATCHES))
+
+    run_steps(job, pipeline, wait_for_next)
 
 
-# A busy machine may delay any step. The smallest wait tells all the same: where nothing
-# hides, no step can wait for less than the delay.
-
-
-@pytest.mark.parametrize("pipeline", [TrainPipelineSparseDist, PREFETCH])
-def test_the_time_of_a_pull_hides_until_it_exceeds_the_step(job, pipeline):
-    remote = Remote(job, step_s=STEP_S)
-    assert min(waits_of(remote, pipeline, 0.5 * STEP_S)) < 0.25 * STEP_S
-    waits = waits_of(remote, pipeline, 3 * STEP_S)
-    assert min(waits) < 2.5 * STEP_S
-    assert max(waits) > STEP_S
-
-
-def test_without_a_pipeline_the_time_of_a_pull_shows(job):
-    remote = Remote(job, step_s=STEP_S)
-    assert min(waits_of(remote, TrainPipelineBase, 0.5 * STEP_S)) > 0.5 * STEP_S
+def test_without_a_pipeline_nothing_is_pulled_while_a_step_computes(job):
+    pulled = []
+    run_steps(
+        job, TrainPipelineBase, lambda step, lookup: pulled.append(lookup.num_pulled)
+    )
+    assert pulled == list(range(1, NUM_BATCHES + 1))
 
 
 class Gated:

@@ -424,7 +424,6 @@ def with_one_that_ends(addresses, _):
 def with_one_that_vanishes(addresses, _):
     """Wait in vain for the other trainer, which neither trains nor closes."""
     with Counting(addresses, joint_timeout_s=0.5) as trainer:
-        trainer.step()
         error = _error_of(trainer.step) if dist.get_rank() == 0 else ""
         dist.barrier()
     return {"error": error}

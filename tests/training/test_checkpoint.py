@@ -15,6 +15,7 @@ from persia_torchrec import EmbeddingClient, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.servers import DEADLINE_S
 from tests.sharding.remote_job import Bags, Servers, kjt_of, shard
 
 TABLES = [
@@ -41,7 +42,9 @@ class Run:
     def __init__(self, num_servers, *, seed, staleness=0, is_combined=False):
         self.servers = Servers(num_servers)
         self.servers.__enter__()
-        self.client = EmbeddingClient.connect(self.servers.addresses, timeout_s=20)
+        self.client = EmbeddingClient.connect(
+            self.servers.addresses, timeout_s=DEADLINE_S
+        )
         torch.manual_seed(seed)
         self.sharder = RemoteEmbeddingBagCollectionSharder(
             self.client, Adam(0.1), staleness
