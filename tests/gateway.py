@@ -109,7 +109,7 @@ class Gateway:
             def do_PUT(self) -> None:
                 length = int(self.headers["Content-Length"])
                 text = self.rfile.read(length).decode()
-                status = gateway.status  # of before anybody learns of the push
+                status = gateway.status  # read before a test hears of the push
                 gateway._take(self.command, self.path, text)
                 self.send_response(status)
                 self.end_headers()

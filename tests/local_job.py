@@ -200,7 +200,7 @@ class SumOfEmbeddings(nn.Module):
 
 
 class Batches(IterableDataset):
-    """Batches that are there, or that a function makes anew for each pass."""
+    """Given batches, or those that a function yields on each pass."""
 
     def __init__(
         self,

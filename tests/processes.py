@@ -43,7 +43,7 @@ def wait_until(
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process of that number runs: is there, and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import persia_torchrec
+from tests.processes import Processes, run_script
 
 # What a PERSIA script imports after "persia" has become "persia_torchrec".
 OF_PERSIA = {
@@ -62,14 +63,14 @@ def test_persias_names_can_be_imported_from_persias_modules(module):
     [
         ("persia_torchrec", "numpy numba torch torchrec torchx zmq"),
         (
-            "persia_torchrec.server.server, persia_torchrec.server.__main__",
+            "persia_torchrec.server.server, persia_torchrec.server.__main__, "
+            "persia_torchrec.store.embedding_store, persia_torchrec.client.client",
             "torch torchrec torchx fbgemm_gpu",
         ),
-        ("persia_torchrec.store.embedding_store", "torch torchrec torchx fbgemm_gpu"),
-        ("persia_torchrec.client.client", "torch torchrec torchx fbgemm_gpu"),
-        ("persia_torchrec.worker.__main__", "torchrec torchx fbgemm_gpu"),
-        ("persia_torchrec.serving.__main__", "torchrec torchx fbgemm_gpu"),
-        ("persia_torchrec.ctx", "torchx"),
+        (
+            "persia_torchrec.worker.__main__, persia_torchrec.serving.__main__",
+            "torchrec torchx fbgemm_gpu",
+        ),
     ],
 )
 def test_a_module_imports_only_the_libraries_it_needs(modules, not_loaded):
@@ -79,3 +80,13 @@ def test_a_module_imports_only_the_libraries_it_needs(modules, not_loaded):
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trainer_does_not_import_torchx(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, persia_torchrec.ctx; assert 'torchx' not in sys.modules"
+    )
+    with Processes(tmp_path) as processes:
+        running = processes.start("script", run_script, script)
+        assert running.status() == 0, running.output()

@@ -274,8 +274,8 @@ def test_a_download_that_stalls_times_out(tmp_path, server):
 
 
 def test_without_a_network_rows_are_made_up_and_the_source_says_so(tmp_path):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as nobody:
-        port = nobody.server_port
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as closed:
+        port = closed.server_port
     download = adult.Download(f"http://127.0.0.1:{port}", {"adult.data": "0" * 64})
     cache = tmp_path / "cache"
     data = adult.obtain_adult(download=download, cache_dir=cache)
@@ -322,7 +322,7 @@ def test_made_up_rows_look_like_the_real_ones():
     assert train.dense.min(axis=0).tolist() == [17, 1, 0, 0, 1]
     ids = np.concatenate([train.ids, test.ids])
     assert ids.max(axis=0).tolist() == [8, 15, 6, 14, 5, 4, 1, 41]
-    # Skewed: the commonest category is well ahead of an even share.
+    # Skewed: the commonest category is much more frequent than the average.
     for column in ids.T:
         shares = np.bincount(column.astype(np.int64)) / len(column)
         assert shares.max() > 1.3 / len(shares)

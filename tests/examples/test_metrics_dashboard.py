@@ -104,8 +104,8 @@ def test_every_panel_has_its_own_position_and_title():
     panels = DASHBOARD["panels"]
     assert len({panel["title"] for panel in panels}) == len(panels) == 12
     assert len({panel["id"] for panel in panels}) == 12
-    places = {(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels}
-    assert len(places) == 12
+    positions = {(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels}
+    assert len(positions) == 12
 
 
 def test_every_metric_of_persia_is_pushed_or_documented_as_missing(pushed):

@@ -490,7 +490,7 @@ def test_a_compiled_model_trains_as_plain_torchrec_does(job, case):
     expected = twins.train(twins.plain, full_batches(4))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     twins.require_equal_rows(rtol=0, atol=1e-6, moved=0)
-    # A second number of ids makes graphs of any number; then there are no more.
+    # A second number of ids compiles graphs for any number, the last ones.
     twins.train(remote, full_batches(4, max_ids=3))
     num_graphs = len(graphs)
     twins.train(remote, full_batches(12, max_ids=6))

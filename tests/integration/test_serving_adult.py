@@ -75,7 +75,7 @@ def predict(address, batch):
 
 @pytest.fixture
 def deterministic():
-    """Let other tests of this process go on as before."""
+    """Restore what ``setup_seed`` changes in this process."""
     state = torch.get_rng_state()
     yield
     torch.use_deterministic_algorithms(False)

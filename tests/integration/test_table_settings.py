@@ -291,7 +291,7 @@ def test_rows_expire_after_the_steps_to_live(client):
         model.sharder.flush()
         wait_until(lambda: total(client, "expired_steps") == before + 1)
         assert model.rows("fading", [1, 2])[:, 0].tolist() == [0.0, -1.0]
-        # It begins anew when it comes back.
+        # A new row is made at the next lookup.
         assert model.pooled({"fading": [[1]]})["fading"][0, 0].item() == 5.0
 
 
@@ -320,9 +320,9 @@ def test_gradients_that_are_not_finite_are_dropped_and_the_others_applied(
         with caplog.at_level(logging.WARNING, "persia_torchrec.pipeline.tally"):
             model.train({"wild": [[1], [2], [3]]}, {"wild": grads})
             assert model.rows("wild", [1, 2, 3])[:, 0].tolist() == [0.0, 0.0, -1.0]
-        of_pusher = "persia_torchrec.pipeline.tally"
-        told = [record for record in caplog.records if record.name == of_pusher]
-        assert [record.levelname for record in told] == ["WARNING"]
+        of_tally = "persia_torchrec.pipeline.tally"
+        logged = [record for record in caplog.records if record.name == of_tally]
+        assert [record.levelname for record in logged] == ["WARNING"]
         assert model.pipeline.num_refused == 2
         assert total(client, "gradients_refused") == refused + 2
         model.train({"wild": [[1], [2], [3]]})

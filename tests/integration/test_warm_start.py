@@ -1,4 +1,4 @@
-"""Training goes on, on the servers, as if it had never been anywhere else."""
+"""Training that moves between plain TorchRec and the servers continues unchanged."""
 
 import numpy as np
 import pytest

@@ -46,9 +46,9 @@ def is_tracker(pid):
 
 @with_marks
 def test_the_block_trains_on_what_a_data_loader_sends(monkeypatch):
-    """The block's own error leaves it as it is, and the job of around it is back."""
+    """An error of the block is raised as it is, and the variables are restored."""
     before = children_of_this_process()
-    around = {"PERSIA_STORE_PORT": "1", "PERSIA_JOB_ID": "of the job around it"}
+    around = {"PERSIA_STORE_PORT": "1", "PERSIA_JOB_ID": "of the outer job"}
     for name, value in around.items():
         monkeypatch.setenv(name, value)
     ports = draw_service_ports()
@@ -95,8 +95,9 @@ def test_the_block_waits_for_nn_workers_and_takes_scripts_and_files(tmp_path):
         **draw_service_ports(),
     ):
         assert os.environ["PERSIA_GLOBAL_CONFIG"] == str(tmp_path / "global.yml")
-    told = (tmp_path / "trained.txt").read_text()
-    assert told == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
+    assert (
+        tmp_path / "trained.txt"
+    ).read_text() == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
 
 
 def wait_to_be_interrupted():

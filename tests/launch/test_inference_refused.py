@@ -1,4 +1,4 @@
-"""What belongs to a training is no role of an inference job, whoever starts it."""
+"""Training roles end with an error in an inference job."""
 
 import pytest
 

@@ -22,7 +22,7 @@ SLOTS = "slots_config: {item: {dim: 4}}"
 CONFIGS = ["--embedding-config", "e.yml", "--global-config", "g.yml"]
 
 
-class Became(Exception):  # noqa: N818  # it is no error
+class Became(Exception):  # noqa: N818  # not an error
     """Raised where a command would turn into a process."""
 
     def __init__(self, command: list[str]) -> None:

@@ -65,8 +65,8 @@ def logs_of_failed(folder, *arguments):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_port_in_use_ends_a_torchx_job(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as somebody:
-        port = somebody.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
         logs = logs_of_failed(tmp_path, "--port", str(port))
     assert f"must be able to listen on port {port}" in logs["coordinator"]
     for role in ("loader", "trainer"):

@@ -107,8 +107,10 @@ def test_a_process_of_another_job_at_the_port_ends_and_the_job_continues(
             for role in ("server", "worker"):
                 assert refusal_by(*book.addresses(role, timeout_s=DEADLINE_S)) == ours
         Path("go").touch()
-    told = Path("trained.txt").read_text()
-    assert told == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
+    assert (
+        Path("trained.txt").read_text()
+        == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
+    )
     said = capfd.readouterr()
     for word in ("theirs", "JobMismatch", "with the same number"):
         assert word not in said.out + said.err

@@ -133,7 +133,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
             server = PredictionServer(predictor, HttpConfig())
             assert are_close(predict(server.address), first)
 
-            with torch.no_grad():  # the dense model stays, the rows go on
+            with torch.no_grad():  # only the rows train
                 state = {k: v.clone() for k, v in model.state_dict().items()}
             train(ctx, range(5, 10))
             model.load_state_dict(state)

@@ -25,7 +25,7 @@ BODY = batch_of([1], [2, 3], requires_grad=False).to_bytes()
 
 
 class Model(nn.Module):
-    """Gives what it is told to, when it is told to."""
+    """Returns the prediction that a test sets, at the time it sets."""
 
     def __init__(self, output=None) -> None:
         super().__init__()
