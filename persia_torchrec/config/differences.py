@@ -1,23 +1,12 @@
-"""Keys of PERSIA's files that do not do here what they say.
-
-PERSIA's parser ignores keys that it does not know. So its examples and pages have keys
-without effect, and files of its earlier versions load although half of their keys are
-ignored. The tables here are the closed list of such keys: those of PERSIA's examples,
-configuration structs and pages, of all its versions. A file that has one loads, and
-each is logged once per process::
-
-    RENAMED     the older name of a key: it does what that key does
-    IGNORED     ignored, as by PERSIA; the warning names the right key, if there is one
-    NO_EFFECT   a key of PERSIA that tunes what is not here; its value is still checked
-    ONE_VALUE   a key that would change the result: any other value is an error
-
-Any other key is an error. To give a key a meaning, remove it from these tables.
-"""
+"""Apply ``differences.toml``: keys of PERSIA's files that do not do what they say."""
 
 import logging
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from persia_torchrec.decoding import Place
 from persia_torchrec.errors import ConfigError
@@ -29,8 +18,7 @@ class OtherKey(NamedTuple):
     """A key of PERSIA's files or pages that does not do here what it says."""
 
     key_path: str
-    """Keys from the top of the file, with a dot between; ``*`` is any key. The keys
-    above it have their present names."""
+    """Keys from the top of the file, with a dot between; ``*`` is any key."""
 
     right_key: str
     """Key path of what was meant; empty: there is no such setting here."""
@@ -39,140 +27,36 @@ class OtherKey(NamedTuple):
     """Where the key comes from; without a right key, what it would have done."""
 
 
-_COMMON, _SLOT = "common_config", "slots_config.*"
-_SERVER = "embedding_parameter_server_config"
-_METRICS, _INFER = f"{_COMMON}.metrics_config", f"{_COMMON}.infer_config"
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
+    reason: str
+    keys: dict[str, str]
 
-_NOVEMBER = "In PERSIA before November 2021 it"
-_THREADS = (
-    "is how many threads write and read a checkpoint. A server here writes and reads "
-    "its one file in one thread."
+    def rows(self) -> list[OtherKey]:
+        return [OtherKey(key, right, self.reason) for key, right in self.keys.items()]
+
+
+class _OneValue(msgspec.Struct, forbid_unknown_fields=True):
+    value: int
+    instead: str
+
+
+class _Tables(msgspec.Struct, forbid_unknown_fields=True):
+    renamed: list[_Group]
+    ignored: list[_Group]
+    no_effect: list[_Group]
+    one_value: dict[str, _OneValue]
+
+
+_TABLES = msgspec.toml.decode(
+    Path(__file__).with_suffix(".toml").read_bytes(), type=_Tables
 )
+RENAMED = tuple(row for group in _TABLES.renamed for row in group.rows())
+IGNORED = tuple(row for group in _TABLES.ignored for row in group.rows())
+NO_EFFECT = tuple(row for group in _TABLES.no_effect for row in group.rows())
+ONE_VALUE = _TABLES.one_value
 
-
-def _because(reason: str, *keys: tuple[str, str]) -> tuple[OtherKey, ...]:
-    return tuple(OtherKey(key_path, right_key, reason) for key_path, right_key in keys)
-
-
-RENAMED = (
-    *_because(
-        "PERSIA before November 2021 calls the section so.",
-        ("middleware_config", "embedding_worker_config"),
-        ("embedding_server_config", _SERVER),
-    ),
-    *_because(
-        "PERSIA before September 2021 calls it so.",
-        ("shard_server_config", _SERVER),
-        (f"{_COMMON}.intent", f"{_COMMON}.job_type"),
-    ),
-    *_because(
-        "PERSIA's documentation calls it so; PERSIA itself does not start with it.",
-        ("slot_config", "slots_config"),
-    ),
-    *_because(
-        "PERSIA's examples of 2021 call it so.",
-        ("slot_configs", "slots_config"),
-        ("feature_configs", "slots_config"),
-    ),
-    *_because(
-        "PERSIA calls it so under feature_configs.",
-        (f"{_SLOT}.variable_max_length", f"{_SLOT}.sample_fixed_size"),
-        (f"{_SLOT}.sum_attention", f"{_SLOT}.embedding_summation"),
-    ),
-)
-"""Applied first and in this order, so that the other tables know present names only.
-The right key is in the same section."""
-
-IGNORED = (
-    *_because(
-        "PERSIA's examples or pages have it, and PERSIA ignores it.",
-        (f"{_METRICS}.push_interval_sec", f"{_METRICS}.push_interval_seconds"),
-        (f"{_COMMON}.initial_sparse_checkpoint", f"{_INFER}.embedding_checkpoint"),
-        (f"{_COMMON}.embedding_checkpoint", f"{_INFER}.embedding_checkpoint"),
-        (f"{_COMMON}.servers", f"{_INFER}.servers"),
-        ("PersiaMetricsConfig", _METRICS),
-        ("PersiaInferConfig", _INFER),
-        ("PersiaEmbeddingServerConfig", _SERVER),
-        ("PersiaShardedServerConfig", _SERVER),
-    ),
-    *_because(
-        "PERSIA's first embedding configs have it. It belongs to global_config.yml.",
-        ("forward_buffer_size", "embedding_worker_config.forward_buffer_size"),
-    ),
-    *_because(
-        f"{_NOVEMBER} {_THREADS}",
-        (f"{_COMMON}.num_embedding_io_workers", ""),
-        (f"{_SERVER}.num_embedding_io_workers", ""),
-        (f"{_SERVER}.num_persistence_workers", ""),
-    ),
-    *_because(
-        f"{_NOVEMBER} is how many rows a file of a checkpoint holds. A server here "
-        "writes one file.",
-        (f"{_SERVER}.num_signs_per_file", ""),
-    ),
-    *_because(
-        f"{_NOVEMBER} says where checkpoints go, Ceph or Hdfs. Here the URL of a "
-        "checkpoint says it.",
-        (f"{_SERVER}.storage", ""),
-    ),
-    *_because(
-        f"{_NOVEMBER} is the folder that holds the files of a checkpoint before they "
-        "are uploaded. Here they are written to their destination.",
-        (f"{_SERVER}.local_buffer_dir", ""),
-    ),
-    *_because(
-        f"{_NOVEMBER} is the queue of a second list of all rows, for dumps. There is "
-        "no such list here.",
-        (f"{_SERVER}.full_amount_manager_buffer_size", ""),
-    ),
-    *_because(
-        f"{_NOVEMBER} is how many evicted rows keep their memory for new ones. Here "
-        "the memory of every evicted row is used again.",
-        (f"{_SERVER}.embedding_recycle_pool_capacity", ""),
-    ),
-    *_because(
-        "In PERSIA's first embedding configs it says which labels are made of the "
-        "features. Here, as in PERSIA now, labels come with the batch.",
-        ("target_config", ""),
-    ),
-    *_because(
-        "In a branch of PERSIA that was not released it is how many rows a server "
-        f"keeps for the slot. Here {_SERVER}.capacity is of all slots together.",
-        (f"{_SLOT}.capacity", ""),
-    ),
-    *_because(
-        "In PERSIA's first embedding configs it marks the feature with the id of the "
-        "user or the item. Here, as in PERSIA now, all features are treated alike.",
-        (f"{_SLOT}.is_uid", ""),
-        (f"{_SLOT}.is_pid", ""),
-    ),
-)
-"""Removed from the file, whatever their values."""
-
-NO_EFFECT = (
-    *_because(
-        f"In PERSIA it {_THREADS}", (f"{_COMMON}.checkpointing_config.num_workers", "")
-    ),
-    *_because(
-        "In PERSIA it is into how many parts, each with a lock, a server divides its "
-        "rows. A server here has one index and no lock.",
-        (f"{_SERVER}.num_hashmap_internal_shards", ""),
-    ),
-)
-"""Accepted with the values that PERSIA accepts."""
-
-ONE_VALUE = {
-    f"{_SLOT}.index_prefix": (0, "Leave it out: it follows from feature_groups."),
-}
-"""Key path -> the value that it must have, and what to do instead."""
-
-_TOP_OF_EMBEDDING_CONFIG = {
-    "slots_config",
-    "slot_config",
-    "slot_configs",
-    "feature_configs",
-    "forward_buffer_size",
-    "target_config",
+_TOP_OF_EMBEDDING_CONFIG = {"forward_buffer_size", "target_config", "slots_config"} | {
+    row.key_path for row in RENAMED if row.right_key == "slots_config"
 }
 
 
@@ -212,12 +96,12 @@ def apply_differences(
                 _rename(section, key, row.right_key if row in RENAMED else "", at)
         if found and warns:
             _warn(place.source, row)
-    for key_path, (only, instead) in ONE_VALUE.items():
+    for key_path, only in ONE_VALUE.items():
         for section, key, at in list(_find(content, key_path.split("."), place)):
-            value = section.pop(key, only)
-            if type(value) is not type(only) or value != only:
+            value = section.pop(key, only.value)
+            if type(value) is not int or value != only.value:
                 raise ConfigError(
-                    f"{at} must be {only!r}. Received: {value!r}. {instead}"
+                    f"{at} must be {only.value}. Received: {value!r}. {only.instead}"
                 )
     return content
 

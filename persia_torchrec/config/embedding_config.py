@@ -119,18 +119,7 @@ class EmbeddingSchema:
 
 
 def load_embedding_config(path: str | Path, *, warns: bool = True) -> EmbeddingSchema:
-    """Read ``embedding_config.yml``.
-
-    Args:
-        path: of the file.
-        warns: whether keys without effect are logged, see ``differences.py``. False
-            for a role when another one logs them: in a job, embedding worker 0 does.
-
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown or missing, a value does
-            not fit, or the groups do not fit the slots. The message names the file
-            and the key path.
-    """
+    """Read ``embedding_config.yml``; see :func:`parse_embedding_config`."""
     return parse_embedding_config(read_text(path), path, warns=warns)
 
 
@@ -142,10 +131,13 @@ def parse_embedding_config(
     Args:
         text: of the file.
         path: of the file, for messages.
-        warns: as of :func:`load_embedding_config`.
+        warns: whether keys without effect are logged, see ``differences.toml``. False
+            for a role when another one logs them: in a job, embedding worker 0 does.
 
     Raises:
-        ConfigError: as :func:`load_embedding_config`.
+        ConfigError: the file cannot be read, a key is unknown or missing, a value does
+            not fit, or the groups do not fit the slots. The message names the file
+            and the key path.
     """
     place = Place(str(path))
     content = apply_differences(
@@ -172,27 +164,20 @@ def parse_embedding_config(
         for number, (name, slots) in enumerate(members.items())
     )
     group_of_slot = {slot: group for group in groups for slot in group.slots}
-    slots = {
-        name: SlotConfig(
-            **structs.asdict(slot),
-            name=name,
-            group=group_of_slot[name].name,
-            index_prefix=group_of_slot[name].index_prefix,
+    slots = {}
+    for name, slot in settings.items():
+        group, prefix = group_of_slot[name].name, group_of_slot[name].index_prefix
+        slots[name] = SlotConfig(
+            **structs.asdict(slot), name=name, group=group, index_prefix=prefix
         )
-        for name, slot in settings.items()
-    }
     return EmbeddingSchema(feature_index_prefix_bit=bits, slots=slots, groups=groups)
 
 
 def index_prefix(group: int, prefix_bits: int) -> int:
-    """Return the prefix of a feature group: ``(group + 1) << (64 - prefix_bits)``.
-
-    Args:
-        group: number of the group, from 0.
-        prefix_bits: ``feature_index_prefix_bit``.
+    """Return the prefix of a feature group, counted from 0.
 
     Example:
-        >>> hex(index_prefix(0, 12))
+        >>> hex(index_prefix(0, prefix_bits=12))
         '0x10000000000000'
     """
     return (group + 1) << (ID_BITS - prefix_bits)

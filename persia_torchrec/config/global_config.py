@@ -107,11 +107,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
 class CommonSettings(Struct, frozen=True, kw_only=True):
     """``common_config``: for all roles."""
 
-    metrics: MetricsSettings = field(
-        name="metrics_config", default_factory=MetricsSettings
-    )
-    """See :class:`MetricsSettings`."""
-
+    metrics: MetricsSettings = field(name="metrics_config", default=MetricsSettings())
     job_type: str = "Train"
     """``Train``; ``Eval``, which is the same without increments; or ``Infer``: servers
     and workers serve a checkpoint."""
@@ -120,9 +116,8 @@ class CommonSettings(Struct, frozen=True, kw_only=True):
     """See :class:`InferSettings`; present if, and only if, the job is for inference."""
 
     checkpointing: CheckpointingSettings = field(
-        name="checkpointing_config", default_factory=CheckpointingSettings
+        name="checkpointing_config", default=CheckpointingSettings()
     )
-    """See :class:`CheckpointingSettings`."""
 
     def __post_init__(self) -> None:
         if self.job_type not in JOB_TYPES:
@@ -183,19 +178,14 @@ class EmbeddingParameterServerSettings(Struct, frozen=True, kw_only=True):
 class GlobalSettings(Struct, frozen=True, kw_only=True):
     """The whole file."""
 
-    common: CommonSettings = field(name="common_config", default_factory=CommonSettings)
-    """For all roles."""
-
+    common: CommonSettings = field(name="common_config", default=CommonSettings())
     embedding_worker: EmbeddingWorkerSettings = field(
-        name="embedding_worker_config", default_factory=EmbeddingWorkerSettings
+        name="embedding_worker_config", default=EmbeddingWorkerSettings()
     )
-    """For the embedding workers."""
-
     embedding_parameter_server: EmbeddingParameterServerSettings = field(
         name="embedding_parameter_server_config",
-        default_factory=EmbeddingParameterServerSettings,
+        default=EmbeddingParameterServerSettings(),
     )
-    """For the servers."""
 
 
 def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSettings:
@@ -203,7 +193,7 @@ def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSetting
 
     Args:
         path: of the file.
-        warns: whether keys without effect are logged, see ``differences.py``. False
+        warns: whether keys without effect are logged, see ``differences.toml``. False
             for a role when another one logs them: server 0 does.
 
     Raises:
@@ -222,16 +212,8 @@ def inference_settings(
 ) -> InferSettings | None:
     """Return ``infer_config``; None if the role is not for inference.
 
-    No key is logged: a server reads the file again, to act on it.
-
-    Args:
-        path: of ``global_config.yml``, if there is one.
-        in_job: the environment names a job. A file that cannot be read is not an error
-            then: the role joins first and reads it again, so that the job learns why
-            it fails.
-
-    Raises:
-        ConfigError: the file cannot be read or has a mistake, and ``in_job`` is False.
+    In a job a file with a mistake is not an error yet: the role joins first and reads
+    it again, so that the job learns why it fails.
     """
     if path is None:
         return None
@@ -244,15 +226,10 @@ def inference_settings(
 
 
 def refuse_inference(role: str, path: str | Path | None) -> None:
-    """Reject ``job_type: Infer`` for a role that only a training job has.
+    """Raise if ``global_config.yml`` has ``job_type: Infer``.
 
-    Args:
-        role: in words, as ``"data loader"``.
-        path: of ``global_config.yml``, if there is one. The role has no other use for
-            it, so that a missing file, or one with a mistake, is not an error.
-
-    Raises:
-        ConfigError: the file has ``job_type: Infer``.
+    For a role, as ``"data loader"``, that only a training job has. It has no other use
+    for the file, so that a missing one, or one with a mistake, is not an error.
     """
     if inference_settings(path, in_job=True) is not None:
         raise ConfigError(

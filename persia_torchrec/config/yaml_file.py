@@ -20,11 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_text(path: str | Path) -> str:
-    """Read a file of UTF-8 text.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Read a file of UTF-8 text, or raise ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
@@ -36,12 +32,8 @@ def read_text(path: str | Path) -> str:
 def parse_yaml(text: str, path: str | Path) -> object:
     """Parse the text of a YAML file into plain values.
 
-    Args:
-        text: of the file.
-        path: of the file, for messages.
-
     Raises:
-        ConfigError: it is not YAML, or has a key twice.
+        ConfigError: it is not YAML, or has a key twice; the message names ``path``.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -50,12 +42,7 @@ def parse_yaml(text: str, path: str | Path) -> object:
 
 
 def read_section(kind: type[T], content: object, place: Place) -> T:
-    """Build a struct from a mapping of a file.
-
-    Args:
-        kind: the struct.
-        content: the mapping; None, as YAML gives for a key without value, is empty.
-        place: where the mapping stands, for messages.
+    """Build a struct from a mapping of a file; None is an empty one.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value does not fit.
@@ -64,11 +51,7 @@ def read_section(kind: type[T], content: object, place: Place) -> T:
 
 
 def require_mapping(content: object, place: Place) -> dict[str, object]:
-    """Return a mapping whose keys are names; ``{}`` for None.
-
-    Raises:
-        ConfigError: ``content`` is something else.
-    """
+    """Return a mapping whose keys are names; ``{}`` for None."""
     if content is None:
         return {}
     if not isinstance(content, dict):
