@@ -27,33 +27,19 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, prog: str) -> T:
-    """Parse a command line into a dataclass; flags not given have its defaults.
+    """Parse a command line, ``sys.argv`` by default, into a dataclass.
 
-    Args:
-        kind: the dataclass.
-        argv: the words of the command line; ``sys.argv`` by default.
-        prog: the command, for ``--help``.
+    Flags that are not given have the defaults of the fields.
 
     Raises:
         SystemExit: a flag is unknown or missing, or ``--help`` is given.
-        ConfigError: the dataclass refuses a value.
+        ConfigError: the dataclass rejects a value.
     """
     return build(kind, given_flags(kind, argv, prog=prog))
 
@@ -61,17 +47,10 @@ def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, prog: str) 
 def given_flags(
     kind: type[T], argv: Sequence[str] | None = None, *, prog: str
 ) -> dict[str, Any]:
-    """Parse a command line into the fields that it gives, for defaults from elsewhere.
-
-    Args:
-        kind: as of :func:`parse_flags`.
-        argv: the same.
-        prog: the same.
-
-    Raises:
-        SystemExit: as :func:`parse_flags`.
-    """
-    parser = argparse.ArgumentParser(prog=prog, description=_first_line(kind))
+    """Parse a command line into the fields that it gives, without defaults."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=(kind.__doc__ or "").partition("\n")[0]
+    )
     add_flags(parser, kind)
     given = vars(parser.parse_args(argv))
     return {
@@ -84,7 +63,7 @@ def build(kind: type[T], given: dict[str, Any]) -> T:
     """Build a dataclass of the fields that a command line gives."""
     kinds = get_type_hints(kind)
     arguments = {}
-    for field in fields(kind):
+    for field in fields(cast("type[Any]", kind)):
         if is_dataclass(kinds[field.name]):
             arguments[field.name] = build(kinds[field.name], given)
         elif field.name in given:
@@ -92,7 +71,7 @@ def build(kind: type[T], given: dict[str, Any]) -> T:
     return kind(**arguments)
 
 
-def add_flags(parser: argparse.ArgumentParser, kind: type[T]) -> None:
+def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
     """Add the flags of a dataclass; a flag that is not given leaves no attribute."""
     kinds, docs = get_type_hints(kind), _field_docs(kind)
     for field in fields(kind):
@@ -175,7 +154,3 @@ def _field_docs(kind: type) -> dict[str, str]:
                 ):
                     docs[name] = " ".join(text.replace("``", "").split())
     return docs
-
-
-def _first_line(kind: type) -> str:
-    return (kind.__doc__ or "").partition("\n")[0]

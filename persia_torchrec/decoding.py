@@ -82,17 +82,7 @@ def parse_json(
 
 
 def convert(content: object, kind: type[T], place: Place, error: Error) -> T:
-    """Check the type of plain values, as of a YAML file.
-
-    Args:
-        content: dicts, lists, strings, numbers, booleans, None.
-        kind: as of :func:`parse_json`.
-        place: where ``content`` stands, for the error.
-        error: as of :func:`parse_json`.
-
-    Raises:
-        Exception: that of ``error``: ``content`` is not of that type.
-    """
+    """Check the type of plain values, as of a YAML file; see :func:`parse_json`."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as exc:

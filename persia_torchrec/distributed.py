@@ -1,28 +1,29 @@
-"""How the trainers of a job keep their copies of the dense model alike.
+"""How the trainers of a job keep their copies of the dense model equal.
 
-PERSIA's options, as settings only; ``training/data_parallel.py`` carries them out. The
-embeddings are no part of this: they live on the servers, once.
+PERSIA's options, as settings only; ``training/data_parallel.py`` carries them out. They
+do not concern the embeddings, of which the servers hold the only copy.
 
     DDPOption               torch's DistributedDataParallel
     BaguaDistributedOption  the algorithms that PERSIA took from Bagua. Bagua is no
                             longer maintained, so each is what PyTorch has for it:
 
         gradient_allreduce            DistributedDataParallel: gradients are averaged
-        bytegrad                      the same, gradients travel as 8 bits a number
+        bytegrad                      the same, with gradients of 8 bits per number
         decentralized                 each trainer steps by its own gradient, then the
                                       weights are averaged, at every step
         async                         the same, averaged every few steps
-        low_precision_decentralized   refused: PyTorch has nothing like it
-        qadam                         refused likewise; it did not work in PERSIA either
+        low_precision_decentralized   rejected: PyTorch has no equivalent
+        qadam                         rejected likewise; it did not work in PERSIA
 
-``async`` is Bagua's but for the clock: there a thread averages every 500 ms of its own
-accord, here all trainers meet after ``averaging_period`` steps, so that a run does not
-depend on how fast its machines are.
+``async`` differs from Bagua's in its clock: there a thread averages every 500 ms, here
+all trainers average after ``averaging_period`` steps, so that a run does not depend on
+the speed of its machines.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 
+from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 
 DEFAULT_MASTER_PORT = 23456
@@ -30,7 +31,6 @@ DEFAULT_MASTER_PORT = 23456
 
 DEFAULT_BUCKET_BYTES = 10 * 1024**2
 DEFAULT_AVERAGING_PERIOD = 4
-MAX_PORT = 65_535
 
 BACKENDS = ("nccl", "gloo")
 INITIALIZATION_METHODS = ("tcp", "file")
@@ -54,7 +54,7 @@ REFUSED_ALGORITHMS = {
 
 @dataclass(frozen=True)
 class DistributedBaseOption(ABC):
-    """What all options say: where the trainers meet; use a subclass."""
+    """What all options have: where the trainers meet. Use a subclass."""
 
     _: KW_ONLY
 
@@ -66,17 +66,15 @@ class DistributedBaseOption(ABC):
     """Host of rank 0. None: the launcher's ``MASTER_ADDR``."""
 
     def __post_init__(self) -> None:
-        if self.master_port is not None and not 1 <= self.master_port <= MAX_PORT:
-            raise ConfigError(
-                f"master_port must be in [1, {MAX_PORT}]. Received: {self.master_port}."
-            )
+        port = self.master_port
+        _require(
+            port is None or 1 <= port <= MAX_PORT,
+            f"master_port must be in [1, {MAX_PORT}]. Received: {port}.",
+        )
 
     @abstractmethod
     def backend_for(self, device_type: str) -> str:
-        """Return torch's name of what carries the bytes.
-
-        Args:
-            device_type: of the dense model, ``"cuda"`` or ``"cpu"``.
+        """Return torch's backend for a dense model on ``"cuda"`` or ``"cpu"``.
 
         Raises:
             ConfigError: the chosen backend cannot serve such a device.
@@ -84,7 +82,7 @@ class DistributedBaseOption(ABC):
 
     @property
     def file(self) -> str | None:
-        """The file at which the trainers meet, or None: they meet over TCP."""
+        """The file at which the trainers meet; None: they meet over TCP."""
         return None
 
 
@@ -106,7 +104,7 @@ class DDPOption(DistributedBaseOption):
             before the job.
 
     Raises:
-        ConfigError: a value is none of those above, or two of them contradict.
+        ConfigError: a value is not one of those above, or two of them contradict.
     """
 
     initialization_method: str = "tcp"
@@ -118,49 +116,46 @@ class DDPOption(DistributedBaseOption):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.init_method is not None:
-            if self.initialization_method not in ("tcp", self.init_method):
-                raise ConfigError(
-                    "init_method and initialization_method are two names of one "
-                    f"setting. Received: {self.init_method!r} and "
-                    f"{self.initialization_method!r}. Give one."
-                )
+            _require(
+                self.initialization_method in ("tcp", self.init_method),
+                "init_method and initialization_method are two names of one setting. "
+                f"Received: {self.init_method!r} and {self.initialization_method!r}. "
+                "Give one.",
+            )
             object.__setattr__(self, "initialization_method", self.init_method)
-        _require("backend", self.backend, BACKENDS)
+        method = self.initialization_method
+        _require_known("backend", self.backend, BACKENDS)
+        _require_known("initialization_method", method, INITIALIZATION_METHODS)
         _require(
-            "initialization_method", self.initialization_method, INITIALIZATION_METHODS
+            (method == "file") == (self.sync_file is not None),
+            "sync_file must be given with initialization_method='file', and only then. "
+            f"Received: {self.sync_file!r} with {method!r}.",
         )
-        is_file = self.initialization_method == "file"
-        if is_file != (self.sync_file is not None):
-            raise ConfigError(
-                "sync_file must be given with initialization_method='file', and only "
-                f"then. Received: {self.sync_file!r} with "
-                f"{self.initialization_method!r}."
-            )
-        if is_file and (self.master_addr is not None or self.master_port is not None):
-            raise ConfigError(
-                "master_addr and master_port must not be given with "
-                "initialization_method='file': the trainers meet at sync_file."
-            )
+        _require(
+            method == "tcp" or (self.master_addr, self.master_port) == (None, None),
+            "master_addr and master_port must not be given with "
+            "initialization_method='file': the trainers meet at sync_file.",
+        )
 
     def backend_for(self, device_type: str) -> str:
-        """Return the backend; ``"nccl"`` is refused on the CPU."""
-        if self.backend == "nccl" and device_type != "cuda":
-            raise ConfigError(
-                "DDPOption: backend must be 'gloo' on the CPU. Received: 'nccl', which "
-                "serves CUDA devices only. Pass backend='gloo', or a device_id to the "
-                "context."
-            )
+        """Return the backend; ``"nccl"`` is rejected on the CPU."""
+        _require(
+            self.backend == "gloo" or device_type == "cuda",
+            "DDPOption: backend must be 'gloo' on the CPU. Received: 'nccl', which "
+            "serves CUDA devices only. Pass backend='gloo', or a device_id to the "
+            "context.",
+        )
         return self.backend
 
     @property
     def file(self) -> str | None:
-        """The file at which the trainers meet, or None: they meet over TCP."""
+        """The file at which the trainers meet; None: they meet over TCP."""
         return self.sync_file
 
 
 @dataclass(frozen=True)
 class BaguaDistributedOption(DistributedBaseOption):
-    """Keep the copies alike by one of Bagua's algorithms, as PyTorch has them.
+    """Keep the copies equal by one of Bagua's algorithms, as PyTorch has them.
 
     Unlike Bagua's they also work on the CPU. The head of this file says what each
     does. The weights of all trainers are equal at the end of the context, whatever the
@@ -171,10 +166,10 @@ class BaguaDistributedOption(DistributedBaseOption):
         default_bucket_size: bytes of gradients that are sent at once, of
             ``gradient_allreduce`` and ``bytegrad``.
         averaging_period: steps from one average to the next, of ``async`` only; None
-            is 4. It stands where Bagua has ``sync_interval_ms``.
+            is 4. It replaces Bagua's ``sync_interval_ms``.
         autotune_level: 0; Bagua's tuning service has no counterpart, here or in
             PyTorch. So the settings of that service, and of Bagua's own network
-            library, can have no other value than their default:
+            library, must have their defaults:
         bagua_service_port: of the tuning service.
         autotune_max_samples: of the tuning service.
         autotune_warmup_time: of the tuning service.
@@ -202,44 +197,33 @@ class BaguaDistributedOption(DistributedBaseOption):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.algorithm in REFUSED_ALGORITHMS:
-            raise ConfigError(
-                f"algorithm must not be {self.algorithm!r}. "
-                f"{REFUSED_ALGORITHMS[self.algorithm]}"
-            )
-        _require("algorithm", self.algorithm, ALGORITHMS)
+        algorithm, size = self.algorithm, self.default_bucket_size
+        _require(
+            algorithm not in REFUSED_ALGORITHMS,
+            f"algorithm must not be {algorithm!r}. {REFUSED_ALGORITHMS.get(algorithm)}",
+        )
+        _require_known("algorithm", algorithm, ALGORITHMS)
         for name in _OF_BAGUA_ALONE:
             default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default:
-                raise ConfigError(
-                    f"{name} must be {default!r}. Received: {getattr(self, name)!r}. "
-                    "It tunes a part of Bagua that has no counterpart here; leave it "
-                    "out."
-                )
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        if self.default_bucket_size < 1:
-            raise ConfigError(
-                "default_bucket_size must be >= 1 byte. "
-                f"Received: {self.default_bucket_size}."
+            value = getattr(self, name)
+            _require(
+                value == default,
+                f"{name} must be {default!r}. Received: {value!r}. It tunes a part of "
+                "Bagua that has no counterpart here; leave it out.",
             )
-        if self.averages_weights and self.default_bucket_size != DEFAULT_BUCKET_BYTES:
-            raise ConfigError(
-                f"default_bucket_size must be left out with {self.algorithm!r}, which "
-                "sends no gradients."
-            )
-        if self.averaging_period is None:
-            return
-        if self.algorithm != "async":
-            raise ConfigError(
+        _require(size >= 1, f"default_bucket_size must be >= 1 byte. Received: {size}.")
+        _require(
+            size == DEFAULT_BUCKET_BYTES or not self.averages_weights,
+            f"default_bucket_size must be left out with {algorithm!r}, which sends no "
+            "gradients.",
+        )
+        if (period := self.averaging_period) is not None:
+            _require(
+                algorithm == "async",
                 "averaging_period must be left out unless the algorithm is 'async'. "
-                f"Received: {self.averaging_period} with {self.algorithm!r}."
+                f"Received: {period} with {algorithm!r}.",
             )
-        if self.averaging_period < 1:
-            raise ConfigError(
-                f"averaging_period must be >= 1. Received: {self.averaging_period}."
-            )
+            _require(period >= 1, f"averaging_period must be >= 1. Received: {period}.")
 
     @property
     def averages_weights(self) -> bool:
@@ -270,7 +254,7 @@ _OF_BAGUA_ALONE = (
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
-    """Return what a context uses when it is given no option.
+    """Return the option of a context that is given none.
 
     Args:
         device_id: CUDA device of the dense model; None is the CPU.
@@ -282,8 +266,11 @@ def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
     return DDPOption(backend="gloo" if device_id is None else "nccl")
 
 
-def _require(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"{name} must be one of {', '.join(known)}. Received: {value!r}."
-        )
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    message = f"{name} must be one of {', '.join(known)}. Received: {value!r}."
+    _require(value in known, message)

@@ -167,14 +167,11 @@ def job_store() -> JobStore | None:
 
 
 def require_job_store(role: str, instead: str = "") -> JobStore:
-    """Return what :func:`job_store` does, for a role that must belong to a job.
+    """Return what :func:`job_store` does, or raise ConfigError where that is None.
 
     Args:
         role: for the message, as ``"An embedding worker"``.
         instead: for the message: other ways, as ``", or pass --servers"``.
-
-    Raises:
-        ConfigError: ``PERSIA_STORE_PORT`` is unset, or not in ``[1, 65535]``.
     """
     store = job_store()
     if store is None:
@@ -189,8 +186,7 @@ def require_job_store(role: str, instead: str = "") -> JobStore:
 def is_local_job() -> bool:
     """Return whether all of the job runs on this machine.
 
-    So it is when torchx runs it here, by ``TORCHX_JOB_ID``, or when
-    ``PERSIA_STORE_HOST`` is a loopback name.
+    By torchx's ``TORCHX_JOB_ID``, or since ``PERSIA_STORE_HOST`` is a loopback name.
     """
     return _is_local_torchx() or _text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
 
@@ -198,8 +194,7 @@ def is_local_job() -> bool:
 def is_one_local_app() -> bool:
     """Return whether torchx has started all of the job on this machine, as one app.
 
-    So it is when ``TORCHX_JOB_ID`` names the local scheduler, and the address book is
-    where the app's first role runs (``PERSIA_STORE_HOST_ENV``).
+    The address book is then where its first role runs (``PERSIA_STORE_HOST_ENV``).
     """
     has_host = _text("PERSIA_STORE_HOST") is not None
     has_host_env = _text("PERSIA_STORE_HOST_ENV") is not None
@@ -288,11 +283,7 @@ def names_store_host() -> bool:
 
 
 def reject_unsupported_variables() -> None:
-    """Reject PERSIA's variables that have no effect here.
-
-    Raises:
-        ConfigError: one of ``REFUSED`` is set to more than its harmless value.
-    """
+    """Raise ConfigError if a variable of ``REFUSED`` has another value than allowed."""
     for name, refused in REFUSED.items():
         value = _text(name)
         if value is not None and value != refused.harmless:

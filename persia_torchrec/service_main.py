@@ -37,15 +37,12 @@ _POLL_MS = 100
 
 
 def run_service(name: str, serve: Callable[[], None], level: str = "INFO") -> int:
-    """Run a service: set up logging, and turn an error into a log line and a status.
+    """Run a service; return the exit status. An error is logged, by that name.
 
     Args:
         name: of the logger.
         serve: serves until the end.
         level: of the log, unless ``LOG_LEVEL`` is set.
-
-    Returns:
-        The exit status of the process.
     """
     end_by_signals()
     try:
@@ -157,11 +154,7 @@ class JobLifetime(Lifetime):
         self.member.call_at_end(callback)
 
     def wait_for_end(self) -> None:
-        """Wait until the job is finished.
-
-        Raises:
-            JobError: the job has failed.
-        """
+        """Wait until the job is finished, or raise JobError: it has failed."""
         self.member.wait_for_end()
 
     def register(self, address: str) -> None:
@@ -178,20 +171,9 @@ class JobLifetime(Lifetime):
 def job_lifetime(
     role: str, index: int, size: int, store: env.JobStore
 ) -> Iterator[JobLifetime]:
-    """Be a member of a job within a block.
+    """Be a member of a job within a block; see :meth:`JobMember.join`.
 
     Enter it before anything can go wrong, so that the job learns of it.
-
-    Args:
-        role: as :meth:`JobMember.join` has it.
-        index: which replica of the role this is.
-        size: how many there are.
-        store: where the job's address book is.
-
-    Raises:
-        DiscoveryError: the address book does not answer.
-        JobMismatchError: another job is there, or another process has this place.
-        JobError: the job failed elsewhere.
     """
     with JobMember.join(role, index, size, store=store) as member:
         yield JobLifetime(member, role, index, size)
@@ -204,12 +186,9 @@ def tell_ready(address: str) -> None:
 
 @contextlib.contextmanager
 def refusing_requests(listener: Listener) -> Iterator[None]:
-    """Answer all requests to a socket with ``NotReadyError`` within a block.
+    """Answer all requests with ``NotReadyError`` within a block: loops are compiled.
 
     A thread does so, and owns the socket meanwhile.
-
-    Args:
-        listener: of a server that compiles its loops.
     """
     is_over = threading.Event()
 

@@ -4,7 +4,7 @@
 ``global_config.yml`` what the servers and embedding workers may use. Their keys and
 defaults are PERSIA's. Unlike PERSIA, this package rejects unknown keys, duplicate keys
 and values of another type. Keys that PERSIA's own files and pages have and that have
-no effect, there or here, are an exception: ``differences.py`` lists them, and each is
+no effect, there or here, are an exception: ``differences.toml`` lists them, and each is
 a warning.
 """
 

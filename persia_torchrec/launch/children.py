@@ -42,13 +42,7 @@ class Children:
         self._proxy: subprocess.Popen[bytes] | None = None
 
     def start_module(self, name: str, module: str, *arguments: str) -> None:
-        """Start a module of this package; the coordinator first.
-
-        Args:
-            name: of the process, for messages.
-            module: below ``persia_torchrec``.
-            arguments: of its command line.
-        """
+        """Start a module below ``persia_torchrec``; the coordinator first."""
         command = [sys.executable, "-m", f"persia_torchrec.{module}", *arguments]
         self._processes.append((name, subprocess.Popen(command)))
 
@@ -72,11 +66,7 @@ class Children:
             self._proxy.stdin.close()
 
     def wait_for_coordinator(self, timeout_s: float) -> int:
-        """Wait until the job has ended; return the coordinator's exit status.
-
-        Raises:
-            JobError: the job has not ended in time.
-        """
+        """Return the coordinator's exit status, or raise JobError: not in time."""
         status = _wait(self._processes[0][1], timeout_s)
         if status is None:
             raise JobError(
@@ -93,11 +83,7 @@ class Children:
         return None
 
     def require_none_failed(self) -> None:
-        """Raise if a process has failed.
-
-        Raises:
-            JobError: which one.
-        """
+        """Raise JobError if a process has failed."""
         failure = self.find_failed()
         if failure is not None:
             raise JobError(f"The job failed: {failure}")
@@ -120,11 +106,8 @@ class Children:
 class Watch:
     """A thread that interrupts the main thread when the job has failed, as by Ctrl-C.
 
-    Only the main thread is interrupted, and only if it creates the watch.
-
-    Args:
-        book: the job's address book; only the watch uses it from here on.
-        children: its processes.
+    Only the main thread is interrupted, and only if it creates the watch. The watch
+    owns the address book from then on.
     """
 
     def __init__(self, book: AddressBook, children: Children) -> None:

@@ -150,11 +150,7 @@ def embedding_servers(
 ) -> specs.Role:
     """Build the role of the embedding servers, one process per shard.
 
-    Args:
-        job: see :class:`JobSettings`.
-        num_servers: number of shards.
-        eviction: ``"lru"`` or ``"lfu"``.
-        checkpoint: to serve, for inference; None: the servers train.
+    With a checkpoint they serve it, for inference.
     """
     _require_count("embedding_servers", num_servers, 1)
     if eviction not in ("lru", "lfu"):
@@ -176,10 +172,7 @@ def embedding_workers(
 ) -> specs.Role:
     """Build the role of the embedding workers.
 
-    Args:
-        job: see :class:`JobSettings`.
-        num_workers: number of workers.
-        learn_tables: the servers serve a checkpoint, and have the tables from it.
+    They learn the tables from servers that serve a checkpoint.
     """
     _require_count("embedding_workers", num_workers, 1)
     flags = format_flags(

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_member(
     role: str, name: str, work: Callable[[], object], *, is_proxy: bool = False
 ) -> int:
-    """Do a trainer's or a data loader's work as a member of the job.
+    """Do a trainer's or a data loader's work as a member of the job; return the status.
 
     The main thread calls this, and the process ends soon after.
 
@@ -69,9 +69,6 @@ def run_member(
         name: of the work, for the log.
         work: called when the process is a member; what it raises ends the job.
         is_proxy: the process is the only trainer, whatever the environment says.
-
-    Returns:
-        The exit status.
     """
     end_by_signals()
     get_default_logger()

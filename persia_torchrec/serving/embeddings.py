@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -42,21 +42,13 @@ from persia_torchrec.worker.serving import require_dims
 _REQUEST_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """The embeddings of one batch, on the CPU.
+class LookedUp(NamedTuple):
+    """The embeddings of one batch, on the CPU."""
 
-    Attributes:
-        slots: all slots.
-        names: of those that the batch has, in its order.
-        outputs: of the lookup, for these.
-        places: for each raw slot of the batch, the positions of its ids.
-    """
-
-    slots: tuple[Slot, ...]
-    names: tuple[str, ...]
-    outputs: Outputs
-    places: Sequence[Positions]
+    slots: tuple[Slot, ...]  # all
+    names: tuple[str, ...]  # of the slots in the batch, in its order
+    outputs: Outputs  # for these
+    places: Sequence[Positions]  # of the ids, for each raw slot of the batch
 
 
 class SlotsReader:
@@ -90,19 +82,11 @@ class SlotsReader:
         return hello
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until :meth:`hello` succeeds.
-
-        Raises:
-            RequestTimeoutError: it did not in time; the last reason follows.
-        """
+        """Wait until :meth:`hello` succeeds, or raise RequestTimeoutError."""
         wait_until_ready(self.hello, timeout_s)
 
     def slots(self) -> tuple[Slot, ...]:
-        """Return the slots; asks for them once.
-
-        Raises:
-            PersiaError: the lookup is not ready.
-        """
+        """Return the slots; asks for them once."""
         return self._slots or self.hello().slots
 
     def look_up(self, batch: PersiaBatch | ReferencedBatch) -> LookedUp:
@@ -167,14 +151,7 @@ class ConcurrentLookups:
     ) -> Future[LookedUp]:
         """Begin to look a batch up.
 
-        Args:
-            batch: as the reader takes it.
-            is_training: False.
-            settings: of the ``DataLoader`` that the batch comes from; None looks up
-                before it returns.
-
-        Raises:
-            PersiaError: without settings: what went wrong.
+        Without the settings of a ``DataLoader`` it is looked up before this returns.
         """
         assert not is_training, "a reader changes nothing"
         if settings is None:
@@ -189,11 +166,7 @@ class ConcurrentLookups:
             return self._pool.submit(self._reader.look_up, batch)
 
     def embed(self, pull: Future[LookedUp]) -> list[torch.Tensor]:
-        """Wait for a batch; return its embeddings, a tensor per slot.
-
-        Raises:
-            PersiaError: what went wrong with its lookup.
-        """
+        """Wait for a batch; return its embeddings, a tensor per slot."""
         try:
             looked_up = pull.result(self._timeout_s)
         except PersiaError:
@@ -229,11 +202,6 @@ def host_checkpoint(
         device: of the tensors.
         num_servers: processes over which the rows are sharded.
         incremental_dir: follow what a training writes there.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint, or it is damaged.
-        ConfigError: its tables are not those of the slots.
-        ServerError: a server does not start.
     """
     with EmbeddingCluster.of_checkpoint(
         os.fspath(path), num_servers, incremental_dir=incremental_dir

@@ -90,15 +90,8 @@ class HttpConfig:
 class PredictionServer:
     """Answers requests in threads, from the constructor to :meth:`close`.
 
-    Args:
-        predictor: predicts.
-        config: see :class:`HttpConfig`.
-
     Attributes:
         address: as ``"http://127.0.0.1:8080"``.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
     """
 
     def __init__(self, predictor: Predictor, config: HttpConfig) -> None:
@@ -124,13 +117,7 @@ class PredictionServer:
 
 
 def parse_json_batch(data: bytes) -> PersiaBatch:
-    """Read a batch.
-
-    Args:
-        data: UTF-8 text, as at the head of this file.
-
-    Raises:
-        BatchError: it is not such JSON, or its parts do not fit one another.
+    """Read a batch from JSON as at the head of this file, or raise BatchError.
 
     Example:
         >>> batch = parse_json_batch(b'{"id_type_features": {"item": [[7, 8], []]}}')
@@ -266,7 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as exc:  # the server continues; the client gets the error
             if not isinstance(exc, PersiaError | TimeoutError):
                 logger.exception("a request failed")
-            self._answer(_status_of(exc), {"error": f"{type(exc).__name__}: {exc}"})
+            status = next(code for kind, code in _STATUSES if isinstance(exc, kind))
+            self._answer(status, {"error": f"{type(exc).__name__}: {exc}"})
         else:
             self._answer(HTTPStatus.OK, {"predictions": predictions})
 
@@ -320,18 +308,14 @@ class _BodyTooLargeError(BatchError):
     """A batch has more bytes than allowed."""
 
 
-def _status_of(exc: Exception) -> HTTPStatus:
-    match exc:
-        case _BodyTooLargeError():
-            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        case BatchError() | FrameError():
-            return HTTPStatus.BAD_REQUEST
-        case ServerError():
-            return HTTPStatus.SERVICE_UNAVAILABLE
-        case TimeoutError():
-            return HTTPStatus.REQUEST_TIMEOUT
-        case _:
-            return HTTPStatus.INTERNAL_SERVER_ERROR
+_STATUSES = (
+    (_BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (BatchError, HTTPStatus.BAD_REQUEST),
+    (FrameError, HTTPStatus.BAD_REQUEST),
+    (ServerError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (TimeoutError, HTTPStatus.REQUEST_TIMEOUT),
+    (Exception, HTTPStatus.INTERNAL_SERVER_ERROR),
+)
 
 
 def _reject(request: Any, max_requests: int) -> None:

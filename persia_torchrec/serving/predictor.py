@@ -48,15 +48,11 @@ class Predictor:
         self._model, self.name = model.eval(), name
 
     def predict(self, batch: PersiaBatch) -> Predictions:
-        """Predict; labels are ignored.
-
-        Returns:
-            For each sample a number, or where the model gives several, a list.
+        """Return a number for each sample, or where the model gives several, a list.
 
         Raises:
             BatchError: the batch does not fit slots or model.
-            ServerError: an embedding worker or server failed, or did not answer.
-            PersiaError: the model's output is not predictions.
+            PersiaError: a lookup failed, or the model's output is not predictions.
         """
         looked_up = self._reader.look_up(batch)
         device = self._reader.device
@@ -90,16 +86,9 @@ class Predictor:
 
 
 class ModelFollower:
-    """Loads the dense model of each later checkpoint, once that is complete.
+    """Loads the dense model of each later checkpoint of a folder, once it is complete.
 
-    A checkpoint without such a file is ignored: one of the embeddings alone.
-
-    Args:
-        predictor: gets the models.
-        run: the folder of checkpoints, or its URL.
-        name: of the file.
-        device: of the model.
-        poll_s: seconds from one look to the next.
+    A checkpoint without a file of that name is ignored: one of embeddings alone.
     """
 
     def __init__(
@@ -149,13 +138,7 @@ class ModelFollower:
 def load_model(
     path: str | os.PathLike[str], name: str, device: torch.device
 ) -> tuple[nn.Module, str]:
-    """Load a TorchScript model from the folder of a checkpoint.
-
-    Args:
-        path: of a checkpoint, or of a folder of several. The model is in it, or in its
-            latest complete checkpoint.
-        name: of the file.
-        device: of the model.
+    """Load a TorchScript model from a folder, or from its latest complete checkpoint.
 
     Returns:
         The model, and its path.
