@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import (
     LookupSettings,
     PersiaTrainingBatch,
@@ -18,6 +17,7 @@ from persia_torchrec.data.loader import (
     enter_context,
     leave_context,
 )
+from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.embedding.data import BatchRest, PersiaBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.slot_tensors import dense_tensor

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from persia_torchrec import env
 from persia_torchrec.ctx.base_ctx import BaseCtx
-from persia_torchrec.data.dataflow import BatchSender
+from persia_torchrec.data.stream import BatchSender
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.lookup.slots import build_bags

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, RemoteError

@@ -1,6 +1,6 @@
 """Batches on their way to the model: datasets, the loader, KeyedJaggedTensors.
 
-``kjt.py`` needs torchrec and is imported by its full name.
+``torchrec.py`` needs torchrec and is imported by its full name.
 """
 
 from persia_torchrec.data.dataset import (

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from persia_torchrec import env
-from persia_torchrec.data.dataflow import BatchReceiver, ReferencedBatch
-from persia_torchrec.data.inbox import Inbox
+from persia_torchrec.data.stream import BatchReceiver, Inbox, ReferencedBatch
 from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.discovery import AddressBook
@@ -96,7 +95,7 @@ class StreamingDataset(IterableDatasetBase):
             "A StreamingDataset", ", or use an IterableDataset"
         )
         rank, world_size = env.get_rank(), env.get_world_size()
-        inbox: Inbox[ReferencedBatch] = Inbox(self.buffer_size, rank, world_size)
+        inbox = Inbox(self.buffer_size, rank, world_size)
         book = AddressBook.join(*store)
         host = local_address(store.host)
         self._receiver = BatchReceiver(inbox, host, book.greeting)
@@ -106,7 +105,7 @@ class StreamingDataset(IterableDatasetBase):
 
     @staticmethod
     def _take_all(
-        inbox: Inbox[ReferencedBatch],
+        inbox: Inbox,
         receiver: BatchReceiver,
         timeout_s: float,
         *,

@@ -16,7 +16,7 @@ import numpy as np
 
 from persia_torchrec.client.client import ADD_TABLES_TIMEOUT_S, BatchNumber, Reply
 from persia_torchrec.client.codec import body_of, stamp
-from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, WireError
 from persia_torchrec.lookup.bags import Bags, encode_bags

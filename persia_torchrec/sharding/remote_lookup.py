@@ -48,7 +48,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from persia_torchrec.data.kjt import JaggedBatch
+from persia_torchrec.data.torchrec import JaggedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding.agreement import Agreement

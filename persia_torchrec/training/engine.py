@@ -21,8 +21,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from persia_torchrec import env
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import EmbeddingSchema
-from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch

@@ -5,8 +5,7 @@ import contextlib
 import pytest
 
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
-from persia_torchrec.data.dataflow import BatchReceiver
-from persia_torchrec.data.inbox import Inbox
+from persia_torchrec.data.stream import BatchReceiver, Inbox
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.training.engine import connect_to_job

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia_torchrec.data.inbox import Inbox
+from persia_torchrec.data.stream import Inbox
 from persia_torchrec.errors import DataflowError
 
 DEADLINE_S = 120.0

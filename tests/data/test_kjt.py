@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.data.kjt import (
+from persia_torchrec.data.torchrec import (
     JaggedBatch,
     to_jagged_ids,
     to_keyed_jagged_tensor,

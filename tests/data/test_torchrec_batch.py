@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.data.torchrec_batch import (
+from persia_torchrec.data.torchrec import (
     TorchRecBatch,
     from_torchrec,
     to_torchrec,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.data.dataflow import ReferencedBatch
+from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import (
     BatchError,

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from persia_torchrec.data.dataflow import ReferencedBatch
 from persia_torchrec.data.loader import LookupSettings
+from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.distributed import DDPOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest

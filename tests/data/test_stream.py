@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from persia_torchrec.data.dataflow import BatchReceiver, BatchSender
-from persia_torchrec.data.inbox import Inbox
+from persia_torchrec.data.stream import BatchReceiver, BatchSender, Inbox
 from persia_torchrec.embedding.batch_bytes import encode_rest
 from persia_torchrec.embedding.data import (
     IDTypeFeatureWithSingleID,
