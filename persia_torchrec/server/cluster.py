@@ -1,7 +1,7 @@
 """Embedding servers on this machine, for a first run, a notebook or a test.
 
-Each server is a child process on the loopback interface. A child ends when its cluster
-is closed, and also when the process that started it is gone.
+Each server is a child process on the loopback interface. It ends when its cluster is
+closed, and when the process that started it ends.
 """
 
 import logging
@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self
 
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
+from persia_torchrec.command_line import format_flags
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS
@@ -28,10 +29,10 @@ _LINE_S = 0.5
 
 
 class EmbeddingCluster:
-    """Server processes, and their addresses. Use :meth:`local`, with ``with``.
+    """Server processes, and their addresses: a context manager. Use :meth:`local`.
 
     Attributes:
-        addresses: one a server, in the order of their shards.
+        addresses: one per server, in the order of their shards.
         processes: the server processes.
 
     Example:
@@ -57,10 +58,10 @@ class EmbeddingCluster:
         """Start servers on this machine.
 
         Args:
-            num_servers: number of processes, one a shard; at least 1.
-            capacity: rows a server, of all tables together.
-            eviction: which row leaves a full server: the least recently ("lru"), or
-                the least frequently ("lfu") used.
+            num_servers: number of processes, one per shard; at least 1.
+            capacity: rows per server, of all tables together.
+            eviction: which row of a full server is evicted: the least recently ("lru"),
+                or the least frequently ("lfu") used.
             optimizer_engine: what applies gradients, see ``EmbeddingStore``.
             incremental_dir: a folder to which the servers write what changes, for
                 :meth:`of_checkpoint`, and for a restart that loses little.
@@ -77,19 +78,15 @@ class EmbeddingCluster:
                 "num_servers and capacity must be >= 1. "
                 f"Received: {num_servers} and {capacity}."
             )
-        configs = [
-            ServerConfig(
-                shard=shard,
-                num_shards=num_servers,
-                capacity_rows=capacity,
-                eviction=eviction,
-                optimizer_engine=optimizer_engine,
-                incremental_dir=incremental_dir,
-                incremental_interval_s=incremental_interval_s,
-            )
-            for shard in range(num_servers)
-        ]
-        return cls._started(configs, start_timeout_s)
+        config = ServerConfig(
+            num_shards=num_servers,
+            capacity_rows=capacity,
+            eviction=eviction,
+            optimizer_engine=optimizer_engine,
+            incremental_dir=incremental_dir,
+            incremental_interval_s=incremental_interval_s,
+        )
+        return cls._start_all(config, start_timeout_s)
 
     @classmethod
     def of_checkpoint(
@@ -103,13 +100,13 @@ class EmbeddingCluster:
     ) -> "EmbeddingCluster":
         """Start servers on this machine that serve a checkpoint for inference.
 
-        Nothing can be trained on them. They are there when they have loaded it.
+        Nothing can be trained on them. They are ready when they have loaded it.
 
         Args:
             checkpoint: path, or URL, of a checkpoint's folder, or of a folder with
                 several, for its latest.
             num_servers: number of processes, however many wrote the checkpoint.
-            capacity: rows a server; by default as many as it can ever be given.
+            capacity: rows per server; by default as many as it can ever be given.
             incremental_dir: follow what a training writes there.
             start_timeout_s: seconds until all must be ready.
 
@@ -120,7 +117,7 @@ class EmbeddingCluster:
         """
         manifest = Manifest.read(find_checkpoint(checkpoint))
         if capacity is None:
-            # Ids are spread by a hash: no server is sure to get just its part of them.
+            # Ids are spread by a hash: a server may get more than an equal fraction.
             most = None if incremental_dir is None else manifest.capacity_rows
             capacity = manifest.num_rows if most is None else most
         if num_servers < 1 or capacity < 0:
@@ -128,27 +125,22 @@ class EmbeddingCluster:
                 "num_servers must be >= 1, and capacity >= 0. "
                 f"Received: {num_servers} and {capacity}."
             )
-        configs = [
-            ServerConfig(
-                shard=shard,
-                num_shards=num_servers,
-                capacity_rows=min(max(capacity, 1), MAX_ROWS),
-                checkpoint=checkpoint,
-                incremental_dir=incremental_dir,
-            )
-            for shard in range(num_servers)
-        ]
-        return cls._started(configs, start_timeout_s)
+        config = ServerConfig(
+            num_shards=num_servers,
+            capacity_rows=min(max(capacity, 1), MAX_ROWS),
+            checkpoint=checkpoint,
+            incremental_dir=incremental_dir,
+        )
+        return cls._start_all(config, start_timeout_s)
 
     @classmethod
-    def _started(
-        cls, configs: Sequence[ServerConfig], timeout_s: float
-    ) -> "EmbeddingCluster":
-        cluster = cls([_start(config) for config in configs])
+    def _start_all(cls, config: ServerConfig, timeout_s: float) -> "EmbeddingCluster":
+        shards = range(config.num_shards)
+        cluster = cls([_start(replace(config, shard=shard)) for shard in shards])
         deadline = time.monotonic() + timeout_s
         try:
             for shard, process in enumerate(cluster.processes):
-                address, deadline = _address_of(shard, process, deadline)
+                address, deadline = _wait_until_ready(shard, process, deadline)
                 cluster.addresses.append(address)
         except BaseException:
             cluster.close()
@@ -165,7 +157,9 @@ class EmbeddingCluster:
             try:
                 process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                logger.warning("server pid=%d does not end; killing it", process.pid)
+                logger.warning(
+                    "server pid=%d does not terminate; killing it", process.pid
+                )
                 process.kill()
                 process.wait()
             if process.stdout is not None:
@@ -184,22 +178,23 @@ class EmbeddingCluster:
 
 
 def _start(config: ServerConfig) -> "subprocess.Popen[str]":
-    command = [
-        *(sys.executable, "-m", "persia_torchrec.server", "--standalone"),
-        *("--shard", str(config.shard), "--num-shards", str(config.num_shards)),
-        *("--host", config.host, "--capacity", str(config.capacity_rows)),
-        *("--eviction", config.eviction),
-        *("--optimizer-engine", config.optimizer_engine),
-    ]
-    if config.incremental_dir is not None:
-        command += ["--incremental-dir", config.incremental_dir]
-        command += ["--incremental-interval-s", str(config.incremental_interval_s)]
-    if config.checkpoint is not None:
-        command += ["--checkpoint", config.checkpoint]
+    flags = format_flags(
+        standalone=True,
+        shard=config.shard,
+        num_shards=config.num_shards,
+        host=config.host,
+        capacity=config.capacity_rows,
+        eviction=config.eviction,
+        optimizer_engine=config.optimizer_engine,
+        incremental_dir=config.incremental_dir,
+        incremental_interval_s=config.incremental_interval_s,
+        checkpoint=config.checkpoint,
+    )
+    command = [sys.executable, "-m", "persia_torchrec.server", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def _address_of(
+def _wait_until_ready(
     shard: int, process: "subprocess.Popen[str]", deadline: float
 ) -> tuple[str, float]:
     """Wait for the line ``ready ADDRESS`` that a server prints.
@@ -235,7 +230,7 @@ def _address_of(
         code = process.wait(_STOP_TIMEOUT_S)
         raise ServerError(
             f"ended with exit status {code} instead of becoming ready; its error "
-            "stands above.",
+            "is above.",
             server=name,
         )
     return address, deadline

@@ -1,8 +1,7 @@
 """CPU budget (a token bucket) of background work while requests for rows arrive.
 
 An idle server works in the background all the time. While requests arrive, the work
-earns credit as time passes, and spends it: so trainers that share the machine keep
-their throughput.
+earns credit as time passes, and spends it.
 """
 
 import time
@@ -27,7 +26,7 @@ class Activity:
         cpu_clock: seconds of a CPU that the calling thread has used.
 
     Attributes:
-        last_s: when a request for rows came last.
+        last_s: when a request for rows came last; set by the serving loop.
     """
 
     def __init__(
@@ -38,10 +37,6 @@ class Activity:
         self.clock = clock
         self.cpu_clock = cpu_clock
         self.last_s = float("-inf")
-
-    def on_request(self) -> None:
-        """A request for rows has come."""
-        self.last_s = self.clock()
 
     @property
     def is_busy(self) -> bool:

@@ -13,14 +13,14 @@ value of the last request is here the mean of the requests since the previous pu
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 from persia_torchrec.metrics import Means, Reading
 
 Counters = Mapping[str, int]
 
-Stage = Literal[
+STAGES = [
     "idle",
     "receive",
     "decode",
@@ -34,9 +34,10 @@ Stage = Literal[
     "dump",
     "other",
 ]
+"""What the serving thread does."""
 
 GAUGES = frozenset(
-    (
+    [
         "rows",
         "capacity_rows",
         "bytes",
@@ -49,7 +50,7 @@ GAUGES = frozenset(
         "increments_waiting",
         "increment_delay_ms",
         "following_lost",
-    )
+    ]
 )
 """Counters of a server that go up and down; so do those that end in ``_max``."""
 
@@ -69,11 +70,11 @@ class Stages:
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._ns: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
+        self._ns = dict.fromkeys(STAGES, 0)
         self._clock_ns = clock_ns
         self._last_ns = clock_ns()
 
-    def lap(self, stage: Stage) -> None:
+    def lap(self, stage: str) -> None:
         """End a stage."""
         now_ns = self._clock_ns()
         self._ns[stage] += now_ns - self._last_ns
@@ -133,53 +134,42 @@ class Snapshots:
 class _Mean(NamedTuple):
     """A metric of PERSIA as a quotient of counters since the previous push."""
 
-    name: str
+    total: str
+    nums: str
     help: str
-    totals: Sequence[str]
-    nums: Sequence[str]
     scale: float = 1e-6
-    """A unit of ``totals`` in that of the metric; by default microseconds in s."""
+    """A unit of ``total`` in that of the metric; by default microseconds in s."""
 
 
-_MEANS = (
-    _Mean(
-        "index_miss_ratio",
+_MEANS = {
+    "index_miss_ratio": _Mean(
+        "misses",
+        "hits misses",
         "fraction of the ids looked up that have no row",
-        ["misses"],
-        ["hits", "misses"],
         scale=1.0,
     ),
-    _Mean(
-        "lookup_hashmap_time_cost_sec",
+    "lookup_hashmap_time_cost_sec": _Mean(
+        "lookup_us",
+        "requests_train requests_read requests_metadata requests_export",
         "time in the store per training lookup or read of rows",
-        ["lookup_us"],
-        ["requests_train", "requests_read", "requests_metadata", "requests_export"],
     ),
-    _Mean(
-        "lookup_inference_batch_time_cost_sec",
+    "lookup_inference_batch_time_cost_sec": _Mean(
+        "inference_us",
+        "requests_lookup_inference",
         "time in the store per read-only lookup",
-        ["inference_us"],
-        ["requests_lookup_inference"],
     ),
-    _Mean(
-        "set_embedding_time_cost_sec",
-        "time in the store per write of rows",
-        ["write_us"],
-        ["requests_write"],
+    "set_embedding_time_cost_sec": _Mean(
+        "write_us", "requests_write", "time in the store per write of rows"
     ),
-    _Mean(
-        "decode_indices_time_cost_sec",
+    "decode_indices_time_cost_sec": _Mean(
+        "decode_us",
+        "requests_lookup requests_update requests_write",
         "time to decode a lookup, an update or a write",
-        ["decode_us"],
-        ["requests_lookup", "requests_update", "requests_write"],
     ),
-    _Mean(
-        "encode_embedding_time_cost_sec",
-        "time to encode the reply of a lookup",
-        ["encode_us"],
-        ["requests_lookup"],
+    "encode_embedding_time_cost_sec": _Mean(
+        "encode_us", "requests_lookup", "time to encode the reply of a lookup"
     ),
-)
+}
 
 _COUNTS = (
     ("index_miss_count", "misses", "ids looked up that have no row"),
@@ -225,10 +215,10 @@ class ServerReadings:
         training = counters.get("requests_lookup", 0) - inference
         counters = {**counters, "requests_train": training}
         readings = []
-        for mean in _MEANS:
-            total = sum(counters.get(name, 0) for name in mean.totals)
-            num = sum(counters.get(name, 0) for name in mean.nums)
-            value = self._means.since_last(mean.name, total * mean.scale, num)
+        for name, mean in _MEANS.items():
+            total = mean.scale * counters.get(mean.total, 0)
+            num = sum(counters.get(counter, 0) for counter in mean.nums.split())
+            value = self._means.since_last(name, total, num)
             if value is not None:
-                readings.append(Reading(mean.name, value, mean.help))
+                readings.append(Reading(name, value, mean.help))
         return readings

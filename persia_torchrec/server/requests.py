@@ -256,7 +256,7 @@ def _answer_clear(shard: Shard, _: Request) -> Frames:
     shard.apply_all_updates()  # their senders wait for the acknowledgements
     shard.checkpoints.cancel("the rows were dropped")
     shard.store.clear()
-    shard.open_batches.slots.clear()
+    shard.open_batches.clear_slots()
     return [encode_json(None)]
 
 

@@ -197,5 +197,5 @@ class EmbeddingServer:
                 "Train with servers of a job_type: Train."
             )
         if kind.needs_rows:
-            shard.activity.on_request()
+            shard.activity.last_s = shard.activity.clock()
             shard.checkpoints.require_rows()

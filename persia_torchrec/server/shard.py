@@ -149,9 +149,10 @@ class Shard:
         self.refuse(update.peer, update.header.request, exc)
 
     def _apply(self, updates: list[Update]) -> dict[str, int]:
-        self.open_batches.staleness.applied([u.batch for u in updates if u.tables])
+        updates = [update for update in updates if update.tables]
+        slots = self.open_batches.apply([update.batch for update in updates])
         counts = Counter(missed=0, refused=0, unadmitted=0, gradients=0)
-        for part in build_gradients(updates, self.open_batches.slots):
+        for part in build_gradients(updates, slots):
             self.metrics.count("updates_hinted", part.hints is not None)
             result = self.store.update(part.table, part.ids, part.grads, part.hints)
             counts["missed"] += result.num_missed

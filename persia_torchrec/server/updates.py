@@ -44,7 +44,7 @@ from persia_torchrec.errors import BatchError, PersiaError, StoreError
 from persia_torchrec.metrics import Metrics
 from persia_torchrec.routing.dedup import Positions, unique_ids
 from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.server.open_batches import Batch, SlotCache, Slots
+from persia_torchrec.server.open_batches import Batch, LookupSlots, Slots
 from persia_torchrec.store.lookup import MISSING
 from persia_torchrec.wire.messages import Header, Share, TableIds
 from persia_torchrec.wire.precision import Floats
@@ -110,18 +110,18 @@ class TableGradients(NamedTuple):
 
 
 def build_gradients(
-    updates: Sequence[Update], slots: SlotCache
+    updates: Sequence[Update], slots: Sequence[list[LookupSlots]]
 ) -> Iterator[TableGradients]:
     """Yield the gradients of updates that are applied together, table by table.
 
     Args:
         updates: a single one, or one per trainer in the order of their ranks.
-        slots: of open batches; those of these updates are taken out.
+        slots: of the lookups of each; those that are used are taken out.
     """
     pieces: dict[int, list[TableGradients]] = {}
-    for update in updates:
+    for update, kept in zip(updates, slots, strict=True):
         for t, grads_ND in zip(update.tables, update.grads, strict=True):
-            hints_N = slots.take(update.batch, t.table, len(t.ids))
+            hints_N = _take_hints(kept, t.table, len(t.ids))
             piece = TableGradients(t.table, t.ids, grads_ND, hints_N)
             if len(updates) == 1:
                 yield piece
@@ -129,6 +129,14 @@ def build_gradients(
                 pieces.setdefault(t.table, []).append(piece)
     for to_add in pieces.values():
         yield to_add[0] if len(to_add) == 1 else _add_up(to_add)
+
+
+def _take_hints(kept: list[LookupSlots], table: int, num_ids: int) -> Slots | None:
+    """Return what the first lookup of ``num_ids`` ids of a table found."""
+    for i, found in enumerate(kept):
+        if found.table == table and len(found.slots) == num_ids:
+            return kept.pop(i).slots
+    return None
 
 
 def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:

@@ -10,7 +10,7 @@ import pytest
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError
-from persia_torchrec.server.cluster import EmbeddingCluster, _address_of
+from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Header, Kind, encode_json
@@ -133,7 +133,7 @@ def test_the_time_in_which_a_server_compiles_does_not_count():
 
         compiling = threading.Thread(target=go_on)
         compiling.start()
-        address, put_off = _address_of(0, server, deadline)
+        address, put_off = _wait_until_ready(0, server, deadline)
         compiling.join(DEADLINE_S)
     assert address == "tcp://a:1"
     assert put_off > deadline

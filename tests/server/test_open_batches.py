@@ -9,8 +9,6 @@ from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.server.open_batches import (
     MAX_STALENESS,
     OpenBatches,
-    RowStaleness,
-    SlotCache,
     find_watched,
 )
 from persia_torchrec.table import TableSpec
@@ -18,116 +16,92 @@ from persia_torchrec.wire.messages import TableIds
 from tests.servers import ids_of
 
 PER_ARRAY = 64
-"""What the bounds count for an array besides its elements."""
+"""What the bound counts for a lookup, and for a table of it, besides the slots."""
 
 
 def slots(num, first=0):
     return np.arange(first, first + num, dtype=np.uint32)
 
 
+def begin(batches, batch, *found):
+    """Begin a batch, or another lookup of it, with a table and slots each."""
+    tables = [TableIds(table, ids_of(*range(len(slots_N)))) for table, slots_N in found]
+    batches.begin(batch, tables, [slots_N for _, slots_N in found])
+
+
 class SlowCache:
-    """Every array that was kept, oldest batch first: what the cache should do."""
+    """Every lookup, oldest batch first: what should be kept."""
 
     def __init__(self, max_slots):
         self.max_slots = max_slots
-        self.batches = []  # of [name, [(table, slots)]]
+        self.batches = {}  # of lists of lookups, of lists of (table, slots)
 
-    def keep(self, name, table, slots_N):
-        for of, arrays in self.batches:
-            if of == name:
-                arrays.append((table, slots_N))
-                break
-        else:
-            self.batches.append([name, [(table, slots_N)]])
+    def begin(self, batch, *found):
+        self.batches.setdefault(batch, []).append(found)
         while self.num_slots() > self.max_slots:
-            del self.batches[0]
+            del self.batches[next(iter(self.batches))]
 
     def num_slots(self):
-        arrays = [array for _, arrays in self.batches for _, array in arrays]
-        return sum(len(array) + PER_ARRAY for array in arrays)
+        lookups = [found for lookups in self.batches.values() for found in lookups]
+        arrays = [len(slots_N) for found in lookups for _, slots_N in found]
+        return sum(arrays) + PER_ARRAY * (len(arrays) + len(lookups))
 
-    def take(self, name, table, num):
-        for of, arrays in self.batches:
-            for i, (of_table, array) in enumerate(arrays):
-                if (of, of_table, len(array)) == (name, table, num):
-                    return arrays.pop(i)[1]
-        return None
-
-    def drop(self, name):
-        self.batches = [batch for batch in self.batches if batch[0] != name]
+    def take(self, batch):
+        return [array for found in self.batches.pop(batch, []) for array in found]
 
 
-names = st.tuples(st.integers(0, 1), st.integers(0, 3))
+numbers = st.tuples(st.integers(0, 1), st.integers(0, 3))
+arrays = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=3)
 steps = st.lists(
-    st.tuples(st.just("keep"), names, st.integers(0, 2), st.integers(0, 4))
-    | st.tuples(st.just("take"), names, st.integers(0, 2), st.integers(0, 4))
-    | st.tuples(st.just("drop"), names),
-    max_size=40,
+    st.tuples(st.sampled_from(["begin", "apply", "end"]), numbers, arrays), max_size=40
 )
 
 
 @given(steps, st.sampled_from([0, 66, 140, 300, 10_000]))
 def test_slots_are_what_was_kept_within_the_bound(steps, max_slots):
-    fast, slow = SlotCache(max_slots), SlowCache(max_slots)
-    for number, (step, name, *args) in enumerate(steps):
-        if step == "keep":
-            table, num = args
-            fast.keep(name, table, slots(num, number))
-            slow.keep(name, table, slots(num, number))
-        elif step == "take":
-            mine, yours = fast.take(name, *args), slow.take(name, *args)
-            assert (mine is None) == (yours is None)
-            assert mine is None or mine.tolist() == yours.tolist()
+    fast, slow = OpenBatches(max_slots), SlowCache(max_slots)
+    for number, (step, batch, nums) in enumerate(steps):
+        found = [(table, slots(num, number)) for table, num in nums]
+        if step == "begin":
+            begin(fast, batch, *found)
+            slow.begin(batch, *found)
+        elif step == "apply":
+            [mine], yours = fast.apply([batch]), slow.take(batch)
+            assert [(t, array.tolist()) for t, array in mine] == [
+                (t, array.tolist()) for t, array in yours
+            ]
         else:
-            fast.pop_all(name)
-            slow.drop(name)
-        assert fast.size == slow.num_slots() <= max_slots
-
-
-def test_a_batch_looked_up_in_several_requests_gets_the_slots_of_each():
-    hints = SlotCache()
-    hints.keep((1, 1), 0, slots(3))
-    hints.keep((1, 1), 5, slots(3, 10))
-    hints.keep((1, 1), 0, slots(3, 20))
-    assert hints.take((1, 1), 0, 3).tolist() == [0, 1, 2]
-    assert hints.take((1, 1), 0, 3).tolist() == [20, 21, 22]
-    assert hints.take((1, 1), 0, 3) is None
-    assert hints.take((1, 1), 5, 4) is None
-    assert hints.take((1, 1), 5, 3).tolist() == [10, 11, 12]
-    assert hints.size == 0
+            fast.end(batch)
+            slow.take(batch)
+        assert fast.num_slots == slow.num_slots() <= max_slots
 
 
 def test_clearing_forgets_all_slots():
-    hints = SlotCache()
-    hints.keep((1, 1), 0, slots(3))
-    hints.clear()
-    assert hints.size == 0
-    assert hints.take((1, 1), 0, 3) is None
-
-
-def begin(batches, batch, *nums):
-    """Begin a batch of stream 7 whose tables have some ids each."""
-    tables = [TableIds(table, ids_of(*range(num))) for table, num in enumerate(nums)]
-    batches.begin((7, batch), tables, [slots(num) for num in nums])
+    batches = OpenBatches()
+    begin(batches, (1, 1), (0, slots(3)))
+    batches.clear_slots()
+    assert batches.num_slots == 0
+    assert batches.apply([(1, 1)]) == [[]]
+    assert batches.counters()["open_batches"] == 1
 
 
 def test_a_batch_that_has_ended_has_no_slots():
     batches = OpenBatches()
     for batch in (1, 2):
-        begin(batches, batch, 3, 4)
+        begin(batches, (7, batch), (0, slots(3)), (1, slots(4)))
     batches.end((7, 1))
-    assert batches.slots.take((7, 1), 0, 3) is None
-    assert batches.slots.take((7, 2), 1, 4) is not None
+    first, second = batches.apply([(7, 1), (7, 2)])
+    assert (len(first), len(second)) == (0, 2)
     batches.end((7, 2))
-    assert batches.slots.size == 0
+    assert batches.num_slots == 0
 
 
 def test_a_stream_that_never_ends_a_batch_keeps_a_bounded_number():
     batches = OpenBatches()
     for batch in range(10_000):
-        begin(batches, batch, 1)
+        begin(batches, (7, batch), (0, slots(1)))
     assert batches.counters()["open_batches_max"] <= 4097
-    assert batches.slots.size <= 4096 * (1 + PER_ARRAY)
+    assert batches.num_slots <= 4096 * (1 + 2 * PER_ARRAY)
 
 
 def is_watched(table, id_):
@@ -146,6 +120,15 @@ def request(rows):
         TableIds(table, ids_of(*(id_ for of, id_ in rows if of == table)))
         for table in sorted({table for table, _ in rows})
     ]
+
+
+def pull(batches, batch, tables):
+    batches.begin(batch, tables, [slots(len(t.ids)) for t in tables])
+
+
+def staleness_of(batches):
+    counters = batches.counters().items()
+    return {name: num for name, num in counters if name.startswith("staleness_")}
 
 
 class SlowStaleness:
@@ -177,21 +160,21 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_the_histogram_is_what_a_list_of_all_updates_says(steps):
-    staleness, slow, under_way = RowStaleness(), SlowStaleness(), []
+    batches, slow, under_way = OpenBatches(), SlowStaleness(), []
     for number, (step, rows, which) in enumerate(steps):
         if step == "pull":
-            staleness.pulled((3, number), request([*rows, *UNWATCHED]))
+            pull(batches, (3, number), request([*rows, *UNWATCHED]))
             slow.pulled(number, rows)
             under_way.append(number)
         elif under_way:
             batch = under_way.pop(which % len(under_way))
             if step == "apply":
-                staleness.applied([(3, batch)])
+                batches.apply([(3, batch)])
                 slow.applied(batch)
             else:
-                staleness.drop((3, batch))
+                batches.end((3, batch))
     expected = [slow.histogram.get(k, 0) for k in range(MAX_STALENESS + 1)]
-    assert staleness.histogram.tolist() == expected
+    assert batches.histogram.tolist() == expected
 
 
 def test_one_id_in_sixteen_is_watched_and_few_share_a_counter():
@@ -202,53 +185,53 @@ def test_one_id_in_sixteen_is_watched_and_few_share_a_counter():
 
 
 def test_very_stale_rows_are_counted_together():
-    staleness = RowStaleness()
+    batches = OpenBatches()
     rows = request(WATCHED[:1])
-    staleness.pulled((1, 0), rows)
+    pull(batches, (1, 0), rows)
     for batch in range(1, MAX_STALENESS + 10):
-        staleness.pulled((1, batch), rows)
-        staleness.applied([(1, batch)])
-    staleness.applied([(1, 0)])
-    assert staleness.counters()[f"staleness_{MAX_STALENESS}"] == 1
-    assert staleness.counters()["staleness_0"] == MAX_STALENESS + 9
+        pull(batches, (1, batch), rows)
+        batches.apply([(1, batch)])
+    batches.apply([(1, 0)])
+    assert staleness_of(batches)[f"staleness_{MAX_STALENESS}"] == 1
+    assert staleness_of(batches)["staleness_0"] == MAX_STALENESS + 9
 
 
 def test_batches_beyond_the_bound_are_forgotten_and_not_measured():
-    staleness = RowStaleness(max_watched=2 * (PER_ARRAY + 1))
+    batches = OpenBatches(max_slots=2 * (2 * PER_ARRAY + 1))
     rows = request(WATCHED[:1])
     for batch in range(3):
-        staleness.pulled((1, batch), rows)
+        pull(batches, (1, batch), rows)
     for batch in range(3):
-        staleness.applied([(1, batch)])
-    assert staleness.counters() == {"staleness_0": 1, "staleness_1": 1}
+        batches.apply([(1, batch)])
+    assert staleness_of(batches) == {"staleness_0": 1, "staleness_1": 1}
 
 
 def test_a_lookup_in_parts_is_measured_whole():
-    staleness = RowStaleness()
+    batches = OpenBatches()
     for row in WATCHED[:2]:
-        staleness.pulled((1, 5), request([row]))
-    staleness.applied([(1, 5)])
-    assert staleness.counters() == {"staleness_0": 2}
+        pull(batches, (1, 5), request([row]))
+    batches.apply([(1, 5)])
+    assert staleness_of(batches) == {"staleness_0": 2}
 
 
 def test_a_joint_step_is_one_update():
-    staleness = RowStaleness()
+    batches = OpenBatches()
     first, second = request(WATCHED[:2]), request(WATCHED[1:3])
     for step in range(2):
-        staleness.pulled((1, step), first)
-        staleness.pulled((2, step), second)
+        pull(batches, (1, step), first)
+        pull(batches, (2, step), second)
     for step in range(2):
-        staleness.applied([(1, step), (2, step)])
-    assert staleness.counters() == {"staleness_0": 4, "staleness_1": 4}
+        batches.apply([(1, step), (2, step)])
+    assert staleness_of(batches) == {"staleness_0": 4, "staleness_1": 4}
 
 
 def test_a_stream_that_never_ends_a_batch_is_forgotten():
     batches = OpenBatches()
     for batch in range(5000):
-        batches.begin((7, batch), request(WATCHED[:1]), [slots(1)])
+        pull(batches, (7, batch), request(WATCHED[:1]))
     batches.end((7, 0))
-    batches.staleness.applied([(7, 0)])
-    assert batches.staleness.counters() == {"staleness_0": 0}
+    batches.apply([(7, 0)])
+    assert staleness_of(batches) == {"staleness_0": 0}
 
 
 def test_a_client_adds_the_histograms_of_its_servers_up(servers):

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.server.open_batches import SlotCache
+from persia_torchrec.server.open_batches import LookupSlots
 from persia_torchrec.server.updates import Update, build_gradients
 from persia_torchrec.store.lookup import MISSING
 from persia_torchrec.wire.messages import Header, Kind, TableIds
@@ -25,7 +25,7 @@ def update_of(stream, gradients):
 
 def test_a_single_update_is_not_copied():
     update = update_of(1, {3: {7: 1.0, 9: 2.0}})
-    (part,) = build_gradients([update], SlotCache())
+    (part,) = build_gradients([update], [[]])
     assert part.table == 3
     assert part.ids is update.tables[0].ids
     assert part.grads is update.grads[0]
@@ -50,7 +50,9 @@ def test_the_build_gradients_trainers_add_up_by_table_and_id(trainers):
             for id_, value in rows.items():
                 total[id_] = total.get(id_, 0) + value
     updates = [update_of(stream, rows) for stream, rows in enumerate(trainers)]
-    parts = {part.table: part for part in build_gradients(updates, SlotCache())}
+    parts = {
+        part.table: part for part in build_gradients(updates, [[] for _ in updates])
+    }
     assert parts.keys() == expected.keys()
     for table, part in parts.items():
         assert part.grads.shape == (len(part.ids), DIMS[table])
@@ -67,28 +69,39 @@ def test_they_add_up_in_the_order_of_the_ranks():
     sums = []
     for values in ((big, small, -big), (big, -big, small)):
         updates = [update_of(s, {3: {7: value}}) for s, value in enumerate(values)]
-        (part,) = build_gradients(updates, SlotCache())
+        (part,) = build_gradients(updates, [[] for _ in updates])
         sums.append(float(part.grads[0, 0]))
     assert sums == [0.0, 1.0]
 
 
+def test_each_lookup_of_a_batch_is_used_once():
+    arrays = [np.arange(first, first + 3, dtype=np.uint32) for first in (0, 10, 20)]
+    tables = [TableIds(3, np.arange(num, dtype=np.uint64)) for num in (3, 3, 3, 2)]
+    grads = [np.zeros((len(t.ids), 2), np.float32) for t in tables]
+    update = Update(b"", Header(Kind.UPDATE), tables, grads)
+    kept = [LookupSlots(t, a) for t, a in zip((3, 5, 3), arrays, strict=True)]
+    parts = list(build_gradients([update], [kept]))
+    assert [part.hints is not None for part in parts] == [True, True, False, False]
+    assert [part.hints.tolist() for part in parts[:2]] == [[0, 1, 2], [20, 21, 22]]
+    assert [found.table for found in kept] == [5]
+
+
 def test_hints_are_those_of_any_trainer_that_has_them():
-    hints = SlotCache()
-    hints.keep((1, 1), 3, np.array([70, 90], dtype=np.uint32))
+    slots = [[], [LookupSlots(3, np.array([70, 90], dtype=np.uint32))]]
     updates = [
         update_of(0, {3: {7: 1.0, 8: 1.0}}),
         update_of(1, {3: {7: 1.0, 9: 1.0}}),
     ]
-    (part,) = build_gradients(updates, hints)
+    (part,) = build_gradients(updates, slots)
     assert dict(zip(part.ids.tolist(), part.hints.tolist(), strict=True)) == {
         7: 70,
         8: MISSING,
         9: 90,
     }
-    assert hints.size == 0
+    assert slots == [[], []]
 
 
 def test_a_nan_of_one_trainer_is_in_the_sum():
     updates = [update_of(s, {3: {7: v}}) for s, v in enumerate((np.nan, 1.0))]
-    (part,) = build_gradients(updates, SlotCache())
+    (part,) = build_gradients(updates, [[] for _ in updates])
     assert np.isnan(part.grads).all()
