@@ -40,8 +40,7 @@ from persia_torchrec.sharding.collection import (
     table_configs,
 )
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
-from persia_torchrec.sharding.remote_optimizer import RemoteOptimizer
-from persia_torchrec.sharding.remote_tables import RemoteTables
+from persia_torchrec.sharding.remote_tables import RemoteOptimizer, RemoteTables
 from persia_torchrec.table import TableChange
 
 _ROW_WISE = ShardingType.ROW_WISE.value
@@ -181,14 +180,10 @@ class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
     ) -> Sharded:
         """Make the tables known to the servers, and return the module that uses them.
 
-        Args:
-            module: the collection; its weights, if it has any, are not used.
-            env: gives the number of trainers.
-            device: where the embeddings are wanted.
+        The weights of the collection, if it has any, are not used.
 
         Raises:
-            ConfigError: a setting of the collection is one that the servers cannot
-                honour.
+            ConfigError: the servers cannot honour a setting of the collection.
             ServerError: a server refuses a table, or does not answer.
         """
 
@@ -204,18 +199,12 @@ class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Sharded:
-        """Check the plan, and do what :meth:`put_on_servers` does.
-
-        Args:
-            module: the collection.
-            params: the plan of all tables of the collection, made with this sharder.
-            env: gives the number of trainers.
-            device: where the embeddings are wanted; the CPU by default.
-            module_fqn: the module's path in the model; not needed.
+        """Check the plan, and put the tables on the servers; TorchRec calls this.
 
         Raises:
-            ConfigError: as there, or the plan was made without this sharder.
-            ServerError: as there.
+            ConfigError: the plan was made without this sharder, or the servers cannot
+                honour a setting of the collection.
+            ServerError: a server refuses a table, or does not answer.
         """
         require_tables(table_configs(self.tables_in(module)), params)
         for name, sharding in params.items():
@@ -285,12 +274,7 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
     def make_pipeline(
         self, spec: CollectionSpec, device: torch.device
     ) -> BatchPipeline[Any, Any]:
-        """Return the pipeline of a collection, its tables known to the servers.
-
-        Args:
-            spec: the collection's tables and features.
-            device: where the embeddings are wanted.
-        """
+        """Return the pipeline of a collection, its tables known to the servers."""
 
     def require_known_settings(self) -> None:
         """Refuse settings that belong to no collection; called when a batch comes."""
@@ -309,16 +293,7 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
     ) -> Any:
         """Make the tables known to the servers, and return the module that uses them.
 
-        Args:
-            module: the collection.
-            env: gives the number of trainers.
-            device: where the embeddings are wanted.
-            sharded_type: what to make of it, if not what :attr:`kind` says.
-
-        Raises:
-            ConfigError: a setting of the collection is one that the servers cannot
-                honour.
-            ServerError: a server refuses a table, or does not answer.
+        It is of ``sharded_type``, or else of the type that :attr:`kind` says.
         """
         sharded_type = sharded_type or self.kind[1]
         spec = self.describe(module)
@@ -345,11 +320,7 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
 def require_tables(
     configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding]
 ) -> None:
-    """Refuse a plan of other tables.
-
-    Raises:
-        ConfigError: the plan does not name the tables of these configs.
-    """
+    """Refuse a plan that does not name just these tables."""
     names = {config.name for config in configs}
     if params.keys() != names:
         raise ConfigError(

@@ -72,28 +72,17 @@ _REMOTE = "remote."
 
 
 class Column(NamedTuple):
-    """Where an output of the whole collection comes from.
-
-    Attributes:
-        name: in the output of the whole collection.
-        is_remote: whether its table is on the servers.
-        own_name: in the output of the local, or of the remote tables alone: there a
-            feature may be shared by fewer tables.
-    """
+    """Where an output of the whole collection comes from."""
 
     name: str
     is_remote: bool
     own_name: str
+    """In the output of the local, or of the remote tables alone: there a feature may
+    be shared by fewer tables."""
 
 
 class LocalAndRemote(NamedTuple):
-    """A collection in two.
-
-    Attributes:
-        local: the tables under TorchRec, not sharded yet.
-        remote: the tables on the servers, sharded.
-        columns: of the whole, in its order.
-    """
+    """A collection in two: its local tables, and those on the servers, sharded."""
 
     local: Collection
     remote: ShardedRemoteCollection[Any, Any]
@@ -158,13 +147,7 @@ def _add_prefix(
 class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
     """Adds the remote tables to TorchRec's sharded module of the local ones.
 
-    Args:
-        tables: of the collection.
-        plan: of the local tables.
-        env: gives the trainers.
-        sharder: how TorchRec shards the local tables.
-        device: where the embeddings are wanted.
-        module_fqn: the collection's path in the model.
+    ``plan`` is of the local tables, which ``sharder`` shards.
     """
 
     def __init__(
@@ -344,14 +327,6 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
         module_fqn: str | None = None,
     ) -> ShardedModule[Any, Any, Any, Any]:
         """Return TorchRec's module of the local tables, with the remote ones in it.
-
-        Args:
-            module: the collection.
-            params: the plan; it must name all tables of the collection, and must have
-                been made with this placement.
-            env: gives the trainers.
-            device: where the embeddings are wanted; the CPU by default.
-            module_fqn: the module's path in the model.
 
         Raises:
             ConfigError: the plan is another one's, ``placement`` names a table that no

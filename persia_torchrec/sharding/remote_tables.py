@@ -7,7 +7,7 @@ Learning rates change here, by hand or by a schedule, and other settings too:
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -16,19 +16,89 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.optim.fused import FusedOptimizer
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.tally import TrainingSummary
 from persia_torchrec.sharding.agreement import Agreement
-from persia_torchrec.sharding.remote_optimizer import (
-    RemoteOptimizer,
-    learning_rates,
-)
 from persia_torchrec.sharding.torchrec_api import after_backward, backward_pass
 from persia_torchrec.table import TableChange, TableSpec
 
 logger = logging.getLogger(__name__)
+
+
+class RemoteOptimizer(FusedOptimizer):
+    """Learning rates of tables on the servers, one parameter group a table.
+
+    The servers apply the gradients themselves, as they come from the backward pass,
+    with the ``lr`` that the group of the table has when it comes: what TorchRec calls a
+    fused optimizer. So it is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's
+    ``WarmupOptimizer``; a rate that was changed takes effect between the pushes before
+    and after it. ``lr`` is the only value of a group that is used, and ``"table"``
+    names the table. All optimizers of a table show the same group.
+
+    Its parameters are stand-ins, and it has no state: rows and optimizer state stay on
+    the servers. With ``save_param_groups(True)``, its state dictionary holds
+    the rates.
+
+    Under a ``GradScaler`` the gradient of a stand-in is 0, or infinite where those of
+    the embeddings were not finite, until ``zero_grad``: so ``scaler.step`` finds it.
+
+    Every trainer of a job runs the same schedule: the rate of a table on the servers is
+    the one that was sent last, by whichever trainer.
+
+    Args:
+        groups: of each parameter's name: a group with ``"params"`` (one), ``"lr"`` and
+            ``"table"``; shared, not copied.
+        send: makes the servers use rates, in order with the pushes.
+
+    Raises:
+        ConfigError: there are no tables.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, dict[str, Any]],
+        send: Callable[[Mapping[str, float]], None],
+    ) -> None:
+        if not groups:
+            raise ConfigError(
+                "An optimizer of remote tables needs tables. Received: none; ask for "
+                "it after DistributedModelParallel has sharded the model."
+            )
+        params = {
+            name: param for name, group in groups.items() for param in group["params"]
+        }
+        super().__init__(params, {}, list(groups.values()))
+        self._send = send
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the rate of each table, as the groups say it now."""
+        return _learning_rates(self.param_groups)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Send the rates that have changed; the gradients are on their way already.
+
+        Args:
+            closure: computes the loss again, with its backward pass.
+
+        Raises:
+            ConfigError: the optimizer of a table refuses its rate.
+            PersiaError: an earlier push failed.
+        """
+        self._send(self.learning_rates())
+        return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget whether gradients were finite; the gradients are not kept."""
+        for group in self.param_groups:
+            for stand_in in group["params"]:
+                stand_in.grad = None
+
+
+def _learning_rates(groups: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    return {group["table"]: float(group["lr"]) for group in groups}
 
 
 class RemoteTables:
@@ -115,7 +185,7 @@ class RemoteTables:
 
         Raises:
             ConfigError: an unknown table, or its optimizer refuses the rate.
-            PersiaError: a push of before failed.
+            PersiaError: an earlier push failed.
         """
         names = list(self._specs) if tables is None else list(tables)
         unknown = set(names) - self._specs.keys()
@@ -131,9 +201,9 @@ class RemoteTables:
 
         Raises:
             ConfigError: an optimizer refuses its rate.
-            PersiaError: a push of before failed.
+            PersiaError: an earlier push failed.
         """
-        self._send(learning_rates(list(self._groups.values())))
+        self._send(_learning_rates(self._groups.values()))
 
     def loss_scale(self) -> float | None:
         """Return what the loss of this backward pass was multiplied by, if anything."""
@@ -193,7 +263,7 @@ class RemoteTables:
 
         Raises:
             ConfigError: a setting is out of its range.
-            PersiaError: a push of before failed.
+            PersiaError: an earlier push failed.
         """
         specs = {name: change(spec) for name, spec in self._specs.items()}
         changed = {name for name, spec in specs.items() if spec != self._specs[name]}

@@ -180,9 +180,7 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
     def describe(self, module: Module) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms.
 
-        Raises:
-            ConfigError: a setting that the servers cannot honour, or settings of a
-                table that a planner has not seen in any collection.
+        Refuses settings of tables that a planner has not seen in any collection.
         """
         spec = describe_collection(module, self._optimizer, self._settings)
         names = {table.name for table in spec.tables}
@@ -225,11 +223,7 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         )
 
     def require_known_settings(self) -> None:
-        """Refuse settings of unknown tables: all collections are sharded by now.
-
-        Raises:
-            ConfigError: ``tables`` names a table that no collection has.
-        """
+        """Refuse settings of unknown tables: all collections are sharded by now."""
         require_known_tables(self._settings, self.seen.planned | self.seen.described)
 
     def make_pipeline(
@@ -430,17 +424,10 @@ def remote_sharders(
 
 
 class RemoteSharders(TableControl, list[ModuleSharder[nn.Module]]):
-    """A list of sharders, and what they do together; see :func:`remote_sharders`.
-
-    Args:
-        first: the sharder that has all tables of all others.
-        sharders: all of them.
-    """
+    """A list of sharders, of which the first has all tables; see above."""
 
     def __init__(
-        self,
-        first: RemoteSharder[Any, Any],
-        sharders: Iterable[ModuleSharder[Any]],
+        self, first: RemoteSharder[Any, Any], sharders: Iterable[ModuleSharder[Any]]
     ) -> None:
         list.__init__(self, sharders)
         TableControl.__init__(self, first.remote_tables, first.timeout_s)
