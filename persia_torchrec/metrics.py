@@ -1,34 +1,36 @@
-"""Numbers over time: counters, gauges with their maximum, means between two readings.
+"""Metrics of a process: counters, gauges with their maximum, means between two pushes.
 
-``Metrics`` belongs to one thread. ``Observations`` are made by several and read by one
-more, which sends them off: see ``wire/gateway.py``.
+``Metrics`` belongs to one thread. ``Observations`` are made by several and read by the
+one that pushes them: see ``wire/gateway.py``, which turns a ``Reading`` into
+``prometheus_client``'s types. PERSIA's names are gauges of means since the last push,
+which its own ``Summary`` does not have.
 """
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(slots=True)
 class Metrics:
-    """Named numbers of one process part. Owned by one thread.
+    """Named numbers of one component. Owned by one thread.
 
     Attributes:
         counters: name -> how often.
-        gauges: name -> present value.
+        gauges: name -> current value.
         maxima: name -> largest value that the gauge had.
     """
 
-    counters: dict[str, int] = field(default_factory=dict)
-    gauges: dict[str, int] = field(default_factory=dict)
-    maxima: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counters: dict[str, int] = defaultdict(int)
+        self.gauges: dict[str, int] = {}
+        self.maxima: dict[str, int] = {}
 
     def count(self, name: str, times: int = 1) -> None:
         """Count something that happened."""
-        self.counters[name] = self.counters.get(name, 0) + times
+        self.counters[name] += times
 
     def set_gauge(self, name: str, value: int) -> None:
         """Set a value that goes up and down."""
@@ -41,49 +43,38 @@ class Metrics:
         return {**self.counters, **self.gauges, **maxima}
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One number as it is now, for whoever keeps numbers over time.
-
-    Attributes:
-        name: of the metric, without the ending of a counter.
-        value: the number.
-        help: what it is, in a line.
-        kind: ``counter`` only rises, ``gauge`` does not; ``untyped`` is a counter
-            whose name another program has fixed.
-        feature: which feature it is of, or None.
-    """
+class Reading(NamedTuple):
+    """One current number, for a gateway that keeps numbers over time."""
 
     name: str
+    """Of the metric, without the ending of a counter."""
+
     value: float
     help: str
+
     kind: Literal["counter", "gauge", "untyped"] = "gauge"
+    """``untyped`` is a counter whose name another program has fixed."""
+
     feature: str | None = None
+    """The value of the label ``feat``, if there is one."""
 
 
 class Means:
     """Means of what happened between two readings. Owned by one thread."""
 
     def __init__(self) -> None:
-        self._before: dict[Hashable, tuple[float, float]] = {}
+        self._previous: dict[Hashable, tuple[float, float]] = {}
         self._means: dict[Hashable, float] = {}
 
     def since_last(self, key: Hashable, total: float, num: float) -> float | None:
-        """Return the mean since the last call for the same key.
+        """Return the mean since the last call for a key, of the sums so far.
 
-        Args:
-            key: what the sum is of.
-            total: the sum so far.
-            num: of how many.
-
-        Returns:
-            The mean; where nothing came since, that of the last time; None where
-            nothing ever came.
+        Without new values it is the previous mean, and None before the first.
         """
-        total_before, num_before = self._before.get(key, (0.0, 0.0))
-        if num > num_before:
-            self._means[key] = (total - total_before) / (num - num_before)
-            self._before[key] = (total, num)
+        previous_total, previous_num = self._previous.get(key, (0.0, 0.0))
+        if num > previous_num:
+            self._means[key] = (total - previous_total) / (num - previous_num)
+            self._previous[key] = (total, num)
         return self._means.get(key)
 
 
@@ -93,7 +84,7 @@ class Observations:
     ``read`` belongs to one thread.
 
     Args:
-        helps: name -> what it is, of all that is measured.
+        helps: name -> help, of all that is measured.
 
     Example:
         >>> observed = Observations({"lookup_sec": "seconds of a lookup"})
@@ -112,14 +103,14 @@ class Observations:
         self._means = Means()
 
     def observe(self, name: str, value: float, feature: str | None = None) -> None:
-        """Take a value down; its mean since the last reading is read."""
+        """Record a value; its mean since the last reading is read."""
         with self._lock:
             total, num = self._sums.get((name, feature), (0.0, 0))
             self._sums[name, feature] = total + value, num + 1
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Take down how many seconds a block took, if it ends well."""
+        """Record the seconds of a block, unless it raises."""
         began_s = time.perf_counter()
         yield
         self.observe(name, time.perf_counter() - began_s)

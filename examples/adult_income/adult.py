@@ -35,7 +35,7 @@ from tqdm import tqdm
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.uint64]
 
-# Name of a column, and its place in a line of UCI's files.
+# Name of a column, and its index in a line of UCI's files.
 DENSE_COLUMNS = {
     "age": 0,
     "education_num": 4,
@@ -166,12 +166,12 @@ def load_adult(data_dir: str | Path) -> tuple[AdultRows, AdultRows]:
     rows = train + _read_lines(_find(Path(data_dir), "adult.test"))
     columns = [
         # The inverse of the sorted unique values is the vocabulary's number of each.
-        np.unique([row[place] for row in rows], return_inverse=True)[1]
-        for place in ID_COLUMNS.values()
+        np.unique([row[index] for row in rows], return_inverse=True)[1]
+        for index in ID_COLUMNS.values()
     ]
     data = AdultRows(
         dense=np.array(
-            [[float(row[place]) for place in DENSE_COLUMNS.values()] for row in rows],
+            [[float(row[index]) for index in DENSE_COLUMNS.values()] for row in rows],
             dtype=np.float32,
         ),
         ids=np.stack(columns, axis=1).astype(np.uint64),
@@ -254,43 +254,6 @@ def generate_adult() -> tuple[AdultRows, AdultRows]:
     return _split(data, num_train)
 
 
-def roc_auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
-    """Return the exact area under the ROC curve.
-
-    By ranks: ``(R - P (P + 1) / 2) / (P N)``, with P positives, N negatives and R the
-    sum of the positives' ranks, ties averaged.
-
-    Args:
-        labels: 0 or 1, any shape, both present.
-        scores: as many numbers, none of them NaN.
-
-    Example:
-        >>> roc_auc([0, 0, 1, 1], [0.1, 0.4, 0.4, 0.8])
-        0.875
-    """
-    is_positive = np.ravel(labels) > 0.5
-    flat_scores = np.ravel(np.asarray(scores, dtype=np.float64))
-    num_positive = int(is_positive.sum())
-    num_negative = len(is_positive) - num_positive
-    num_scores = int((~np.isnan(flat_scores)).sum())
-    if not len(is_positive) == len(flat_scores) == num_scores:
-        raise ValueError(
-            "There must be one score per label, none of them NaN. Received: "
-            f"{num_scores} numbers among {len(flat_scores)} scores for "
-            f"{len(is_positive)} labels."
-        )
-    if not num_positive or not num_negative:
-        raise ValueError(
-            "The labels must hold both classes. "
-            f"Received: {num_positive} positive, {num_negative} negative."
-        )
-    _, inverse, counts = np.unique(flat_scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    rank_sum = float(ranks[is_positive].sum())
-    num_pairs = num_positive * num_negative
-    return (rank_sum - num_positive * (num_positive + 1) / 2) / num_pairs
-
-
 def _split(data: AdultRows, num_train: int) -> tuple[AdultRows, AdultRows]:
     parts = slice(None, num_train), slice(num_train, None)
     train, test = (
@@ -337,10 +300,10 @@ def _split_line(line: str, where: str) -> list[str]:
             f"Received: {len(fields)} in {line!r}."
         )
     fields[-1] = fields[-1].removesuffix(".")  # adult.test ends its labels so
-    for column, place in DENSE_COLUMNS.items():
-        _require(fields[place].isdigit(), where, column, "a whole number", fields)
-    for column, place in ID_COLUMNS.items():
-        _require(fields[place] != "", where, column, "a word or ?", fields)
+    for column, index in DENSE_COLUMNS.items():
+        _require(fields[index].isdigit(), where, column, "a whole number", fields)
+    for column, index in ID_COLUMNS.items():
+        _require(fields[index] != "", where, column, "a word or ?", fields)
     _require(fields[-1] in LABELS, where, "label", f"in {list(LABELS)}", fields)
     return fields
 

@@ -7,7 +7,7 @@ Environment:
     REPRODUCIBLE: 1 to train on the batches in the order in which they were numbered.
     EMBEDDING_STALENESS: batches looked up whose update is not yet applied, at most.
     PERSIA_CKPT_DIR: folder that gets a checkpoint at the end.
-    ADULT_LOSS_FILE: where rank 0 writes the loss of every step, one a line.
+    ADULT_LOSS_FILE: where rank 0 writes the loss of every step, one per line.
 """
 
 import argparse
@@ -16,11 +16,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
-from adult import AdultRows, obtain_adult, roc_auc
+from adult import AdultRows, obtain_adult
 from data_loader import batches
 from model import DNN
+from torchmetrics.functional.classification import binary_auroc
 
 from persia_torchrec.ctx import TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader, IterableDataset, StreamingDataset
@@ -70,9 +70,9 @@ def evaluate(model: torch.nn.Module, rows: AdultRows) -> float:
     with eval_ctx(model=model) as ctx, torch.no_grad():
         for batch in DataLoader(EvaluationSet(rows)):
             output, labels = ctx.forward(batch)
-            scores.append(output.cpu().numpy())
-            targets.append(labels[0].cpu().numpy())
-    return roc_auc(np.concatenate(targets), np.concatenate(scores))
+            scores.append(output.cpu())
+            targets.append(labels[0].cpu())
+    return float(binary_auroc(torch.cat(scores), torch.cat(targets).int()))
 
 
 def main() -> None:
