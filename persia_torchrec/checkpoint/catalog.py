@@ -36,12 +36,7 @@ _ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """A position in the log of increments of one server.
-
-    Attributes:
-        log: name of the log's folder.
-        number: of the increment that follows.
-    """
+    """A position in the log of one server: before increment ``number``."""
 
     log: str
     number: int
@@ -49,35 +44,24 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class SavedShard:
-    """What one server wrote.
-
-    Attributes:
-        file: its name in the folder.
-        num_rows: rows in it.
-        size_bytes: its length.
-        checksum: see ``row_file.Written``.
-        tick: of the server's last request.
-        server: the server's settings, for people.
-        log: where in the server's log of increments the dump began; None if it wrote
-            none.
-    """
+    """What one server wrote, for the manifest."""
 
     file: str
     num_rows: int
     size_bytes: int
     checksum: int
+    """See ``row_file.Written``."""
     tick: int
+    """Of the server's last request."""
     server: Mapping[str, Any]
+    """The server's settings, for people."""
     log: LogPosition | None = None
+    """Where in the server's log of increments the dump began; None without a log."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseHalf:
-    """The dense half of a checkpoint.
-
-    Attributes:
-        begun: names of the optimizers that have state.
-    """
+    """The dense half of a checkpoint: names of the optimizers that have state."""
 
     begun: tuple[str, ...]
 

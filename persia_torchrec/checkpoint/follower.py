@@ -51,12 +51,7 @@ _CLOSE_S = 10.0
 
 
 class ReplacementStore(NamedTuple):
-    """A newly loaded store that replaces the current one.
-
-    Attributes:
-        store: with the rows.
-        folder: of the checkpoint that they are from.
-    """
+    """A newly loaded store that replaces the current one, and its checkpoint."""
 
     store: EmbeddingStore
     folder: Folder
@@ -159,12 +154,7 @@ class Follower:
                 self._ending.wait(POLL_S)
 
     def _poll(self) -> bool:
-        """Hand over the next increment of each log; return whether there was one.
-
-        Raises:
-            CheckpointError: an increment is missing or damaged, and there is no
-                checkpoint yet from which to continue.
-        """
+        """Hand over the next increment of each log; return whether there was one."""
         all_logs = find_logs(self._logs, self._known_logs)
         self._known_logs = {log.name: log for log in all_logs}
         logs = latest_logs(all_logs)
@@ -228,9 +218,7 @@ class Follower:
     def _switch(self, logs: Sequence[Log], beyond: LogPosition | None) -> bool:
         """Continue in some logs; return whether there is a checkpoint for that.
 
-        Args:
-            logs: one of each server of the training.
-            beyond: a position that cannot be read; None if all can.
+        It must lead past ``beyond``, a position that cannot be read.
         """
         start = find_start(logs, self._list_checkpoints())
         if start is None:
@@ -241,7 +229,8 @@ class Follower:
         has_these_rows = not self._positions and start.created == self._created
         if not has_these_rows and not self._reload(start):
             return False
-        logger.info("following %s from %s", start.logs, start.folder.url)
+        names = [position.log for position in start.positions]
+        logger.info("following %s from %s", names, start.folder.url)
         self._positions = list(start.positions)
         self._created = start.created
         return True
@@ -287,11 +276,7 @@ class _EndedError(Exception):
 
 
 class _BrokenLogError(Exception):
-    """An increment is missing or damaged.
-
-    Attributes:
-        position: its position.
-    """
+    """An increment is missing or damaged, at a position."""
 
     def __init__(self, message: str, position: LogPosition) -> None:
         super().__init__(message)

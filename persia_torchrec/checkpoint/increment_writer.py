@@ -94,12 +94,7 @@ class DirtyIds:
 
 
 class DirtySet:
-    """Which rows have changed since the previous increment. Owned by one thread.
-
-    Attributes:
-        tables: by number of the table.
-        was_cleared: all rows were dropped before these changes.
-    """
+    """Which rows have changed since the previous increment, by number of the table."""
 
     def __init__(self) -> None:
         self.tables: dict[int, DirtyIds] = {}
@@ -152,25 +147,14 @@ def _merge(pieces: Sequence[DirtyIds]) -> DirtyIds:
 
 
 class FlushRequest(NamedTuple):
-    """What a journal noted, and the state of the server then.
-
-    Attributes:
-        changes: since the previous one.
-        head: of the increment that would begin now, but for ``number`` and
-            ``was_cleared``.
-    """
+    """What a journal noted, and the head of an increment that would begin then."""
 
     changes: Changes
     head: IncrementHead
 
 
 class GatherRequest(NamedTuple):
-    """Rows that the server's thread is to copy.
-
-    Attributes:
-        table: number of the table.
-        dirty: their ids.
-    """
+    """Rows that the server's thread is to copy."""
 
     table: int
     dirty: DirtyIds

@@ -24,7 +24,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -52,8 +52,8 @@ class Base:
         kind: ``empty``: no rows. ``checkpoint``: the one that was loaded. ``unknown``:
             rows of which there is no copy; the log can only be followed from a
             checkpoint that was dumped while it was written.
-        checkpoint: path of the folder, or URL, of the checkpoint; or "".
-        created: of that checkpoint, as its manifest says; or "".
+        checkpoint: path of the checkpoint, or its URL.
+        created: of the checkpoint, as its manifest says.
     """
 
     kind: Literal["empty", "checkpoint", "unknown"]
@@ -63,15 +63,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A log of one server.
-
-    Attributes:
-        name: of its folder.
-        shard: of the server that writes it.
-        num_shards: of how many.
-        begun: when, as ISO 8601, UTC.
-        base: what its first increment applies to.
-    """
+    """A log of one server, named as its folder; ``begun`` is ISO 8601, UTC."""
 
     name: str
     shard: int
@@ -91,11 +83,7 @@ class Log:
         return cls(name, shard, num_shards, datetime.now(UTC).isoformat(), base)
 
     def write(self, folder: Folder) -> None:
-        """Write the description into the log's folder.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write the description into the log's folder."""
         folder.write(LOG_FILE, msgspec.json.format(msgspec.json.encode(self)))
 
     def position_in(self, manifest: Manifest) -> LogPosition | None:
@@ -116,21 +104,14 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """One increment, read.
-
-    Attributes:
-        head: its JSON.
-        rows: number of the table, and rows of it.
-        gone: number of the table, and ids that have no row any more; uint64.
-    """
+    """One increment, read: rows and ids that are gone, by number of the table."""
 
     head: IncrementHead
     rows: list[tuple[int, RowColumns]] = field(default_factory=list)
     gone: list[tuple[int, Ids]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """Where to begin to follow a training.
 
     Attributes:
@@ -142,11 +123,6 @@ class Start:
     folder: Folder
     created: str
     positions: tuple[LogPosition, ...]
-
-    @property
-    def logs(self) -> list[str]:
-        """Names of the logs."""
-        return [position.log for position in self.positions]
 
 
 def find_logs(folder: Folder, known: Mapping[str, Log]) -> list[Log]:

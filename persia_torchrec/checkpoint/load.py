@@ -26,12 +26,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.checkpoint.catalog import Manifest, SavedShard
+from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increments import (
     Base,
@@ -74,14 +75,7 @@ _SLICE_ROWS = 2048
 
 
 class Target(NamedTuple):
-    """The server that rows are read for.
-
-    Attributes:
-        shard: which server it is.
-        num_shards: of how many.
-        capacity_rows: of its store.
-        is_lfu: whether its least frequently used row is evicted first.
-    """
+    """The server that rows are read for, and what its store evicts."""
 
     shard: int
     num_shards: int
@@ -104,30 +98,25 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IncrementPart:
-    """One server's part of an increment.
-
-    Attributes:
-        head: of the increment.
-        gone: index of the table in the head, and ids whose rows have left, or for
-            which there is no room.
-        rows: index of the table in the head, and a slice of its rows; all in the order
-            in which they would be evicted.
-    """
+    """One server's part of an increment; tables by their index in its head."""
 
     head: IncrementHead
     gone: list[tuple[int, Ids]]
+    """Ids whose rows have left, or for which there is no room."""
     rows: list[tuple[int, RowColumns]]
+    """Slices of rows of one table, in the order in which they would be evicted."""
 
     @classmethod
     def select(cls, increment: Increment, target: Target) -> "IncrementPart":
         """Take a server's part; any thread may call this."""
-        own: dict[int, list[RowColumns]] = {}
+        blocks: dict[int, list[list[npt.NDArray[Any]]]] = {}
         for table, rows in increment.rows:
-            own.setdefault(table, []).append(_select_rows(rows, target))
+            is_own_N = target.owns(rows.ids)
+            columns = [column[is_own_N] for column in rows.columns()]
+            blocks.setdefault(table, []).append(columns)
         tables = [
             (table, RowColumns(*map(np.concatenate, zip(*columns, strict=True))))
-            for table, blocks in own.items()
-            for columns in [[rows.columns() for rows in blocks]]
+            for table, columns in blocks.items()
         ]
         order_R = _eviction_order(tables, is_lfu=target.is_lfu)
         num_left_out = max(len(order_R) - target.capacity_rows, 0)
@@ -206,19 +195,15 @@ class IncrementImport:
                 yield True
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a server has loaded.
-
-    Attributes:
-        num_rows: rows put into the store.
-        num_left_out: rows that would be evicted first, for which there was no room.
-        num_increments: increments that were applied to them.
-    """
+class Loaded(msgspec.Struct, frozen=True):
+    """What a server has loaded."""
 
     num_rows: int
+    """Rows put into the store."""
     num_left_out: int
+    """Rows that would be evicted first, for which there was no room."""
     num_increments: int
+    """Increments that were applied to them."""
 
 
 class ShardLoad:
@@ -226,7 +211,7 @@ class ShardLoad:
 
     Args:
         folder: of the checkpoint.
-        shard: which server this is now, and of how many.
+        shard: number of this server, and how many there are.
         store: of the server. :meth:`load` owns it until ``phase`` is no longer
             ``loading``.
         replaces: drop what the store holds; otherwise rows are added to it.
@@ -235,7 +220,7 @@ class ShardLoad:
     Attributes:
         phase: how far it has come.
         error: what made it fail; None so far.
-        loaded: what it has loaded, at the end.
+        result: what it has loaded, at the end.
     """
 
     def __init__(
@@ -252,21 +237,21 @@ class ShardLoad:
         self._store = store
         self._replaces = replaces
         self._logs = logs
-        self._increments: list[tuple[Folder, int]] = []
+        self._increments: list[LogPosition] = []
         self._num_read = self._num_to_read = 0
         self._cancelled = threading.Event()
         self.phase: Phase = "checking"
         self.error: Exception | None = None
-        self.loaded: Loaded | None = None
+        self.result: Loaded | None = None
         self._thread = self._start(self._check, "checked")
 
     @property
     def base(self) -> Base:
         """What the store holds at the end, for a log of increments."""
-        if self.loaded is None:
+        if self.result is None:
             return Base("empty")
         is_exact = self._replaces and self._logs is None
-        if not is_exact or self.loaded.num_left_out:
+        if not is_exact or self.result.num_left_out:
             return Base("unknown")
         return Base("checkpoint", self._folder.url, self._manifest.created)
 
@@ -358,20 +343,16 @@ class ShardLoad:
             fitting = _with_metadata(rows, memory.tables.states[number])
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
-        for log, number in self._increments:
-            part = IncrementPart.select(self._read(log, number), self._target)
+        for position in self._increments:
+            part = IncrementPart.select(self._read_increment(position), self._target)
             moving = IncrementImport(store, part, follows=False)
             while moving.advance():
                 pass
         num_left_out = len(self._uses) - rows_in.num_kept
-        self.loaded = Loaded(rows_in.num_kept, num_left_out, len(self._increments))
+        self.result = Loaded(rows_in.num_kept, num_left_out, len(self._increments))
 
     def _check_increments(self, logs: Folder, manifest: Manifest) -> None:
-        """Find and read all increments that follow the checkpoint.
-
-        Raises:
-            CheckpointError: no log applies to it; an increment is missing, or damaged.
-        """
+        """Find and read all increments that follow the checkpoint."""
         end = find_end(find_logs(logs, {}), self._folder, manifest)
         if end is None:
             raise CheckpointError(
@@ -390,24 +371,22 @@ class ShardLoad:
                     f"Received: {numbers}. Load the checkpoint without increments."
                 )
             for number in numbers:
-                head = self._read(log, number).head
+                increment = LogPosition(position.log, number)
+                head = self._read_increment(increment).head
                 _require_same_rows(_describe(head), head.tables, known)
-                self._increments.append((log, number))
+                self._increments.append(increment)
 
-    def _read(self, log: Folder, number: int) -> Increment:
+    def _read_increment(self, position: LogPosition) -> Increment:
         self._require_not_cancelled()
-        return read_increment(log, number)
+        assert self._logs is not None  # increments are named
+        return read_increment(self._logs.child(position.log), position.number)
 
     def _require_not_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise CheckpointError(f"Loading {self._folder.url}: cancelled.")
 
     def _read_rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
-        """Yield table, rows, and which rows are this server's, of all blocks.
-
-        Raises:
-            CheckpointError: a file is not as the manifest says.
-        """
+        """Yield table, rows, and which rows are this server's, of all blocks."""
         for saved in self._files:
             path = self._folder.file_path(saved.file)
             with self._folder.opened(saved.file) as file:
@@ -421,7 +400,12 @@ class ShardLoad:
                     self._num_read = previous + reader.num_bytes
                     name = reader.head.tables[number].name
                     yield name, rows, self._target.owns(rows.ids)
-                _require_whole(reader.written, saved, path)
+                expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
+                if reader.written != expected:
+                    raise CheckpointError(
+                        f"{path} must be the file of its manifest, {expected}. "
+                        f"Received: {reader.written}."
+                    )
 
     def _require_all_tables(self, manifest: Manifest) -> None:
         saved = {table.name for table in manifest.tables}
@@ -432,14 +416,6 @@ class ShardLoad:
                 f"{sorted(missing)}; it has {sorted(saved)}. To load it all the same, "
                 "and leave the others as they are, use replace=False."
             )
-
-
-def _require_whole(written: Written, saved: SavedShard, path: str) -> None:
-    expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
-    if written != expected:
-        raise CheckpointError(
-            f"{path} must be the file of its manifest, {expected}. Received: {written}."
-        )
 
 
 def _describe(head: IncrementHead) -> str:
@@ -455,14 +431,7 @@ def _require_same_rows(
 ) -> None:
     """Refuse tables whose rows look otherwise than those of the known tables.
 
-    Args:
-        where: the tables were read.
-        tables: as they were read.
-        known: by name.
-        all_known: refuse others, too.
-
-    Raises:
-        CheckpointError: a table does not fit.
+    With ``all_known``, refuse other tables, too.
     """
     for spec in (table.spec for table in tables):
         received = spec.describe_rows()
@@ -496,11 +465,6 @@ def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:
     if rows.metadata.shape[1]:
         return np.ascontiguousarray(rows.metadata[:, 0])
     return np.ones(len(rows), dtype=np.uint32)
-
-
-def _select_rows(rows: RowColumns, target: Target) -> RowColumns:
-    is_own_N = target.owns(rows.ids)
-    return RowColumns(*(column[is_own_N] for column in rows.columns()))
 
 
 def _eviction_order(tables: list[tuple[int, RowColumns]], *, is_lfu: bool) -> Offsets:

@@ -54,13 +54,7 @@ _MAX_BLOCK_BYTES = 2**28
 
 
 class SavedTable(msgspec.Struct, frozen=True):
-    """A table as checkpoints and increments describe it.
-
-    Attributes:
-        description: its settings, as ``TableSpec.to_json`` writes them.
-        num_updates: update requests that it has had: its step.
-        has_metadata: whether its rows carry metadata.
-    """
+    """A table in a file: its settings as JSON, its step, and the form of its rows."""
 
     description: dict[str, Any] = msgspec.field(name="spec")
     num_updates: int
@@ -144,23 +138,13 @@ Head = TypeVar("Head", bound=ShardHead)
 
 
 def require_shard(shard: int, num_shards: int) -> None:
-    """Refuse the number of a server that cannot be; for ``parse_json``.
-
-    Raises:
-        ValueError: it is not in ``[0, num_shards)``.
-    """
+    """Raise ValueError unless ``shard`` is in ``[0, num_shards)``."""
     if not 0 <= shard < num_shards:
         raise ValueError(f"shard must be in [0, {num_shards}), not {shard}")
 
 
 class Written(NamedTuple):
-    """What has been written.
-
-    Attributes:
-        num_rows: rows in the file; N of all blocks.
-        size_bytes: bytes of the file.
-        checksum: CRC-32 of all block heads, which hold those of their columns.
-    """
+    """What has been written: N of all blocks, the length, and the CRC-32 at the end."""
 
     num_rows: int
     size_bytes: int
@@ -168,12 +152,7 @@ class Written(NamedTuple):
 
 
 class RowFileWriter:
-    """Writes a new file, block after block. Owned by one thread.
-
-    Args:
-        file: to be written to.
-        head: says which kind of file it is.
-    """
+    """Writes a new file, block after block; ``head`` says of which kind."""
 
     def __init__(self, file: IO[bytes], head: ShardHead) -> None:
         self._file = file
@@ -228,7 +207,7 @@ class RowFileReader(Generic[Head]):
     Attributes:
         head: its JSON.
         num_bytes: read so far.
-        written: what its writer returned, once all blocks have been read.
+        written: what the writer returned, once all blocks have been read.
 
     Raises:
         CheckpointError: these are not the bytes of such a file.

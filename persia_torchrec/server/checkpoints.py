@@ -213,12 +213,11 @@ class Checkpoints:
         task = self._dump or self._load
         if task is None:
             return {"phase": "idle", "progress": 0.0, "error": None, "result": None}
-        result = task.result if isinstance(task, ShardDump) else task.loaded
         error = task.error
         kind = {"kind": type(error).__name__, "message": str(error)}
         return {
             "phase": task.phase,
             "progress": task.progress,
             "error": None if error is None else kind,
-            "result": msgspec.to_builtins(result),
+            "result": msgspec.to_builtins(task.result),
         }

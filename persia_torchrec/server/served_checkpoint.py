@@ -168,9 +168,9 @@ class ServedCheckpoint:
             raise load.error
         if load.phase == "checked":
             load.load()
-        if load.loaded is None or load.phase != "loaded":
+        if load.result is None or load.phase != "loaded":
             return False
-        num_rows, num_left_out = load.loaded.num_rows, load.loaded.num_left_out
+        num_rows, num_left_out = load.result.num_rows, load.result.num_left_out
         logger.info("loaded %s num_rows=%d", self._folder.url, num_rows)
         if num_left_out:
             logger.warning(
