@@ -459,7 +459,9 @@ class EmbeddingClient:
             ServerError: a server failed, refused, or did not answer in time.
         """
         spec = self.table(table)
-        return self._read(Kind.READ, table, ids, spec.dim + spec.num_state_floats)
+        return self.read_numbers(
+            Kind.READ, table, ids, spec.dim + spec.num_state_floats
+        )
 
     def metadata(self, table: str, ids: Ids) -> Metadata:
         """Return how often ids were seen, and when last updated; changes nothing.
@@ -477,7 +479,7 @@ class EmbeddingClient:
             RemoteError: the table keeps no metadata.
             ServerError: a server failed, refused, or did not answer in time.
         """
-        columns = self._read(Kind.METADATA, table, ids, METADATA_COLUMNS)
+        columns = self.read_numbers(Kind.METADATA, table, ids, METADATA_COLUMNS)
         return Metadata(*np.ascontiguousarray(columns.view(np.uint32).T))
 
     def counters(self) -> list[dict[str, int]]:
@@ -531,8 +533,21 @@ class EmbeddingClient:
         )
         return self._servers.send(header, bodies, what, timeout_s)
 
-    def _read(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
-        """Return ``(U, width)`` numbers of 4 bytes, in the order of the ids."""
+    def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
+        """Ask the servers for some numbers of ids, by any kind of request.
+
+        Args:
+            kind: answered with an array of ``(N, width)`` numbers per table.
+            table: name of the table.
+            ids: uint64 ``(U,)``.
+            width: numbers of 4 bytes per id.
+
+        Returns:
+            float32 ``(U, width)``, in the order of ``ids``; a view of other numbers.
+
+        Raises:
+            ServerError: a server failed, refused, or did not answer in time.
+        """
         request = TableRequest([self.known_table(table)], [self.split(ids)], [width])
         replies = self._send(Header(kind), request)
         (rows,) = request.merge([reply.frames() for reply in replies], Precision.FP32)

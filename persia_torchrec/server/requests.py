@@ -1,8 +1,16 @@
 """The kinds of requests that a server answers.
 
 A kind is a function that reads a request and returns the frames of the reply, or None
-if the reply comes later, and its line in :data:`KINDS`. A new kind is a file of its own
-with a :class:`RequestKind`, and a line there.
+if the reply comes later, and its line in :data:`KINDS`. A new kind is a file of its
+own, and a line there:
+
+    NORMS = Kind.define("NORMS", 64)
+
+    def _answer(shard: Shard, request: Request) -> Frames: ...
+
+    ANSWER_NORMS = RequestKind(NORMS, _answer, in_inference=True)
+
+A client sends it by ``client.read_numbers(NORMS, table, ids, width)``.
 
 Dimension key:
     N: ids of one table in a request
@@ -66,7 +74,7 @@ class RequestKind(NamedTuple):
         in_inference: answered by servers that serve a checkpoint, too.
     """
 
-    kind: int
+    kind: Kind
     answer: Callable[[Shard, Request], Frames | None]
     needs_rows: bool = True
     in_inference: bool = False

@@ -147,6 +147,20 @@ class Kind(IntEnum):
     JOIN = 23
     BOOK = 24
 
+    @classmethod
+    def define(cls, name: str, number: int) -> "Kind":
+        """Add a kind from its own file, see ``server/requests.py``.
+
+        Raises:
+            ValueError: the number is taken.
+        """
+        if number in cls._value2member_map_:
+            raise ValueError(f"{name}: number {number} is {cls(number).name}'s.")
+        kind = int.__new__(cls, number)
+        kind._name_, kind._value_ = name, number
+        cls._value2member_map_[number] = kind
+        return kind
+
 
 class Precision(IntEnum):
     """How rows and gradients travel."""

@@ -296,6 +296,7 @@ def test_files_are_as_long_as_their_rows(servers, path):
 def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
     monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**10)
     monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_RECORDS", 100)
+    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**8)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(10_000))
     seen = [job.client.read("adam", np.arange(10_000, dtype=np.uint64))]

@@ -12,10 +12,18 @@ from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import BatchError, ConfigError, RemoteError
 from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.server.requests import KINDS, RequestKind
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import COUNTS, TRAINING, Header, Kind, encode_json
+from persia_torchrec.wire.messages import (
+    COUNTS,
+    TRAINING,
+    Header,
+    Kind,
+    bytes_of,
+    encode_json,
+)
 from tests.processes import wait_until
 from tests.server.test_server import Stranger, one_segment
 from tests.servers import RecordingStore, ids_of
@@ -345,6 +353,25 @@ class TestBadGradients:
         assert weights[[3, 17]].tolist() == [[0, 0], [0, 0]]
         assert (np.delete(weights, [3, 17], axis=0) == -1).all()
         assert sum(c["gradients_refused"] for c in client.counters()) == 2
+
+
+def test_a_kind_from_its_own_file_is_asked_and_answered(servers, monkeypatch):
+    norms = Kind.define("NORMS", 60)
+
+    def answer(shard, request):
+        tables = shard.read_ids(request.frames, 3)
+        rows = [shard.store.read(t.table, t.ids) for t in tables]
+        return [bytes_of(np.linalg.norm(rows_ND, axis=1)) for rows_ND in rows]
+
+    monkeypatch.setitem(KINDS, norms, RequestKind(norms, answer, in_inference=True))
+    client = servers.client(servers.start(2))
+    client.add_tables([ITEM])
+    client.write("item", ids_of(5, 6), np.array([[3, 4], [0, 1]], np.float32))
+    found = client.read_numbers(norms, "item", ids_of(6, 7, 5), 1)
+    assert found.tolist() == [[1], [0], [5]]
+    assert all(count["requests_norms"] == 1 for count in client.counters())
+    with pytest.raises(ValueError, match=r"OTHER: number 60 is NORMS's"):
+        Kind.define("OTHER", 60)
 
 
 class FailingStore(RecordingStore):
