@@ -1,10 +1,9 @@
 """What contexts share: entering and leaving, lookups, the model on embeddings."""
 
 import enum
-from abc import abstractmethod
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from persia_torchrec.data.loader import (
 from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.embedding.data import BatchRest, PersiaBatch
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.serving.embeddings import ConcurrentLookups
 from persia_torchrec.sharding.slot_tensors import dense_tensor
 from persia_torchrec.training.checkpoint import (
     Target,
@@ -29,6 +29,7 @@ from persia_torchrec.training.checkpoint import (
     script_bytes,
     state_bytes,
 )
+from persia_torchrec.training.engine import Engine
 
 
 class BaseCtx:
@@ -122,46 +123,18 @@ class PreprocessMode(enum.Enum):
     """As EVAL, and labels are not looked at."""
 
 
-class EmbeddingSource(Protocol):
-    """Where a context gets embeddings from: a trainer's engine, or a reader."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors are wanted."""
-
-    def start_pull(
-        self,
-        batch: PersiaBatch | ReferencedBatch,
-        *,
-        is_training: bool,
-        settings: LookupSettings | None = None,
-    ) -> Any:
-        """Begin to look up a batch."""
-
-    def embed(self, pull: Any) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings, a tensor per slot, in its order."""
-
-
 class LookupCtx(BaseCtx):
     """Look up embeddings and run the dense model on them.
 
     Attributes:
         preprocess_mode: what to make of batches.
         model: the dense model, or None.
+        embeddings: where they come from; gradients can get to an engine alone.
     """
 
     preprocess_mode: PreprocessMode
     model: nn.Module | None
-
-    @property
-    @abstractmethod
-    def _source(self) -> EmbeddingSource:
-        """Where embeddings come from."""
-
-    @property
-    def _can_train(self) -> bool:
-        """Whether gradients of its batches can get to the servers."""
-        return False
+    embeddings: Engine | ConcurrentLookups
 
     def start_lookup(
         self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
@@ -176,18 +149,19 @@ class LookupCtx(BaseCtx):
         settings = replace(settings, num_workers=num_workers)
         rest = batch.rest if isinstance(batch, ReferencedBatch) else batch
         is_training = (
-            self._can_train
+            isinstance(self.embeddings, Engine)
             and rest.requires_grad
             and self.preprocess_mode is PreprocessMode.TRAIN
         )
-        pull = self._source.start_pull(
+        pull = self.embeddings.start_pull(
             batch, is_training=is_training, settings=settings
         )
         return _training_batch(rest, pull, is_training=is_training)
 
-    @abstractmethod
     def note_wait(self, seconds: float) -> None:
         """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
+        if isinstance(self.embeddings, Engine):  # only trainers have metrics
+            self.embeddings.note_wait(seconds)
 
     def prepare_features(
         self, batch: PersiaTrainingBatch
@@ -205,8 +179,10 @@ class LookupCtx(BaseCtx):
             and a last channel that is 1 where there is an id.
         """
         non_id_tensors, labels = self._dense_tensors(batch)
-        embeddings = self._source.embed(batch.pull)
-        if self.preprocess_mode is PreprocessMode.TRAIN and not self._can_train:
+        embeddings = self.embeddings.embed(batch.pull)
+        if self.preprocess_mode is PreprocessMode.TRAIN and not isinstance(
+            self.embeddings, Engine
+        ):
             embeddings = [e.requires_grad_() for e in embeddings]
         return non_id_tensors, embeddings, labels
 
@@ -237,13 +213,13 @@ class LookupCtx(BaseCtx):
         Raises:
             ConfigError: another device than the context's.
         """
-        device = self._source.device
+        device = self.embeddings.device
         if device_id is not None and device_id != device.index:
             raise ConfigError(
                 f"device_id must be that of the context, {device.index}. "
                 f"Received: {device_id}."
             )
-        pull = self._source.start_pull(persia_batch, is_training=False)
+        pull = self.embeddings.start_pull(persia_batch, is_training=False)
         return _training_batch(persia_batch, pull, is_training=False)
 
     def get_embedding_from_bytes(
@@ -327,7 +303,7 @@ class LookupCtx(BaseCtx):
     def _dense_tensors(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        device = self._source.device
+        device = self.embeddings.device
         non_id = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         if self.preprocess_mode is PreprocessMode.INFERENCE:
             return non_id, None

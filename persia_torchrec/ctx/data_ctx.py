@@ -108,5 +108,5 @@ def _waits(where: str, deadline: float) -> Iterator[float]:
         wait_s = min(2 * wait_s, _LAST_RETRY_S)
     raise DataflowError(
         f"The {where} must take the batch within {_SEND_TIMEOUT_S:g} s. "
-        "Received: its buffer stayed full. Does the training go on?"
+        "Received: its buffer stayed full. Is the training running?"
     )

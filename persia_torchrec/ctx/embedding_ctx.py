@@ -62,28 +62,15 @@ class EmbeddingCtx(LookupCtx):
             model = outer.model
         self.model = model
 
-    @property
-    def _source(self) -> Engine | ReadOnlyEmbeddings:
-        return self.embeddings
-
-    @property
-    def _can_train(self) -> bool:
-        return isinstance(self.embeddings, Engine)
-
     def wait_servers_ready(self, timeout_s: float = 600.0) -> None:
         """Wait until all embedding servers answer, and the workers with their tables.
 
-        Outside a ``TrainCtx`` it does not wait for tables that nobody has made yet.
+        Outside a ``TrainCtx`` it does not wait for tables that are not made yet.
 
         Raises:
             RequestTimeoutError: they did not in time; the message says what is missing.
         """
         self.embeddings.wait_until_ready(timeout_s)
-
-    def note_wait(self, seconds: float) -> None:
-        """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
-        if isinstance(self.embeddings, Engine):
-            self.embeddings.note_wait(seconds)
 
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
@@ -94,7 +81,7 @@ class EmbeddingCtx(LookupCtx):
     ) -> None:
         """Change how rows start and how far weights go; waits for all servers.
 
-        Updates that this trainer sent before are applied with the settings of before,
+        Updates that this trainer sent before are applied with the previous settings,
         later ones with the new. The rows that are there keep their weights, until an
         update clamps them to the new bound. All trainers of a job should set the same.
 
@@ -130,7 +117,7 @@ class EmbeddingCtx(LookupCtx):
             dst_dir/checkpoint-00000001/
               dense.pt                     the model's state_dict, by torch.save
               jit_dense.pt                 with_jit_model: for torch.jit.load
-              shard-00000-of-00002.rows    one a server
+              shard-00000-of-00002.rows    one per server
               manifest.json                written last: the checkpoint is complete
 
         :meth:`load_checkpoint` takes ``dst_dir``, for its latest complete checkpoint,
@@ -147,12 +134,12 @@ class EmbeddingCtx(LookupCtx):
             dense_filename: of the model's state.
             jit_dense_filename: of the model as TorchScript.
             blocking: False returns when the dense files are written; the servers write
-                their rows while training goes on, a row as it is at some moment until
+                their rows while training continues, a row as it is at some moment until
                 then. :meth:`wait_for_dump_embedding` says what became of it.
             with_jit_model: write the model as TorchScript too.
 
         Raises:
-            CheckpointError: it cannot be written, or a dump of before failed.
+            CheckpointError: it cannot be written, or an earlier dump failed.
             ConfigError: TorchScript does not take the model, or the path or a name is
                 no good.
             ServerError: a server failed.
@@ -228,12 +215,7 @@ class EmbeddingCtx(LookupCtx):
         return files
 
     def _begin(self) -> None:
-        """Connect if it was left before, and wait for updates of before.
-
-        Raises:
-            PersiaError: an update before an evaluation failed, or a server refuses the
-                embedding config.
-        """
+        """Connect if it was left before, and wait for earlier updates."""
         self._connect()
         try:
             if self.preprocess_mode is not PreprocessMode.TRAIN:

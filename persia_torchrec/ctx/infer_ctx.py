@@ -1,4 +1,4 @@
-"""Inference beside no job: embeddings by the addresses of embedding workers."""
+"""Inference outside of a job: embeddings by the addresses of embedding workers."""
 
 from collections.abc import Sequence
 
@@ -60,14 +60,7 @@ class InferCtx(LookupCtx):
         addresses = [tcp_address(a) for a in embedding_worker_address_list]
         self._workers = RemoteWorkers(addresses, timeout_s=timeout_s)
         self._reader = SlotsReader(self._workers, self._device)
-        self._lookups = ConcurrentLookups(self._reader, timeout_s=2 * timeout_s + 5)
-
-    @property
-    def _source(self) -> ConcurrentLookups:
-        return self._lookups
-
-    def note_wait(self, seconds: float) -> None:
-        """Do nothing: PERSIA has no metrics of a context that serves."""
+        self.embeddings = ConcurrentLookups(self._reader, timeout_s=2 * timeout_s + 5)
 
     def wait_for_serving(self, timeout_s: float = 600.0) -> None:
         """Wait until all workers and their servers answer and have their tables.
@@ -83,7 +76,7 @@ class InferCtx(LookupCtx):
 
     def close(self) -> None:
         """Close the connections; workers and servers live on. May be called twice."""
-        self._lookups.close()
+        self.embeddings.close()
         self._workers.close()
 
     def _end(self, exc: BaseException | None) -> None:

@@ -36,7 +36,7 @@ class TrainCtx(EmbeddingCtx):
     exception waits until every update is applied, and until all trainers leave theirs:
     their numbers of batches may differ.
 
-    The arguments stand in PERSIA's order, ``tables`` is our own.
+    The arguments have PERSIA's order; ``tables`` is our own.
 
     Args:
         embedding_optimizer: of all embeddings; the servers apply it. Its learning rate
@@ -100,17 +100,30 @@ class TrainCtx(EmbeddingCtx):
         *,
         tables: Mapping[str, TableSettings] | None = None,
     ) -> None:
-        _require_factor(grad_scalar_update_factor)
+        if grad_scalar_update_factor <= 1:
+            raise ConfigError(
+                "grad_scalar_update_factor must be > 1. "
+                f"Received: {grad_scalar_update_factor}."
+            )
         require_at_least_1(
             backward_buffer_size=backward_buffer_size,
             backward_workers_size=backward_workers_size,
             grad_update_buffer_size=grad_update_buffer_size,
         )
-        _require_cuda(device_id, mixed_precision=mixed_precision)
+        if mixed_precision and device_id is None:
+            raise ConfigError(
+                "mixed_precision must be False on the CPU: it needs a CUDA device. "
+                "Pass mixed_precision=False, or a device_id."
+            )
         # Not EmbeddingCtx's: the connections are those of an engine.
         BaseCtx.__init__(self, threadpool_worker_size, device_id)
         self.preprocess_mode = PreprocessMode.TRAIN
-        self.model = _require_model(model)
+        if model is None:
+            raise ConfigError(
+                "A TrainCtx must have a model. Received: model=None. Give the one "
+                "whose parameters dense_optimizer has."
+            )
+        self.model = model
         self.dense_optimizer = dense_optimizer
         self._update_factor = grad_scalar_update_factor
         self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
@@ -167,7 +180,7 @@ class TrainCtx(EmbeddingCtx):
 
         Raises:
             ConfigError: ``embedding_gradient_check_frequency`` is below 1.
-            PersiaError: an update of before failed, or was not acknowledged in time.
+            PersiaError: an earlier update failed, or was not acknowledged in time.
         """
         require_at_least_1(
             embedding_gradient_check_frequency=embedding_gradient_check_frequency
@@ -198,7 +211,7 @@ class TrainCtx(EmbeddingCtx):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Write a checkpoint with all that training needs to go on.
+        """Write a checkpoint with all that training needs to continue.
 
         As ``EmbeddingCtx.dump_checkpoint``, and two files more: ``opt.pt`` is the dense
         optimizer's state_dict, ``training.pt`` the loss scale and the learning rates of
@@ -209,7 +222,7 @@ class TrainCtx(EmbeddingCtx):
             dense_model_filename: of the model's state.
             jit_dense_model_filename: of the model as TorchScript.
             opt_filename: of the dense optimizer's state.
-            blocking: False lets the servers write while training goes on.
+            blocking: False lets the servers write while training continues.
             with_jit_model: write the model as TorchScript too.
 
         Raises:
@@ -239,7 +252,7 @@ class TrainCtx(EmbeddingCtx):
         opt_filename: str = "opt.pt",
         blocking: bool = True,
     ) -> None:
-        """Load all that training needs to go on; all ranks call it together.
+        """Load all that training needs to continue; all ranks call it together.
 
         As ``EmbeddingCtx.load_checkpoint``, and the dense optimizer, the loss scale and
         the learning rates of the embeddings too. Call it before the ``DataLoader``
@@ -292,9 +305,7 @@ class TrainCtx(EmbeddingCtx):
 
     def _end(self, exc: BaseException | None) -> None:
         try:
-            exc_type = None if exc is None else type(exc)
-            traceback = None if exc is None else exc.__traceback__
-            self._in_step.__exit__(exc_type, exc, traceback)
+            self._in_step.__exit__(type(exc) if exc else None, exc, None)
             if exc is None:
                 self.embeddings.flush()
                 self.embeddings.checkpoints.wait_for_dump()
@@ -323,25 +334,3 @@ def _in_full_precision(output: Any) -> Any:
         make = getattr(output, "_make", type(output))  # a named tuple has one
         return make(map(_in_full_precision, output))
     return output
-
-
-def _require_factor(factor: float) -> None:
-    if factor <= 1:
-        raise ConfigError(f"grad_scalar_update_factor must be > 1. Received: {factor}.")
-
-
-def _require_model(model: nn.Module | None) -> nn.Module:
-    if model is None:
-        raise ConfigError(
-            "A TrainCtx must have a model. Received: model=None. Give the one whose "
-            "parameters dense_optimizer has."
-        )
-    return model
-
-
-def _require_cuda(device_id: int | None, *, mixed_precision: bool) -> None:
-    if mixed_precision and device_id is None:
-        raise ConfigError(
-            "mixed_precision must be False on the CPU: it needs a CUDA device. "
-            "Pass mixed_precision=False, or a device_id."
-        )

@@ -13,7 +13,7 @@ and ``torch.jit.save`` do, by ``ContextCheckpoints``:
     every trainer   flush: its updates are acknowledged by the servers
     all             wait for each other
     rank 0          makes a new folder; the servers begin to write their rows into it
-    every trainer   writes its share of the dense half (of a context: rank 0, first)
+    every trainer   writes its shards of the dense half (of a context: rank 0, first)
     rank 0          waits for the servers, and writes the manifest last
 
 No trainer trains while ``save_checkpoint`` runs, so that both halves are of the same
@@ -27,7 +27,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torchrec.optim.fused import FusedOptimizer
@@ -53,14 +52,10 @@ from persia_torchrec.checkpoint.catalog import (
     find_checkpoint,
 )
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.client.checkpoints import SavedCheckpoint
+from persia_torchrec.client.checkpoints import SavedCheckpoint, Task
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.sharding.state import is_state_entry
-
-if TYPE_CHECKING:
-    from persia_torchrec.client.checkpoints import Task
-
 
 T = TypeVar("T")
 
@@ -196,35 +191,25 @@ def _begun(state: Mapping[str, object]) -> tuple[str, ...]:
     )
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Leaves out what stands for tables on the servers, which save their rows."""
+class _DenseOnly:
+    """Leaves out the entries of tables on the servers, which save their own rows."""
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = _dense_only(self.state_dict)
+    state_dict: dict[str, Any]
+    mappings: dict[str, Any]
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(*args, **kwargs)  # type: ignore[misc]  # of a planner
+        state = self.state_dict.items()
+        self.state_dict = {k: v for k, v in state if not is_state_entry(v)}
         self.mappings = {key: self.mappings[key] for key in self.state_dict}
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """Looks for nothing in place of tables on the servers; their entries stay."""
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = _dense_only(self.state_dict)
+class _SavePlanner(_DenseOnly, DefaultSavePlanner):
+    """Saves the dense half."""
 
 
-def _dense_only(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if not is_state_entry(value)}
+class _LoadPlanner(_DenseOnly, DefaultLoadPlanner):
+    """Loads the dense half; the entries of other tables stay."""
 
 
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
@@ -259,8 +244,8 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     A fused one, as that of the tables on the servers, has its state already.
     """
     if isinstance(optimizer, CombinedOptimizer):
-        for _, part in optimizer.optimizers:
-            _make_state(part)
+        for _, inner in optimizer.optimizers:
+            _make_state(inner)
         return
     if optimizer.state or isinstance(optimizer, FusedOptimizer):
         return

@@ -57,7 +57,7 @@ class HybridModel(nn.Module):
     """A user's dense model with its embeddings before it.
 
     Args:
-        embeddings: one table a feature group, on the meta device.
+        embeddings: one table per feature group, on the meta device.
         dense: takes a list of dense tensors and a list of embedding tensors, these in
             the order of the batch.
     """
@@ -72,7 +72,7 @@ class HybridModel(nn.Module):
         return self.dense(non_id_tensors, self.embed(pull))
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
+        """Wait for a batch's embeddings, a tensor per slot; see ``slot_tensors.py``."""
         return list(self.embeddings(pull).values())
 
 
@@ -172,7 +172,7 @@ class Engine:
         """Keep trainers in step whose data do not end at the same batch.
 
         A trainer that comes to the end of the block answers the collectives of those
-        that go on, until all are there; then all have the same dense model, and the
+        that continue, until all are there; then all have the same dense model, and the
         same loss scale where their dense gradients were. An exception ends the block
         at once.
 
@@ -203,7 +203,7 @@ class Engine:
             settings: of the loader that the batch comes from.
 
         Raises:
-            BatchError: an ID feature of the batch is no slot.
+            BatchError: an ID feature of the batch is not a slot.
             ConfigError: other settings than before while batches are under way, or a
                 batch of this process where only those of data loaders are looked up.
             PersiaError: an earlier push failed.
@@ -233,7 +233,7 @@ class Engine:
         return self.dmp(non_id_tensors, pull)
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings, a tensor a slot; see ``slot_tensors.py``."""
+        """Wait for a batch's embeddings, a tensor per slot; see ``slot_tensors.py``."""
         self._measures.wait_for(pull.wait)
         return self._hybrid.embed(pull)
 
