@@ -5,13 +5,12 @@ parameter per table, of one row and without storage, since the rows take no memo
 the sharding type and the kernel are names that the planner knows ("row_wise" and
 "fused"), as it refuses unknown ones.
 
-    TableControl         flush, rates, loss scale, settings: of all tables of a model
     PlannedSharder       what a planner and DistributedModelParallel ask
-    CollectionSharder    both; puts collections on the servers
+    CollectionSharder    puts collections on the servers, and controls their tables
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -29,136 +28,20 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from persia_torchrec.client.client import ADD_TABLES_TIMEOUT_S
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
-from persia_torchrec.pipeline.tally import TrainingSummary
-from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.collection import (
     Collection,
     CollectionSpec,
     table_configs,
 )
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
-from persia_torchrec.sharding.remote_tables import RemoteOptimizer, RemoteTables
-from persia_torchrec.table import TableChange
+from persia_torchrec.sharding.remote_tables import RemoteTables, TableControl
 
 _ROW_WISE = ShardingType.ROW_WISE.value
 
 Module = TypeVar("Module", bound=nn.Module)
 Sharded = TypeVar("Sharded", bound=ShardedModule[Any, Any, Any, Any])
-
-
-class TableControl:
-    """What a trainer does with its tables on the servers, beside training them.
-
-    Args:
-        tables: of the collections that are sharded, and of those yet to be.
-        timeout_s: seconds that a pull or a push may take.
-    """
-
-    def __init__(self, tables: RemoteTables, timeout_s: float) -> None:
-        self.remote_tables = tables
-        self.timeout_s = timeout_s
-
-    def flush(self) -> None:
-        """Wait until every update of the collections sharded so far is applied.
-
-        Call it before rows are read elsewhere or the script ends, unless the staleness
-        is 0.
-
-        Raises:
-            PersiaError: one of the updates failed, or was not acknowledged in time.
-        """
-        self.remote_tables.flush()
-        self.remote_tables.report()
-
-    def close(self) -> None:
-        """Stop the threads of the collections sharded so far. May be called twice."""
-        self.report_at_end()
-        self.remote_tables.close()
-
-    def summary(self) -> TrainingSummary:
-        """Return what became of this trainer's batches so far: how stale rows were.
-
-        :meth:`flush` logs it.
-        """
-        return self.remote_tables.summary()
-
-    def report_at_end(self) -> None:
-        """Log :meth:`summary`, and warn of gradients of evicted rows; once.
-
-        Call it before the end of a training. :meth:`close` does.
-        """
-        self.remote_tables.report_at_end()
-
-    def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
-        """Change the learning rate of tables on the servers; returns at once.
-
-        The gradients of backward passes so far are applied with the previous rate,
-        those of later ones with the new rate. (So it is for this trainer. Another
-        trainer's get the new rate when it arrives: let all set the same.)
-
-        Args:
-            lr: the new rate.
-            tables: names of tables; all that are sharded so far by default.
-
-        Raises:
-            ConfigError: an unknown table, or its optimizer refuses the rate.
-            PersiaError: an earlier update failed.
-        """
-        self.remote_tables.set_learning_rate(lr, tables)
-
-    def change_tables(self, change: TableChange) -> None:
-        """Change settings of tables, and wait until every server has them.
-
-        Updates so far are applied with the previous settings.
-
-        Args:
-            change: returns a table with other settings, or as it is.
-
-        Raises:
-            ConfigError: a setting is out of its range.
-            ServerError: a server refuses, failed, or did not answer in time.
-        """
-        for done in self.remote_tables.change(change):
-            done.result(self.timeout_s * 2 + ADD_TABLES_TIMEOUT_S)
-
-    def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Undo the loss scale of automatic mixed precision before gradients leave.
-
-        The gradients that a backward pass pushes are divided by ``scaler.get_scale()``
-        of that moment. A collection whose gradients are not finite pushes nothing for
-        that batch, as ``scaler.step`` skips an optimizer. To let the scaler know, call
-        ``scaler.step(sharder.optimizer)`` too, between ``backward`` and ``update``, and
-        ``zero_grad`` of it as of the dense optimizer.
-
-        Several trainers agree at the end of each backward pass: when one of them has
-        gradients that are not finite, the scalers of all find it. So every trainer does
-        as many backward passes, and each goes through a table of this sharder; within
-        ``join(model)`` trainers may end. The finite gradients of the others, and of
-        other collections, have left for the servers by then, and are applied.
-
-        Args:
-            scaler: what scales the loss; for all collections, sharded or to be.
-        """
-        self.remote_tables.use_grad_scaler(scaler)
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """What trainers agree on; None where there is but one, or nothing sharded."""
-        return self.remote_tables.agreement
-
-    @property
-    def optimizer(self) -> RemoteOptimizer:
-        """The tables' learning rates, for ``torch.optim.lr_scheduler``.
-
-        Ask for it when ``DistributedModelParallel`` has sharded all collections.
-
-        Raises:
-            ConfigError: no collection is sharded, or one more since the first time.
-        """
-        return self.remote_tables.optimizer()
 
 
 class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
+from persia_torchrec.client.client import ADD_TABLES_TIMEOUT_S
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.tally import TrainingSummary
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteOptimizer(FusedOptimizer):
-    """Learning rates of tables on the servers, one parameter group a table.
+    """Learning rates of tables on the servers, one parameter group per table.
 
     The servers apply the gradients themselves, as they come from the backward pass,
     with the ``lr`` that the group of the table has when it comes: what TorchRec calls a
@@ -38,12 +39,12 @@ class RemoteOptimizer(FusedOptimizer):
     and after it. ``lr`` is the only value of a group that is used, and ``"table"``
     names the table. All optimizers of a table show the same group.
 
-    Its parameters are stand-ins, and it has no state: rows and optimizer state stay on
-    the servers. With ``save_param_groups(True)``, its state dictionary holds
-    the rates.
+    Its parameters are placeholders, and it has no state: rows and optimizer state stay
+    on the servers. With ``save_param_groups(True)``, its state dictionary holds the
+    rates.
 
-    Under a ``GradScaler`` the gradient of a stand-in is 0, or infinite where those of
-    the embeddings were not finite, until ``zero_grad``: so ``scaler.step`` finds it.
+    Under a ``GradScaler`` the gradient of a placeholder is 0, or infinite where those
+    of the embeddings were not finite, until ``zero_grad``: so ``scaler.step`` finds it.
 
     Every trainer of a job runs the same schedule: the rate of a table on the servers is
     the one that was sent last, by whichever trainer.
@@ -93,8 +94,8 @@ class RemoteOptimizer(FusedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget whether gradients were finite; the gradients are not kept."""
         for group in self.param_groups:
-            for stand_in in group["params"]:
-                stand_in.grad = None
+            for placeholder in group["params"]:
+                placeholder.grad = None
 
 
 def _learning_rates(groups: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -104,21 +105,28 @@ def _learning_rates(groups: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 class RemoteTables:
     """Tables on the servers, and the pipelines of the collections that use them.
 
-    Owned by the thread that trains, or that runs its backward pass.
+    Owned by the thread that trains, or that runs its backward pass. What users do with
+    the tables is in :class:`TableControl`.
 
     Attributes:
+        specs: of the tables, with their current settings.
+        pipelines: with the names of their tables.
+        groups: parameter groups, one per table.
+        optimizer: of all tables, once it is asked for.
+        reported: what the last report said.
+        has_ended: whether the last report is made.
         grad_scaler: scales the loss, if anything does.
         agreement: with the other trainers, on whether gradients were finite; None where
             there are no others.
     """
 
     def __init__(self) -> None:
-        self._specs: dict[str, TableSpec] = {}
-        self._pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
-        self._groups: dict[str, dict[str, Any]] = {}
-        self._optimizer: RemoteOptimizer | None = None
-        self._reported = TrainingSummary()
-        self._has_ended = False  # the last report is made
+        self.specs: dict[str, TableSpec] = {}
+        self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
+        self.groups: dict[str, dict[str, Any]] = {}
+        self.optimizer: RemoteOptimizer | None = None
+        self.reported = TrainingSummary()
+        self.has_ended = False
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
         self._cannot_agree = False
@@ -133,19 +141,16 @@ class RemoteTables:
     ) -> list[str]:
         """Add a collection's pipeline, its tables known to the servers.
 
-        Args:
-            pipeline: of the collection.
-            specs: its tables.
-            device: where its embeddings are wanted, and stand-ins for its tables are.
+        The placeholders of its tables are on the device of its embeddings.
 
         Returns:
             The names of the tables that no earlier collection has.
         """
-        self._pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
-        self._specs.update((spec.name, spec) for spec in specs)
-        added = [spec for spec in specs if spec.name not in self._groups]
+        self.pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
+        self.specs.update((spec.name, spec) for spec in specs)
+        added = [spec for spec in specs if spec.name not in self.groups]
         for spec in added:
-            self._groups[spec.name] = {
+            self.groups[spec.name] = {
                 "params": [nn.Parameter(torch.zeros((), device=device))],
                 "lr": spec.optimizer.lr,
                 "table": spec.name,
@@ -156,45 +161,8 @@ class RemoteTables:
         """Return an optimizer of tables, by name of their parameters; None of none."""
         if not tables:
             return None
-        groups = {name: self._groups[table] for name, table in tables.items()}
-        return RemoteOptimizer(groups, self._send)
-
-    def optimizer(self) -> RemoteOptimizer:
-        """Return the optimizer of these tables; the same one each time.
-
-        Raises:
-            ConfigError: there are no tables yet, or more than when it was made.
-        """
-        if self._optimizer is None:
-            self._optimizer = RemoteOptimizer(self._groups, self._send)
-            self._optimizer.save_param_groups(True)  # it is used alone, as torch's are
-        if self._optimizer.learning_rates().keys() != self._groups.keys():
-            raise ConfigError(
-                "The optimizer must be asked for when all collections are sharded. "
-                f"Received: the tables {sorted(self._groups)}, and an optimizer of "
-                f"{sorted(self._optimizer.learning_rates())}."
-            )
-        return self._optimizer
-
-    def names(self) -> list[str]:
-        """Return the names of all tables."""
-        return list(self._specs)
-
-    def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
-        """Change the learning rate of tables, in order with the pushes.
-
-        Raises:
-            ConfigError: an unknown table, or its optimizer refuses the rate.
-            PersiaError: an earlier push failed.
-        """
-        names = list(self._specs) if tables is None else list(tables)
-        unknown = set(names) - self._specs.keys()
-        if unknown:
-            raise ConfigError(
-                f"tables must be among those sharded, {sorted(self._specs)}. "
-                f"Received: {sorted(unknown)}."
-            )
-        self._send(dict.fromkeys(names, lr))
+        groups = {name: self.groups[table] for name, table in tables.items()}
+        return RemoteOptimizer(groups, self.send)
 
     def before_push(self) -> None:
         """Send rates that a schedule has changed; a backward pass calls this.
@@ -203,18 +171,12 @@ class RemoteTables:
             ConfigError: an optimizer refuses its rate.
             PersiaError: an earlier push failed.
         """
-        self._send(_learning_rates(self._groups.values()))
+        self.send(_learning_rates(self.groups.values()))
 
     def loss_scale(self) -> float | None:
         """Return what the loss of this backward pass was multiplied by, if anything."""
         scaler = self.grad_scaler
         return scaler.get_scale() if scaler and scaler.is_enabled() else None
-
-    def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Divide gradients by a loss scale; it finds whether they were finite."""
-        self.grad_scaler = scaler
-        if self.agreement is not None:
-            self.agreement.scaler = scaler
 
     def meet(self, trainers: dist.ProcessGroup | None, device: torch.device) -> None:
         """Agree with other trainers from now on.
@@ -252,11 +214,11 @@ class RemoteTables:
         are_finite = self._are_finite.pop(number)
         if self.agreement is not None:
             are_finite = not self.agreement.any(not are_finite)
-        for group in self._groups.values():
-            (stand_in,) = group["params"]
-            if stand_in.grad is None or not are_finite:
+        for group in self.groups.values():
+            (placeholder,) = group["params"]
+            if placeholder.grad is None or not are_finite:
                 grad = 0.0 if are_finite else torch.inf
-                stand_in.grad = torch.full_like(stand_in, grad)
+                placeholder.grad = torch.full_like(placeholder, grad)
 
     def change(self, change: TableChange) -> list[Future[None]]:
         """Change the settings of tables, in order with the pushes.
@@ -265,11 +227,11 @@ class RemoteTables:
             ConfigError: a setting is out of its range.
             PersiaError: an earlier push failed.
         """
-        specs = {name: change(spec) for name, spec in self._specs.items()}
-        changed = {name for name, spec in specs.items() if spec != self._specs[name]}
+        specs = {name: change(spec) for name, spec in self.specs.items()}
+        changed = {name for name, spec in specs.items() if spec != self.specs[name]}
         users = [
             (pipeline, names & changed)
-            for pipeline, names in self._pipelines
+            for pipeline, names in self.pipelines
             if names & changed
         ]
         if sum(len(names) for _, names in users) > len(changed):
@@ -277,55 +239,14 @@ class RemoteTables:
             for pipeline, _ in users:
                 pipeline.flush()
         for name in changed:
-            if specs[name].optimizer.lr != self._specs[name].optimizer.lr:
-                self._groups[name]["lr"] = specs[name].optimizer.lr
-        self._specs = specs
+            if specs[name].optimizer.lr != self.specs[name].optimizer.lr:
+                self.groups[name]["lr"] = specs[name].optimizer.lr
+        self.specs = specs
         return [pipeline.change_tables(change) for pipeline, _ in users]
 
-    def flush(self) -> None:
-        """Wait until every push and every change so far is applied."""
-        for pipeline, _ in self._pipelines:
-            pipeline.flush()
-
-    def summary(self) -> TrainingSummary:
-        """Return what became of the training batches of all pipelines so far."""
-        return TrainingSummary.total(p.summary() for p, _ in self._pipelines)
-
-    def report(self) -> TrainingSummary:
-        """Log how stale rows were, if there were lookups since the last report."""
-        summary = self.summary()
-        if summary.num_lookups > self._reported.num_lookups:
-            logger.info(
-                "lookups=%d mean_staleness=%.2f: so many earlier batches had no update "
-                "yet, of at most %d by the bound; %.0f %% of the lookups waited for it",
-                *(summary.num_lookups, summary.mean_staleness, summary.max_lacking),
-                100 * summary.share_waited,
-            )
-            self._reported = summary
-        return summary
-
-    def report_at_end(self) -> None:
-        """Log as :meth:`report`, and warn of gradients of evicted rows; once."""
-        if self._has_ended:
-            return
-        self._has_ended = True
-        summary = self.report()
-        if summary.num_evicted:
-            logger.warning(
-                "%d gradients (%.2f %% of %d) came after their rows had been evicted, "
-                "and moved none; raise the servers' capacity, add servers, or lower "
-                "the staleness, if that is a large part",
-                *(summary.num_evicted, 100 * summary.share_evicted),
-                summary.num_gradients,
-            )
-
-    def close(self) -> None:
-        """Stop the threads of the pipelines. May be called twice."""
-        for pipeline, _ in self._pipelines:
-            pipeline.close()
-
-    def _send(self, rates: Mapping[str, float]) -> None:
-        if all(self._specs[name].optimizer.lr == lr for name, lr in rates.items()):
+    def send(self, rates: Mapping[str, float]) -> None:
+        """Change learning rates, in order with the pushes; those that are new."""
+        if all(self.specs[name].optimizer.lr == lr for name, lr in rates.items()):
             return
 
         def change(spec: TableSpec) -> TableSpec:
@@ -333,3 +254,165 @@ class RemoteTables:
             return replace(spec, optimizer=spec.optimizer.with_lr(lr))
 
         self.change(change)
+
+
+class TableControl:
+    """What a trainer does with its tables on the servers, outside of its steps.
+
+    Args:
+        tables: of the collections that are sharded, and of those yet to be.
+        timeout_s: seconds that a pull or a push may take.
+    """
+
+    def __init__(self, tables: RemoteTables, timeout_s: float) -> None:
+        self.remote_tables = tables
+        self.timeout_s = timeout_s
+
+    def flush(self) -> None:
+        """Wait until every update of the collections sharded so far is applied.
+
+        Call it before rows are read elsewhere or the script ends, unless the staleness
+        is 0.
+
+        Raises:
+            PersiaError: one of the updates failed, or was not acknowledged in time.
+        """
+        for pipeline, _ in self.remote_tables.pipelines:
+            pipeline.flush()
+        self._report()
+
+    def close(self) -> None:
+        """Stop the threads of the collections sharded so far. May be called twice."""
+        self.report_at_end()
+        for pipeline, _ in self.remote_tables.pipelines:
+            pipeline.close()
+
+    def summary(self) -> TrainingSummary:
+        """Return what became of this trainer's batches so far: how stale rows were.
+
+        :meth:`flush` logs it.
+        """
+        pipelines = self.remote_tables.pipelines
+        return TrainingSummary.total(p.summary() for p, _ in pipelines)
+
+    def report_at_end(self) -> None:
+        """Log :meth:`summary`, and warn of gradients of evicted rows; once.
+
+        Call it before the end of a training. :meth:`close` does.
+        """
+        tables = self.remote_tables
+        if tables.has_ended:
+            return
+        tables.has_ended = True
+        summary = self._report()
+        if summary.num_evicted:
+            logger.warning(
+                "%d gradients (%.2f %% of %d) came after their rows had been evicted, "
+                "and moved none; raise the servers' capacity, add servers, or lower "
+                "the staleness, if that is a large fraction",
+                summary.num_evicted,
+                100 * summary.share_evicted,
+                summary.num_gradients,
+            )
+
+    def _report(self) -> TrainingSummary:
+        """Log how stale rows were, if there were lookups since the last report."""
+        summary = self.summary()
+        if summary.num_lookups > self.remote_tables.reported.num_lookups:
+            logger.info(
+                "lookups=%d mean_staleness=%.2f: so many earlier batches had no update "
+                "yet, of at most %d by the bound; %.0f %% of the lookups waited for it",
+                summary.num_lookups,
+                summary.mean_staleness,
+                summary.max_lacking,
+                100 * summary.share_waited,
+            )
+            self.remote_tables.reported = summary
+        return summary
+
+    def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
+        """Change the learning rate of tables on the servers; returns at once.
+
+        The gradients of backward passes so far are applied with the previous rate,
+        those of later ones with the new rate. (So it is for this trainer. Another
+        trainer's get the new rate when it arrives: let all set the same.)
+
+        Args:
+            lr: the new rate.
+            tables: names of tables; all that are sharded so far by default.
+
+        Raises:
+            ConfigError: an unknown table, or its optimizer refuses the rate.
+            PersiaError: an earlier update failed.
+        """
+        known = self.remote_tables.specs
+        names = list(known) if tables is None else list(tables)
+        if unknown := set(names) - known.keys():
+            raise ConfigError(
+                f"tables must be among those sharded, {sorted(known)}. "
+                f"Received: {sorted(unknown)}."
+            )
+        self.remote_tables.send(dict.fromkeys(names, lr))
+
+    def change_tables(self, change: TableChange) -> None:
+        """Change settings of tables, and wait until every server has them.
+
+        Updates so far are applied with the previous settings.
+
+        Args:
+            change: returns a table with other settings, or as it is.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+            ServerError: a server refuses, failed, or did not answer in time.
+        """
+        for done in self.remote_tables.change(change):
+            done.result(self.timeout_s * 2 + ADD_TABLES_TIMEOUT_S)
+
+    def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Undo the loss scale of automatic mixed precision before gradients leave.
+
+        The gradients that a backward pass pushes are divided by ``scaler.get_scale()``
+        of that moment. A collection whose gradients are not finite pushes nothing for
+        that batch, as ``scaler.step`` skips an optimizer. To let the scaler know, call
+        ``scaler.step(sharder.optimizer)`` too, between ``backward`` and ``update``, and
+        ``zero_grad`` of it as of the dense optimizer.
+
+        Several trainers agree at the end of each backward pass: when one of them has
+        gradients that are not finite, the scalers of all find it. So every trainer does
+        as many backward passes, and each goes through a table of this sharder; within
+        ``join(model)`` trainers may end. The finite gradients of the others, and of
+        other collections, have left for the servers by then, and are applied.
+
+        Args:
+            scaler: what scales the loss; for all collections, sharded or to be.
+        """
+        self.remote_tables.grad_scaler = scaler
+        if self.agreement is not None:
+            self.agreement.scaler = scaler
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What trainers agree on; None where there is but one, or nothing sharded."""
+        return self.remote_tables.agreement
+
+    @property
+    def optimizer(self) -> RemoteOptimizer:
+        """The tables' learning rates, for ``torch.optim.lr_scheduler``.
+
+        Ask for it when ``DistributedModelParallel`` has sharded all collections.
+
+        Raises:
+            ConfigError: no collection is sharded, or one more since the first time.
+        """
+        tables = self.remote_tables
+        if tables.optimizer is None:
+            tables.optimizer = RemoteOptimizer(tables.groups, tables.send)
+            tables.optimizer.save_param_groups(True)  # it is used alone, as torch's are
+        if tables.optimizer.learning_rates().keys() != tables.groups.keys():
+            raise ConfigError(
+                "The optimizer must be asked for when all collections are sharded. "
+                f"Received: the tables {sorted(tables.groups)}, and an optimizer of "
+                f"{sorted(tables.optimizer.learning_rates())}."
+            )
+        return tables.optimizer

@@ -47,7 +47,6 @@ from persia_torchrec.sharding.base_sharder import (
     Module,
     PlannedSharder,
     Sharded,
-    TableControl,
 )
 from persia_torchrec.sharding.collection import CollectionSpec, describe_collection
 from persia_torchrec.sharding.feature_processed import (
@@ -58,6 +57,7 @@ from persia_torchrec.sharding.remote_lookup import (
     ShardedRemoteEmbeddingBagCollection,
     ShardedRemoteEmbeddingCollection,
 )
+from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import OptimizerState, load_tables
 from persia_torchrec.sharding.torchrec_api import processed_bags
 from persia_torchrec.sharding.whole_model import watch_models
@@ -205,7 +205,7 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         Raises:
             ConfigError: no model is sharded yet, and so there are no tables.
         """
-        names = self.remote_tables.names()
+        names = list(self.remote_tables.specs)
         if not names:
             raise ConfigError(
                 "Weights can be loaded when the model is sharded, into its tables. "

@@ -487,7 +487,7 @@ class TestSettingsOfSingleTables:
                     "user": 1.0,
                     "things": 10.0,
                 }
-                specs = ctx.embeddings.sharder.remote_tables._specs
+                specs = ctx.embeddings.sharder.remote_tables.specs
             assert job.read("user", 1)[0, 0] == -1
             # Its id is in both slots of the group.
             assert job.read("basket", 1)[0, 0] == 3 - 10 - 10

@@ -9,7 +9,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.sharding.remote_tables import RemoteTables
+from persia_torchrec.sharding.remote_tables import RemoteTables, TableControl
 from tests.processes import wait_until
 from tests.sharding.remote_job import (
     CPU,
@@ -199,12 +199,13 @@ def test_on_a_gpu_the_scale_falls_after_an_overflow_and_rises_again(job):
     trainer.close()
 
 
-def test_stand_ins_are_on_the_device_of_the_embeddings(trainer):
+def test_placeholders_are_on_the_device_of_the_embeddings(trainer):
     """A scaler copies its findings from device to device without waiting."""
     tables = RemoteTables()
     tables.add(trainer.module.pipeline, trainer.module.tables, META)
-    (stand_in,) = tables.optimizer().param_groups[0]["params"]
-    assert stand_in.device == META
+    optimizer = TableControl(tables, timeout_s=1.0).optimizer
+    (placeholder,) = optimizer.param_groups[0]["params"]
+    assert placeholder.device == META
 
 
 def test_trainers_that_cannot_agree_have_no_loss_scale(job):
