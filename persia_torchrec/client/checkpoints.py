@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.catalog import (
     Manifest,
     begin_checkpoint,
@@ -156,7 +157,7 @@ class Checkpoints:
         path: str | os.PathLike[str],
         *,
         step: int | None = None,
-        timeout_s: float = 3600.0,
+        timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Write a checkpoint of all servers, and wait for it: :meth:`start_dump`."""
         return self.start_dump(path, step=step, timeout_s=timeout_s).wait()
@@ -167,7 +168,7 @@ class Checkpoints:
         *,
         replace: bool = True,
         increments: str | os.PathLike[str] | None = None,
-        timeout_s: float = 3600.0,
+        timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Load a checkpoint, and wait for it: :meth:`start_load`."""
         return self.start_load(
@@ -179,7 +180,7 @@ class Checkpoints:
         path: str | os.PathLike[str],
         *,
         step: int | None = None,
-        timeout_s: float = 3600.0,
+        timeout_s: float = timeouts.CHECKPOINT_S,
         add_files: Callable[[Folder], None] | None = None,
     ) -> Task[SavedCheckpoint]:
         """Begin to write a checkpoint of all servers, while they continue serving.
@@ -218,7 +219,11 @@ class Checkpoints:
         return Task("dump", work)
 
     def start_files(
-        self, folder: Folder, *, step: int | None = None, timeout_s: float = 3600.0
+        self,
+        folder: Folder,
+        *,
+        step: int | None = None,
+        timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> Task[Manifest]:
         """Begin to write the servers' files only: a part of a larger checkpoint.
 
@@ -239,7 +244,7 @@ class Checkpoints:
         *,
         replace: bool = True,
         increments: str | os.PathLike[str] | None = None,
-        timeout_s: float = 3600.0,
+        timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
 

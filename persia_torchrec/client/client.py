@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.checkpoints import Checkpoints
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.codec import (
@@ -30,7 +31,6 @@ from persia_torchrec.client.codec import (
     staleness_histogram,
     stamp,
 )
-from persia_torchrec.client.servers import ADD_TABLES_TIMEOUT_S as ADD_TABLES_TIMEOUT_S
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.transfer import (
@@ -127,7 +127,7 @@ class EmbeddingClient:
             Kind.ADD_TABLES,
             [spec.to_json() for spec in specs],
             f"adding tables {names}",
-            ADD_TABLES_TIMEOUT_S,
+            timeouts.ADD_TABLES_S,
         )
         self._add(specs, answers)
 

@@ -19,9 +19,6 @@ from persia_torchrec.wire.patience import MAX_COMPILING_S
 from persia_torchrec.wire.transport import Connections
 from persia_torchrec.wire.transport import Reply as Reply
 
-ADD_TABLES_TIMEOUT_S = 120.0
-"""A server compiles its loops when they are first needed, once per machine."""
-
 _RETRY_S = 0.2
 
 

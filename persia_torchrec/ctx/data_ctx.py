@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.ctx.base_ctx import BaseCtx
 from persia_torchrec.data.stream import BatchSender
 from persia_torchrec.embedding.data import PersiaBatch
@@ -15,8 +15,6 @@ from persia_torchrec.wire.discovery import AddressBook
 
 logger = logging.getLogger(__name__)
 
-_DISCOVERY_TIMEOUT_S = 600.0
-_SEND_TIMEOUT_S = 900.0
 _FIRST_RETRY_S = 0.002
 _LAST_RETRY_S = 0.5
 
@@ -53,8 +51,8 @@ class DataCtx(BaseCtx):
                 f"REPLICA_SIZE. Received: {self._loader}."
             )
         book = AddressBook.join(*store)
-        workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
-        trainers = book.addresses("trainer", timeout_s=_DISCOVERY_TIMEOUT_S)
+        workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
+        trainers = book.addresses("trainer", timeout_s=timeouts.DISCOVERY_S)
         book.close()
         self._workers = RemoteWorkers(workers, greeting=book.greeting)
         self._sender = BatchSender(
@@ -80,7 +78,7 @@ class DataCtx(BaseCtx):
         batch_id = self._num_sent * self._num_loaders + self._loader
         persia_batch.batch_id = batch_id
         bags = build_bags({f.name: f for f in persia_batch.id_type_features})
-        deadline = time.monotonic() + _SEND_TIMEOUT_S
+        deadline = time.monotonic() + timeouts.SEND_BATCH_S
         waits = _waits("embedding worker", deadline)
         while (ref := self._workers.buffer(worker, self._loader, bags)) is None:
             time.sleep(next(waits))
@@ -107,6 +105,6 @@ def _waits(where: str, deadline: float) -> Iterator[float]:
         yield wait_s
         wait_s = min(2 * wait_s, _LAST_RETRY_S)
     raise DataflowError(
-        f"The {where} must take the batch within {_SEND_TIMEOUT_S:g} s. "
+        f"The {where} must take the batch within {timeouts.SEND_BATCH_S:g} s. "
         "Received: its buffer stayed full. Is the training running?"
     )

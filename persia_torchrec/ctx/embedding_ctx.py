@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from persia_torchrec import timeouts
 from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.ctx.read_only import ReadOnlyEmbeddings
 from persia_torchrec.data.loader import entered_context
@@ -62,7 +63,7 @@ class EmbeddingCtx(LookupCtx):
             model = outer.model
         self.model = model
 
-    def wait_servers_ready(self, timeout_s: float = 600.0) -> None:
+    def wait_servers_ready(self, timeout_s: float = timeouts.READY_S) -> None:
         """Wait until all embedding servers answer, and the workers with their tables.
 
         Outside a ``TrainCtx`` it does not wait for tables that are not made yet.

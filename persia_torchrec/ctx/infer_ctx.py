@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from persia_torchrec import timeouts
 from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
@@ -45,7 +46,7 @@ class InferCtx(LookupCtx):
         threadpool_worker_size: int = 10,
         device_id: int | None = None,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = timeouts.REQUEST_S,
     ) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s must be > 0. Received: {timeout_s}.")
@@ -62,7 +63,7 @@ class InferCtx(LookupCtx):
         self._reader = SlotsReader(self._workers, self._device)
         self.embeddings = ConcurrentLookups(self._reader, timeout_s=2 * timeout_s + 5)
 
-    def wait_for_serving(self, timeout_s: float = 600.0) -> None:
+    def wait_for_serving(self, timeout_s: float = timeouts.READY_S) -> None:
         """Wait until all workers and their servers answer and have their tables.
 
         Raises:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.embedding import EmbeddingConfig
@@ -25,7 +26,7 @@ from persia_torchrec.serving.embeddings import (
     SlotsReader,
 )
 from persia_torchrec.training.checkpoint import ContextCheckpoints
-from persia_torchrec.training.engine import REQUEST_TIMEOUT_S, connect_to_job
+from persia_torchrec.training.engine import connect_to_job
 
 _NO_TABLES = (
     "Received: servers without any. They come with the first TrainCtx of the job, or "
@@ -51,7 +52,7 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
     def __init__(self, device: torch.device) -> None:
         self.client, self._workers = connect_to_job(RemoteWorkers)
         self._job_reader = _JobReader(self._workers, self.client, device)
-        super().__init__(self._job_reader, timeout_s=2 * REQUEST_TIMEOUT_S)
+        super().__init__(self._job_reader, timeout_s=2 * timeouts.TRAINING_REQUEST_S)
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
 
     def wait_until_ready(self, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.config import EmbeddingSchema, load_embedding_config
 from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode, require_at_least_1
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
@@ -24,7 +24,6 @@ from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine, EngineConfig
 from persia_torchrec.worker.serving import ask_for_slots
 
-_DISCOVERY_TIMEOUT_S = 300.0
 _TRAINING = "training.pt"
 
 
@@ -320,7 +319,7 @@ def _slots() -> EmbeddingSchema:
     if path is not None:
         return load_embedding_config(path, warns=False)
     store = env.require_job_store("A training context")
-    return ask_for_slots(store, timeout_s=_DISCOVERY_TIMEOUT_S)
+    return ask_for_slots(store, timeout_s=timeouts.DISCOVERY_S)
 
 
 def _in_full_precision(output: Any) -> Any:

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.command_line import add_flags, build, format_flags
 from persia_torchrec.config import (
     inference_settings,
@@ -45,7 +45,6 @@ from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
-_MEETING_TIMEOUT_S = 300.0
 _MASTER = "nn-worker/master"
 _MACHINE = "machine of NN workers"
 _OR_INFERENCE = ", or give a global_config.yml with job_type: Infer"
@@ -128,12 +127,12 @@ class NnWorker:
         store = env.require_job_store("An NN worker")
         if self.nnodes == 1:
             return LOOPBACK, str(free_port())
-        book = AddressBook.join(*store, timeout_s=_MEETING_TIMEOUT_S)
+        book = AddressBook.join(*store, timeout_s=timeouts.DISCOVERY_S)
         self._claim_machine(book)
         if self.node_rank == 0:
             address = local_address(book.host_name)
             book.tell(_MASTER, f"{address} {free_port(address)}")
-        (master,) = book.ask([_MASTER], timeout_s=_MEETING_TIMEOUT_S)
+        (master,) = book.ask([_MASTER], timeout_s=timeouts.DISCOVERY_S)
         book.close()
         address, _, port = master.rpartition(" ")
         return address, port

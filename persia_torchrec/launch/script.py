@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
@@ -36,7 +36,6 @@ PROXY = "-"
 """In place of a script."""
 
 _ROLES = {"trainer": "NN worker", "loader": "data loader"}
-_RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,7 +133,7 @@ def set_up_rendezvous(
     rank: int,
     world_size: int,
     *,
-    timeout_s: float = _RENDEZVOUS_TIMEOUT_S,
+    timeout_s: float = timeouts.RENDEZVOUS_S,
 ) -> None:
     """Set the variables of this trainer that ``torch.distributed`` reads.
 

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import BatchError, ConfigError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
@@ -35,9 +36,6 @@ from persia_torchrec.pipeline.staleness import (
 )
 from persia_torchrec.pipeline.tally import TrainingSummary
 from persia_torchrec.table import TableChange
-
-_PERMIT_TIMEOUT_S = 3600.0
-"""A permit comes when the trainer proceeds, which an evaluation may delay for long."""
 
 _SETTLE_S = 1.0
 """What batches that are not used any more may take to be given up."""
@@ -274,7 +272,7 @@ class BatchPipeline(Generic[Source, Handle]):
         with self._lock:
             self.waits_for_ack = staleness == 0
             self.semaphore = StalenessSemaphore(
-                max(staleness, 1), _PERMIT_TIMEOUT_S, self._lookups
+                max(staleness, 1), timeouts.PERMIT_S, self._lookups
             )
 
     def set_num_pullers(

@@ -14,7 +14,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from persia_torchrec.client.client import ADD_TABLES_TIMEOUT_S, BatchNumber, Reply
+from persia_torchrec import timeouts
+from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import body_of, stamp
 from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.decoding import parse_json
@@ -91,7 +92,7 @@ class RemoteWorkers:
         self,
         addresses: Sequence[str],
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = timeouts.REQUEST_S,
         precision: Precision = Precision.FP32,
         greeting: Greeting = NO_JOB,
     ) -> None:
@@ -146,7 +147,7 @@ class RemoteWorkers:
         for worker in range(self.num_workers):
             # One after the other: servers compile only once what the first one needs.
             what = "adding tables"
-            self._send(worker, header, body, what, ADD_TABLES_TIMEOUT_S).frames()
+            self._send(worker, header, body, what, timeouts.ADD_TABLES_S).frames()
         self._tables.update((spec.name, spec) for spec in specs)
 
     def change_tables(self, change: TableChange) -> None:

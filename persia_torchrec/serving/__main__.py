@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config import load_embedding_config
 from persia_torchrec.errors import ConfigError
@@ -41,7 +41,6 @@ from persia_torchrec.wire.ports import tcp_address
 
 logger = logging.getLogger("persia_torchrec.serving")
 
-_WORKERS_TIMEOUT_S = 600.0
 _DEVICE = torch.device("cpu")
 
 
@@ -107,7 +106,7 @@ def _run(flags: ServingFlags, http: HttpConfig, life: Lifetime) -> None:
     if isinstance(life, JobLifetime):
         life.call_at_end(ending.set)
         book = life.member.book
-        workers = book.addresses("worker", timeout_s=_WORKERS_TIMEOUT_S)
+        workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
     model, path = load_model(flags.checkpoint, flags.model, _DEVICE)
     with (
         _open_reader(flags, workers, life.greeting) as reader,
@@ -154,7 +153,7 @@ def _open_reader(
     workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     try:
         reader = SlotsReader(workers, _DEVICE)
-        reader.wait_until_ready(_WORKERS_TIMEOUT_S)
+        reader.wait_until_ready(timeouts.READY_S)
         yield reader
     finally:
         workers.close()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config import EmbeddingSchema
@@ -38,8 +39,6 @@ from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.slot_tensors import slot_tensors
 from persia_torchrec.worker.serving import require_dims
-
-_REQUEST_TIMEOUT_S = 60.0
 
 
 class LookedUp(NamedTuple):
@@ -207,7 +206,7 @@ def host_checkpoint(
         os.fspath(path), num_servers, incremental_dir=incremental_dir
     ) as cluster:
         client = EmbeddingClient.connect(
-            cluster.addresses, timeout_s=_REQUEST_TIMEOUT_S
+            cluster.addresses, timeout_s=timeouts.REQUEST_S
         )
         try:
             with telling_of_compilation():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
-from persia_torchrec.client.client import ADD_TABLES_TIMEOUT_S
+from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.tally import TrainingSummary
@@ -367,7 +367,7 @@ class TableControl:
             ServerError: a server refuses, failed, or did not answer in time.
         """
         for done in self.remote_tables.change(change):
-            done.result(self.timeout_s * 2 + ADD_TABLES_TIMEOUT_S)
+            done.result(self.timeout_s * 2 + timeouts.ADD_TABLES_S)
 
     def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Undo the loss scale of automatic mixed precision before gradients leave.

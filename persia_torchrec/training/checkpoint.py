@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.catalog import (
     DENSE,
     MANIFEST,
@@ -83,7 +83,7 @@ def save_checkpoint(
     sharders: Flushing | Iterable[Flushing],
     *,
     step: int | None = None,
-    timeout_s: float = 3600.0,
+    timeout_s: float = timeouts.CHECKPOINT_S,
 ) -> SavedCheckpoint:
     """Write the dense half and the servers' half as one checkpoint.
 
@@ -140,7 +140,7 @@ def load_checkpoint(
     state: dict[str, Any],
     client: EmbeddingClient,
     *,
-    timeout_s: float = 3600.0,
+    timeout_s: float = timeouts.CHECKPOINT_S,
 ) -> SavedCheckpoint:
     """Load both halves, with any number of trainers and servers.
 

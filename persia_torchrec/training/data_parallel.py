@@ -57,7 +57,7 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.distributed import (
     DEFAULT_MASTER_PORT,
     BaguaDistributedOption,
@@ -70,7 +70,6 @@ _LEVELS = 255
 _RANGE_BYTES = 8  # lo and step of a block, float32 each
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-_RENDEZVOUS_S = 120.0
 _POLL_S = 0.05
 
 Hook = Callable[[dist.ProcessGroup, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -316,7 +315,7 @@ def _rendezvous_at_port(
         option.master_port or DEFAULT_MASTER_PORT,
         world_size,
         is_master=rank == 0,
-        timeout=timedelta(seconds=_RENDEZVOUS_S),
+        timeout=timedelta(seconds=timeouts.RENDEZVOUS_S),
     )
 
 
@@ -333,12 +332,13 @@ def _rendezvous_at_file(path: Path, rank: int, world_size: int) -> FileStore:
                 "does. Remove it, or name another."
             )
     else:
-        deadline = time.monotonic() + _RENDEZVOUS_S
+        deadline = time.monotonic() + timeouts.RENDEZVOUS_S
         while not path.exists():
             if time.monotonic() >= deadline:
                 raise DiscoveryError(
-                    f"Trainer 0 must make sync_file within {_RENDEZVOUS_S:g} s. "
-                    f"Received: no {path}. Do all trainers share that folder?"
+                    "Trainer 0 must make sync_file within "
+                    f"{timeouts.RENDEZVOUS_S:g} s. Received: no {path}. "
+                    "Do all trainers share that folder?"
                 )
             time.sleep(_POLL_S)
     return FileStore(str(path), world_size)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.data.loader import LookupSettings
@@ -43,11 +43,6 @@ from persia_torchrec.training.measured import (
 )
 from persia_torchrec.training.slots import ShardedSlots, SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
-
-REQUEST_TIMEOUT_S = 120.0
-"""Seconds that one request to a worker or a server may take."""
-
-_DISCOVERY_TIMEOUT_S = 300.0
 
 Pull = PrefetchedBatch[RemoteBatch]
 Workers = TypeVar("Workers", bound=RemoteWorkers)
@@ -138,7 +133,7 @@ class Engine:
             config.embedding_config,
             config.optimizer,
             config.tables,
-            timeout_s=REQUEST_TIMEOUT_S,
+            timeout_s=timeouts.TRAINING_REQUEST_S,
         )
         hybrid = HybridModel(make_collection(config.schema), model)
         self._replication = build_replication(config.distributed, model)
@@ -357,10 +352,10 @@ def connect_to_job(
     """
     book = AddressBook.join(*env.require_job_store("A context"))
     with contextlib.closing(book):
-        servers = book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
-        workers = book.addresses("worker", timeout_s=_DISCOVERY_TIMEOUT_S)
+        servers = book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
+        workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
     settings: dict[str, Any] = {
-        "timeout_s": REQUEST_TIMEOUT_S,
+        "timeout_s": timeouts.TRAINING_REQUEST_S,
         "greeting": book.greeting,
     }
     client = EmbeddingClient.connect(servers, **settings)

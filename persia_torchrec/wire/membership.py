@@ -49,6 +49,7 @@ from typing import Self
 
 import msgspec
 
+from persia_torchrec import timeouts
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
 from persia_torchrec.wire.discovery import COMPILING, AddressBook, JobState
@@ -259,7 +260,7 @@ class JobMember:
         *,
         store: tuple[str, int, str],
         expendable: bool = False,
-        timeout_s: float = 120.0,
+        timeout_s: float = timeouts.JOIN_S,
     ) -> "JobMember":
         """Connect to the job, and register; enter the block at once.
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.compiled import telling_of_compilation
@@ -43,14 +43,11 @@ from persia_torchrec.wire.memory import keep_freed_memory
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.worker.serving import (
-    REQUEST_TIMEOUT_S,
     make_lookup,
     pushing_metrics,
     ready_lookup,
     tell_slots,
 )
-
-_DISCOVERY_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,10 +162,10 @@ def _connect(
     """Connect to the servers; None if the process must end before they are ready."""
     if isinstance(life, JobLifetime):
         book = life.member.book
-        servers = book.addresses("server", timeout_s=_DISCOVERY_TIMEOUT_S)
+        servers = book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
         if not flags.learn_tables:  # the trainers create the tables
             client = EmbeddingClient.connect(
-                servers, timeout_s=REQUEST_TIMEOUT_S, greeting=life.greeting
+                servers, timeout_s=timeouts.REQUEST_S, greeting=life.greeting
             )
             return make_lookup(client, schema, metrics)
     ending = threading.Event()

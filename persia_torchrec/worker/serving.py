@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import (
     EmbeddingSchema,
@@ -36,9 +37,6 @@ from persia_torchrec.worker.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 60.0
-
-_SERVERS_TIMEOUT_S = 600.0
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
 _NUM_THREADS = 8
@@ -166,7 +164,7 @@ def ready_lookup(
 
     if not _wait(lambda: connect(_CONNECT_S).close(), ending):
         return None
-    lookup = make_lookup(connect(REQUEST_TIMEOUT_S), schema, metrics)
+    lookup = make_lookup(connect(timeouts.REQUEST_S), schema, metrics)
 
     def learn() -> None:
         try:
@@ -211,7 +209,7 @@ def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
         ServerError: it has not succeeded in time.
         WireError: the same.
     """
-    deadline = time.monotonic() + _SERVERS_TIMEOUT_S
+    deadline = time.monotonic() + timeouts.READY_S
     logged = ""
     while not ending.is_set():
         try:
