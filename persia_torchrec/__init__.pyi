@@ -18,10 +18,8 @@ from persia_torchrec.embedding.eviction import (
 )
 from persia_torchrec.embedding.initializer import (
     Constant as Constant,
-    Gamma as Gamma,
     InverseSqrtDim as InverseSqrtDim,
     Normal as Normal,
-    Poisson as Poisson,
     TruncatedNormal as TruncatedNormal,
     Uniform as Uniform,
 )

@@ -1,9 +1,8 @@
-"""Compile a Python loop to machine code, once and for all processes.
+"""Compile Python loops to machine code, once for all processes.
 
-Every hot loop of this package is a function under :func:`compiled`: numba translates
-it on its first call and keeps the machine code in ``__pycache__`` (or, where that
-cannot be written, in the user's cache folder), so that a second process only loads it.
-It is made anew when any file with such loops has changed.
+Every hot loop of this package is a function under :func:`compiled`: numba translates it
+on its first call and keeps the machine code in ``__pycache__`` (or, where that cannot
+be written, in the user's cache folder), so that a second process only loads it.
 
 The settings, and why:
 
@@ -12,16 +11,28 @@ The settings, and why:
   checks every division, which keeps LLVM from using vector instructions.
 * ``fastmath`` allows sums to be reordered and multiply-adds to be fused, no more: NaN
   and inf keep their meaning.
+
+KERNELS: what a table's settings do to a row (the step of an optimizer, the draw of an
+initializer) is a plain Python function beside the setting, in a module that does not
+import numba. :func:`inlined_kernel` compiles it, with the plain functions that it
+calls, and :func:`specialized` compiles a loop that was built around it.
+
+THE CACHE: numba ties an entry to the file of the loop alone, and would keep running an
+old version of a function that the loop inlines from another file. Here an entry also
+names a hash of every source that may be inlined: see :func:`sources_stamp`. This file
+alone uses private names of numba; ``tests/test_compiled.py`` lists them.
 """
 
 import contextlib
 import logging
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
@@ -29,13 +40,18 @@ import numpy.typing as npt
 from numba.core import event
 from numba.core.caching import FunctionCache
 
+from persia_torchrec import intrinsics
+
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=np.generic)
 R = TypeVar("R")
 
-_MARKS = (b"@compiled", b"@inlined", b"@intrinsic")
+_FAST = frozenset({"reassoc", "contract", "nsz"})
+_AS_WRITTEN = frozenset[str]()
+_MARKS = (b"@compiled", b"@inlined", b"@intrinsic", b"specialized(")
+_IMPORT = re.compile(rb"^from persia_torchrec\.([\w.]+) import ", re.MULTILINE)
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,7 +60,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: takes and returns numbers and NumPy arrays.
     """
-    return _compiled(function, {"reassoc", "contract", "nsz"})
+    return _compiled(function, _FAST)
 
 
 def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
@@ -56,7 +72,7 @@ def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: takes and returns numbers and NumPy arrays.
     """
-    return _compiled(function, set())
+    return _compiled(function, _AS_WRITTEN)
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
@@ -68,29 +84,71 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: as for :func:`compiled`.
     """
-    return _compiled(function, {"reassoc", "contract", "nsz"}, inline=True)
+    return _compiled(function, _FAST, is_inlined=True)
+
+
+@cache
+def inlined_kernel(
+    kernel: Callable[P, R], *, is_as_written: bool = False
+) -> Callable[P, R]:
+    """Compile a plain function for use in loops, with the plain ones that it calls.
+
+    Args:
+        kernel: calls nothing but NumPy's functions, ``math``'s and other kernels, all
+            of them names of its own module.
+        is_as_written: keep the order of operations on floats; so does a function with
+            the attribute ``is_as_written``.
+    """
+    is_exact = is_as_written or getattr(kernel, "is_as_written", False)
+    names = dict(cast("FunctionType", kernel).__globals__)
+    for name, helper in _helpers(kernel):
+        intrinsic = getattr(intrinsics, getattr(helper, "intrinsic", ""), None)
+        is_plain = intrinsic is None
+        names[name] = (
+            inlined_kernel(helper, is_as_written=is_exact) if is_plain else intrinsic
+        )
+    code = cast("FunctionType", kernel).__code__
+    copy = FunctionType(code, names, kernel.__name__)
+    fastmath = _AS_WRITTEN if is_exact else _FAST
+    return _compiled(copy, fastmath, is_inlined=True, is_cached=False)
+
+
+def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P, R]:
+    """Compile a loop that was built around a kernel.
+
+    Each kernel's loop has machine code of its own, in memory and on disk.
+
+    Args:
+        loop: a function whose closure holds the compiled kernel.
+        kernel: the plain function; its files are part of the cache's key.
+    """
+    loop.__qualname__ = f"{loop.__name__}_{kernel.__module__}.{kernel.__qualname__}"
+    return _compiled(loop, _FAST, stamp=_kernel_stamp(kernel))
 
 
 def sources_stamp(folder: Path) -> str:
-    """Return a hash of all files of a folder, at any depth, that hold compiled loops.
+    """Hash all files of a package that loops inline.
+
+    Those are the files with compiled functions, at any depth, and the files of the
+    package from which they import: constants are inlined too.
 
     Args:
-        folder: of Python files.
+        folder: of the package.
     """
-    stamp = sha256()
-    for path in sorted(folder.rglob("*.py")):
-        source = path.read_bytes()
-        if any(mark in source for mark in _MARKS):
-            stamp.update(source)
-    return stamp.hexdigest()
+    marked = [
+        path
+        for path in folder.rglob("*.py")
+        if any(mark in path.read_bytes() for mark in _MARKS)
+    ]
+    return _hash_files(folder, marked)
 
 
 @contextlib.contextmanager
 def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[None]:
-    """Say so if loops have to be compiled within a block, which calls each of them.
+    """Log and report whether loops have to be compiled within a block.
 
-    A line is logged when the first one is compiled, and one at the end. Loops that are
-    only loaded are not worth a word.
+    One line is logged when the first loop is compiled, and one at the end. Loops that
+    are only loaded are not reported.
 
     Args:
         tell: called with True when the first one is compiled, and with False at the
@@ -102,6 +160,18 @@ def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[No
             yield
         finally:
             compilation.end()
+
+
+def read_only(array: npt.NDArray[S]) -> npt.NDArray[S]:
+    """Return a C-contiguous view that cannot be written to.
+
+    numba compiles a loop twice for arrays that may be written to and for those that may
+    not, as bytes from the network. Passing all inputs through here makes them one kind.
+    """
+    if array.flags.writeable or not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array).view()
+        array.flags.writeable = False
+    return array
 
 
 class _Compilation(event.Listener):  # type: ignore[misc]  # untyped
@@ -117,8 +187,8 @@ class _Compilation(event.Listener):  # type: ignore[misc]  # untyped
         if self._start_s is None:
             self._start_s = time.monotonic()
             logger.info(
-                "compiling loops, once for this machine and version; it takes up to "
-                "half a minute of processor time"
+                "compiling loops, once per machine and version; it takes up to half a "
+                "minute of processor time"
             )
             self._tell(True)
 
@@ -133,38 +203,74 @@ class _Compilation(event.Listener):  # type: ignore[misc]  # untyped
 
 
 class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
-    """numba's cache of one loop, whose entries hold for one state of all loops.
+    """numba's cache of one loop, whose entries hold for one state of all sources."""
 
-    numba itself looks at the file of the loop alone, and would go on running an old
-    version of a function that the loop calls and that stands in another file. Checked
-    with numba 0.61 to 0.68.
-    """
+    def __init__(self, function: Callable[..., Any], stamp: str) -> None:
+        super().__init__(function)
+        self._code = sha256(cast("FunctionType", function).__code__.co_code).hexdigest()
+        self._kernel_stamp = stamp
 
-    def _index_key(self, sig: object, codegen: object) -> tuple[object, ...]:
-        return (*super()._index_key(sig, codegen), _stamp_of_package())
-
-
-@cache
-def _stamp_of_package() -> str:
-    return sources_stamp(Path(__file__).parent)
+    def _index_key(self, sig: object, codegen: Any) -> tuple[object, ...]:
+        # numba's own key pickles the closure, whose functions differ by process.
+        stamps = self._code, self._kernel_stamp, _package_stamp()
+        return (sig, codegen.magic_tuple(), *stamps)
 
 
 def _compiled(
-    function: Callable[P, R], fastmath: set[str], *, inline: bool = False
+    function: Callable[P, R],
+    fastmath: frozenset[str],
+    *,
+    is_inlined: bool = False,
+    is_cached: bool = True,
+    stamp: str = "",
 ) -> Callable[P, R]:
     dispatcher = numba.njit(
-        nogil=True, error_model="numpy", fastmath=fastmath, forceinline=inline
+        nogil=True,
+        error_model="numpy",
+        fastmath=set(fastmath),
+        forceinline=is_inlined,
     )(function)
-    dispatcher._cache = _SourceCache(function)
+    # Without a stamp the key would not tell one closure, or kernel, from another.
+    is_unique = getattr(function, "__closure__", None) is None and is_cached
+    if stamp or is_unique:
+        dispatcher._cache = _SourceCache(function, stamp)
     return cast("Callable[P, R]", dispatcher)
 
 
-def read_only(array: npt.NDArray[S]) -> npt.NDArray[S]:
-    """Return a C-contiguous view that cannot be written to.
+@cache
+def _package_stamp() -> str:
+    return sources_stamp(Path(__file__).parent)
 
-    numba compiles a loop anew for arrays that may be written to and for those that may
-    not, as bytes from the network. Passing all inputs through here makes them one kind.
-    """
-    view = np.ascontiguousarray(array).view()
-    view.flags.writeable = False
-    return view
+
+def _helpers(kernel: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
+    """Return the plain functions that a kernel calls, with their names in it."""
+    function = cast("FunctionType", kernel)
+    values = ((n, function.__globals__.get(n)) for n in function.__code__.co_names)
+    return [(n, value) for n, value in values if isinstance(value, FunctionType)]
+
+
+def _kernel_stamp(kernel: Callable[..., Any]) -> str:
+    """Hash the files of a kernel and of all that it calls, and what these import."""
+    seen: set[Callable[..., Any]] = set()
+    left = [kernel]
+    while left:
+        function = left.pop()
+        if function not in seen:
+            seen.add(function)
+            left += [helper for _, helper in _helpers(function)]
+    files = {Path(cast("FunctionType", f).__code__.co_filename) for f in seen}
+    return _hash_files(Path(__file__).parent, files)
+
+
+def _hash_files(package: Path, files: Iterable[Path]) -> str:
+    """Hash files, and the files of the package from which they import."""
+    inlined_files = {path for path in files if path.is_file()}
+    for path in list(inlined_files):
+        for module in _IMPORT.findall(path.read_bytes()):
+            imported = package / f"{module.decode().replace('.', '/')}.py"
+            if imported.is_file():
+                inlined_files.add(imported)
+    stamp = sha256()
+    for path in sorted(inlined_files):
+        stamp.update(path.read_bytes())
+    return stamp.hexdigest()

@@ -10,23 +10,18 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-from persia_torchrec.embedding.admission import (
+from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
+from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
+from persia_torchrec.embedding.initializer import INITIALIZERS, Uniform
+from persia_torchrec.embedding.optim import OPTIMIZERS
+from persia_torchrec.embedding.setting import (
     Admission,
-    AdmitAll,
-    admission_from_json,
-)
-from persia_torchrec.embedding.eviction import Expiry, expiry_from_json
-from persia_torchrec.embedding.initializer import (
     Initializer,
-    Uniform,
-    initializer_from_json,
-)
-from persia_torchrec.embedding.optim import (
     Optimizer,
-    optimizer_from_json,
-    optimizer_to_json,
+    Registry,
+    Setting,
 )
 from persia_torchrec.errors import ConfigError
 
@@ -93,17 +88,10 @@ class TableSpec:
         self._require("weight_bound", bound_fits, "finite and >= 0")
 
     def _require_settings(self) -> None:
-        is_optimizer = isinstance(self.optimizer, Optimizer)
-        must = "an optimizer of persia_torchrec.embedding.optim"
-        self._require("optimizer", is_optimizer, must)
-        for name, classes in (
-            ("initializer", get_args(Initializer)),
-            ("admission", get_args(Admission)),
-            ("expiry", (Expiry,)),
-        ):
-            fits = isinstance(getattr(self, name), classes)
-            must = f"one of {', '.join(sorted(cls.__name__ for cls in classes))}"
-            self._require(name, fits, must)
+        for name, (base, registry) in _SETTINGS.items():
+            known = ", ".join(sorted(cls.__name__ for cls in registry.classes))
+            fits = isinstance(getattr(self, name), base)
+            self._require(name, fits, f"one of {known}")
 
     def _require(self, name: str, holds: bool, must: str) -> None:
         if not holds:
@@ -135,7 +123,7 @@ class TableSpec:
         return {
             "name": self.name,
             "dim": self.dim,
-            "optimizer": optimizer_to_json(self.optimizer),
+            "optimizer": self.optimizer.to_json(),
             "initializer": self.initializer.to_json(),
             "seed": self.seed,
             "admission": self.admission.to_json(),
@@ -153,13 +141,11 @@ class TableSpec:
             ConfigError: a field is missing, unknown or out of its range.
         """
         arguments = dict(description)
-        optimizer = arguments.get("optimizer")
-        if not isinstance(optimizer, dict):
+        if "optimizer" not in arguments:
             raise ConfigError(f"A table needs an optimizer. Received: {description!r}.")
-        arguments["optimizer"] = optimizer_from_json(optimizer)
-        for name, build in _SETTINGS.items():
+        for name, (_, registry) in _SETTINGS.items():
             if name in arguments:
-                arguments[name] = build(arguments[name])
+                arguments[name] = registry.from_json(arguments[name])
         try:
             return cls(**arguments)  # type: ignore[arg-type]  # checked in __post_init__
         except TypeError as exc:
@@ -233,8 +219,9 @@ def changed_tables(specs: Iterable[TableSpec], change: TableChange) -> list[Tabl
     return [new for spec, new in pairs if new != spec]
 
 
-_SETTINGS: dict[str, Callable[[object], object]] = {
-    "initializer": initializer_from_json,
-    "admission": admission_from_json,
-    "expiry": expiry_from_json,
+_SETTINGS: dict[str, tuple[type[Setting], Registry[Any]]] = {
+    "optimizer": (Optimizer, OPTIMIZERS),
+    "initializer": (Initializer, INITIALIZERS),
+    "admission": (Admission, ADMISSIONS),
+    "expiry": (Expiry, EXPIRIES),
 }

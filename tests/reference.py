@@ -11,7 +11,6 @@ Dimension key:
 """
 
 import itertools
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,9 @@ from persia_torchrec.embedding import (
     AdmitFrequency,
     AdmitProbability,
     Constant,
-    Gamma,
     Initializer,
     InverseSqrtDim,
     Normal,
-    Poisson,
     TruncatedNormal,
     Uniform,
 )
@@ -134,35 +131,7 @@ def initial_weights(
             low, high = normal.cdf(-bound), normal.cdf(bound)
             shares = [low + (high - low) * next(units) for _ in range(dim)]
             weights = [mean + std * normal.inv_cdf(share) for share in shares]
-        case Gamma(shape, scale):
-            weights = [scale * gamma(shape, units) for _ in range(dim)]
-        case Poisson(rate):
-            weights = [poisson(rate, next(units)) for _ in range(dim)]
     return np.array(weights, np.float32)
-
-
-def gamma(shape: float, units: Iterator[float]) -> float:
-    """Draw by Marsaglia and Tsang's method."""
-    if shape < 1:
-        factor = next(units) ** (1 / shape)
-        return factor * gamma(shape + 1, units)
-    d = shape - 1 / 3
-    while True:
-        x = NormalDist().inv_cdf(next(units))
-        u = next(units)
-        v = (1 + x / math.sqrt(9 * d)) ** 3
-        if v > 0 and math.log(u) < x * x / 2 + d - d * v + d * math.log(v):
-            return d * v
-
-
-def poisson(rate: float, unit: float) -> int:
-    """Return the first count whose probability, with that of all below, exceeds u."""
-    total, count = 0.0, 0
-    while True:
-        total += rate**count * math.exp(-rate) / math.factorial(count)
-        if total > unit:
-            return count
-        count += 1
 
 
 @dataclass

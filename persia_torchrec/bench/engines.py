@@ -15,7 +15,7 @@ from persia_torchrec.bench import harness, reference
 from persia_torchrec.bench.harness import Benchmark, Settings, Table, Timings
 from persia_torchrec.bench.reference import chunks, ids_of
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.engine_choice import Measured, kernel_name
+from persia_torchrec.store.engine_choice import Measured
 from persia_torchrec.table import TableSpec, WeightDtype
 
 _TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
@@ -79,7 +79,7 @@ def _measure(settings: EngineSettings, spec: TableSpec) -> Measured:
     same = int((np.abs(rows - expected) <= allowed).all(axis=1).sum())
     reference.require(f"same rows of {spec}", received=same, expected=len(first))
     times = (timings.ns_per_row(name).median for name in stores)
-    return Measured(kernel_name(spec.optimizer), spec.weight_dtype, spec.dim, *times)
+    return Measured(spec.optimizer.fbgemm_name(), spec.weight_dtype, spec.dim, *times)
 
 
 BENCHMARK = Benchmark(

@@ -13,10 +13,10 @@ Dimension key:
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from statistics import mean, median
 
@@ -29,13 +29,19 @@ from persia_torchrec.bench.harness import Table, Timings, interleave, per_dim, t
 from persia_torchrec.bench.reference import Numbers, chunks, first_rows, ids_of
 from persia_torchrec.bench.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.compiled import (
+    compiled,
+    inlined_kernel,
+    read_only,
+    specialized,
+)
+from persia_torchrec.embedding.setting import Kernel
+from persia_torchrec.intrinsics import copy_bytes, floats_at, unowned
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.lookup import prefetch_row
-from persia_torchrec.store.memory import copy_bytes, reserve, unowned
-from persia_torchrec.store.steps import step_plan, step_row_at
+from persia_torchrec.store.rows import reserve
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.precision import Floats
@@ -98,8 +104,10 @@ class PlainRows(Filled):
 
     def _update(self, ids_N: Ids, grads_ND: Floats) -> None:
         self._num_updates += 1  # as Adam counts
-        plan = step_plan(self.spec.optimizer, self.spec.dim, self._num_updates)
-        _step(ids_N, self._floats, grads_ND, plan.kind, plan.numbers)
+        optimizer, dim = self.spec.optimizer, self.spec.dim
+        numbers = optimizer.step_numbers(dim, self._num_updates)
+        step = _build_step(optimizer.kernel())
+        step(ids_N, self._floats, grads_ND, np.array(numbers, dtype=np.float32))
 
     def _read(self, ids_N: Ids) -> Floats:
         return self._rows[ids_N]
@@ -119,22 +127,28 @@ def _gather(slots_N: Ids, floats_RW: Floats, out_ND: Floats) -> None:
         target += num_bytes
 
 
-@compiled
-def _step(
-    slots_N: Ids, floats_RW: Floats, grads_ND: Floats, kind: int, numbers: Floats
-) -> None:
-    """Step rows, each prefetched."""
-    floats_RW, numbers = unowned(floats_RW), unowned(numbers)
-    base, stride = np.uint64(floats_RW.ctypes.data), np.uint64(4 * floats_RW.shape[1])
-    begin, dim = np.uint64(4 * _HEADER_FLOATS), grads_ND.shape[1]
-    num_bytes = np.uint64(4 * dim)
-    grad = np.uint64(grads_ND.ctypes.data)
-    for i in range(len(slots_N)):
-        if i + _AHEAD < len(slots_N):
-            prefetch_row(base + slots_N[i + _AHEAD] * stride, stride)
-        weights = base + slots_N[i] * stride + begin
-        step_row_at(kind, numbers, weights, weights + num_bytes, grad, dim)
-        grad += num_bytes
+@cache
+def _build_step(kernel: Kernel) -> Callable[..., None]:
+    """Compile a loop that steps rows, each prefetched."""
+    step_row = inlined_kernel(kernel)
+
+    def step(
+        slots_N: Ids, floats_RW: Floats, grads_ND: Floats, numbers: Floats
+    ) -> None:
+        floats_RW, p = unowned(floats_RW), floats_at(np.uint64(numbers.ctypes.data))
+        base = np.uint64(floats_RW.ctypes.data)
+        stride = np.uint64(4 * floats_RW.shape[1])
+        begin, dim = np.uint64(4 * _HEADER_FLOATS), grads_ND.shape[1]
+        num_bytes, grad = np.uint64(4 * dim), np.uint64(grads_ND.ctypes.data)
+        for i in range(len(slots_N)):
+            if i + _AHEAD < len(slots_N):
+                prefetch_row(base + slots_N[i + _AHEAD] * stride, stride)
+            weights = base + slots_N[i] * stride + begin
+            w, s = floats_at(weights), floats_at(weights + num_bytes)
+            step_row(p, w, s, floats_at(grad), dim)
+            grad += num_bytes
+
+    return specialized(step, kernel)
 
 
 def measure_memory(workload: Workload) -> Table:

@@ -20,7 +20,6 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.lookup import TICK
 from persia_torchrec.store.row_export import RawRows, RowExport, split_by_table
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class ShardDump:
             self._chunks.put_nowait(chunk)
         elif self._export.is_done:
             self._tables = self._describe_tables(len(self._tables))  # with their steps
-            self._tick = int(self._store.memory.tally[TICK])
+            self._tick = self._store.memory.tick
             self._chunks.put_nowait(None)
             self._has_copied_all = True
         cpu_s = self._writer_cpu_s
@@ -127,7 +126,7 @@ class ShardDump:
         self._thread.join(timeout=10)
 
     def _describe_tables(self, num_tables: int) -> tuple[SavedTable, ...]:
-        states = self._store.memory.tables.states[:num_tables]
+        states = self._store.memory.states[:num_tables]
         return tuple(map(SavedTable.from_state, states))
 
     def _run(self) -> None:

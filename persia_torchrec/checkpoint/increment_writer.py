@@ -45,8 +45,8 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.dedup import unique_ids
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.journal import Changes
-from persia_torchrec.store.row_columns import PLACE_BITS, RowColumns
-from persia_torchrec.store.row_gather import gather_rows
+from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
+from persia_torchrec.store.row_export import gather_rows
 from persia_torchrec.store.shard_memory import ShardMemory
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ Uses = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
-_LAST_OFFSET = np.uint64(2**PLACE_BITS - 1)
+_LAST_OFFSET = np.uint64(2**POSITION_BITS - 1)
 _MAX_REQUESTS = 8
 _REQUEST_BYTES = 2**18
 _NICE = 10
@@ -113,7 +113,7 @@ class DirtySet:
         for used in changes.used:
             ids_L = used.in_order()
             offsets = np.minimum(np.arange(len(ids_L), dtype=np.uint64), _LAST_OFFSET)
-            latest_L = np.uint64(used.tick << PLACE_BITS) | (_LAST_OFFSET - offsets)
+            latest_L = np.uint64(used.tick << POSITION_BITS) | (_LAST_OFFSET - offsets)
             named.setdefault(used.table, []).append(_named(ids_L, latest_L))
         for table, ids_L in changes.updated:
             named.setdefault(table, []).append(_named(ids_L))

@@ -53,13 +53,10 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.lookup import TICK
 from persia_torchrec.store.recency import classes_of
-from persia_torchrec.store.row_changes import RowChanges
 from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
-from persia_torchrec.store.row_import import RowImport
-from persia_torchrec.store.rows import HAS_METADATA
-from persia_torchrec.store.table_state import TableState
+from persia_torchrec.store.row_import import RowChanges, RowImport
+from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
 logger = logging.getLogger(__name__)
@@ -172,8 +169,8 @@ class IncrementImport:
                 ids = ids_N[start : start + _SLICE_ROWS]
                 store.remove(self._numbers[table], ids)
                 yield True
-        states = store.memory.tables.states
-        rows_in = RowChanges(store.memory, store.capacity_rows)
+        states = store.memory.states
+        rows_in = RowChanges(store.memory)
         for table, rows in self._part.rows:
             number = self._numbers[table]
             rows_in.put(number, _with_metadata(rows, states[number]))
@@ -324,11 +321,11 @@ class ShardLoad:
         store.add_tables([table.spec for table in saved if table.name not in known])
         if self._replaces:
             store.clear()
-            memory.tally[TICK] = 0
+            memory.tick = 0
         number_of = {spec.name: number for number, spec in enumerate(store.tables)}
         numbers = np.array([number_of[table.name] for table in saved], dtype=np.uint16)
         for table in saved:
-            state = memory.tables.states[number_of[table.name]]
+            state = memory.states[number_of[table.name]]
             state.num_updates = max(state.num_updates, table.num_updates)
         rows_in = RowImport(
             memory,
@@ -340,7 +337,7 @@ class ShardLoad:
         first = 0
         for name, rows, is_own_N in self._read_rows():
             number = number_of[name]
-            fitting = _with_metadata(rows, memory.tables.states[number])
+            fitting = _with_metadata(rows, memory.states[number])
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
         for position in self._increments:
@@ -450,11 +447,11 @@ def _with_metadata(rows: RowColumns, state: TableState) -> RowColumns:
 
     Rows that come without get the metadata of rows that are made now.
     """
-    if not state.layout[HAS_METADATA]:
+    if not state.has_metadata:
         return replace(rows, metadata=rows.metadata[:, :0])
     if rows.metadata.shape[1]:
         return rows
-    step, now_s = state.now(time.time())  # noqa: TID251  # kept in rows
+    step, now_s = state.num_updates, int(time.time())  # noqa: TID251  # kept in rows
     metadata = np.empty((len(rows), METADATA_WORDS), dtype=np.uint32)
     metadata[:] = np.array([1, step, step, now_s], dtype=np.uint32)
     return replace(rows, metadata=metadata)

@@ -37,8 +37,7 @@ from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.row_columns import RowColumns, RowShape
-from persia_torchrec.store.rows import HAS_METADATA
-from persia_torchrec.store.table_state import TableState
+from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
 VERSION = 1
@@ -76,7 +75,7 @@ class SavedTable(msgspec.Struct, frozen=True):
     @classmethod
     def from_state(cls, state: TableState) -> "SavedTable":
         """Describe a table of a store."""
-        has_metadata = bool(state.layout[HAS_METADATA])
+        has_metadata = state.has_metadata
         return cls.build(state.spec, state.num_updates, has_metadata=has_metadata)
 
     @property

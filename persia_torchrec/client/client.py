@@ -44,7 +44,7 @@ from persia_torchrec.errors import BatchError, ConfigError, WireError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
-from persia_torchrec.store.metadata import Metadata as Metadata
+from persia_torchrec.store.embedding_store import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (

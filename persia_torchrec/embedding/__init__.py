@@ -1,14 +1,13 @@
 """PERSIA's user types, and what a table's settings can say.
 
-Batches are in ``data``, optimizers in ``optim``; this module itself has what they have
-in common for all tables, and hands on the settings of a single one.
+Batches are in ``data``, optimizers in ``optim``; this module has what all tables have
+in common, and re-exports the settings of a single one.
 """
 
 import math
 from dataclasses import dataclass
 
 from persia_torchrec.embedding.admission import (
-    Admission,
     AdmitAll,
     AdmitBloom,
     AdmitFrequency,
@@ -17,14 +16,12 @@ from persia_torchrec.embedding.admission import (
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.initializer import (
     Constant,
-    Gamma,
-    Initializer,
     InverseSqrtDim,
     Normal,
-    Poisson,
     TruncatedNormal,
     Uniform,
 )
+from persia_torchrec.embedding.setting import Admission, Initializer
 from persia_torchrec.errors import ConfigError
 
 __all__ = [
@@ -36,11 +33,9 @@ __all__ = [
     "Constant",
     "EmbeddingConfig",
     "Expiry",
-    "Gamma",
     "Initializer",
     "InverseSqrtDim",
     "Normal",
-    "Poisson",
     "TruncatedNormal",
     "Uniform",
 ]
@@ -53,9 +48,9 @@ class EmbeddingConfig:
     Args:
         emb_initialization: ``(lower, upper)``, both finite, ``lower <= upper``; the
             weights of a new row are drawn uniformly from ``[lower, upper)``.
-        admit_probability: share of the ids that get a row, in ``[0, 1]``, drawn by id
-            (see ``AdmitProbability``: an id is in or out for good, where PERSIA draws
-            anew at each lookup); the others read zeros.
+        admit_probability: fraction of the ids that get a row, in ``[0, 1]``, drawn by
+            id (see ``AdmitProbability``: an id is in or out for good, where PERSIA
+            draws again at each lookup); the others read zeros.
         weight_bound: after an update each weight is clamped to
             ``[-weight_bound, weight_bound]``; ``>= 0``, and 0 switches the bound off.
 

@@ -8,7 +8,7 @@ because their weights are next to nothing.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from persia_torchrec.embedding.setting import Setting, setting_from_json
+from persia_torchrec.embedding.setting import Registry, Setting
 
 _MAX_STEPS = 2**48
 
@@ -70,14 +70,10 @@ class Expiry(Setting):
         return any((self.steps_to_live, self.seconds_to_live, self.min_l2_norm))
 
 
-def expiry_from_json(description: object) -> Expiry:
-    """Build the expiry that its ``to_json`` described.
+EXPIRIES: Registry[Expiry] = Registry("An expiry", Expiry)
+"""The one kind of expiry.
 
-    Raises:
-        ConfigError: another kind, or arguments that do not fit.
-
-    Example:
-        >>> expiry_from_json({"kind": "expiry", "steps_to_live": 4000}).is_on
-        True
-    """
-    return setting_from_json(description, (Expiry,), "An expiry")
+Example:
+    >>> EXPIRIES.from_json({"kind": "expiry", "steps_to_live": 4000}).is_on
+    True
+"""

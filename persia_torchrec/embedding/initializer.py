@@ -1,26 +1,44 @@
-"""What a new row may start with.
+"""What a new row may start with: numbers drawn from its id alone.
 
-Each initialiser is a description; ``store/initializer.py`` draws the numbers. All of
-them draw from the row's own stream of random numbers, which follows from the id and the
-table's seed: the same id of the same table starts with the same weights, whatever the
-number of servers, the order of the ids or the process. Numbers are used as float32.
+The same id of the same table always starts with the same weights, whatever the number
+of servers, the order of the ids or the process. The generator is PERSIA's: xoshiro256++
+(Blackman and Vigna, "Scrambled Linear Pseudorandom Number Generators", ACM TOMS 2021),
+its 256 bits of state filled by eight steps of the generator PCG32 from the id, mixed
+with the table's seed. Numbers are used as float32.
 
-Of PERSIA's initialisers Python can only ask for the uniform one, whose numbers
-``Uniform`` gives bit for bit. Its others are called bounded but have no bounds; nor
-have the ones here, except ``TruncatedNormal``.
+Of PERSIA's initializers Python can only ask for the uniform one, whose numbers
+``Uniform`` gives bit for bit. ``Normal`` and ``TruncatedNormal`` take 52 bits per draw,
+u = (bits + 0.5) / 2**52 in (0, 1), compute in float64 and round once, to float32.
+
+C libraries differ in the last bits of a logarithm. The kernels use additions, products,
+quotients and square roots, which IEEE 754 defines to the bit, in the order in which
+they are written, and frexp, which is exact: weights have the same bits everywhere.
 """
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, get_args
+from typing import ClassVar
 
-from persia_torchrec.embedding.setting import Setting, setting_from_json
+import numpy as np
 
-MAX_RATE = 500.0
-"""Largest rate of ``Poisson``: its draws begin at ``e**-rate``."""
+from persia_torchrec.embedding.kernel import Pointer
+from persia_torchrec.embedding.setting import Initializer, Kernel, Registry
+
+State = tuple[np.uint64, np.uint64, np.uint64, np.uint64]
+"""Of the random number generator."""
+
+_PCG_MUL = 6364136223846793005
+_PCG_INC = 11634580027462260723
+_32_BITS = np.uint64(2**32 - 1)
+_S12, _S17, _S18, _S19, _S23, _S27, _S32, _S41, _S45, _S59 = (
+    np.uint64(bits) for bits in (12, 17, 18, 19, 23, 27, 32, 41, 45, 59)
+)
+_UNIT = np.float32(2.0**-23)
+_UNIT_52 = 2.0**-52
 
 
 @dataclass(frozen=True)
-class Uniform(Setting):
+class Uniform(Initializer):
     """Draw each weight uniformly from ``[lower, upper)``, as PERSIA does.
 
     ::
@@ -44,9 +62,17 @@ class Uniform(Setting):
         self._require_finite("lower", "upper")
         self._require("lower", self.lower <= self.upper, f"<= upper ({self.upper})")
 
+    def kernel(self) -> Kernel:
+        """Return :func:`draw_uniform`."""
+        return draw_uniform
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return lower, upper."""
+        return self.lower, self.upper
+
 
 @dataclass(frozen=True)
-class InverseSqrtDim(Setting):
+class InverseSqrtDim(Initializer):
     """Draw each weight uniformly from ``[-1 / sqrt(dim), 1 / sqrt(dim))``.
 
     The weights of a row of any dim then have the same sum of squares: 1/3 on average.
@@ -54,9 +80,17 @@ class InverseSqrtDim(Setting):
 
     kind: ClassVar[str] = "inverse_sqrt_dim"
 
+    def kernel(self) -> Kernel:
+        """Return :func:`draw_uniform`."""
+        return draw_uniform
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return the bounds."""
+        return -1 / math.sqrt(dim), 1 / math.sqrt(dim)
+
 
 @dataclass(frozen=True)
-class Normal(Setting):
+class Normal(Initializer):
     """Draw each weight from the normal distribution.
 
     Args:
@@ -76,9 +110,17 @@ class Normal(Setting):
         self._require_finite("mean")
         self._require_non_negative("std")
 
+    def kernel(self) -> Kernel:
+        """Return :func:`draw_normal`."""
+        return draw_normal
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return mean, std; half of all probability, within no bound."""
+        return self.mean, self.std, 0.5, math.inf
+
 
 @dataclass(frozen=True)
-class TruncatedNormal(Setting):
+class TruncatedNormal(Initializer):
     """Draw each weight from the normal distribution without its tails.
 
     The density is the normal one within ``mean +- bound * std`` and 0 outside: what
@@ -106,53 +148,17 @@ class TruncatedNormal(Setting):
         self._require_non_negative("std")
         self._require_positive("bound")
 
+    def kernel(self) -> Kernel:
+        """Return :func:`draw_normal`."""
+        return draw_normal
 
-@dataclass(frozen=True)
-class Gamma(Setting):
-    """Draw each weight from the gamma distribution.
-
-    Its density is ``w**(shape - 1) * exp(-w / scale)``, up to a constant factor; mean
-    ``shape * scale``, variance ``shape * scale**2``.
-
-    Args:
-        shape: ``> 0``.
-        scale: ``> 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
-
-    kind: ClassVar[str] = "gamma"
-
-    shape: float
-    scale: float
-
-    def __post_init__(self) -> None:
-        self._require_positive("shape", "scale")
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return mean, std, the probability of one side, bound."""
+        return self.mean, self.std, half_probability(self.bound), self.bound
 
 
 @dataclass(frozen=True)
-class Poisson(Setting):
-    """Draw each weight from the Poisson distribution: 0, 1, 2 and so on.
-
-    Args:
-        rate: mean and variance, in ``[0, 500]``.
-
-    Raises:
-        ConfigError: ``rate`` is out of its range.
-    """
-
-    kind: ClassVar[str] = "poisson"
-
-    rate: float
-
-    def __post_init__(self) -> None:
-        self._require_non_negative("rate")
-        self._require("rate", self.rate <= MAX_RATE, f"in [0, {MAX_RATE}]")
-
-
-@dataclass(frozen=True)
-class Constant(Setting):
+class Constant(Initializer):
     """Make each weight the same number.
 
     Args:
@@ -169,23 +175,225 @@ class Constant(Setting):
     def __post_init__(self) -> None:
         self._require_finite("value")
 
+    def kernel(self) -> Kernel:
+        """Return :func:`draw_constant`."""
+        return draw_constant
 
-Initializer: TypeAlias = (
-    Uniform | InverseSqrtDim | Normal | TruncatedNormal | Gamma | Poisson | Constant
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return the value."""
+        return (self.value,)
+
+
+INITIALIZERS: Registry[Initializer] = Registry(
+    "An initializer", Uniform, InverseSqrtDim, Normal, TruncatedNormal, Constant
 )
-"""Any of the initialisers."""
+"""Every initializer that servers can apply.
 
-_CLASSES: tuple[type[Initializer], ...] = get_args(Initializer)
+Example:
+    >>> INITIALIZERS.from_json({"kind": "uniform", "lower": -0.5, "upper": 0.5})
+    Uniform(lower=-0.5, upper=0.5)
+"""
 
 
-def initializer_from_json(description: object) -> Initializer:
-    """Build the initialiser that its ``to_json`` described.
+def draw_uniform(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
+    """Draw the weights of a row uniformly, of 23 bits each."""
+    lower = p[0]
+    width = p[1] - lower
+    state = _seed_state(seed)
+    for d in range(dim):
+        word, state = _next_word(state)
+        w[d] = np.float32(np.int64(word >> _S41)) * _UNIT * width + lower
 
-    Raises:
-        ConfigError: an unknown kind, or arguments that do not fit the kind.
 
-    Example:
-        >>> initializer_from_json({"kind": "uniform", "lower": -0.5, "upper": 0.5})
-        Uniform(lower=-0.5, upper=0.5)
+def draw_normal(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
+    """Draw the weights of a row from the normal distribution, within a bound.
+
+    The quantile of a probability drawn evenly from that of the interval is distributed
+    as draws repeated until one is within.
     """
-    return setting_from_json(description, _CLASSES, "An initializer")
+    mean, std = np.float64(p[0]), np.float64(p[1])
+    half, bound = np.float64(p[2]), np.float64(p[3])
+    state = _seed_state(seed)
+    for d in range(dim):
+        word, state = _next_word(state)
+        u = (np.float64(word >> _S12) + 0.5) * _UNIT_52
+        w[d] = np.float32(mean + std * truncated_normal_quantile(u, half, bound))
+
+
+def draw_constant(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
+    """Write the same number to every weight of a row."""
+    value = p[0]
+    for d in range(dim):
+        w[d] = value
+
+
+def _jumps(num_steps: int) -> tuple[tuple[np.uint64, ...], tuple[np.uint64, ...]]:
+    """Return by what n steps of PCG's generator multiply, and what they add.
+
+    With them, the steps of a row's seed need not wait for one another.
+    """
+    muls, incs = [1], [0]
+    for _ in range(num_steps):
+        muls.append(muls[-1] * _PCG_MUL % 2**64)
+        incs.append((incs[-1] * _PCG_MUL + _PCG_INC) % 2**64)
+    return tuple(map(np.uint64, muls[1:])), tuple(map(np.uint64, incs[1:]))
+
+
+_MULS, _INCS = _jumps(8)
+
+
+def _next_word(state: State) -> tuple[np.uint64, State]:
+    """Return 64 random bits, and the generator's next state."""
+    s0, s1, s2, s3 = state
+    total = s0 + s3
+    word = ((total << _S23) | (total >> _S41)) + s0
+    shifted = s1 << _S17
+    s2 ^= s0
+    s3 ^= s1
+    s1 ^= s2
+    s0 ^= s3
+    s2 ^= shifted
+    s3 = (s3 << _S45) | (s3 >> _S19)
+    return word, (s0, s1, s2, s3)
+
+
+def _seed_state(seed: np.uint64) -> State:
+    """Return the generator's first state: eight outputs of PCG32, two per word."""
+    return (
+        _pcg_output(seed, 0) | (_pcg_output(seed, 1) << _S32),
+        _pcg_output(seed, 2) | (_pcg_output(seed, 3) << _S32),
+        _pcg_output(seed, 4) | (_pcg_output(seed, 5) << _S32),
+        _pcg_output(seed, 6) | (_pcg_output(seed, 7) << _S32),
+    )
+
+
+def _pcg_output(seed: np.uint64, step: int) -> np.uint64:
+    """Return an output of PCG32, computed by jumping its stream ahead."""
+    state = seed * _MULS[step] + _INCS[step]
+    bits = (((state >> _S18) ^ state) >> _S27) & _32_BITS
+    # Rotate 32 bits to the right.
+    return ((bits | (bits << _S32)) >> (state >> _S59)) & _32_BITS
+
+
+# ln 2 in two parts, of which the first has 32 bits: its product with an exponent is
+# exact.
+_LN2_HIGH = 2977044471 / 2**32
+_LN2_LOW = 1.9082149292705877e-10
+_ROOT_HALF = math.sqrt(0.5)
+
+_ODD_RECIPROCALS = tuple(1.0 / n for n in range(23, 0, -2))
+
+# Numerators and denominators of the normal quantile, highest power first: PPND16 of
+# Algorithm AS 241 (Wichura, "The Percentage Points of the Normal Distribution", Applied
+# Statistics 1988).
+# fmt: off
+_CENTRE = (
+    (
+        2509.0809287301226727, 33430.575583588128105, 67265.770927008700853,
+        45921.953931549871457, 13731.693765509461125, 1971.5909503065514427,
+        133.14166789178437745, 3.387132872796366608,
+    ),
+    (
+        5226.495278852545925, 28729.085735721942674, 39307.89580009271061,
+        21213.794301586595867, 5394.1960214247511077, 687.1870074920579083,
+        42.313330701600911252, 1.0,
+    ),
+)
+_SIDE = (
+    (
+        7.7454501427834140764e-4, 0.0227238449892691845833,
+        0.24178072517745061177, 1.27045825245236838258,
+        3.64784832476320460504, 5.7694972214606914055,
+        4.6303378461565452959, 1.42343711074968357734,
+    ),
+    (
+        1.05075007164441684324e-9, 5.475938084995344946e-4,
+        0.0151986665636164571966, 0.14810397642748007459,
+        0.68976733498510000455, 1.6763848301838038494,
+        2.05319162663775882187, 1.0,
+    ),
+)
+_TAIL = (
+    (
+        2.01033439929228813265e-7, 2.71155556874348757815e-5,
+        0.0012426609473880784386, 0.026532189526576123093,
+        0.29656057182850489123, 1.7848265399172913358,
+        5.4637849111641143699, 6.6579046435011037772,
+    ),
+    (
+        2.04426310338993978564e-15, 1.4215117583164458887e-7,
+        1.8463183175100546818e-5, 7.868691311456132591e-4,
+        0.0148753612908506148525, 0.13692988092273580531,
+        0.59983220655588793769, 1.0,
+    ),
+)
+# fmt: on
+
+
+def logarithm(x: float) -> float:
+    """Return the natural logarithm of a number ``> 0``.
+
+    ``x = m * 2**e`` with m within a factor sqrt(2) of 1, and
+    ``ln m = 2 (s + s**3 / 3 + s**5 / 5 + ...)`` with ``s = (m - 1) / (m + 1)``.
+    """
+    m, e = math.frexp(x)
+    if m < _ROOT_HALF:
+        m *= 2.0
+        e -= 1
+    s = (m - 1.0) / (m + 1.0)
+    series = 2.0 * s * _polynomial(_ODD_RECIPROCALS, s * s)
+    return e * _LN2_HIGH + (series + e * _LN2_LOW)
+
+
+def normal_quantile(p: float) -> float:
+    """Return the z below which the standard normal distribution has probability p.
+
+    Args:
+        p: in (0, 1).
+    """
+    q = p - 0.5
+    if abs(q) <= 0.425:
+        return q * _ratio(_CENTRE, 0.180625 - q * q)
+    r = math.sqrt(-logarithm(p if q < 0.0 else 1.0 - p))
+    z = _ratio(_SIDE, r - 1.6) if r <= 5.0 else _ratio(_TAIL, r - 5.0)
+    return -z if q < 0.0 else z
+
+
+def truncated_normal_quantile(u: float, half: float, bound: float) -> float:
+    """Return a quantile of the standard normal distribution without its tails.
+
+    Args:
+        u: in ``[2**-53, 1 - 2**-53]``, as 52 random bits give it.
+        half: what :func:`half_probability` returns for the bound; 0.5 for none.
+        bound: no result is further from 0, ``> 0``; may be inf.
+    """
+    z = normal_quantile(0.5 + half * (2.0 * u - 1.0))
+    return min(max(z, -bound), bound)
+
+
+def half_probability(bound: float) -> float:
+    """Return the probability of the standard normal distribution in [0, bound].
+
+    Found by halving the interval in which :func:`normal_quantile` passes the bound;
+    within ``2**-53``.
+    """
+    low, high = 0.0, 0.5
+    for _ in range(52):
+        middle = 0.5 * (low + high)
+        if normal_quantile(0.5 - middle) > -bound:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _ratio(polynomials: tuple[tuple[float, ...], tuple[float, ...]], x: float) -> float:
+    return _polynomial(polynomials[0], x) / _polynomial(polynomials[1], x)
+
+
+def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
+    """Return the polynomial whose coefficients are given, highest power first."""
+    value = 0.0
+    for coefficient in coefficients:
+        value = value * x + coefficient
+    return value

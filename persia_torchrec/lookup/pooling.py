@@ -40,10 +40,10 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.intrinsics import floats_at, load_u32, prefetch
 from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
 from persia_torchrec.routing.dedup import Positions, count_repeats
 from persia_torchrec.routing.tables import route_ids
-from persia_torchrec.store.memory import floats_at, load_half_word, prefetch
 from persia_torchrec.wire import precision
 from persia_torchrec.wire.precision import Floats
 
@@ -228,7 +228,7 @@ def scale_of(length: np.int32, pooling: int) -> np.float32:
 @inlined
 def _row_at(plan_F7: Plan, f: int, j: np.uint64) -> np.uint64:
     """Return the address of the row of a feature's ``j``-th id."""
-    row = load_half_word(plan_F7[f, _INVERSE] + _4 * j)
+    row = load_u32(plan_F7[f, _INVERSE] + _4 * j)
     return plan_F7[f, _ROWS] + row * plan_F7[f, _ROW_BYTES]
 
 
@@ -256,7 +256,7 @@ def _pool(plan_F7: Plan, out_BT: Floats) -> None:
             ahead = max(np.uint64(_BYTES_AHEAD) // row_bytes, _ONE)
             j = cursors_F[f]
             for b in range(start, stop):
-                length = load_half_word(plan_F7[f, _LENGTHS] + _4 * np.uint64(b))
+                length = load_u32(plan_F7[f, _LENGTHS] + _4 * np.uint64(b))
                 target = out + np.uint64(b) * out_bytes + plan_F7[f, _COLUMN_BYTES]
                 pooled = numba.carray(floats_at(target), (dim,))
                 for i in range(length):
@@ -289,7 +289,7 @@ def _add_gradients(grads_BT: Floats, plan_F7: Plan) -> None:
             ahead = max(np.uint64(_BYTES_AHEAD) // row_bytes, _ONE)
             j = cursors_F[f]
             for b in range(start, stop):
-                length = load_half_word(plan_F7[f, _LENGTHS] + _4 * np.uint64(b))
+                length = load_u32(plan_F7[f, _LENGTHS] + _4 * np.uint64(b))
                 source = grads + np.uint64(b) * grads_bytes + plan_F7[f, _COLUMN_BYTES]
                 grad = numba.carray(floats_at(source), (dim,))
                 scale = scale_of(np.int32(length), pooling)

@@ -23,7 +23,6 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.cpu_budget import Activity, CpuBudget
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.lookup import TICK
 
 logger = logging.getLogger(__name__)
 
@@ -207,8 +206,8 @@ class Increments:
             shard=config.shard,
             num_shards=config.num_shards,
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
-            tick=int(memory.tally[TICK]),
+            tick=memory.tick,
             was_cleared=False,
-            tables=tuple(map(SavedTable.from_state, memory.tables.states)),
+            tables=tuple(map(SavedTable.from_state, memory.states)),
         )
         writer.flush(FlushRequest(self._store.journal.cut(), head))

@@ -45,7 +45,7 @@ from persia_torchrec.metrics import Metrics
 from persia_torchrec.routing.dedup import Positions, unique_ids
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.open_batches import Batch, LookupSlots, Slots
-from persia_torchrec.store.lookup import MISSING
+from persia_torchrec.store.rows import MISSING
 from persia_torchrec.wire.messages import Header, Share, TableIds
 from persia_torchrec.wire.precision import Floats
 

@@ -31,11 +31,10 @@ from torchrec.modules.embedding_modules import (
 
 from persia_torchrec.embedding.initializer import (
     Constant,
-    Initializer,
     Normal,
     Uniform,
 )
-from persia_torchrec.embedding.optim import Optimizer
+from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import FeatureSpec, Pooling
 from persia_torchrec.sharding.model_optimizers import model_optimizers

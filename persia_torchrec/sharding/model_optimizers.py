@@ -13,70 +13,22 @@ things are taken from the class, since fbgemm leaves them out: momentum and weig
 of SGD, and weight decay and the start of the accumulator of Adagrad.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
-import torchrec.optim
 from torch import nn
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from persia_torchrec.embedding.optim import (
-    LAMB,
-    LARS,
-    SGD,
-    Adagrad,
-    AdamW,
-    Optimizer,
-    RowwiseAdam,
-    RowwiseLAMB,
-)
+from persia_torchrec.embedding.optim import OPTIMIZERS, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.torchrec_api import optimizers_in_backward
 
 Arguments = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How the optimizers of one name are made.
-
-    Attributes:
-        make: takes the arguments, by their names here.
-        arguments: their names here, and what fbgemm takes where they are not given.
-    """
-
-    make: Callable[..., Optimizer]
-    arguments: Mapping[str, object]
-
-
-_SGD = _Kind(SGD, {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0})
-_ACCUMULATED = {
-    "lr": 0.01,
-    "initial_accumulator_value": 0.0,
-    "weight_decay": 0.0,
-    "eps": 1e-8,
-}
-_ADAGRAD = _Kind(Adagrad, _ACCUMULATED)
-_ROWWISE_ADAGRAD = _Kind(Adagrad, {**_ACCUMULATED, "vectorwise_shared": True})
-_MEANS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-
-_KINDS: dict[type[object], _Kind] = {
-    torch.optim.SGD: _SGD,
-    torchrec.optim.SGD: _SGD,
-    torch.optim.Adagrad: _ADAGRAD,
-    torchrec.optim.Adagrad: _ADAGRAD,
-    torchrec.optim.RowWiseAdagrad: _ROWWISE_ADAGRAD,
-    torch.optim.Adam: _Kind(AdamW, _MEANS),
-    torchrec.optim.Adam: _Kind(AdamW, _MEANS),
-    torchrec.optim.PartialRowWiseAdam: _Kind(RowwiseAdam, _MEANS),
-    torchrec.optim.LAMB: _Kind(LAMB, _MEANS),
-    torchrec.optim.PartialRowWiseLAMB: _Kind(RowwiseLAMB, _MEANS),
-    torchrec.optim.LarsSGD: _Kind(
-        LARS, {"lr": 0.01, "eta": 0.001, "momentum": 0.9, "weight_decay": 0.0}
-    ),
-}
+Twin = tuple[type[Optimizer], Mapping[str, object]]
+"""Class of the servers, and the arguments of its twin with fbgemm's defaults."""
 
 _NEAREST = {
     "AdamW": "torch.optim.Adam, whose weight_decay is AdamW's on the servers",
@@ -138,33 +90,51 @@ def translated(
         >>> translated(torch.optim.SGD, {"lr": 0.5}, table="user")
         SGD(lr=0.5, momentum=0.0, weight_decay=0.0)
     """
-    if cls not in _KINDS:
+    twins = _twins()
+    if cls not in twins:
         nearest = _NEAREST.get(cls.__name__, _NEAREST_OF_ALL)
-        can = sorted({known.__name__ for known in _KINDS})
+        can = sorted({getattr(known, "__name__", "") for known in twins})
         raise ConfigError(
             f"Table {table!r}: the optimizer must be one that the servers can apply, "
             f"of {can}. Received: {cls.__module__}.{cls.__name__}. The nearest is "
             f"{nearest}."
         )
-    kind = _KINDS[cls]
-    chosen = {**kind.arguments}
-    for name, value in _with_betas(arguments, kind).items():
+    optimizer, defaults = twins[cls]
+    chosen = {**defaults}
+    for name, value in _with_betas(arguments, defaults).items():
         name = _SPELLINGS.get(name, name)
-        if name in kind.arguments:
+        if name in defaults:
             chosen[name] = value
         elif value and name != _OF_TORCHREC:
             raise ConfigError(
                 f"Table {table!r}: {cls.__name__} on the servers has the arguments "
-                f"{sorted(kind.arguments)}. Received: {name}={value!r}. Leave it out."
+                f"{sorted(defaults)}. Received: {name}={value!r}. Leave it out."
             )
-    return kind.make(**chosen)
+    return optimizer(**chosen)  # type: ignore[arg-type]  # checked in __post_init__
 
 
-def _with_betas(arguments: Mapping[str, Any], kind: _Kind) -> Arguments:
+def _twins() -> dict[object, Twin]:
+    """Return the optimizers of the servers, by their twins in torch and TorchRec."""
+    return {
+        _find_class(name): (optimizer, defaults)
+        for optimizer in OPTIMIZERS.classes
+        for name, defaults in optimizer.torch_twins.items()
+    }
+
+
+@cache
+def _find_class(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def _with_betas(
+    arguments: Mapping[str, Any], defaults: Mapping[str, object]
+) -> Arguments:
     """Return the arguments with ``betas`` for fbgemm's ``beta1`` and ``beta2``."""
     given = dict(arguments)
-    if "betas" in kind.arguments and given.keys() & {"beta1", "beta2"}:
-        beta1, beta2 = given.get("betas", kind.arguments["betas"])
+    if "betas" in defaults and given.keys() & {"beta1", "beta2"}:
+        beta1, beta2 = given.get("betas", defaults["betas"])
         given["betas"] = given.pop("beta1", beta1), given.pop("beta2", beta2)
     if "betas" in given:
         given["betas"] = tuple(given["betas"])

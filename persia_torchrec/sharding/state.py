@@ -46,7 +46,7 @@ from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.sharding.collection import table_configs
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
-from persia_torchrec.store.initial_rows import initial_rows
+from persia_torchrec.store.embedding_store import build_initial_rows
 from persia_torchrec.wire.precision import Floats
 
 OptimizerState = Mapping[str, object]
@@ -345,7 +345,7 @@ def read_table(
         absent = np.flatnonzero(~is_present)
         for start in range(0, len(absent), BLOCK_ROWS):
             numbers = absent[start : start + BLOCK_ROWS]
-            floats[numbers] = initial_rows(spec, rows.ids[numbers])
+            floats[numbers] = build_initial_rows(spec, rows.ids[numbers])
     weights, state = torch.from_numpy(floats).split([spec.dim, width - spec.dim], dim=1)
     return TableTensors(
         weights.contiguous(),

@@ -1,6 +1,6 @@
 """The store: all tables of one shard, at most ``capacity`` rows of them together.
 
-It joins the parts of this folder: the index finds a row's slot, the rows hold weights
+It joins the modules of this folder: the index finds a row's slot, the rows hold weights
 and optimizer state, the recency logs say which row leaves when the store is full,
 initializer and optimizer change the floats. One thread owns a store; nothing here
 locks.
@@ -12,52 +12,103 @@ locks.
 Dimension key:
     N: ids of one request
     D: embedding dim
-    S: optimizer-state floats a row
+    S: optimizer-state floats per row
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import read_only
+from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.intrinsics import load_u64
 from persia_torchrec.store.engine_choice import OptimizerEngine
+from persia_torchrec.store.expiry import Sweeper
 from persia_torchrec.store.index import MAX_ROWS
-from persia_torchrec.store.insert import insert
+from persia_torchrec.store.insert import remove_ids
 from persia_torchrec.store.journal import ChangeJournal, UsedRows
 from persia_torchrec.store.lookup import (
-    MISSING,
-    REJECTED,
-    TICK,
-    Counts,
-    Ids,
-    Slots,
+    NO_ROOM,
     find_slots,
-    look_at,
-    look_up,
+    lookup_readonly,
+    lookup_training,
 )
-from persia_torchrec.store.metadata import Metadata, read_metadata
-from persia_torchrec.store.rows import HAS_METADATA, Floats
-from persia_torchrec.store.scan import ScannedRows
+from persia_torchrec.store.rows import (
+    ARENA,
+    FIRST_STEP,
+    FREQUENCY,
+    LAST_S,
+    LAST_STEP,
+    MISSING,
+    NOW_S,
+    OWNER_SHIFT,
+    REJECTED,
+    USED,
+    WORD,
+    Counts,
+    Floats,
+    Ids,
+    Layout,
+    Slots,
+    read_rows,
+    rows_at,
+    store_at,
+    write_rows,
+)
 from persia_torchrec.store.shard_memory import ShardMemory
-from persia_torchrec.store.sweep import Sweeper
-from persia_torchrec.store.table_state import TableState
-from persia_torchrec.store.tables import Tables
-from persia_torchrec.store.update import UpdateResult as UpdateResult
-from persia_torchrec.store.update import write_floats
+from persia_torchrec.store.update import UpdateResult
 from persia_torchrec.table import TableSpec
 
 Eviction = Literal["lru", "lfu"]
 """Which row leaves a full store: the least recently, or least frequently used."""
 
+Numbers = npt.NDArray[np.uint32]
+
+MAX_SCANNED_SLOTS = 1 << 20
+"""Slots that a scan walks over: a few milliseconds where no row is of the table."""
+
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
-_NO_PLACES = np.empty(0, dtype=np.int64)
+_NO_INDICES = np.empty(0, dtype=np.int64)
 _NO_IDS = np.empty(0, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedRows:
+    """Some rows of a table.
+
+    Attributes:
+        ids: uint64 ``(N,)``, each once.
+        rows: float32 ``(N, D + S)``, weights and optimizer state.
+        next_slot: where to continue; None at the end of the table.
+    """
+
+    ids: Ids
+    rows: Floats
+    next_slot: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Metadata of N ids; all 0 for an id that has no row.
+
+    Attributes:
+        frequency: uint32 ``(N,)``, how often the id was in training batches since its
+            row was made, repeats included; stays at the largest number.
+        first_step: uint32 ``(N,)``, the table's step when the row was made.
+        last_step: uint32 ``(N,)``, the table's step when the row was last updated.
+        last_s: uint32 ``(N,)``, seconds since 1970 then.
+    """
+
+    frequency: Numbers
+    first_step: Numbers
+    last_step: Numbers
+    last_s: Numbers
 
 
 class EmbeddingStore:
@@ -65,13 +116,14 @@ class EmbeddingStore:
 
     Args:
         capacity_rows: rows of all tables together, in ``[1, 2**32 - 2]``.
-        eviction: which row leaves when the store is full. ``lfu`` costs 16 bytes a
+        eviction: which row leaves when the store is full. ``lfu`` costs 16 bytes per
             row for the frequency.
         optimizer_engine: what applies updates: the ``fused`` loop, ``fbgemm``'s CPU
             kernels, or whichever was measured to be faster. They compute the same.
-        clock: returns the present second; rows that expire by time go by it.
+        clock: returns the current second, by which rows expire.
 
     Attributes:
+        memory: all that it keeps, for what copies rows out and in.
         journal: notes which rows change, once told to.
 
     Raises:
@@ -96,41 +148,33 @@ class EmbeddingStore:
             raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
         self.capacity_rows = capacity_rows
         is_lfu = eviction == "lfu"
-        self._tables = Tables(
-            capacity_rows, optimizer_engine=optimizer_engine, has_metadata=is_lfu
-        )
-        self._memory = ShardMemory(capacity_rows, self._tables, is_lfu=is_lfu)
+        self.memory = ShardMemory(capacity_rows, optimizer_engine, is_lfu=is_lfu)
         self._sweeper = Sweeper()
         self._clock = clock
         self._num_missed = self._num_refused = 0
-        self.journal = ChangeJournal(self._memory.tally)
+        self.journal = ChangeJournal(self.memory.tally)
 
     @property
     def tables(self) -> list[TableSpec]:
         """The tables, in the order in which they were added."""
-        return [state.spec for state in self._tables.states]
+        return [state.spec for state in self.memory.states]
 
     @property
     def num_tables(self) -> int:
         """How many tables there are."""
-        return len(self._tables.states)
+        return len(self.memory.states)
 
     @property
     def is_lfu(self) -> bool:
         """Whether the least frequently used row is evicted first."""
-        return len(self._memory.logs.directory) > 1
-
-    @property
-    def memory(self) -> ShardMemory:
-        """Everything it keeps, for what copies rows out and in."""
-        return self._memory
+        return len(self.memory.logs.directory) > 1
 
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
         """Make tables known, or change those that are; when one cannot be, do nothing.
 
         Args:
-            specs: what the rows of a known table look like must be what it was; initial
-                values, learning rate, admission and the like may change.
+            specs: the rows of a known table must keep their form; initial values,
+                learning rate, admission and the like may change.
 
         Returns:
             The number of each table, in the order in which tables were first added.
@@ -142,24 +186,16 @@ class EmbeddingStore:
                 have the same name.
             StoreError: no memory for the rows, or too many tables.
         """
-        return self._tables.add(specs)
+        return self.memory.add_tables(specs)
 
     def add_table(self, spec: TableSpec) -> int:
         """Add one table: :meth:`add_tables`."""
         return self.add_tables([spec])[0]
 
-    def table_number(self, name: str) -> int:
-        """Return the number of a table.
-
-        Raises:
-            ConfigError: there is no such table.
-        """
-        return self._tables.number_of(name)
-
     def wants_counts(self, table: int) -> bool:
         """Return whether it matters how often an id is in a batch."""
-        state = self._tables.states[table]
-        return state.admission is not None or bool(state.layout[HAS_METADATA])
+        state = self.memory.states[table]
+        return state.admission is not None or state.has_metadata
 
     def lookup(
         self,
@@ -187,31 +223,36 @@ class EmbeddingStore:
             uint32 ``(N,)``, where the rows are: hints for :meth:`update`. Empty
             without ``training``.
         """
-        ids_N = read_only(ids_N)
-        state = self._tables.states[table]
-        rows = self._memory.rows(state)
+        memory = self.memory
+        state = memory.states[table]
+        layout = state.layout
+        if ids_N.flags.writeable:
+            ids_N = read_only(ids_N)
         if not training:
             value = np.float32(state.spec.admission.unadmitted_value)
-            look_at(ids_N, out_ND, *rows, self._memory.tally, state.layout, value)
+            lookup_readonly(layout, ids_N, out_ND, value)
             return _NO_SLOTS
-        counts_N = _NO_COUNTS if counts_N is None else read_only(counts_N)
+        if counts_N is None:
+            counts_N = _NO_COUNTS
+        elif counts_N.flags.writeable:
+            counts_N = read_only(counts_N)
         slots_N = np.empty(len(ids_N), dtype=np.uint32)
         missing_N = np.empty(len(ids_N), dtype=np.int64)
-        self._memory.tally[TICK] += 1
-        self._memory.logs.make_room(self._tables.directory, len(ids_N))
-        num_missing = look_up(
-            *(ids_N, counts_N, out_ND, slots_N, missing_N, *rows),
-            *(self._memory.logs.directory, self._memory.tally, state.layout),
-        )
-        missing = admitted = _NO_PLACES
+        arguments = layout, ids_N, counts_N, out_ND, slots_N, missing_N
+        num_missing = lookup_training(*arguments)
+        if num_missing == NO_ROOM:
+            memory.logs.make_room(memory.directory, len(ids_N))
+            num_missing = lookup_training(*arguments)
+        missing = admitted = _NO_INDICES
         if num_missing:
             missing = missing_N[:num_missing].copy()  # the journal may keep it
             admitted = state.admit(ids_N, counts_N, missing, out_ND)
-            self._memory.tally[REJECTED] += len(missing) - len(admitted)
-            self._insert(state, ids_N, counts_N, admitted, out_ND, slots_N)
+            memory.tally[REJECTED] += len(missing) - len(admitted)
+            self.journal.make_room(len(admitted))
+            layout[NOW_S] = max(int(self._clock()), 0)
+            state.insert(layout, ids_N, counts_N, admitted, out_ND, slots_N)
         if self.journal.is_on:
-            when = table, int(self._memory.tally[TICK])
-            self.journal.used(UsedRows(*when, ids_N, missing, admitted))
+            self.journal.used(UsedRows(table, memory.tick, ids_N, missing, admitted))
         return slots_N
 
     def update(
@@ -225,7 +266,7 @@ class EmbeddingStore:
 
         Args:
             table: number of the table.
-            ids_N: uint64 ``(N,)``; an id that comes twice is updated twice.
+            ids_N: uint64 ``(N,)``; a repeated id is updated twice.
             grads_ND: float32 ``(N, D)``.
             hints_N: uint32 ``(N,)``, what the lookup of these ids returned. Each hint
                 is checked; a wrong one costs time only.
@@ -234,14 +275,12 @@ class EmbeddingStore:
             How many ids have no row any more, and how many gradients were refused.
             Both are counted, and move nothing.
         """
-        state = self._tables.states[table]
-        state.num_updates += 1
+        state = self.memory.states[table]
         ids_N, grads_ND = read_only(ids_N), read_only(grads_ND)
-        rows = self._memory.rows(state)
         if hints_N is None or len(hints_N) != len(ids_N):
-            hints_N = find_slots(ids_N, *rows[1:], state.layout)
+            hints_N = find_slots(state.layout, ids_N)
         self.journal.updated(table, ids_N)
-        counts = state.apply(rows, ids_N, hints_N, grads_ND, self._clock())
+        counts = state.step_rows(ids_N, hints_N, grads_ND, self._clock())
         result = UpdateResult(*counts)
         if result.num_missed and state.admission is not None:
             # Its lookup left it without a row, if what that found is known.
@@ -271,15 +310,14 @@ class EmbeddingStore:
             raise StoreError(
                 f"At most {self.capacity_rows} rows fit. Received: {len(ids_N)} ids."
             )
-        state = self._tables.states[table]
+        state = self.memory.states[table]
         weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
         admission, state.admission = state.admission, None
         try:
             self.lookup(table, ids_N, weights_ND, training=True)
         finally:
             state.admission = admission
-        slots_N, floats = self.find(table, ids_N), self._memory.rows(state)[0]
-        write_floats(slots_N, read_only(rows_NK), floats, state.layout)
+        write_rows(state.layout, self.find(table, ids_N), read_only(rows_NK))
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes and counts nothing.
@@ -287,26 +325,46 @@ class EmbeddingStore:
         Returns:
             float32 ``(N, D + S)``; zeros for an id that has no row.
         """
-        slots_N = self.find(table, ids_N)
-        return self._memory.floats_at(self._tables.states[table], slots_N)
+        return self._read_slots(table, self.find(table, ids_N))
 
-    def scan(self, table: int, start: int, max_rows: int) -> ScannedRows:
-        """Return some rows of a table; what a walk promises stands in ``scan.py``.
+    def scan(
+        self,
+        table: int,
+        start: int,
+        max_rows: int,
+        max_slots: int = MAX_SCANNED_SLOTS,
+    ) -> ScannedRows:
+        """Return the next rows of a table, a slice of slots at a time.
+
+        A row keeps its slot as long as it lives. So a row that lives from the first
+        slice to the last is met exactly once, as it is when its slice is read. A row
+        that is made or taken out meanwhile may be met or not; one that is evicted and
+        comes back may be met twice.
 
         Args:
             table: number of the table.
-            start: 0, then ``next_slot`` of the rows before.
+            start: 0, then ``next_slot`` of the previous slice.
             max_rows: rows at most, ``>= 1``.
+            max_slots: slots to walk over at most, ``>= 1``. A slice may come back
+                short, or empty, before the table's end.
         """
-        return self._memory.scan(self._tables.states[table], start, max_rows)
+        state = self.memory.states[table]
+        num_used = int(self.memory.directory[int(state.layout[ARENA]), USED])
+        stop = min(start + max_slots, num_used)
+        slots_N = np.empty(min(max_rows, max(stop - start, 0)), dtype=np.uint32)
+        num, next_slot = _find_rows(state.layout, start, stop, slots_N)
+        slots_N = slots_N[:num]
+        ids_N = np.ascontiguousarray(self.memory.arena(state)[slots_N, 0])
+        end = next_slot if next_slot < num_used else None
+        return ScannedRows(ids_N, self._read_slots(table, slots_N), end)
 
     def step(self, table: int) -> int:
         """Return how many update requests a table had: Adam's ``t``."""
-        return self._tables.states[table].num_updates
+        return self.memory.states[table].num_updates
 
     def set_step(self, table: int, step: int) -> None:
-        """Go on counting a table's update requests from ``step``."""
-        self._tables.states[table].num_updates = step
+        """Continue counting a table's update requests from ``step``."""
+        self.memory.states[table].num_updates = step
         self.journal.updated(table, _NO_IDS)
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
@@ -315,14 +373,21 @@ class EmbeddingStore:
         Raises:
             ConfigError: the table keeps no metadata.
         """
-        state = self._tables.states[table]
+        state = self.memory.states[table]
         state.require_metadata()
-        return read_metadata(self.find(table, ids_N), self._memory.rows(state)[0])
+        slots_N = self.find(table, ids_N)
+        has_row = slots_N != MISSING
+        columns_R4 = self.memory.arena(state).view(np.uint32)
+        found = []
+        for offset in (FREQUENCY, FIRST_STEP, LAST_STEP, LAST_S):
+            column = np.zeros(len(slots_N), dtype=np.uint32)
+            column[has_row] = columns_R4[slots_N[has_row], int(offset) // 4]
+            found.append(column)
+        return Metadata(*found)
 
     def find(self, table: int, ids_N: Ids) -> Slots:
         """Return the slot of each id, or ``MISSING``; uint32 ``(N,)``."""
-        state = self._tables.states[table]
-        return find_slots(read_only(ids_N), *self._memory.rows(state)[1:], state.layout)
+        return find_slots(self.memory.states[table].layout, read_only(ids_N))
 
     def has(self, table: int, ids_N: Ids) -> npt.NDArray[np.bool_]:
         """Return for each id whether it has a row; bool ``(N,)``."""
@@ -336,70 +401,97 @@ class EmbeddingStore:
             and where no table has an expiry.
         """
         self.journal.make_room(max_rows)
-        return self._sweeper.sweep(max_rows, self._memory, self._clock())
+        memory = self.memory
+        layouts = [state.layout for state in memory.states]
+        expiries = [state.spec.expiry for state in memory.states]
+        sweep = self._sweeper.sweep
+        return sweep(max_rows, layouts, expiries, memory.directory, self._clock())
 
     def remove(self, table: int, ids_N: Ids) -> None:
-        """Drop the rows of ids; those that have none do not matter.
+        """Drop the rows of ids; those that have none are skipped.
 
         Args:
             table: number of the table.
             ids_N: uint64 ``(N,)``.
         """
         self.journal.make_room(len(ids_N))
-        self._memory.remove(self._tables.states[table], ids_N)
+        remove_ids(self.memory.states[table].layout, read_only(ids_N))
 
     def take_rows_of(self, other: "EmbeddingStore") -> None:
-        """Have the tables and rows of another store, which nobody may use any more."""
+        """Take over the tables and rows of another store, which is not used again."""
         self.journal.end()
-        self._tables, self._memory = other._tables, other._memory
-        self.journal = other.journal
+        self.memory, self.journal = other.memory, other.journal
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
-        self._memory.clear()
+        self.memory.clear()
         self.journal.cleared()
 
     @property
     def num_rows(self) -> int:
         """Rows in use, of all tables."""
-        return self._memory.num_rows
+        return self.memory.num_rows
 
     def counters(self) -> dict[str, int]:
         """Return what has been counted since the start, and the rows in use now."""
         return {
-            "rows": self.num_rows,
-            "capacity_rows": self.capacity_rows,
-            "bytes": self._memory.size_bytes,
-            **self._memory.counters(),
+            **self.memory.counters(),
             "gradients_missed": self._num_missed,
             "gradients_refused": self._num_refused,
         }
 
-    def check(self) -> None:
-        """Raise AssertionError if index, rows and recency do not agree."""
-        assert self.num_rows <= self.capacity_rows
-        self._memory.check()
-
     def ids_oldest_first(self) -> list[tuple[int, int]]:
         """Return ``(table, id)`` of every row, the next to leave first."""
-        return self._memory.ids_oldest_first()
+        return self.memory.ids_oldest_first()
 
-    def _insert(
-        self,
-        state: TableState,
-        ids_N: Ids,
-        counts_N: Counts,
-        places: npt.NDArray[np.int64],
-        out_ND: Floats,
-        slots_N: Slots,
-    ) -> None:
-        memory, filling = self._memory, state.filling
-        self.journal.make_room(len(places))
-        seed = np.uint64(state.spec.seed)
-        insert(
-            *(ids_N, counts_N, places, out_ND, slots_N, *memory.rows(state)),
-            *(memory.logs.directory, memory.tally, state.layout, self.capacity_rows),
-            *(filling.kind, filling.numbers, seed, state.initial_state),
-            *state.now(self._clock()),
-            state.scratch,
-        )
+    def _read_slots(self, table: int, slots_N: Slots) -> Floats:
+        state = self.memory.states[table]
+        width = state.spec.dim + state.spec.num_state_floats
+        out = np.empty((len(slots_N), width), dtype=np.float32)
+        read_rows(state.layout, slots_N, out)
+        return out
+
+
+def build_initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
+    """Return the rows that ids of a table start with, on whatever server.
+
+    Args:
+        spec: the table.
+        ids_N: uint64 ``(N,)``, without repeats.
+
+    Returns:
+        float32 ``(N, D + S)``, weights and optimizer state.
+    """
+    store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
+    table = store.add_table(replace(spec, admission=AdmitAll()))
+    weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
+    store.lookup(table, ids_N, weights_ND, training=True)
+    return store.read(table, ids_N)
+
+
+@compiled
+def _find_rows(
+    layout: Layout, start: int, stop: int, slots_N: Slots
+) -> tuple[int, int]:
+    """Find the rows of one table among some slots.
+
+    Args:
+        layout: of the table.
+        start: first slot.
+        stop: end of the slots, at most the slots ever used.
+        slots_N: uint32 ``(N,)``, overwritten from the front; the search ends when it
+            is full.
+
+    Returns:
+        How many rows were found, and the slot at which the search ended.
+    """
+    rows = rows_at(store_at(layout), layout)
+    num = 0
+    slot = np.uint64(start)
+    while slot < np.uint64(stop) and num < len(slots_N):
+        word = load_u64(rows.base + slot * rows.stride + WORD)
+        if word >> OWNER_SHIFT == rows.owner:
+            slots_N[num] = np.uint32(slot)
+            num += 1
+        slot += np.uint64(1)
+    return num, int(slot)

@@ -1,13 +1,13 @@
 """Which code applies the updates of a table: the fused loop, or fbgemm's kernels.
 
-Both compute the same. The fused loop steps rows where they lie; for fbgemm they are
+Both compute the same. The fused loop steps rows where they are; for fbgemm they are
 copied into a table without gaps and back, which its vector code has to earn. Whether it
-does, was measured: ``engine_measurements.json`` is what
+does was measured: ``engine_measurements.json`` is what
 
     python -m persia_torchrec.bench engines --json engine_measurements.json
 
-has written on the machine that it names. It holds nanoseconds a row of whole updates,
-copies included, by optimizer, weight dtype and dim. ``auto`` goes by the measurement
+has written on the machine that it names. It holds nanoseconds per row of whole updates,
+copies included, by optimizer, weight dtype and dim. ``auto`` takes the measurement
 whose dim is nearest in proportion.
 """
 
@@ -19,17 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
-from persia_torchrec.embedding.optim import (
-    LAMB,
-    LARS,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Optimizer,
-    RowwiseAdam,
-    RowwiseLAMB,
-)
+from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.table import TableSpec
@@ -38,17 +28,18 @@ OptimizerEngine = Literal["auto", "fbgemm", "fused"]
 """The fused loop, fbgemm's kernels, or whichever was measured to be faster."""
 
 MEASUREMENTS = Path(__file__).with_name("engine_measurements.json")
-"""What ``auto`` goes by."""
+"""The measurements that ``auto`` takes."""
 
 _DIM_STEP = 4
 _WORTH = 0.9
-"""fbgemm is chosen where it takes less than this share of the fused loop's time: torch
-costs a server memory (230 MB with torch 2.13 and fbgemm 1.8) and a longer start."""
+"""fbgemm is chosen where it takes less than this fraction of the fused loop's time:
+torch costs a server memory (230 MB with torch 2.13 and fbgemm 1.8) and a longer start.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Nanoseconds a row of an update by either engine."""
+    """Nanoseconds per row of an update by either engine."""
 
     optimizer: str
     weight_dtype: str
@@ -63,7 +54,7 @@ class EngineChoice:
     Args:
         engine: ``fused``, ``fbgemm``, or ``auto``: what was measured to be faster,
             which is fused where fbgemm lacks the optimizer or is not installed.
-        measured: what ``auto`` goes by; None takes what is committed.
+        measured: what ``auto`` takes; None for those of this package.
 
     Raises:
         ConfigError: no such engine, or ``fbgemm`` and it is not installed.
@@ -91,8 +82,8 @@ class EngineChoice:
                 f"{spec.dim}, {spec.optimizer!r}: {reason}. Choose auto or fused."
             )
 
-    def engine_of(self, spec: TableSpec) -> FbgemmEngine | None:
-        """Return fbgemm's engine if it is to update this table, None if the loop is.
+    def choose(self, spec: TableSpec) -> FbgemmEngine | None:
+        """Return fbgemm's engine if it updates this table, None if the loop does.
 
         Raises:
             ConfigError: as :meth:`require_fitting`.
@@ -109,61 +100,24 @@ class EngineChoice:
             return self._choice == "fbgemm"
         if why_not_fbgemm(spec.optimizer, spec.dim) or find_spec("fbgemm_gpu") is None:
             return False
-        name = kernel_name(spec.optimizer)
+        name = spec.optimizer.fbgemm_name()
         found = nearest(self._measured, name, spec.weight_dtype, spec.dim)
         return found is not None and found.fbgemm_ns < _WORTH * found.fused_ns
-
-
-def kernel_name(optimizer: Optimizer) -> str:
-    """Return fbgemm's name of an optimizer, empty if it has none.
-
-    Example:
-        >>> kernel_name(Adagrad(vectorwise_shared=True))
-        'rowwise_adagrad'
-    """
-    match optimizer:
-        case Adagrad(vectorwise_shared=True):
-            return "rowwise_adagrad"
-        case Adam(weight_decay=decay) if decay:
-            return ""  # fbgemm's decays weights as AdamW does
-        case _:
-            return _NAMES.get(type(optimizer), "")
-
-
-_NAMES: dict[type[Optimizer], str] = {
-    SGD: "sgd",
-    Adagrad: "adagrad",
-    Adam: "adam",
-    AdamW: "adam",
-    RowwiseAdam: "partial_rowwise_adam",
-    LAMB: "lamb",
-    RowwiseLAMB: "partial_rowwise_lamb",
-    LARS: "lars_sgd",
-}
-_ON_CPU = ("sgd", "adagrad", "rowwise_adagrad")
 
 
 def why_not_fbgemm(optimizer: Optimizer, dim: int) -> str:
     """Return why fbgemm's CPU kernels cannot step these rows; empty if they can.
 
     Example:
+        >>> from persia_torchrec.embedding.optim import SGD
         >>> why_not_fbgemm(SGD(0.1), 16)
         ''
         >>> why_not_fbgemm(SGD(0.1), 6)
         'dims must be multiples of 4'
     """
-    name = kernel_name(optimizer)
-    if not name:
-        return "fbgemm has no such optimizer"
-    if name not in _ON_CPU:
-        return f"fbgemm has {name} on CUDA devices only"
-    match optimizer:
-        case SGD(momentum=momentum) if momentum:
-            return "its sgd has no momentum"
-        case Adagrad(g_square_momentum=kept) if kept != 1:
-            return f"its {name} has no g_square_momentum"
-        case SGD(weight_decay=decay) | Adagrad(weight_decay=decay) if decay:
-            return f"its {name} has no weight decay on CPU"
+    arguments = optimizer.fbgemm_cpu_arguments()
+    if isinstance(arguments, str):
+        return arguments
     return f"dims must be multiples of {_DIM_STEP}" if dim % _DIM_STEP else ""
 
 
@@ -193,5 +147,5 @@ def nearest(
 
 @cache
 def measurements(file: Path = MEASUREMENTS) -> tuple[Measured, ...]:
-    """Read what the benchmark of the engines has written."""
+    """Read the results of the benchmark of the engines."""
     return tuple(Measured(**line) for line in json.loads(file.read_text())["measured"])

@@ -1,41 +1,70 @@
 """Apply updates with fbgemm's fused optimizers instead of the loop of ``update.py``.
 
-fbgemm steps the rows of a table without gaps. So the rows of a request are copied into
-such a table, part by part; fbgemm steps them as bags of one id each, and they are
-copied back (``dense_rows.py``). Which rows those are, what is refused, counted, clamped
-and rounded does not depend on the engine.
+fbgemm knows nothing of slots, headers and 16-bit weights: it takes tables without gaps,
+and indices. So the rows of a request are copied into such tables, block by block;
+fbgemm steps them as bags of one id each, and they are copied back:
+
+    index in the request   slot     weights (D)   state (S)   gradient (D)
+    indices[0]             ...      row 0         row 0       row 0
+    indices[1]             ...      row 1         row 1       row 1
+
+Ids without a row and gradients that are not finite are left out. A block ends before an
+id that is in it already, so that the second gradient meets the row that the first one
+has left. Which rows are stepped, what is refused, counted, clamped and rounded does not
+depend on the engine.
 
 What is called is the backward operator that fbgemm registers with torch for CPU
-tables, by itself: the forward pass would only pool rows that nobody reads. Its
-arguments were checked with fbgemm 1.8; a version with others refuses the call.
-
-A part is small enough to stay in a core's cache, and so are fbgemm's own temporary
-tables, for which the operating system would otherwise be asked for memory again and
-again.
+tables, by itself: the forward pass would only pool rows that are not read. Its
+arguments were checked with fbgemm 1.8; a version with others refuses the call. A block
+is small enough to stay in a core's cache, and so are fbgemm's own temporary tables,
+for which the operating system would otherwise be asked for memory again and again.
 
 Dimension key:
     N: ids of one request
-    U: rows of one part
+    U: rows of one block
     D: embedding dim
-    S: optimizer-state floats a row
+    S: optimizer-state floats per row
+    Z: length of the set of slots, a power of two above U
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from persia_torchrec.compiled import read_only
-from persia_torchrec.embedding.optim import SGD, Adagrad, Optimizer
+from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.store.dense_rows import DenseRows, gather_rows, scatter_rows
-from persia_torchrec.store.lookup import Ids, Slots
-from persia_torchrec.store.rows import Floats, Words
-from persia_torchrec.store.table_state import TableState
+from persia_torchrec.intrinsics import copy_bytes, floats_at, unowned
+from persia_torchrec.store.float16 import FP32
+from persia_torchrec.store.index import NOT_FOUND, index_at
+from persia_torchrec.store.lookup import prefetch_row
+from persia_torchrec.store.rows import (
+    CAPACITY,
+    Floats,
+    Ids,
+    Layout,
+    Slots,
+    Words,
+    is_finite,
+    read_weights,
+    rows_at,
+    store_at,
+)
+from persia_torchrec.store.update import find_hinted, finish_row
 
-_PART_FLOATS = 2**16
+_BLOCK_FLOATS = 2**16
 _LEAST_ROWS, _MOST_ROWS = 64, 8192
-_MOST_PARTS = 2**32 - 1
-_SUM = 0  # fbgemm's pooling mode; of one id a bag, all modes are the same
+_MOST_BLOCKS = 2**32 - 1
+_SUM = 0  # fbgemm's pooling mode; of one id per bag, all modes are the same
+_AHEAD = 10
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_S32 = np.uint64(32)
+_ONE = np.uint64(1)
+
+NEXT, BLOCK, MISSED, REFUSED = range(4)
+"""Columns of ``DenseRows.progress``: the first id of the next block, the number of the
+last block, ids without a row, gradients refused."""
 
 
 class FbgemmEngine:
@@ -60,120 +89,235 @@ class FbgemmEngine:
             ) from exc
         self._torch = torch
         self._tables: dict[tuple[int, int], _DenseTable] = {}
-        self._num_parts = 0
 
     def update(
         self,
-        state: TableState,
-        rows: tuple[Floats, Words, Words, Words],
+        optimizer: Optimizer,
+        layout: Layout,
         ids_N: Ids,
         hints_N: Slots,
         grads_ND: Floats,
-        now: tuple[np.uint64, np.uint64],
+        bound: float,
     ) -> tuple[int, int]:
-        """Apply one step of a table's optimizer to the row of each id.
+        """Apply one step of an optimizer to the row of each id.
 
         Args:
-            state: of the table, whose optimizer and dim fbgemm has.
-            rows: arena of the table, buckets and cursor of the index, directory.
-            ids_N: uint64 ``(N,)``; an id that comes twice is updated twice.
+            optimizer: of the table; fbgemm has it for CPU.
+            layout: of the table.
+            ids_N: uint64 ``(N,)``; a repeated id is updated twice.
             hints_N: uint32 ``(N,)``, where each row was when last seen.
             grads_ND: float32 ``(N, D)``.
-            now: step of the table, and second of this request.
+            bound: largest magnitude of a weight; inf for none.
 
         Returns:
             How many ids have no row, and how many gradients were refused.
         """
-        spec = state.spec
-        table = self._table(spec.dim, spec.num_state_floats)
-        kernel = _Kernel(self._torch, spec.optimizer, table)
+        dim = grads_ND.shape[1]
+        shape = dim, optimizer.num_state_floats(dim)
+        table = self._tables.get(shape) or _DenseTable(self._torch, *shape)
+        self._tables[shape] = table
+        step = table.build_step(optimizer)
         ids_N, hints_N = read_only(ids_N), read_only(hints_N)
-        grads_ND = read_only(grads_ND)
-        floats, _, _, directory = rows
-        bound = np.float32(spec.weight_bound or np.inf)
-        start = num_missed = num_refused = 0
-        while start < len(ids_N):
-            start, num, missed, refused = gather_rows(
-                *(ids_N, hints_N, grads_ND, start, self._next_part(), table.dense),
-                *(*rows, state.layout),
-            )
-            num_missed += missed
-            num_refused += refused
+        progress = table.dense.begin_request()
+        while progress[NEXT] < len(ids_N):
+            num = gather_rows(layout, ids_N, hints_N, read_only(grads_ND), table.dense)
             if num:
-                kernel.step(num)
-                scatter_rows(
-                    *(ids_N, num, table.dense, floats, directory, state.layout),
-                    *(bound, *now),
-                )
-        return num_missed, num_refused
+                step(num)
+                scatter_rows(layout, num, table.dense, np.float32(bound))
+        return int(progress[MISSED]), int(progress[REFUSED])
 
-    def _table(self, dim: int, num_state: int) -> "_DenseTable":
-        if (dim, num_state) not in self._tables:
-            self._tables[dim, num_state] = _DenseTable(self._torch, dim, num_state)
-        return self._tables[dim, num_state]
 
-    def _next_part(self) -> np.uint64:
-        """Return a number that marks the slots of a part as seen."""
-        if self._num_parts == _MOST_PARTS:
-            self._num_parts = 0
-            for table in self._tables.values():
-                table.dense.seen[:] = 0
-        self._num_parts += 1
-        return np.uint64(self._num_parts)
+class DenseRows(NamedTuple):
+    """Room for the rows of one block; all arrays C-contiguous."""
+
+    weights: Floats
+    """float32 ``(U, D)``."""
+
+    state: Floats
+    """float32 ``(U, S)``."""
+
+    grads: Floats
+    """float32 ``(U, D)``."""
+
+    slots: Words
+    """uint64 ``(U,)``, where the rows are in the store."""
+
+    seen: Words
+    """uint64 ``(Z,)``: which slots are in the block whose number is in the upper half
+    of a word."""
+
+    progress: npt.NDArray[np.int64]
+    """int64 ``(4,)``, see ``NEXT`` and the others."""
+
+    @classmethod
+    def allocate(cls, num_rows: int, dim: int, num_state: int) -> "DenseRows":
+        """Return room for ``num_rows`` rows, in memory that is touched already."""
+        return cls(
+            np.zeros((num_rows, dim), dtype=np.float32),
+            np.zeros((num_rows, num_state), dtype=np.float32),
+            np.zeros((num_rows, dim), dtype=np.float32),
+            np.zeros(num_rows, dtype=np.uint64),
+            np.zeros(4 << (num_rows - 1).bit_length(), dtype=np.uint64),
+            np.zeros(4, dtype=np.int64),
+        )
+
+    def begin_request(self) -> npt.NDArray[np.int64]:
+        """Start with the first id of a request; return the progress.
+
+        A request has fewer blocks than there are numbers left for them.
+        """
+        if self.progress[BLOCK] > _MOST_BLOCKS // 2:
+            self.progress[BLOCK] = 0
+            self.seen[:] = 0
+        self.progress[[NEXT, MISSED, REFUSED]] = 0
+        return self.progress
+
+
+@compiled
+def gather_rows(
+    layout: Layout, ids_N: Ids, hints_N: Slots, grads_ND: Floats, dense: DenseRows
+) -> int:
+    """Copy the rows of the next ids of a request, and their gradients.
+
+    Args:
+        layout: of the table.
+        ids_N: uint64 ``(N,)``.
+        hints_N: uint32 ``(N,)``, where each row was when last seen.
+        grads_ND: float32 ``(N, D)``.
+        dense: overwritten, from its first row on; its progress is advanced.
+
+    Returns:
+        How many rows were copied.
+    """
+    store, progress = store_at(layout), unowned(dense.progress)
+    rows, index = rows_at(store, layout), index_at(store)
+    row_bytes = np.uint64(4 * rows.dim)
+    to_weights = np.uint64(dense.weights.ctypes.data)
+    to_state = np.uint64(dense.state.ctypes.data)
+    to_grads = np.uint64(dense.grads.ctypes.data)
+    num_slots = np.uint64(store.tally[CAPACITY])
+    progress[BLOCK] += 1
+    block, num, i = np.uint64(progress[BLOCK]), 0, progress[NEXT]
+    grad = np.uint64(grads_ND.ctypes.data) + np.uint64(i) * row_bytes
+    while i < len(ids_N) and num < len(dense.slots):
+        if i + _AHEAD < len(ids_N):
+            ahead = np.uint64(hints_N[i + _AHEAD])
+            prefetch_row(rows.base + ahead * rows.stride, rows.stride)
+        hint = np.uint64(hints_N[i])
+        slot = find_hinted(index, rows, ids_N[i], hint, num_slots)
+        if slot == NOT_FOUND:
+            progress[MISSED] += 1
+        elif not is_finite(floats_at(grad), rows.dim):
+            progress[REFUSED] += 1
+        elif _is_seen(dense.seen, slot, block):
+            break
+        else:
+            address = rows.base + slot * rows.stride
+            copy_bytes(to_grads, grad, row_bytes)
+            copy_bytes(to_state, address + rows.state, rows.state_bytes)
+            read_weights(rows, address, to_weights)
+            dense.slots[num] = slot
+            num += 1
+            to_grads += row_bytes
+            to_weights += row_bytes
+            to_state += rows.state_bytes
+        i += 1
+        grad += row_bytes
+    progress[NEXT] = i
+    return num
+
+
+@compiled
+def scatter_rows(layout: Layout, num: int, dense: DenseRows, bound: np.float32) -> None:
+    """Copy the first ``num`` rows back to where they came from.
+
+    Args:
+        layout: of the table.
+        num: how many rows :func:`gather_rows` copied.
+        dense: their new weights and state; the weights are clamped.
+        bound: largest magnitude of a weight; inf for none.
+    """
+    store = store_at(layout)
+    rows = rows_at(store, layout)
+    weights = np.uint64(dense.weights.ctypes.data)
+    from_state = np.uint64(dense.state.ctypes.data)
+    for row in range(num):
+        address = rows.base + dense.slots[row] * rows.stride
+        new = weights
+        if rows.dtype == FP32:
+            new = address + rows.weights
+            copy_bytes(new, weights, rows.weight_bytes)
+        finish_row(layout, rows, address, new, bound)
+        copy_bytes(address + rows.state, from_state, rows.state_bytes)
+        weights += np.uint64(4 * rows.dim)
+        from_state += rows.state_bytes
+
+
+@inlined
+def _is_seen(seen_Z: Words, slot: np.uint64, block: np.uint64) -> bool:
+    """Return whether a slot is in this block; afterwards it is."""
+    last = np.uint64(len(seen_Z) - 1)
+    word = (block << _S32) | slot
+    at = ((slot * _GOLDEN) >> _S32) & last
+    while seen_Z[at] >> _S32 == block:
+        if seen_Z[at] == word:
+            return True
+        at = (at + _ONE) & last
+    seen_Z[at] = word
+    return False
 
 
 class _DenseTable:
-    """Rows of one part, as arrays and as what fbgemm is told of a table.
+    """Rows of one block, as arrays and as what fbgemm is told of a table.
 
     Attributes:
         dense: the rows as arrays; the tensors share their memory.
     """
 
     def __init__(self, torch: Any, dim: int, num_state: int) -> None:
-        rows = min(max(_PART_FLOATS // dim, _LEAST_ROWS), _MOST_ROWS)
-        self.dim = dim
-        self.dense = DenseRows.of(rows, dim, num_state)
-        self.weights = torch.from_numpy(self.dense.weights).view(-1)
-        self.state = torch.from_numpy(self.dense.state).view(-1)
-        self.grads = torch.from_numpy(self.dense.grads)
-        self.placements = torch.zeros(1, dtype=torch.int32)
-        self.offsets = torch.zeros(1, dtype=torch.int64)
-        self.dim_offsets = torch.tensor([0, dim], dtype=torch.int32)
-        self.num_rows = torch.tensor([0, rows], dtype=torch.int64)
-        self.num_bits = rows.bit_length()
-        self.indices = torch.arange(rows + 1)
-        self.no_weights = torch.empty(0)
+        rows = min(max(_BLOCK_FLOATS // dim, _LEAST_ROWS), _MOST_ROWS)
+        self._torch, self._dim, self._rows = torch, dim, rows
+        self.dense = DenseRows.allocate(rows, dim, num_state)
+        self._weights = torch.from_numpy(self.dense.weights).view(-1)
+        self._state = torch.from_numpy(self.dense.state).view(-1)
+        self._grads = torch.from_numpy(self.dense.grads)
+        self._placements = torch.zeros(1, dtype=torch.int32)
+        self._offsets = torch.zeros(1, dtype=torch.int64)
+        self._dim_offsets = torch.tensor([0, dim], dtype=torch.int32)
+        self._num_rows = torch.tensor([0, rows], dtype=torch.int64)
+        self._indices = torch.arange(rows + 1)
 
-
-class _Kernel:
-    """The operator of one optimizer, with all that a request's parts share."""
-
-    def __init__(self, torch: Any, optimizer: Optimizer, table: _DenseTable) -> None:
-        self._table = table
-        lr = torch.tensor(optimizer.lr, dtype=torch.float32)
-        momentum = (table.state, table.placements, table.offsets)
-        self._arguments: tuple[object, ...]
-        match optimizer:
-            case SGD():
-                name = "sgd"
-                self._arguments = (lr,)
-            case Adagrad(eps=eps, vectorwise_shared=is_shared):
-                name = "rowwise_adagrad" if is_shared else "adagrad"
-                self._arguments = (*momentum, lr, eps)
-            case _:
-                raise AssertionError(f"fbgemm has no {optimizer!r} on CPU")
-        operators = torch.ops.fbgemm
-        self._operator = getattr(
-            operators, f"split_embedding_backward_codegen_{name}_cpu"
+    def build_step(self, optimizer: Optimizer) -> Any:
+        """Return what steps the first rows of the table, given how many."""
+        own = optimizer.fbgemm_cpu_arguments()
+        if isinstance(own, str):
+            raise ConfigError(f"fbgemm cannot step rows by {optimizer!r}: {own}.")
+        torch, name = self._torch, optimizer.fbgemm_name()
+        arguments: list[object] = [torch.tensor(optimizer.lr, dtype=torch.float32)]
+        if self.dense.state.shape[1]:
+            state = (self._state, self._placements, self._offsets)
+            arguments = [*state, *arguments]
+        arguments += own
+        operator = getattr(
+            torch.ops.fbgemm, f"split_embedding_backward_codegen_{name}_cpu"
         ).default
 
-    def step(self, num: int) -> None:
-        """Step the first ``num`` rows of the table."""
-        table = self._table
-        self._operator(
-            *(table.grads[:num], table.weights, table.placements, table.offsets),
-            *(table.dim_offsets, table.dim, table.num_rows, table.num_bits),
-            *(table.indices[:num], table.indices[: num + 1], _SUM, table.no_weights),
-            False,  # no rounding at random: these weights are float32
-            *self._arguments,
-        )
+        def step(num: int) -> None:
+            operator(
+                self._grads[:num],
+                self._weights,
+                self._placements,
+                self._offsets,
+                self._dim_offsets,
+                self._dim,
+                self._num_rows,
+                self._rows.bit_length(),
+                self._indices[:num],
+                self._indices[: num + 1],
+                _SUM,
+                torch.empty(0),  # no weights of the ids
+                False,  # no stochastic rounding: these weights are float32
+                *arguments,
+            )
+
+        return step

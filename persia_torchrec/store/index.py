@@ -1,30 +1,30 @@
 """The index: from (table, id) to a slot.
 
 One hash table of 8-byte entries for all tables of the server. Eight entries are a
-cache line, and a line is looked at as a whole, without a branch for each entry:
+cache line, and a line is compared as a whole, without a branch for each entry:
 
     entry     hash (32 bits) | slot + 1 (32 bits)        0: empty
     home      line (hash * number of lines) >> 32
 
-An entry stands in its home, or, if that is full, in the first line behind it that was
-not: a search ends at the first line with an empty place. The entry does not hold the
-id: where the hash fits, the row's own header, which the lookup touches anyway, says
-whether it is the row that is sought. Because an entry holds the hash from which its
-home follows, a removal closes the gap behind itself (no tombstones), and the index
-grows without looking at any row.
+It uses open addressing with linear probing, by lines: an entry stands in its home, or,
+if that is full, in the first line after it that was not. A search ends at the first
+line with an empty word. The entry does not hold the id: where the hash fits, the row's
+own header, which the lookup touches anyway, says whether it is the right row. Because
+an entry holds the hash from which its home follows, a removal closes the gap that it
+leaves (no tombstones), and the index grows without reading any row.
 
 HOW IT GROWS: in place, a few entries at a time, so that no request waits for all of
-them. The home rises with the hash; with more lines every home lies further behind. So
-the entries move from the last to the first, and one hash tells those that have moved
-from those that have not:
+them. The home rises with the hash; with more lines every home lies further back. So the
+entries move from the last to the first, and one hash tells those that have moved from
+those that have not:
 
     hash >= BOUNDARY    home by the NEW number of lines
     hash <  BOUNDARY    home by the OLD number
 
     [ not yet moved ........ ]boundary   (gap)   [ moved .................. ]
 
-Searching does not go round the end: behind the last line are some more for the entries
-that overflow it.
+Searching does not wrap around the end: after the last line are some more for the
+entries that overflow it.
 """
 
 from typing import NamedTuple
@@ -32,27 +32,32 @@ from typing import NamedTuple
 import numpy as np
 
 from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.store.memory import (
-    load_word,
+from persia_torchrec.intrinsics import (
+    load_u64,
     lowest_bit,
-    reserve,
-    store_word,
+    store_u64,
     upper_halves_equal,
     words_empty,
 )
-from persia_torchrec.store.rows import OWNER_SHIFT, WORD, RowsAt, Words
+from persia_torchrec.store.rows import (
+    WORD,
+    RowsAt,
+    StoreAt,
+    is_row_of,
+    reserve,
+)
 
 MAX_ROWS = 2**32 - 2
 """Rows that the 32-bit slot numbers can tell apart."""
 
 OLD, NEW, BOUNDARY, ENTRIES, LIMIT = range(5)
-"""Places of the index's cursor: numbers of lines, the first hash that has moved,
+"""Columns of the index's cursor: numbers of lines, the first hash that has moved,
 entries, most lines that there may be."""
 
 NOT_FOUND = np.uint64(2**64 - 1)
 """What :func:`find_slot` returns for an id that has no row."""
 
-_ENTRIES_A_LINE = 8
+_ENTRIES_PER_LINE = 8
 _MIN_LINES = 32
 _OVERFLOW_LINES = 8192
 _LOAD_TO_GROW = 0.56
@@ -79,8 +84,8 @@ class Index:
         capacity_rows: most entries that there will be.
 
     Attributes:
-        lines: uint64 ``(lines, 8)``, the entries; only the first ``NEW`` lines and a
-            few more are used.
+        lines: uint64 ``(lines, 8)``, the entries; only the first ``NEW`` lines and
+            those that their entries overflow into are used.
         cursor: uint64 ``(5,)``, see ``OLD`` and the others.
 
     Raises:
@@ -88,14 +93,14 @@ class Index:
     """
 
     def __init__(self, capacity_rows: int) -> None:
-        enough = int(capacity_rows / (_FINAL_LOAD * _ENTRIES_A_LINE)) + 1
+        enough = int(capacity_rows / (_FINAL_LOAD * _ENTRIES_PER_LINE)) + 1
         self._limit = max(enough, _MIN_LINES)
         self.clear()
 
     def clear(self) -> None:
         """Take out all entries."""
         num_lines = self._limit + _OVERFLOW_LINES
-        self.lines = reserve(_ENTRIES_A_LINE * num_lines).reshape(num_lines, -1)
+        self.lines = reserve(_ENTRIES_PER_LINE * num_lines).reshape(num_lines, -1)
         self.cursor = np.array(
             [_MIN_LINES, _MIN_LINES, 0, 0, self._limit], dtype=np.uint64
         )
@@ -108,9 +113,9 @@ class Index:
     def check(self) -> None:
         """Raise AssertionError if an entry could not be found from its home."""
         lines = self.lines[: int(self.cursor[NEW]) + _OVERFLOW_LINES]
-        at, place = np.nonzero(lines)
+        at, column = np.nonzero(lines)
         assert len(at) == int(self.cursor[ENTRIES])
-        hashes = lines[at, place] >> _S32
+        hashes = lines[at, column] >> _S32
         moved = hashes >= self.cursor[BOUNDARY]
         num_lines = np.where(moved, self.cursor[NEW], self.cursor[OLD])
         homes = ((hashes * num_lines) >> _S32).astype(np.int64)
@@ -121,10 +126,7 @@ class Index:
 
 
 class IndexAt(NamedTuple):
-    """Where the index is, as the loops want it: plain numbers, all uint64.
-
-    It holds until the index grows.
-    """
+    """Where the index is: plain numbers, all uint64, until it grows."""
 
     lines: np.uint64
     """Address of the first line."""
@@ -139,10 +141,10 @@ class IndexAt(NamedTuple):
     """The first hash that has moved."""
 
 
-@compiled
-def index_at(lines: Words, cursor: Words) -> IndexAt:
+@inlined
+def index_at(store: StoreAt) -> IndexAt:
     """Return where the index is now."""
-    address = np.uint64(lines.ctypes.data)
+    cursor, address = store.cursor, np.uint64(store.lines.ctypes.data)
     return IndexAt(address, cursor[OLD], cursor[NEW], cursor[BOUNDARY])
 
 
@@ -189,14 +191,6 @@ def find_slot(
 
 
 @inlined
-def is_row_of(address: np.uint64, id_: np.uint64, owner: np.uint64) -> bool:
-    """Return whether the row at an address is that of an id of an owner."""
-    return (
-        load_word(address) == id_ and load_word(address + WORD) >> OWNER_SHIFT == owner
-    )
-
-
-@inlined
 def likely_slot(index: IndexAt, hash_: np.uint64) -> np.uint64:
     """Return the slot of the first entry whose hash fits, without reading the row."""
     line = home_of(index, hash_)
@@ -212,19 +206,19 @@ def likely_slot(index: IndexAt, hash_: np.uint64) -> np.uint64:
 
 @inlined
 def add_entry(index: IndexAt, hash_: np.uint64, slot: np.uint64) -> None:
-    """Enter a slot; :func:`grow_a_little` has seen to it that there is room.
+    """Enter a slot; :func:`grow_a_little` has made room.
 
     The caller counts it: ``cursor[ENTRIES]``.
     """
-    _place(index, (hash_ << _S32) | (slot + _ONE))
+    _insert(index, (hash_ << _S32) | (slot + _ONE))
 
 
 @inlined
 def remove_entry(index: IndexAt, hash_: np.uint64, slot: np.uint64) -> None:
     """Take out a slot that is in the index, and close the gap it leaves.
 
-    If its line was full, others may have gone further: one that might stand in the gap
-    moves there, and leaves a gap in its turn. The caller counts the removal.
+    If its line was full, others may have overflowed it: one that may stand in the gap
+    moves there, and leaves a gap in turn. The caller counts the removal.
     """
     line = home_of(index, hash_)
     while True:
@@ -236,23 +230,18 @@ def remove_entry(index: IndexAt, hash_: np.uint64, slot: np.uint64) -> None:
         line += _LINE
     was_full = words_empty(line) == _ZERO
     gap = line + WORD * lowest_bit(fits)
-    store_word(gap, _ZERO)
+    store_u64(gap, _ZERO)
     if was_full:
         _fill_gap(index, line, gap)
 
 
 @compiled
-def grow_a_little(lines: Words, cursor: Words, num_new: int) -> None:
-    """Make room for a few more entries, moving a few of those there are.
-
-    Args:
-        lines: of the index.
-        cursor: of the index.
-        num_new: entries that will be added before the next call.
-    """
+def grow_a_little(store: StoreAt, num_new: int) -> None:
+    """Make room for ``num_new`` more entries, moving a few of those there are."""
+    cursor = store.cursor
     if cursor[BOUNDARY] == _ZERO:
         num_entries = np.float64(cursor[ENTRIES]) + num_new
-        enough = num_entries / (_LOAD_TO_GROW * _ENTRIES_A_LINE)
+        enough = num_entries / (_LOAD_TO_GROW * _ENTRIES_PER_LINE)
         if cursor[NEW] >= cursor[LIMIT] or enough <= np.float64(cursor[NEW]):
             return
         num_lines = np.uint64(max(enough, np.float64(cursor[NEW]) * _GROWTH)) + _ONE
@@ -261,7 +250,7 @@ def grow_a_little(lines: Words, cursor: Words, num_new: int) -> None:
     # A slab of 8 lines for each four entries: all have moved when the load has risen
     # by a sixteenth.
     for _ in range(num_new // 4 + 1):
-        _move_slab(lines, cursor)
+        _move_slab(store)
         if cursor[BOUNDARY] == _ZERO:
             break
 
@@ -269,46 +258,47 @@ def grow_a_little(lines: Words, cursor: Words, num_new: int) -> None:
 @inlined
 def _slot_at(line: np.uint64, fits: np.uint64) -> np.uint64:
     """Return the slot of the first entry of a line whose bit is set."""
-    return (load_word(line + WORD * lowest_bit(fits)) & _LOW) - _ONE
+    return (load_u64(line + WORD * lowest_bit(fits)) & _LOW) - _ONE
 
 
 @inlined
-def _place(index: IndexAt, entry: np.uint64) -> None:
+def _insert(index: IndexAt, entry: np.uint64) -> None:
     line = home_of(index, entry >> _S32)
     while words_empty(line) == _ZERO:
         line += _LINE
-    store_word(line + WORD * lowest_bit(words_empty(line)), entry)
+    store_u64(line + WORD * lowest_bit(words_empty(line)), entry)
 
 
 @compiled
 def _fill_gap(index: IndexAt, line: np.uint64, gap: np.uint64) -> None:
-    """Fill the gap in a line that was full with an entry that went past it."""
+    """Fill the gap in a line that was full with an entry that overflowed it."""
     next_ = line + _LINE
     while True:
         was_full = words_empty(next_) == _ZERO
-        place = next_
-        while place < next_ + _LINE:
-            entry = load_word(place)
+        at = next_
+        while at < next_ + _LINE:
+            entry = load_u64(at)
             if entry != _ZERO and home_of(index, entry >> _S32) <= line:
                 break
-            place += WORD
-        if place < next_ + _LINE:
-            store_word(gap, load_word(place))
-            store_word(place, _ZERO)
-            line, gap = next_, place
+            at += WORD
+        if at < next_ + _LINE:
+            store_u64(gap, load_u64(at))
+            store_u64(at, _ZERO)
+            line, gap = next_, at
         if not was_full:
             return
         next_ += _LINE
 
 
 @compiled
-def _move_slab(lines: Words, cursor: Words) -> None:
+def _move_slab(store: StoreAt) -> None:
     """Move the last entries that have not moved.
 
-    All entries of a stretch that ends at a line that is not full are taken out and
-    placed again: those whose home is in it by the new number of lines, those that only
-    overflowed into it, or have moved before, as they were.
+    All entries of a range that ends at a line that is not full are taken out and
+    inserted again: those whose home is in it by the new number of lines; those that
+    only overflowed into it, or have moved already, return to where they were.
     """
+    lines, cursor = store.lines, store.cursor
     old = cursor[OLD]
     end = (cursor[BOUNDARY] * old) >> _S32
     start = end - _SLAB if end > _SLAB else _ZERO
@@ -318,12 +308,12 @@ def _move_slab(lines: Words, cursor: Words) -> None:
     end += _ONE
     taken = lines[start:end].copy().reshape(-1)
     lines[start:end] = _ZERO
-    # The first hash whose old home is `start` or lies behind it.
+    # The first hash whose old home is `start` or a later line.
     cursor[BOUNDARY] = ((start << _S32) + old - _ONE) // old
     if start == _ZERO:
         cursor[BOUNDARY] = _ZERO
         cursor[OLD] = cursor[NEW]
-    index = index_at(lines, cursor)
+    index = index_at(store)
     for entry in taken:
         if entry != _ZERO:
-            _place(index, entry)
+            _insert(index, entry)

@@ -1,15 +1,15 @@
 """Note which rows change, so that the changes can be written elsewhere.
 
 A copy of a store stays equal to it if it gets, again and again, the rows that have
-changed since the last time, whole, and the ids of those that have left. The journal
-says which these are. Nothing is copied on the way: it keeps the arrays of ids that the
-requests came with, and the loops that take rows out write their ids into a list:
+changed since the last time, whole, and the ids of those that have left: the dirty set.
+The journal says which these are. It copies no row: it keeps the arrays of ids of the
+requests, and the loops that take rows out write their ids into a list:
 
     lookup, write   ids, tick of the request          they were used, perhaps made
     update          ids                               their floats have changed
     eviction, sweep (id, owner), one after the other  they have left
 
-:meth:`ChangeJournal.cut` hands over what was noted and begins anew.
+:meth:`ChangeJournal.cut` returns the dirty set and starts the next one.
 
 Dimension key:
     N: ids of one request
@@ -19,11 +19,9 @@ Dimension key:
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from persia_torchrec.store.lookup import LEFT_AT, LEFT_ROOM, Ids, Places, Tally
-
-Words = npt.NDArray[np.uint64]
+from persia_torchrec.store.lookup import Indices
+from persia_torchrec.store.rows import LEFT_AT, LEFT_ROOM, Ids, Tally, Words
 
 _LEFT_WORDS = 2
 _FIRST_ROOM = 4096
@@ -36,7 +34,7 @@ class UsedRows:
     Attributes:
         table: number of the table.
         tick: of the request.
-        ids: uint64 ``(N,)``, as they were asked for.
+        ids: uint64 ``(N,)``, of the request.
         missing: int64, which of them had no row.
         made: int64, which of those got one.
     """
@@ -44,13 +42,13 @@ class UsedRows:
     table: int
     tick: int
     ids: Ids
-    missing: Places
-    made: Places
+    missing: Indices
+    made: Indices
 
     def in_order(self) -> Ids:
         """Return the ids of rows in the order in which they were used.
 
-        An id that was asked for twice was used at its first place.
+        A repeated id was used where it stands first.
         """
         if len(self.missing) == 0:
             return self.ids
@@ -61,7 +59,7 @@ class UsedRows:
 
 @dataclass(slots=True)
 class Changes:
-    """What has changed in some stretch of time.
+    """What has changed in some interval: the dirty set.
 
     Attributes:
         used: training lookups and writes, in their order.
@@ -102,13 +100,13 @@ class ChangeJournal:
         self.is_on = False
 
     def begin(self) -> None:
-        """Note from now on what changes."""
+        """Start noting what changes."""
         self.end()
         self._begin_left(_FIRST_ROOM)
         self.is_on = True
 
     def end(self) -> None:
-        """Forget what was noted, and note nothing any more."""
+        """Stop noting, and forget what was noted."""
         self.is_on = False
         self._changes = Changes()
         self._tally[LEFT_AT] = self._tally[LEFT_ROOM] = 0
@@ -125,7 +123,7 @@ class ChangeJournal:
         return self._changes.num_ids
 
     def make_room(self, num_rows: int) -> None:
-        """See to it that so many rows can leave before the next call."""
+        """Make room so that this many rows can leave before the next call."""
         if self.is_on and self._tally[LEFT_ROOM] < num_rows:
             self._end_left()
             self._begin_left(max(num_rows, 2 * len(self._left)))

@@ -9,23 +9,23 @@ sequence, and stamps the row's header with the tick of the request:
 
 A record is *current* when its row's tick is that of the mark before it; every row has
 exactly one current record. The first current record of the log is the least recently
-used row. Records that are no longer current are skipped when they come to the front.
+used row. Records that are no longer current are skipped when they reach the front.
 
 A slot takes 4 bytes of log. A mark takes four such words: a word that no slot has, the
 arena whose slots follow, and the tick's two halves. Every request has a tick of its
 own, and touches a row once at most.
 
-HOW THE LOG STAYS SHORT: when it is 1.5 times what its rows need, it is cleaned from
+HOW THE LOG STAYS SHORT: when it is 1.5 times what its rows need, it is compacted from
 front to back, a few records with each request. A record whose row has another tag (the
 lowest byte of its tick) is dropped; the others move to the front, nearly all of them
-current: one in 256 of the old ones stays until the next cleaning, or until it is
-skipped. So cleaning looks at a byte a record, and at no row. What is appended meanwhile
-is cleaned too, until the cleaning has caught up. What its rows need is counted when it
-has come to where the log ended as it began: each row then has one record in front,
+current: one in 256 of the old ones stays until the next compaction, or until it is
+skipped. So compaction reads a byte per record, and no row. What is appended meanwhile
+is compacted too, until compaction has caught up. What the rows need is counted when
+compaction reaches the tail it started with: each row then has one record in front,
 while rows that are touched later get another:
 
     0  HEAD          WRITE        READ                      TAIL
-    .. | cleaned     | free       | to be cleaned           |
+    .. | compacted   | free       | to be compacted         |
 
 WHAT ELSE IT CAN DO: with several logs, one for each class of rows, the first current
 record of the lowest class is the row that leaves. With one class that is LRU. LFU's
@@ -33,23 +33,22 @@ classes are frequencies, exact below 16 and by powers of two above:
 
     class(f) = f if f < 16 else 12 + floor(log2(f))
 
-ODDITY: a row that is freed has tick 0, which no mark has, and a slot that is used again
-gets a fresh tick: records of the former row are skipped like any other old record.
+A row that is freed has tick 0, which no mark has, and a slot that is used again gets a
+new tick: records of the former row are skipped like any other old record.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.compiled import compiled, inlined, read_only
-from persia_torchrec.store.memory import (
-    load_byte,
-    load_half_word,
-    load_word,
+from persia_torchrec.intrinsics import (
+    load_u8,
+    load_u32,
+    load_u64,
     prefetch,
-    reserve,
-    store_byte,
-    store_half_word,
-    store_word,
+    store_u8,
+    store_u32,
+    store_u64,
 )
 from persia_torchrec.store.rows import (
     OWNER_SHIFT,
@@ -59,16 +58,17 @@ from persia_torchrec.store.rows import (
     RowsAt,
     Words,
     address_of,
+    reserve,
 )
 
 NUM_LFU_CLASSES = 44
 """Classes of frequencies that fit 32 bits."""
 
 LOG, HEAD, HEAD_TICK, HEAD_ARENA, WRITE, WRITE_TICK, READ, READ_TICK = range(8)
-READ_ARENA, TAIL, TAIL_TICK, TRIGGER, CLEANING, OLD_TAIL, SIZE = range(8, 15)
-"""Columns of the directory of logs: address of the words; places and, of those within
-a part, its tick and arena; the length at which cleaning begins, whether it is under
-way, where the log ended when it began; words there are."""
+READ_ARENA, TAIL, TAIL_TICK, TRIGGER, COMPACTING, OLD_TAIL, SIZE = range(8, 15)
+"""Columns of the directory of logs: address of the words; offsets and, of those within
+a segment, its tick and arena; the length at which compaction starts, whether it is
+running, the tail it started with; the words that there are."""
 
 NONE = np.uint64(2**64 - 1)
 """What :func:`pop_oldest` returns when there is no row."""
@@ -77,13 +77,13 @@ MARK = np.uint64(2**32 - 1)
 """The word with which a mark begins."""
 
 MARK_WORDS = 4
-_ROOM_A_ROW = 14
-"""Words a row: each its own part, cleaned when twice as long, a third appended
-meanwhile."""
+_WORDS_PER_ROW = 14
+"""Room in a log: each row a segment of its own, compacted when twice as long, a third
+appended meanwhile."""
 _SPARE_WORDS = 64
 _MARGIN_WORDS = 64
-"""Words behind the end that may be read, to look ahead, but never hold a record."""
-_CLEANED_A_TOUCH = 4
+"""Words after the end that may be read ahead, but never hold a record."""
+_READ_PER_TOUCH = 4
 _LOOK_AHEAD = np.uint64(16)
 _HALF = np.uint64(4)
 _BYTE = np.uint64(255)
@@ -96,7 +96,7 @@ _LINE_BYTES = np.uint64(8 * (SIZE + 1))
 
 
 class RecencyLogs:
-    """One log a class of rows. Not thread-safe: the store's one thread owns them.
+    """One log per class of rows. Not thread-safe: the store's one thread owns them.
 
     Args:
         capacity_rows: most rows that there will be.
@@ -117,7 +117,7 @@ class RecencyLogs:
 
     def clear(self) -> None:
         """Forget all rows."""
-        num_words = _ROOM_A_ROW * self._capacity_rows + 64 * _SPARE_WORDS
+        num_words = _WORDS_PER_ROW * self._capacity_rows + 64 * _SPARE_WORDS
         self.words = [reserve(num_words // 2) for _ in range(self._num_classes)]
         self.directory = np.zeros((self._num_classes, SIZE + 1), dtype=np.uint64)
         self.directory[:, LOG] = [words.ctypes.data for words in self.words]
@@ -125,23 +125,23 @@ class RecencyLogs:
         self.directory[:, SIZE] = num_words - _MARGIN_WORDS
 
     def make_room(self, arenas: Words, num_touches: int) -> None:
-        """Clean a little; and see to it that this many touches of one request fit.
+        """Make room for the touches of one request, whatever their number.
 
         Args:
             arenas: the directory of arenas.
             num_touches: touches that will come before the next call.
         """
         needed = num_touches + MARK_WORDS
-        clean_all(self.directory, arenas, _CLEANED_A_TOUCH * needed)
-        for number, line in enumerate(self.directory):
-            if int(line[TAIL]) + needed > int(line[SIZE]):
-                self._enlarge(number, arenas, needed)
+        if not compact_for(self.directory, arenas, num_touches):
+            for number, line in enumerate(self.directory):
+                if int(line[TAIL]) + needed > int(line[SIZE]):
+                    self._enlarge(number, arenas, needed)
 
     def _enlarge(self, number: int, arenas: Words, needed: int) -> None:
         """Make room for a request that is larger than the capacity."""
-        for _ in range(2):  # ends the cleaning under way, then cleans all
+        for _ in range(2):  # ends the compaction that is running, then compacts all
             self.directory[number, TRIGGER] = 0
-            clean(self.directory, number, arenas, _ALL)
+            compact(self.directory, number, arenas, _ALL)
         line = self.directory[number]
         num_words = int(line[TAIL]) + needed
         if num_words <= int(line[SIZE]):
@@ -180,11 +180,11 @@ def class_of(frequency: np.uint64) -> np.uint64:
 
 def classes_of(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     """Return the class of each frequency; uint8 ``(N,)``."""
-    return _classes_of(read_only(frequencies_N))
+    return _classify(read_only(frequencies_N))
 
 
 @compiled
-def _classes_of(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+def _classify(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     classes_N = np.empty(len(frequencies_N), dtype=np.uint8)
     for n in range(len(frequencies_N)):
         classes_N[n] = np.uint8(class_of(np.uint64(frequencies_N[n])))
@@ -211,12 +211,12 @@ def touch(
         tick: of this request; all its touches are of one arena.
     """
     line = logs + class_ * _LINE_BYTES
-    if load_word(line + WORD * np.uint64(TAIL_TICK)) != tick:
+    if load_u64(line + WORD * np.uint64(TAIL_TICK)) != tick:
         _append_mark(line, TAIL, tick, rows.arena)
-        store_word(line + WORD * np.uint64(TAIL_TICK), tick)
+        store_u64(line + WORD * np.uint64(TAIL_TICK), tick)
     _append(line, TAIL, slot)
-    store_word(address + WORD, (rows.owner << OWNER_SHIFT) | tick)
-    store_byte(rows.tags + slot, tick)
+    store_u64(address + WORD, (rows.owner << OWNER_SHIFT) | tick)
+    store_u8(rows.tags + slot, tick)
 
 
 @inlined
@@ -249,15 +249,15 @@ def slot_to_leave(logs: Words, class_: int, num_ahead: int) -> np.uint64:
     A hint for prefetching: it may be no slot, or one of another arena than
     ``logs[class_, HEAD_ARENA]``.
     """
-    place = logs[class_, HEAD] + np.uint64(num_ahead)
-    if place >= _end_of_front(logs, class_):
+    offset = logs[class_, HEAD] + np.uint64(num_ahead)
+    if offset >= _end_of_front(logs, class_):
         return MARK
-    return load_half_word(logs[class_, LOG] + _HALF * place)
+    return load_u32(logs[class_, LOG] + _HALF * offset)
 
 
 @inlined
 def _end_of_front(logs: Words, class_: int | np.uint64) -> np.uint64:
-    return logs[class_, WRITE] if logs[class_, CLEANING] else logs[class_, TAIL]
+    return logs[class_, WRITE] if logs[class_, COMPACTING] else logs[class_, TAIL]
 
 
 @compiled
@@ -273,15 +273,26 @@ def slot_of(row: np.uint64) -> np.uint64:
 
 
 @compiled
-def clean_all(logs: Words, arenas: Words, num_words: int) -> None:
-    """Clean ``num_words`` words of every log that is too long."""
+def compact_for(logs: Words, arenas: Words, num_touches: int) -> bool:
+    """Compact logs that are too long; return whether the touches of a request fit.
+
+    Args:
+        logs: the directory of logs.
+        arenas: the directory of arenas.
+        num_touches: touches of one request.
+    """
+    needed = num_touches + MARK_WORDS
+    fits = True
     for class_ in range(len(logs)):
-        clean(logs, class_, arenas, num_words)
+        compact(logs, class_, arenas, _READ_PER_TOUCH * needed)
+        if np.int64(logs[class_, TAIL]) + needed > np.int64(logs[class_, SIZE]):
+            fits = False
+    return fits
 
 
 @compiled
-def clean(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
-    """Go on cleaning a log, or begin if it has become too long.
+def compact(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
+    """Continue compacting a log, or start if it has become too long.
 
     Args:
         logs: the directory of logs.
@@ -290,7 +301,7 @@ def clean(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
         num_words: words to read, at least.
     """
     c = np.uint64(class_)
-    if not logs[c, CLEANING]:
+    if not logs[c, COMPACTING]:
         if logs[c, TAIL] < logs[c, TRIGGER]:
             return
         logs[c, READ] = logs[c, HEAD]
@@ -298,7 +309,7 @@ def clean(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
         logs[c, READ_ARENA] = logs[c, HEAD_ARENA]
         logs[c, HEAD] = logs[c, WRITE] = logs[c, WRITE_TICK] = _ZERO
         logs[c, OLD_TAIL] = logs[c, TAIL]  # where a mark will be
-        logs[c, CLEANING] = _ONE
+        logs[c, COMPACTING] = _ONE
     stop = min(logs[c, TAIL], logs[c, READ] + np.uint64(num_words))
     line = np.uint64(logs.ctypes.data) + c * _LINE_BYTES
     while True:
@@ -307,21 +318,21 @@ def clean(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
             logs[c, TRIGGER] += np.uint64(_SPARE_WORDS)
         if logs[c, READ] >= stop:
             break
-        if load_half_word(logs[c, LOG] + _HALF * logs[c, READ]) == MARK:
+        if load_u32(logs[c, LOG] + _HALF * logs[c, READ]) == MARK:
             _read_mark(logs, c, READ)
         else:
-            _clean_part(logs, c, line, arenas, stop)
+            _compact_segment(logs, c, line, arenas, stop)
     if logs[c, READ] >= logs[c, TAIL]:
         logs[c, TAIL] = logs[c, WRITE]
         logs[c, TAIL_TICK] = _ZERO  # the next touch begins with a mark
-        logs[c, CLEANING] = _ZERO
+        logs[c, COMPACTING] = _ZERO
 
 
 @compiled
-def _clean_part(
+def _compact_segment(
     logs: Words, c: np.uint64, line: np.uint64, arenas: Words, stop: np.uint64
 ) -> None:
-    """Clean records up to the next mark, or to ``stop``.
+    """Compact records up to the next mark, or to ``stop``.
 
     Whether a record is current cannot be foreseen, so nothing branches on it: each is
     written, and counts as written only if it is current.
@@ -329,22 +340,22 @@ def _clean_part(
     arena, tick = logs[c, READ_ARENA], logs[c, READ_TICK]
     tags, tag = arenas[arena, TAGS], tick & _BYTE
     log, read = logs[c, LOG], logs[c, READ]
-    begins_part = logs[c, WRITE_TICK] != tick
-    if begins_part:
+    begins_segment = logs[c, WRITE_TICK] != tick
+    if begins_segment:
         _append_mark(line, WRITE, tick, arena)
     first = write = logs[c, WRITE]
     while read < stop:
-        slot = load_half_word(log + _HALF * read)
+        slot = load_u32(log + _HALF * read)
         if slot == MARK:
             break
-        ahead = load_half_word(log + _HALF * (read + _LOOK_AHEAD))
+        ahead = load_u32(log + _HALF * (read + _LOOK_AHEAD))
         prefetch(tags + ahead)  # perhaps no slot: any address may be asked
         read += _ONE
-        store_half_word(log + _HALF * write, slot)
-        write += _ONE if load_byte(tags + slot) == tag else _ZERO
+        store_u32(log + _HALF * write, slot)
+        write += _ONE if load_u8(tags + slot) == tag else _ZERO
     if write > first:
         logs[c, WRITE_TICK] = tick
-    elif begins_part:
+    elif begins_segment:
         write -= np.uint64(MARK_WORDS)
     logs[c, READ], logs[c, WRITE] = read, write
 
@@ -353,31 +364,31 @@ def _clean_part(
 def _pop_oldest_of(logs: Words, c: np.uint64, arenas: Words) -> np.uint64:
     while True:
         if logs[c, HEAD] >= _end_of_front(logs, c):
-            if not logs[c, CLEANING]:
+            if not logs[c, COMPACTING]:
                 return NONE
-            # Nothing cleaned is left: go on with the rest as it is.
+            # Nothing compacted is left: continue with the rest as it is.
             logs[c, HEAD] = logs[c, READ]
             logs[c, HEAD_TICK] = logs[c, READ_TICK]
             logs[c, HEAD_ARENA] = logs[c, READ_ARENA]
-            logs[c, CLEANING] = _ZERO
+            logs[c, COMPACTING] = _ZERO
             continue
-        word = load_half_word(logs[c, LOG] + _HALF * logs[c, HEAD])
+        word = load_u32(logs[c, LOG] + _HALF * logs[c, HEAD])
         if word == MARK:
             _read_mark(logs, c, HEAD)
             continue
         logs[c, HEAD] += _ONE
         arena = logs[c, HEAD_ARENA]
         address = address_of(arenas, arena, word)
-        if load_word(address + WORD) & TICK_MASK == logs[c, HEAD_TICK]:
+        if load_u64(address + WORD) & TICK_MASK == logs[c, HEAD_TICK]:
             return (arena << _S32) | word
 
 
 @inlined
 def _append(line: np.uint64, end: int, word: np.uint64) -> None:
     end_at = line + WORD * np.uint64(end)
-    place = load_word(end_at)
-    store_half_word(load_word(line) + _HALF * place, word)
-    store_word(end_at, place + _ONE)
+    offset = load_u64(end_at)
+    store_u32(load_u64(line) + _HALF * offset, word)
+    store_u64(end_at, offset + _ONE)
 
 
 @inlined
@@ -389,10 +400,10 @@ def _append_mark(line: np.uint64, end: int, tick: np.uint64, arena: np.uint64) -
 
 
 @inlined
-def _read_mark(logs: Words, c: np.uint64, place: int) -> None:
+def _read_mark(logs: Words, c: np.uint64, at: int) -> None:
     """Take the tick and the arena of the mark at HEAD or READ, and step over it."""
-    address = logs[c, LOG] + _HALF * logs[c, place]
-    low = load_half_word(address + np.uint64(8))
-    logs[c, place + 1] = low | (load_half_word(address + np.uint64(12)) << _S32)
-    logs[c, place + 2] = load_half_word(address + _HALF)
-    logs[c, place] += np.uint64(MARK_WORDS)
+    address = logs[c, LOG] + _HALF * logs[c, at]
+    low = load_u32(address + np.uint64(8))
+    logs[c, at + 1] = low | (load_u32(address + np.uint64(12)) << _S32)
+    logs[c, at + 2] = load_u32(address + _HALF)
+    logs[c, at] += np.uint64(MARK_WORDS)

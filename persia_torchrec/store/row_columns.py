@@ -3,7 +3,7 @@
 Dimension key:
     N: rows
     D: embedding dim
-    S: optimizer-state floats a row
+    S: optimizer-state floats per row
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.errors import FrameError
 from persia_torchrec.table import TableSpec
 
-PLACE_BITS = 24
-"""Bits of a use that say which place the row had in its request."""
+POSITION_BITS = 24
+"""Bits of a use that hold the row's position in its request."""
 
 METADATA_WORDS = 4
 
@@ -29,9 +30,9 @@ class RowColumns:
     Attributes:
         ids: uint64 ``(N,)``.
         uses: uint64 ``(N,)``, when each was last used: the request's tick, and in the
-            lowest 24 bits the place among the rows of that request. Uses of one server
-            say in which order its rows were used; all servers of a job get the same
-            requests, so that their ticks can be compared too.
+            lowest 24 bits the position among the rows of that request. Uses of one
+            server say in which order its rows were used; all servers of a job get the
+            same requests, so that their ticks can be compared too.
         metadata: uint32 ``(N, 4)``: frequency, last step, first step, last second; or
             ``(N, 0)`` if the table keeps none.
         state: float32 ``(N, S)``.
@@ -51,14 +52,19 @@ class RowColumns:
         """Return the columns, in the order above."""
         return [self.ids, self.uses, self.metadata, self.state, self.weights]
 
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Return where the columns are, for loops; the caller keeps them alive."""
+        addresses = [column.ctypes.data for column in self.columns()]
+        return np.array(addresses, dtype=np.uint64)
+
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What the columns of a table look like.
+    """The form of a table's columns.
 
     Attributes:
-        dim: weights a row.
-        num_state_floats: floats of optimizer state a row.
+        dim: weights per row.
+        num_state_floats: floats of optimizer state per row.
         has_metadata: whether there is metadata.
         weight_dtype: of the column of weights.
     """
@@ -92,13 +98,19 @@ class RowShape:
         )
 
     def view(self, payload: bytes | bytearray | memoryview) -> RowColumns:
-        """View bytes, column after column, as columns; they are as long as they fit.
+        """View bytes, column after column, as columns.
 
         Args:
             payload: a whole number of rows.
+
+        Raises:
+            FrameError: it is not a whole number of rows.
         """
         num_rows, rest = divmod(len(payload), self.row_bytes)
-        assert rest == 0
+        if rest:
+            raise FrameError(
+                f"A row takes {self.row_bytes} bytes. Received: {len(payload)} bytes."
+            )
         columns = []
         offset = 0
         for column in self.empty(0).columns():

@@ -1,41 +1,67 @@
-"""Copy all rows out of a store that goes on being used, a few slots at a time.
+"""Copy rows out of a store: all of them while it stays in use, or those of some ids.
 
 A row never moves while it lives, so that a walk over the slots meets it once:
 
     slots of an arena    [ copied ......... | next slice | ........... ] made since
                                             ^ now                      ^ at the start
 
-What is promised: every row that lives from the first slice to the last is copied once,
-whole, as it was at one moment in between. A row that is made meanwhile, or evicted and
-made again, may be there once, twice (the later use is the valid one), or not at all.
+Every row that lives from the first slice to the last is copied once, whole, as it was
+at one moment in between. A row that is made meanwhile, or evicted and made again, may
+be there once, twice (the later use is the valid one), or not at all.
 
 The store's thread only copies memory, in large pieces; :func:`split_by_table` makes
-columns of it, in whichever thread wants to write them.
+columns of it, in the thread that writes them.
+
+POSITIONS: a row's header says in which request it was last used, and the log of uses
+says in which order the rows of a request were. A checkpoint keeps both. So the log is
+copied when an export begins, at once; then it is read a few records at a time:
+
+    log   [tick 3] a b c   [tick 4] b d       positions   a: 0   c: 2   b: 0   d: 1
+
+A record that is no longer current says nothing. Rows that are used meanwhile get no
+position: they are newer than all others, and nearly in order by their ticks.
 
 Dimension key:
-    N: slots of a chunk
+    N: slots of a chunk, or ids
     T: tables
-    K: rows of one table in a chunk
+    K: rows of one table
+    A: arenas
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.compiled import compiled
-from persia_torchrec.store.memory import copy_bytes, load_word, unowned
-from persia_torchrec.store.row_columns import (
-    PLACE_BITS,
-    RowColumns,
-    RowShape,
+from persia_torchrec.intrinsics import (
+    copy_bytes,
+    load_u64,
+    prefetch,
+    store_u32,
+    store_u64,
+    unowned,
 )
+from persia_torchrec.store.float16 import FP32
+from persia_torchrec.store.lookup import Indices, find_slots
+from persia_torchrec.store.recency import (
+    COMPACTING,
+    HEAD,
+    MARK,
+    MARK_WORDS,
+    READ,
+    TAIL,
+    WRITE,
+    RecencyLogs,
+)
+from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns, RowShape
 from persia_torchrec.store.rows import (
     DIM,
     DTYPE,
-    FP32,
     FREQUENCY,
     HAS_METADATA,
+    MISSING,
     NUM_STATE,
     OWNER_SHIFT,
     STATE,
@@ -43,17 +69,28 @@ from persia_torchrec.store.rows import (
     USED,
     WEIGHTS,
     WORD,
+    Ids,
     Layout,
     Words,
+    address_of,
+    reserve,
 )
 from persia_torchrec.store.shard_memory import ShardMemory
-from persia_torchrec.store.use_order import Numbers, UseOrder
+
+Numbers = npt.NDArray[np.uint32]
 
 _CHUNK_BYTES = 2**20
 _SLICE_BYTES = 2**18
 _SLICE_RECORDS = 4096
-_LARGEST_PLACE = np.uint32(2**PLACE_BITS - 1)
-_PLACE_BITS = np.uint64(PLACE_BITS)
+_LARGEST_POSITION = np.uint64(2**POSITION_BITS - 1)
+_POSITION_BITS = np.uint64(POSITION_BITS)
+
+_AT, _TICK, _ARENA, _POSITION = range(4)  # columns of the cursor
+_LOOK_AHEAD = 16
+_S32 = np.uint64(32)
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+_2, _4, _8, _16 = (np.uint64(num) for num in (2, 4, 8, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +113,12 @@ class RawRows:
     """Slots of an arena as they stood, used and free ones.
 
     Attributes:
-        words: uint64 ``(N, words a row)``.
-        places: uint32 ``(N,)``, the place of each in the request that used it last.
+        words: uint64 ``(N, words per row)``.
+        positions: uint32 ``(N,)``, of each in the request that used it last.
     """
 
     words: Words
-    places: Numbers
+    positions: Numbers
 
 
 class RowExport:
@@ -99,13 +136,13 @@ class RowExport:
             ExportedTable(
                 state.spec.name,
                 state.layout,
-                RowShape.of(state.spec, has_metadata=bool(state.layout[HAS_METADATA])),
+                RowShape.of(state.spec, has_metadata=state.has_metadata),
             )
-            for state in memory.tables.states
+            for state in memory.states
         ]
-        self._arenas = list(memory.tables.arenas)
-        self._num_used = memory.tables.directory[:, USED].astype(np.int64).tolist()
-        self._order = UseOrder(memory.logs, memory.tables.directory.copy())
+        self._arenas = list(memory.arenas)
+        self._num_used = memory.directory[:, USED].astype(np.int64).tolist()
+        self._order = UseOrder(memory.logs, memory.directory.copy())
         self._orders = True
         self._arena = self._slot = self._num_copied = 0
         self._chunk: RawRows | None = None
@@ -118,7 +155,7 @@ class RowExport:
 
     @property
     def progress(self) -> float:
-        """Return which part of the slots has been copied, in [0, 1]."""
+        """Return which fraction of the slots has been copied, in [0, 1]."""
         return self._num_copied / max(sum(self._num_used), 1)
 
     def advance(self) -> RawRows | None:
@@ -146,8 +183,8 @@ class RowExport:
         num = min(max(_SLICE_BYTES // row_bytes, 1), len(chunk.words) - begin)
         stop = self._slot + num
         chunk.words[begin : begin + num] = words[self._slot : stop]
-        places = self._order.places(self._arena, self._slot, stop)
-        chunk.places[begin : begin + num] = places
+        positions = self._order.positions[self._arena][self._slot : stop]
+        chunk.positions[begin : begin + num] = positions
         self._slot = stop
         self._num_copied += num
         if begin + num < len(chunk.words):
@@ -178,21 +215,143 @@ def split_by_table(
     split = []
     for number in np.flatnonzero(np.diff(offsets)).tolist():
         slots_K = order[offsets[number] : offsets[number + 1]]
-        rows = tables[number].shape.empty(len(slots_K))
-        copy_columns(
-            *(chunk.words, chunk.places[slots_K], slots_K, tables[number].layout),
-            *(rows.ids, rows.uses, rows.metadata, rows.state),
-            rows.weights.view(np.uint8),
-        )
+        table = tables[number]
+        rows = table.shape.empty(len(slots_K))
+        positions_K = chunk.positions[slots_K]
+        copy_columns(chunk.words, slots_K, positions_K, table.layout, rows.addresses())
         split.append((number, rows))
     return split
 
 
+def gather_rows(
+    memory: ShardMemory, table: int, ids_N: Ids
+) -> tuple[RowColumns, npt.NDArray[np.bool_]]:
+    """Copy the rows of ids as they are now; the store's thread calls it.
+
+    Args:
+        memory: of the store; not changed, and nothing is counted.
+        table: number of the table.
+        ids_N: uint64 ``(N,)``, read-only.
+
+    Returns:
+        The rows of those ids that have one, in their order; their uses have no
+        meaning. And for each id whether it has a row, ``(N,)``.
+    """
+    state = memory.states[table]
+    slots_N = find_slots(state.layout, ids_N)
+    found_N = slots_N != MISSING
+    slots_K = slots_N[found_N].astype(np.int64)
+    shape = RowShape.of(state.spec, has_metadata=state.has_metadata)
+    rows = shape.empty(len(slots_K))
+    positions_K = np.zeros(len(slots_K), dtype=np.uint32)
+    words = memory.arena(state)
+    copy_columns(words, slots_K, positions_K, state.layout, rows.addresses())
+    return rows, found_N
+
+
+class _Segment(NamedTuple):
+    """A stretch of a log: its records, and the tick and arena of the first."""
+
+    records: Numbers
+    tick: np.uint64
+    arena: np.uint64
+
+
+class UseOrder:
+    """The positions of rows in their requests. The store's thread owns it.
+
+    Args:
+        logs: of the store; the records in use are copied.
+        directory: of the arenas, kept: the store must not be cleared.
+
+    Attributes:
+        positions: for each arena uint32, those of its slots.
+    """
+
+    def __init__(self, logs: RecencyLogs, directory: Words) -> None:
+        self._segments = _copy_segments(logs)
+        self._directory = directory
+        num_used = directory[:, USED].tolist()
+        self.positions = [reserve(num // 2 + 1).view(np.uint32) for num in num_used]
+        addresses = [positions.ctypes.data for positions in self.positions]
+        self._addresses = np.array(addresses, dtype=np.uint64)
+        self._cursor = np.zeros(4, dtype=np.uint64)
+        self._begin_segment()
+
+    def advance(self, num_records: int) -> bool:
+        """Read a few more records; return whether there are others after them."""
+        if not self._segments:
+            return False
+        records, cursor = self._segments[0].records, self._cursor
+        stop = min(int(cursor[_AT]) + num_records, len(records))
+        _number_rows(records, stop, cursor, self._directory, self._addresses)
+        if int(cursor[_AT]) >= len(records):
+            self._segments.pop(0)
+            self._begin_segment()
+        return bool(self._segments)
+
+    def _begin_segment(self) -> None:
+        if self._segments:
+            _, tick, arena = self._segments[0]
+            if tick != self._cursor[_TICK]:
+                self._cursor[_POSITION] = 0
+            self._cursor[_AT], self._cursor[_TICK] = 0, tick
+            self._cursor[_ARENA] = arena
+
+
+def _copy_segments(logs: RecencyLogs) -> list[_Segment]:
+    segments = []
+    for line, words in zip(logs.directory, logs.words, strict=True):
+        records = words.view(np.uint32)
+        ends = [(HEAD, TAIL)]
+        if line[COMPACTING]:
+            ends = [(HEAD, WRITE), (READ, TAIL)]
+        for begin, end in ends:
+            copied = records[int(line[begin]) : int(line[end])].copy()
+            if len(copied):
+                segments.append(_Segment(copied, line[begin + 1], line[begin + 2]))
+    return segments
+
+
 @compiled
-def _group(
-    words_NW: Words, num_tables: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Sort slots by table, free ones left out: where each table begins, the slots."""
+def _number_rows(
+    records: Numbers, stop: int, cursor: Words, arenas: Words, addresses_A: Words
+) -> None:
+    """Write the positions of the rows of the next records.
+
+    Args:
+        records: of a segment of a log.
+        stop: end of the records to read; a mark is read as a whole.
+        cursor: uint64 ``(4,)``, how far the segment was read; advanced.
+        arenas: the directory of arenas.
+        addresses_A: uint64, where the positions of each arena's slots are.
+    """
+    at, tick = np.int64(cursor[_AT]), cursor[_TICK]
+    arena, position = cursor[_ARENA], cursor[_POSITION]
+    while at < stop:
+        slot = np.uint64(records[at])
+        if slot == MARK:
+            new = np.uint64(records[at + 2]) | (np.uint64(records[at + 3]) << _S32)
+            if new != tick:
+                position = _ZERO
+            tick, arena = new, np.uint64(records[at + 1])
+            at += MARK_WORDS
+            continue
+        if at + _LOOK_AHEAD < len(records):
+            ahead = np.uint64(records[at + _LOOK_AHEAD])  # perhaps not a slot
+            prefetch(address_of(arenas, arena, ahead))
+        word = load_u64(address_of(arenas, arena, slot) + WORD)
+        if word & TICK_MASK == tick:
+            store_u32(addresses_A[arena] + _4 * slot, position)
+        position += _ONE
+        at += 1
+    cursor[_AT], cursor[_TICK] = np.uint64(at), tick
+    cursor[_ARENA], cursor[_POSITION] = arena, position
+
+
+@compiled
+def _group(words_NW: Words, num_tables: int) -> tuple[Indices, Indices]:
+    """Sort slots by table, without free ones: where each table begins, the slots."""
     offsets = np.zeros(num_tables + 1, dtype=np.int64)
     for n in range(len(words_NW)):
         owner = np.int64(words_NW[n, 1] >> OWNER_SHIFT)
@@ -212,53 +371,32 @@ def _group(
 
 @compiled
 def copy_columns(
-    words_NW: Words,
-    places_K: Numbers,
-    slots_K: npt.NDArray[np.int64],
-    layout: Layout,
-    ids_K: Words,
-    uses_K: Words,
-    metadata: Numbers,
-    state: npt.NDArray[np.float32],
-    weights: npt.NDArray[np.uint8],
+    words_NW: Words, slots_K: Indices, positions_K: Numbers, layout: Layout, to: Words
 ) -> None:
     """Copy rows of one table, each part into its column.
 
     Args:
-        words_NW: uint64 ``(N, words a row)``, slots.
-        places_K: uint32 ``(K,)``, the place of each row in its last request.
+        words_NW: uint64 ``(N, words per row)``, slots.
         slots_K: int64 ``(K,)``, which slots.
-        layout: of the table's rows.
-        ids_K: uint64 ``(K,)``, overwritten, as all that follow: see ``RowColumns``.
-        uses_K: uint64 ``(K,)``.
-        metadata: uint32 ``(K, 4)`` or ``(K, 0)``.
-        state: float32 ``(K, S)``.
-        weights: the bytes of the column of weights.
+        positions_K: uint32 ``(K,)``, the position of each row in its last request.
+        layout: of the table.
+        to: uint64 ``(5,)``, addresses of the columns of K rows: ``RowColumns``.
     """
     words_NW = unowned(words_NW)
     stride = np.uint64(8 * words_NW.shape[1])
     base = np.uint64(words_NW.ctypes.data)
-    size = 4 if layout[DTYPE] == FP32 else 2
-    weight_bytes = np.uint64(layout[DIM] * size)
-    state_bytes = np.uint64(4 * layout[NUM_STATE])
-    metadata_bytes = np.uint64(16 if layout[HAS_METADATA] else 0)
-    from_weights, from_state = (
-        np.uint64(4 * layout[WEIGHTS]),
-        np.uint64(4 * layout[STATE]),
-    )
-    to_weights, to_state = np.uint64(weights.ctypes.data), np.uint64(state.ctypes.data)
-    to_metadata = np.uint64(metadata.ctypes.data)
+    ids, uses, metadata, state, weights = to[0], to[1], to[2], to[3], to[4]
+    metadata_bytes = _16 * layout[HAS_METADATA]
+    state_bytes = _4 * layout[NUM_STATE]
+    weight_bytes = layout[DIM] * (_4 if layout[DTYPE] == FP32 else _2)
+    from_state, from_weights = layout[STATE], layout[WEIGHTS]
     for k in range(len(slots_K)):
-        address = base + np.uint64(slots_K[k]) * stride
-        ids_K[k] = load_word(address)
-        place = np.uint64(min(places_K[k], _LARGEST_PLACE))
-        tick = load_word(address + WORD) & TICK_MASK
-        uses_K[k] = (tick << _PLACE_BITS) | place
-        row = np.uint64(k)
-        copy_bytes(
-            to_metadata + row * metadata_bytes, address + FREQUENCY, metadata_bytes
-        )
-        copy_bytes(to_state + row * state_bytes, address + from_state, state_bytes)
-        copy_bytes(
-            to_weights + row * weight_bytes, address + from_weights, weight_bytes
-        )
+        address, row = base + np.uint64(slots_K[k]) * stride, np.uint64(k)
+        store_u64(ids + _8 * row, load_u64(address))
+        position = min(np.uint64(positions_K[k]), _LARGEST_POSITION)
+        tick = load_u64(address + WORD) & TICK_MASK
+        store_u64(uses + _8 * row, (tick << _POSITION_BITS) | position)
+        to_metadata = metadata + row * metadata_bytes
+        copy_bytes(to_metadata, address + FREQUENCY, metadata_bytes)
+        copy_bytes(state + row * state_bytes, address + from_state, state_bytes)
+        copy_bytes(weights + row * weight_bytes, address + from_weights, weight_bytes)

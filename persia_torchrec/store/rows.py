@@ -1,9 +1,9 @@
 """Rows: where weights and optimizer state stand, and which slots are free.
 
 Rows of one width share an arena: one stretch of memory of ``capacity`` equal slots, of
-which only the used ones cost anything. A row is a header of two 8-byte words, then what
-its table's layout says, so that finding, touching and reading a row share their first
-cache line:
+which only the used ones cost anything. A row is a header of two 8-byte words, then its
+table's columns, so that finding, touching and reading a row share their first cache
+line:
 
     word 0    id                                    (free slot: next free slot + 1)
     word 1    owner (16 bits) | tick (48 bits)      (free slot: 0)
@@ -13,58 +13,119 @@ cache line:
 
 ``owner`` is the number of the table plus one; ``tick`` says in which request the row
 was last used (see ``recency.py``). Words 2 and 3 are there only if the table keeps
-metadata. The loops see all arenas as one directory, a uint64 array with a line an
+metadata. The loops see all arenas as one directory, a uint64 array with a line per
 arena:
 
-    base address | bytes a slot | slots ever used | head of the free list + 1 | tags
+    base address | bytes per slot | slots ever used | head of the free list + 1 | tags
 
 A row's tag is the lowest byte of its tick, kept a second time beside the arena, a byte
-a slot: whoever wants to know which of many rows were used since looks there first.
+per slot: scans filter by last use without reading the rows.
+
+WHAT A LOOP TAKES: the *layout* of a table, one uint64 array that says where its rows
+and their parts are, and where the store's own arrays are. It stands for twenty
+arguments; the loop unpacks it with :func:`store_at` and :func:`rows_at`.
 """
 
+import mmap
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.store.memory import (
-    load_byte,
-    load_word,
-    reserve,
-    store_byte,
-    store_word,
+from persia_torchrec.errors import StoreError
+from persia_torchrec.intrinsics import (
+    Pointer,
+    copy_bytes,
+    floats_at,
+    halves_at,
+    integers_at,
+    load_u8,
+    load_u64,
+    store_u8,
+    store_u64,
+    words_at,
 )
+from persia_torchrec.store.float16 import FP32, round_to_nearest, widen
 from persia_torchrec.table import TableSpec
 
+Ids = npt.NDArray[np.uint64]
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
-Layout = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.uint32]
+Counts = npt.NDArray[np.uint32]
+Tally = npt.NDArray[np.int64]
+Layout = npt.NDArray[np.uint64]
 
 BASE, STRIDE, USED, FREE, TAGS = range(5)
 """Columns of the directory of arenas."""
 
-ARENA, OWNER, DIM, WEIGHTS, STATE, NUM_STATE, DTYPE, HAS_METADATA = range(8)
-"""Places of a table's layout: number of its arena, number of the table plus one, its
-dim, the float at which its weights begin, the one at which its state begins, how many
-floats of state, how weights are stored, whether words 2 and 3 are there."""
+STORE, ARENA, OWNER, DIM, DTYPE, WEIGHTS, STATE, NUM_STATE = range(8)
+HAS_METADATA, SCRATCH, FILL, SEED, INITIAL_STATE, STEP, NOW_S = range(8, 15)
+NUM_COLUMNS = 15
+"""Columns of a table's layout. Addresses: of the store's arrays, of ``DIM`` floats to
+widen a row in, of the initializer's numbers, of the state of a new row. Bytes of a row
+at which its weights and its state begin. Numbers: of its arena, of the table plus one,
+of weights and of floats of state, of the weight dtype. Whether rows carry metadata; the
+seed; the table's step, and the second of the current request."""
 
-FP32, FP16, BF16 = range(3)
-"""How weights are stored; the places are those of ``TableSpec.weight_dtype``."""
+HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
+EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
+LEFT_AT, LEFT_ROOM, CAPACITY = range(10, 13)
+NUM_TALLIES = 13
+"""Columns of the tally: ids found, ids not found, rows made, ids refused a row, rows in
+use, tick of the current request; rows that left because the store was full, because of
+their age in steps, in seconds, because of their norm; address at which the next row to
+leave is noted, or 0, and for how many there is room (see ``journal.py``); rows that the
+store may hold."""
 
 FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24, 28))
 """Bytes of a row at which its metadata stand, each a uint32."""
+
+MISSING = np.uint32(2**32 - 1)
+"""Slot of an id that has no row."""
 
 OWNER_SHIFT = np.uint64(48)
 TICK_MASK = np.uint64(2**48 - 1)
 WORD = np.uint64(8)
 
-_HEADER_FLOATS = 4
-_METADATA_FLOATS = 4
-_DTYPES = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+_HEADER_BYTES = 16
+_METADATA_BYTES = 16
+_DTYPES = ("fp32", "fp16", "bf16")
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
+_MANY = 2**40
+"""Length of arrays that the loops see by address: no index is ever checked."""
 _ONE = np.uint64(1)
 _ZERO = np.uint64(0)
+
+
+def reserve(num_words: int) -> Words:
+    """Reserve zeroed memory that costs nothing until it is written.
+
+    Args:
+        num_words: number of 8-byte words.
+
+    Returns:
+        uint64 ``(num_words,)``, all zero, aligned to a page, given back to the
+        operating system when the array is no longer used.
+
+    Raises:
+        StoreError: the operating system refuses the address space.
+    """
+    num_bytes = max(num_words * 8, 1)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, OverflowError, ValueError) as exc:
+        raise StoreError(
+            "The operating system must grant address space for the store's capacity. "
+            f"Received: {exc} for {num_bytes} bytes. Lower the capacity, or allow "
+            "overcommitted memory (vm.overcommit_memory)."
+        ) from exc
+    return np.frombuffer(memory, dtype=np.uint64, count=num_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,75 +133,105 @@ class Arena:
     """The slots of all rows of one width.
 
     Attributes:
-        words_a_row: 8-byte words a slot, header included.
-        floats: float32 ``(capacity, 2 * words_a_row)``; the same memory as ``words``.
-        words: uint64 ``(capacity, words_a_row)``.
+        words: uint64 ``(capacity, words per row)``.
         tags: uint8 ``(capacity,)``, or a few more.
     """
 
-    words_a_row: int
-    floats: Floats
     words: Words
     tags: npt.NDArray[np.uint8]
 
     @classmethod
-    def reserve(cls, capacity: int, words_a_row: int) -> "Arena":
+    def reserve(cls, capacity: int, words_per_row: int) -> "Arena":
         """Reserve address space for ``capacity`` rows.
 
         Raises:
             StoreError: the operating system refuses.
         """
-        memory = reserve(capacity * words_a_row)
-        return cls(
-            words_a_row,
-            memory.view(np.float32).reshape(capacity, 2 * words_a_row),
-            memory.reshape(capacity, words_a_row),
-            reserve(capacity // 8 + 1).view(np.uint8),
-        )
+        memory = reserve(capacity * words_per_row).reshape(capacity, words_per_row)
+        return cls(memory, reserve(capacity // 8 + 1).view(np.uint8))
+
+    @property
+    def words_per_row(self) -> int:
+        """8-byte words per slot, header included."""
+        return self.words.shape[1]
 
     def directory_line(self) -> list[int]:
         """Return this arena's line of the directory, all slots unused."""
-        stride = self.words_a_row * 8
-        return [self.words.ctypes.data, stride, 0, 0, self.tags.ctypes.data]
+        address = self.words.ctypes.data
+        return [address, self.words_per_row * 8, 0, 0, self.tags.ctypes.data]
 
 
-def layout_of(
-    spec: TableSpec, *, has_metadata: bool, arena: int, number: int
-) -> Layout:
-    """Return where the parts of a table's rows stand.
+def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
+    """Return a layout without addresses, arena, seed, step and time.
 
     Args:
         spec: the table.
-        has_metadata: whether its rows carry frequency, steps and time.
-        arena: number of the arena that its rows are in.
         number: of the table.
+        has_metadata: whether its rows carry frequency, steps and time.
 
     Returns:
-        int64 ``(8,)``, see ``ARENA`` and the others.
+        uint64 ``(15,)``, see ``STORE`` and the others.
     """
-    dtype = _DTYPES[spec.weight_dtype]
-    weights = _HEADER_FLOATS + (_METADATA_FLOATS if has_metadata else 0)
+    dtype = _DTYPES.index(spec.weight_dtype)
+    layout = np.zeros(NUM_COLUMNS, dtype=np.uint64)
+    layout[OWNER] = number + 1
+    layout[DIM], layout[NUM_STATE] = spec.dim, spec.num_state_floats
+    layout[DTYPE], layout[HAS_METADATA] = dtype, has_metadata
+    layout[WEIGHTS] = _HEADER_BYTES + _METADATA_BYTES * has_metadata
     weight_floats = spec.dim if dtype == FP32 else (spec.dim + 1) // 2
-    numbers = [
-        *(arena, number + 1, spec.dim, weights, weights + weight_floats),
-        *(spec.num_state_floats, dtype, int(has_metadata)),
-    ]
-    return np.array(numbers, dtype=np.int64)
+    layout[STATE] = int(layout[WEIGHTS]) + 4 * weight_floats
+    return layout
 
 
-def words_a_row(layout: Layout) -> int:
+def words_per_row(layout: Layout) -> int:
     """Return the 8-byte words of a row of this layout."""
-    return int(layout[STATE] + layout[NUM_STATE] + 1) // 2
+    return (int(layout[STATE]) + 4 * int(layout[NUM_STATE]) + 7) // 8
+
+
+class StoreAt(NamedTuple):
+    """The store's own arrays, as the loops see them: views without an owner."""
+
+    lines: Words
+    """Of the index, ``(lines, 8)``."""
+
+    cursor: Words
+    """Of the index."""
+
+    arenas: Words
+    """The directory of arenas, ``(arenas, 5)``."""
+
+    logs: Words
+    """The directory of logs, ``(classes, 15)``."""
+
+    tally: Tally
+    """Counts; see ``HITS`` and the others."""
+
+
+class StoreArrays(NamedTuple):
+    """The same arrays, as their owner keeps them."""
+
+    lines: Words
+    cursor: Words
+    arenas: Words
+    logs: Words
+    tally: Tally
+
+    def addresses(self) -> list[int]:
+        """Return what :func:`store_at` reads: the addresses, and how many logs."""
+        return [*(array.ctypes.data for array in self), len(self.logs)]
 
 
 class RowsAt(NamedTuple):
-    """Where a table's rows are, as the loops want it: plain numbers, all uint64."""
+    """Where a table's rows are: plain numbers."""
 
     base: np.uint64
     """Address of slot 0."""
 
     stride: np.uint64
-    """Bytes a slot."""
+    """Bytes per slot."""
+
+    tags: np.uint64
+    """Address of the tag of slot 0."""
 
     arena: np.uint64
     """Number of the arena."""
@@ -148,31 +239,123 @@ class RowsAt(NamedTuple):
     owner: np.uint64
     """Number of the table plus one."""
 
+    dim: np.int64
+    """Weights per row."""
+
+    dtype: np.int64
+    """Of the weights."""
+
     weights: np.uint64
     """Byte of a row at which its weights begin."""
 
-    end_of_weights: np.uint64
-    """Byte of a row behind its weights."""
+    weight_bytes: np.uint64
+    """Bytes of the weights of a row."""
 
-    tags: np.uint64
-    """Address of the tag of slot 0."""
+    state: np.uint64
+    """Byte of a row at which its optimizer state begins."""
+
+    state_bytes: np.uint64
+    """Bytes of the state of a row."""
+
+    has_metadata: bool
+    """Whether rows carry metadata."""
+
+
+@inlined
+def store_at(layout: Layout) -> StoreAt:
+    """Return the arrays of the store that a table is in."""
+    array = words_at(layout[STORE])
+    return StoreAt(
+        numba.carray(words_at(array[0]), (_MANY, 8)),
+        numba.carray(words_at(array[1]), (_MANY,)),
+        numba.carray(words_at(array[2]), (_MANY, 5)),
+        numba.carray(words_at(array[3]), (np.int64(array[5]), 15)),
+        numba.carray(integers_at(array[4]), (_MANY,)),
+    )
+
+
+@inlined
+def rows_at(store: StoreAt, layout: Layout) -> RowsAt:
+    """Return where the rows of a table are."""
+    arena = layout[ARENA]
+    size = np.uint64(4 if layout[DTYPE] == FP32 else 2)
+    return RowsAt(
+        store.arenas[arena, BASE],
+        store.arenas[arena, STRIDE],
+        store.arenas[arena, TAGS],
+        arena,
+        layout[OWNER],
+        np.int64(layout[DIM]),
+        np.int64(layout[DTYPE]),
+        layout[WEIGHTS],
+        layout[DIM] * size,
+        layout[STATE],
+        layout[NUM_STATE] * np.uint64(4),
+        layout[HAS_METADATA] != _ZERO,
+    )
+
+
+@inlined
+def read_weights(rows: RowsAt, address: np.uint64, target: np.uint64) -> None:
+    """Copy the weights of the row at an address to float32 at another one."""
+    if rows.dtype == FP32:
+        copy_bytes(target, address + rows.weights, rows.weight_bytes)
+    else:
+        halves = halves_at(address + rows.weights)
+        widen(halves, floats_at(target), rows.dim, rows.dtype)
+
+
+@inlined
+def write_weights(rows: RowsAt, address: np.uint64, source: np.uint64) -> None:
+    """Write float32 at an address to the weights of a row, rounded to the nearest."""
+    if rows.dtype == FP32:
+        copy_bytes(address + rows.weights, source, rows.weight_bytes)
+    else:
+        halves = halves_at(address + rows.weights)
+        round_to_nearest(floats_at(source), halves, rows.dim, rows.dtype)
 
 
 @compiled
-def rows_at(arenas: Words, layout: Layout) -> RowsAt:
-    """Return where the rows of a layout are."""
-    arena = np.uint64(layout[ARENA])
-    weights = np.uint64(4 * layout[WEIGHTS])
-    size = np.uint64(4 if layout[DTYPE] == FP32 else 2)
-    return RowsAt(
-        arenas[arena, BASE],
-        arenas[arena, STRIDE],
-        arena,
-        np.uint64(layout[OWNER]),
-        weights,
-        weights + np.uint64(layout[DIM]) * size,
-        arenas[arena, TAGS],
-    )
+def read_rows(layout: Layout, slots_N: Slots, out_NW: Floats) -> None:
+    """Copy weights and optimizer state of rows; ``MISSING`` reads zeros.
+
+    Args:
+        layout: of the table.
+        slots_N: uint32 ``(N,)``.
+        out_NW: float32 ``(N, D + S)``, overwritten.
+    """
+    rows = rows_at(store_at(layout), layout)
+    target = np.uint64(out_NW.ctypes.data)
+    for i in range(len(slots_N)):
+        if slots_N[i] == MISSING:
+            out_NW[i, :] = np.float32(0)
+        else:
+            address = rows.base + np.uint64(slots_N[i]) * rows.stride
+            read_weights(rows, address, target)
+            state = target + np.uint64(4 * rows.dim)
+            copy_bytes(state, address + rows.state, rows.state_bytes)
+        target += np.uint64(4 * out_NW.shape[1])
+
+
+@compiled
+def write_rows(layout: Layout, slots_N: Slots, rows_NK: Floats) -> None:
+    """Overwrite the weights of rows, and their optimizer state if it is given.
+
+    Args:
+        layout: of the table.
+        slots_N: uint32 ``(N,)``, where each row is; ``MISSING`` is skipped.
+        rows_NK: float32 ``(N, D)``, weights; or ``(N, D + S)``, weights and state.
+    """
+    rows = rows_at(store_at(layout), layout)
+    source = np.uint64(rows_NK.ctypes.data)
+    state_bytes = np.uint64(4 * (rows_NK.shape[1] - rows.dim))
+    for i in range(len(slots_N)):
+        if slots_N[i] != MISSING:
+            address = rows.base + np.uint64(slots_N[i]) * rows.stride
+            write_weights(rows, address, source)
+            state = source + np.uint64(4 * rows.dim)
+            copy_bytes(address + rows.state, state, state_bytes)
+        source += np.uint64(4 * rows_NK.shape[1])
 
 
 @inlined
@@ -182,15 +365,21 @@ def address_of(arenas: Words, arena: np.uint64, slot: np.uint64) -> np.uint64:
 
 
 @inlined
+def is_row_of(address: np.uint64, id_: np.uint64, owner: np.uint64) -> bool:
+    """Return whether the row at an address is that of an id of an owner."""
+    return load_u64(address) == id_ and load_u64(address + WORD) >> OWNER_SHIFT == owner
+
+
+@inlined
 def take_slot(arenas: Words, arena: np.uint64) -> np.uint64:
-    """Return a free slot; the caller has seen to it that there is one."""
+    """Return a free slot; the caller has made sure that there is one."""
     head = arenas[arena, FREE]
     if head == _ZERO:
         slot = arenas[arena, USED]
         arenas[arena, USED] = slot + _ONE
         return slot
     slot = head - _ONE
-    arenas[arena, FREE] = load_word(address_of(arenas, arena, slot))
+    arenas[arena, FREE] = load_u64(address_of(arenas, arena, slot))
     return slot
 
 
@@ -198,8 +387,18 @@ def take_slot(arenas: Words, arena: np.uint64) -> np.uint64:
 def free_slot(arenas: Words, arena: np.uint64, slot: np.uint64) -> None:
     """Put a slot on its arena's free list."""
     address = address_of(arenas, arena, slot)
-    store_word(address, arenas[arena, FREE])
-    store_word(address + WORD, _ZERO)
+    store_u64(address, arenas[arena, FREE])
+    store_u64(address + WORD, _ZERO)
     arenas[arena, FREE] = slot + _ONE
     tag = arenas[arena, TAGS] + slot
-    store_byte(tag, load_byte(tag) ^ _ONE)  # no longer that of its last use
+    store_u8(tag, load_u8(tag) ^ _ONE)  # no longer that of its last use
+
+
+@inlined
+def is_finite(values: Pointer, dim: np.int64) -> bool:
+    """Return whether ``dim`` float32 hold neither NaN nor an infinity."""
+    # Zero times a finite number is zero, times any other NaN: one vector pass.
+    total = np.float32(0)
+    for d in range(dim):
+        total += values[d] * np.float32(0)
+    return total == np.float32(0)

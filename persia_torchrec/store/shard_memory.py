@@ -1,35 +1,44 @@
-"""Everything that a store keeps: tables with their rows, index, recency, counts."""
+"""The memory of one shard: tables and their arenas, index, recency, counts."""
+
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from persia_torchrec.compiled import read_only
-from persia_torchrec.store.consistency import check_store
+from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.store.engine_choice import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import Index
-from persia_torchrec.store.insert import remove_ids
-from persia_torchrec.store.lookup import (
+from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
+from persia_torchrec.store.rows import (
+    ARENA,
+    CAPACITY,
     EVICTED,
+    EXPIRED_NORM,
     EXPIRED_SECONDS,
     EXPIRED_STEPS,
-    FADED,
     HITS,
     INSERTED,
     MISSES,
+    NUM_TALLIES,
+    OWNER_SHIFT,
     REJECTED,
     ROWS,
-    Ids,
-    Slots,
+    STORE,
+    TICK,
+    USED,
+    Arena,
+    StoreArrays,
+    Tally,
+    Words,
+    build_layout,
+    words_per_row,
 )
-from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
-from persia_torchrec.store.rows import ARENA, OWNER_SHIFT, USED, Floats, Words
-from persia_torchrec.store.scan import ScannedRows, ids_at, scan_slots
-from persia_torchrec.store.table_state import TableState
-from persia_torchrec.store.tables import Tables
-from persia_torchrec.store.update import read_floats
+from persia_torchrec.store.tables import TableState
+from persia_torchrec.table import TableSpec
 
-TableRows = tuple[Floats, Words, Words, Words]
+_MAX_TABLES = 2**16 - 2
 
-_TALLY = {
+_COUNTERS = {
     "hits": HITS,
     "misses": MISSES,
     "inserted": INSERTED,
@@ -37,64 +46,93 @@ _TALLY = {
     "evictions": EVICTED,
     "expired_steps": EXPIRED_STEPS,
     "expired_seconds": EXPIRED_SECONDS,
-    "expired_norm": FADED,
+    "expired_norm": EXPIRED_NORM,
 }
-_NUM_PLACES = len(_TALLY) + 4  # rows, tick, list of what leaves
 
 
 class ShardMemory:
-    """The memory of one shard. Owned by the store's thread.
+    """All that a store keeps. Owned by the store's thread.
 
     Args:
         capacity_rows: rows of all tables together.
-        tables: of the store.
-        is_lfu: whether frequency, and not recency alone, says which row leaves.
+        optimizer_engine: what applies updates.
+        is_lfu: whether frequency, and not recency alone, says which row leaves; then
+            the rows of every table carry metadata.
 
     Attributes:
-        tables: with the arenas of their rows.
+        states: one per table, in the order in which they were added.
+        arenas: one per width of rows.
+        directory: of the arenas.
         index: of all tables.
-        logs: of their use.
-        tally: int64, see ``lookup.HITS`` and the others.
+        logs: of the rows' use.
+        tally: int64, see ``rows.HITS`` and the others.
 
     Raises:
+        ConfigError: the optimizer engine is unknown, or not installed.
         StoreError: the operating system refuses the address space.
     """
 
-    def __init__(self, capacity_rows: int, tables: Tables, *, is_lfu: bool) -> None:
-        self.tables = tables
+    def __init__(
+        self, capacity_rows: int, optimizer_engine: OptimizerEngine, *, is_lfu: bool
+    ) -> None:
+        self._capacity_rows = capacity_rows
+        self._keeps_metadata = is_lfu
+        self._engine_choice = EngineChoice(optimizer_engine)
+        self._numbers: dict[str, int] = {}
+        self.states: list[TableState] = []
+        self.arenas: list[Arena] = []
+        self.directory: Words = np.zeros((0, 5), dtype=np.uint64)
         self.index = Index(capacity_rows)
         self.logs = RecencyLogs(capacity_rows, NUM_LFU_CLASSES if is_lfu else 1)
-        self.tally: npt.NDArray[np.int64] = np.zeros(_NUM_PLACES, dtype=np.int64)
+        self.tally: Tally = np.zeros(NUM_TALLIES, dtype=np.int64)
+        self.tally[CAPACITY] = capacity_rows
+        # What every table's layout points to: see rows.store_at.
+        self._addresses: Words = np.zeros(6, dtype=np.uint64)
+        self._set_addresses()
 
-    def rows(self, state: TableState) -> TableRows:
-        """Return what the loops take: the table's arena, the index, all arenas."""
-        floats = self.tables.arenas[state.layout[ARENA]].floats
-        return floats, self.index.lines, self.index.cursor, self.tables.directory
+    def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
+        """Make tables known, or change those that are; when one cannot be, do nothing.
 
-    def floats_at(self, state: TableState, slots_N: Slots) -> Floats:
-        """Return weights and optimizer state of rows; ``MISSING`` reads zeros."""
-        width = state.spec.dim + state.spec.num_state_floats
-        out = np.empty((len(slots_N), width), dtype=np.float32)
-        read_floats(slots_N, out, self.rows(state)[0], state.layout)
-        return out
+        Returns:
+            The number of each table.
 
-    def scan(self, state: TableState, start: int, max_rows: int) -> ScannedRows:
-        """Return the next rows of a table, from slot ``start`` on."""
-        found = scan_slots(start, max_rows, self.tables.directory, state.layout)
-        words = self.tables.arenas[state.layout[ARENA]].words
-        rows = self.floats_at(state, found.slots)
-        return ScannedRows(ids_at(found.slots, words), rows, found.next_slot)
-
-    def remove(self, state: TableState, ids_N: Ids) -> None:
-        """Take the rows of ids out; those that have none do not matter."""
-        remove_ids(read_only(ids_N), *self.rows(state), self.tally, state.layout)
+        Raises:
+            ConfigError: see :meth:`EmbeddingStore.add_tables`.
+            StoreError: no memory for the rows, or too many tables.
+        """
+        _require_different_names(specs)
+        for spec in specs:
+            self._require_fitting(spec)
+        numbers, states, arenas = [], list(self.states), list(self.arenas)
+        for spec in specs:
+            number = self._numbers.get(spec.name, len(states))
+            numbers.append(number)
+            if number < len(states):
+                engine = self._engine_choice.choose(spec)
+                states[number] = states[number].changed(spec, engine)
+            else:
+                states.append(self._new_state(spec, number, arenas))
+        new_lines = [arena.directory_line() for arena in arenas[len(self.arenas) :]]
+        lines = np.array(new_lines, dtype=np.uint64).reshape(-1, 5)
+        self.directory = np.concatenate([self.directory, lines])
+        self.states, self.arenas = states, arenas
+        self._numbers.update(zip((s.name for s in specs), numbers, strict=True))
+        self._set_addresses()
+        return numbers
 
     def clear(self) -> None:
-        """Drop all rows; what has been counted stays counted."""
-        self.tables.clear()
+        """Drop all rows, and what the tables remember; what was counted stays so."""
+        self.arenas = [
+            Arena.reserve(self._capacity_rows, arena.words_per_row)
+            for arena in self.arenas
+        ]
+        lines = [arena.directory_line() for arena in self.arenas]
+        self.directory = np.array(lines, dtype=np.uint64).reshape(-1, 5)
+        self.states = [state.cleared() for state in self.states]
         self.index.clear()
         self.logs.clear()
         self.tally[ROWS] = 0
+        self._set_addresses()
 
     @property
     def num_rows(self) -> int:
@@ -102,27 +140,82 @@ class ShardMemory:
         return int(self.tally[ROWS])
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of rows, index and recency logs that have been written to."""
-        strides = [arena.words_a_row * 8 for arena in self.tables.arenas]
-        rows = self.tables.directory[:, USED] * np.array(strides, dtype=np.uint64)
-        return int(rows.sum()) + self.index.size_bytes + self.logs.size_bytes
+    def tick(self) -> int:
+        """Number of the last request that used rows."""
+        return int(self.tally[TICK])
+
+    @tick.setter
+    def tick(self, tick: int) -> None:
+        self.tally[TICK] = tick
+
+    def arena(self, state: TableState) -> Words:
+        """Return the slots of the arena that a table's rows are in."""
+        return self.arenas[int(state.layout[ARENA])].words
 
     def counters(self) -> dict[str, int]:
-        """Return the tally under its names."""
-        return {name: int(self.tally[place]) for name, place in _TALLY.items()}
-
-    def check(self) -> None:
-        """Raise AssertionError if index, rows and recency do not agree."""
-        check_store(
-            *(self.tables.arenas, self.tables.directory, self.index, self.logs),
-            *(self.tables.states, self.num_rows),
-        )
+        """Return rows and bytes in use, and the counts since the start."""
+        strides = [arena.words_per_row * 8 for arena in self.arenas]
+        rows = self.directory[:, USED] * np.array(strides, dtype=np.uint64)
+        return {
+            "rows": self.num_rows,
+            "capacity_rows": self._capacity_rows,
+            "bytes": int(rows.sum()) + self.index.size_bytes + self.logs.size_bytes,
+            **{name: int(self.tally[at]) for name, at in _COUNTERS.items()},
+        }
 
     def ids_oldest_first(self) -> list[tuple[int, int]]:
         """Return ``(table, id)`` of every row, the next to leave first."""
         rows = []
-        for arena, slot in self.logs.current_rows(self.tables.directory):
-            id_, meta = self.tables.arenas[arena].words[slot, :2]
+        for arena, slot in self.logs.current_rows(self.directory):
+            id_, meta = self.arenas[arena].words[slot, :2]
             rows.append((int(meta >> OWNER_SHIFT) - 1, int(id_)))
         return rows
+
+    def _set_addresses(self) -> None:
+        logs = self.logs.directory
+        arrays = (self.index.lines, self.index.cursor, self.directory, logs, self.tally)
+        self._addresses[:] = StoreArrays(*arrays).addresses()
+
+    def _new_state(
+        self, spec: TableSpec, number: int, arenas: list[Arena]
+    ) -> TableState:
+        """Return the state of a new table; add an arena if none has its width."""
+        if number >= _MAX_TABLES:
+            raise StoreError(f"A server holds at most {_MAX_TABLES} tables.")
+        has_metadata = spec.has_metadata or self._keeps_metadata
+        layout = build_layout(spec, number, has_metadata=has_metadata)
+        words, widths = words_per_row(layout), [a.words_per_row for a in arenas]
+        if words not in widths:
+            arenas.append(Arena.reserve(self._capacity_rows, words))
+            widths.append(words)
+        layout[ARENA] = widths.index(words)
+        layout[STORE] = self._addresses.ctypes.data
+        return TableState(spec, layout, self._engine_choice.choose(spec))
+
+    def _require_fitting(self, spec: TableSpec) -> None:
+        """Raise ConfigError if the rows of a known table would look otherwise."""
+        self._engine_choice.require_fitting(spec)
+        number = self._numbers.get(spec.name)
+        if number is None:
+            return
+        known = self._describe(self.states[number].spec)
+        if known != self._describe(spec):
+            raise ConfigError(
+                f"Table {spec.name!r} has {known} on this server. Received: "
+                f"{self._describe(spec)}. Use another table name, or restart the "
+                "servers to clear them."
+            )
+
+    def _describe(self, spec: TableSpec) -> str:
+        """Describe the rows of a table."""
+        has_own_metadata = spec.has_metadata and not self._keeps_metadata
+        return spec.describe_rows(with_metadata=has_own_metadata)
+
+
+def _require_different_names(specs: Sequence[TableSpec]) -> None:
+    for name, times in Counter(spec.name for spec in specs).items():
+        if times > 1:
+            raise ConfigError(
+                "Tables added together must have different names. "
+                f"Received: {name!r} {times} times."
+            )

@@ -1,151 +1,238 @@
-"""The tables of a store, and the arenas that their rows are in."""
+"""The tables of a store: settings, compiled loops, and what is kept beside the rows.
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+Dimension key:
+    N: ids of one request
+    P: numbers of one request
+    D: embedding dim
+    S: optimizer-state floats per row
+"""
+
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
-from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.store.engine_choice import EngineChoice, OptimizerEngine
-from persia_torchrec.store.rows import ARENA, Arena, layout_of, words_a_row
-from persia_torchrec.store.table_state import TableState
+from persia_torchrec.compiled import inlined_kernel, read_only, specialized
+from persia_torchrec.embedding.setting import Admission, Kernel
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.store.fbgemm_engine import FbgemmEngine
+from persia_torchrec.store.insert import build_insert
+from persia_torchrec.store.lookup import Indices
+from persia_torchrec.store.rows import (
+    FILL,
+    HAS_METADATA,
+    INITIAL_STATE,
+    NOW_S,
+    SCRATCH,
+    SEED,
+    STEP,
+    Counts,
+    Floats,
+    Ids,
+    Layout,
+    Slots,
+    Words,
+    reserve,
+)
+from persia_torchrec.store.update import build_update
 from persia_torchrec.table import TableSpec
 
-if TYPE_CHECKING:
-    from persia_torchrec.store.fbgemm_engine import FbgemmEngine
+Bools = npt.NDArray[np.bool_]
 
-_MAX_TABLES = 2**16 - 2
+_NO_IDS = read_only(np.empty(0, dtype=np.uint64))
+_NO_SLOTS = read_only(np.empty(0, dtype=np.uint32))
+_NO_INDICES = np.empty(0, dtype=np.int64)
 
 
-class Tables:
-    """Tables by number and by name. Owned by the store's thread.
+class AdmissionState:
+    """What a table's admission remembers. The store's one thread owns it.
 
     Args:
-        capacity_rows: slots that each arena must have.
-        optimizer_engine: what applies updates.
-        has_metadata: whether the rows of every table carry metadata.
+        admission: of the table; it has a kernel.
+        seed: of the table.
 
     Attributes:
-        states: one a table, in the order in which they were added.
-        arenas: one for each width of rows.
-        directory: of the arenas.
+        memory: uint64 words of the kernel.
+        numbers: uint64, what the kernel needs of the settings; read-only.
 
     Raises:
-        ConfigError: the optimizer engine is unknown, or not installed.
+        StoreError: no memory for it.
+    """
+
+    def __init__(self, admission: Admission, seed: int) -> None:
+        kernel = admission.kernel()
+        assert kernel is not None
+        self._admit = build_admit(kernel)
+        self.memory: Words = reserve(admission.num_memory_words())
+        numbers = np.array(admission.kernel_numbers(seed), dtype=np.uint64)
+        self.numbers = read_only(numbers)
+
+    def admit(self, ids_N: Ids, counts_N: npt.NDArray[np.int64]) -> Bools:
+        """Count ids that have no row, and decide which get one.
+
+        Args:
+            ids_N: uint64 ``(N,)``; repeats are decided one after the other.
+            counts_N: int64 ``(N,)``, how often the batch holds each, ``>= 1``.
+
+        Returns:
+            bool ``(N,)``.
+        """
+        is_admitted_N = np.empty(len(ids_N), dtype=np.bool_)
+        ids_N, counts_N = read_only(ids_N), read_only(counts_N)
+        self._admit(self.memory, self.numbers, ids_N, counts_N, is_admitted_N)
+        return is_admitted_N
+
+
+@cache
+def build_admit(kernel: Kernel) -> Callable[..., None]:
+    """Compile the kernel of an admission as a loop."""
+    decide = inlined_kernel(kernel)
+
+    def admit(
+        memory: Words,
+        p: Words,
+        ids_N: Ids,
+        counts_N: npt.NDArray[np.int64],
+        is_admitted_N: Bools,
+    ) -> None:
+        decide(memory, p, ids_N, counts_N, is_admitted_N)
+
+    return specialized(admit, kernel)
+
+
+class TableState:
+    """One table of a store. Owned by the store's thread.
+
+    The first table with an optimizer or initializer compiles its loop, or loads it.
+
+    Args:
+        spec: its settings.
+        layout: where its rows are; the settings' columns are overwritten.
+        engine: what applies its updates; None for the fused loop.
+        admission: decides which ids get a row; None for the state of a table that was
+            not used yet.
+
+    Attributes:
+        spec: as given.
+        layout: as given; the loops take it.
+        engine: as given.
+        admission: decides which ids get a row; None when all do.
+        insert: the loop that makes its rows; see :func:`build_insert`.
     """
 
     def __init__(
         self,
-        capacity_rows: int,
-        *,
-        optimizer_engine: OptimizerEngine,
-        has_metadata: bool,
+        spec: TableSpec,
+        layout: Layout,
+        engine: FbgemmEngine | None,
+        admission: AdmissionState | None = None,
     ) -> None:
-        self._capacity_rows = capacity_rows
-        self._has_metadata = has_metadata
-        self._engine_choice = EngineChoice(optimizer_engine)
-        self._number_of: dict[str, int] = {}
-        self.states: list[TableState] = []
-        self.arenas: list[Arena] = []
-        self.directory = np.zeros((0, 5), dtype=np.uint64)
+        self.spec, self.layout, self.engine = spec, layout, engine
+        self.admission = admission
+        if admission is None and spec.admission.kernel() is not None:
+            self.admission = AdmissionState(spec.admission, spec.seed)
+        state_S = spec.optimizer.initial_state(spec.dim)
+        fill = spec.initializer.fill_numbers(spec.dim)
+        self._kept = {
+            SCRATCH: np.empty(spec.dim, dtype=np.float32),
+            FILL: np.array(fill, dtype=np.float32),
+            INITIAL_STATE: np.ascontiguousarray(state_S, dtype=np.float32),
+        }
+        for column, array in self._kept.items():
+            layout[column] = array.ctypes.data
+        layout[SEED] = spec.seed
+        self.insert = build_insert(spec.initializer.kernel())
+        no_rows = np.empty((0, spec.dim), dtype=np.float32)
+        self.insert(layout, _NO_IDS, _NO_SLOTS, _NO_INDICES, no_rows, _NO_SLOTS.copy())
+        self._bound = np.float32(spec.weight_bound or np.inf)
+        if engine is None:
+            self._update = build_update(spec.optimizer.kernel())
+            numbers = self._step_numbers()
+            self._update(layout, _NO_IDS, _NO_SLOTS, read_only(no_rows), numbers)
 
-    def add(self, specs: Sequence[TableSpec]) -> list[int]:
-        """Make tables known, or change those that are; when one cannot be, do nothing.
+    @property
+    def has_metadata(self) -> bool:
+        """Whether its rows carry metadata."""
+        return bool(self.layout[HAS_METADATA])
+
+    @property
+    def num_updates(self) -> int:
+        """Update requests so far: the table's step, Adam's ``t``."""
+        return int(self.layout[STEP])
+
+    @num_updates.setter
+    def num_updates(self, step: int) -> None:
+        self.layout[STEP] = step
+
+    def admit(
+        self, ids_N: Ids, counts_N: Counts, missing: Indices, out_ND: Floats
+    ) -> Indices:
+        """Return which of the missing ids get a row; write what the others read.
+
+        Args:
+            ids_N: uint64 ``(N,)``.
+            counts_N: uint32 ``(N,)``, how often each is in the batch; or empty.
+            missing: int64, which of them have no row.
+            out_ND: float32 ``(N, D)``, overwritten where an id is not admitted.
+        """
+        if self.admission is None:
+            return missing
+        ids = ids_N[missing]
+        counts = counts_N[missing] if len(counts_N) else np.ones(len(ids))
+        is_admitted = self.admission.admit(ids, counts.astype(np.int64))
+        out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
+        return missing[is_admitted]
+
+    def step_rows(
+        self, ids_N: Ids, hints_N: Slots, grads_ND: Floats, now_s: float
+    ) -> tuple[int, int]:
+        """Apply the optimizer to the rows of ids: a step of the table.
+
+        Args:
+            ids_N: uint64 ``(N,)``, read-only.
+            hints_N: uint32 ``(N,)``, where each row was when last seen.
+            grads_ND: float32 ``(N, D)``, read-only.
+            now_s: the current second.
 
         Returns:
-            The number of each table.
-
-        Raises:
-            ConfigError: see :meth:`EmbeddingStore.add_tables`.
-            StoreError: no memory for the rows, or too many tables.
+            How many ids have no row, and how many gradients were refused.
         """
-        _require_different_names(specs)
-        for spec in specs:
-            self._require_fitting(spec)
-        numbers, states, arenas = [], list(self.states), list(self.arenas)
-        for spec in specs:
-            number = self._number_of.get(spec.name, len(states))
-            numbers.append(number)
-            if number < len(states):
-                states[number] = states[number].changed(spec, self._engine_of(spec))
-            else:
-                states.append(self._new_state(spec, number, arenas))
-        new_lines = [arena.directory_line() for arena in arenas[len(self.arenas) :]]
-        lines = np.array(new_lines, dtype=np.uint64).reshape(-1, 5)
-        self.directory = np.concatenate([self.directory, lines])
-        self.states, self.arenas = states, arenas
-        self._number_of.update(zip((s.name for s in specs), numbers, strict=True))
-        return numbers
+        layout = self.layout
+        layout[STEP] += np.uint64(1)
+        layout[NOW_S] = max(int(now_s), 0)
+        if self.engine is not None:
+            bound, optimizer = float(self._bound), self.spec.optimizer
+            update = self.engine.update
+            return update(optimizer, layout, ids_N, hints_N, grads_ND, bound)
+        hints_N = read_only(hints_N)
+        return self._update(layout, ids_N, hints_N, grads_ND, self._step_numbers())
 
-    def number_of(self, name: str) -> int:
-        """Return the number of a table.
+    def require_metadata(self) -> None:
+        """Raise ConfigError if the rows carry no metadata."""
+        if not self.has_metadata:
+            raise ConfigError(
+                f"Table {self.spec.name!r} keeps no metadata. Add it with "
+                "keeps_metadata=True."
+            )
 
-        Raises:
-            ConfigError: there is no such table.
+    def changed(self, spec: TableSpec, engine: FbgemmEngine | None) -> "TableState":
+        """Return the state under new settings.
+
+        What the admission remembers is kept if the admission is the same.
         """
-        if name not in self._number_of:
-            raise ConfigError(
-                f"Unknown table {name!r}. This server has: {sorted(self._number_of)}."
-            )
-        return self._number_of[name]
+        is_same = (spec.admission, spec.seed) == (self.spec.admission, self.spec.seed)
+        admission = self.admission if is_same else None
+        return TableState(spec, self.layout.copy(), engine, admission)
 
-    def clear(self) -> None:
-        """Drop all rows, and what the tables remember; their settings stay."""
-        self.arenas = [
-            Arena.reserve(self._capacity_rows, arena.words_a_row)
-            for arena in self.arenas
-        ]
-        lines = [arena.directory_line() for arena in self.arenas]
-        self.directory = np.array(lines, dtype=np.uint64).reshape(-1, 5)
-        self.states = [
-            TableState.begin(state.spec, state.layout, state.engine)
-            for state in self.states
-        ]
+    def cleared(self) -> "TableState":
+        """Return the state of the same table before any request."""
+        layout = self.layout.copy()
+        layout[STEP] = 0
+        return TableState(self.spec, layout, self.engine)
 
-    def _require_fitting(self, spec: TableSpec) -> None:
-        """Raise ConfigError if the rows of a known table would look otherwise."""
-        self._engine_choice.require_fitting(spec)
-        number = self._number_of.get(spec.name)
-        if number is None:
-            return
-        known = self._describe(self.states[number].spec)
-        if known != self._describe(spec):
-            raise ConfigError(
-                f"Table {spec.name!r} has {known} on this server. Received: "
-                f"{self._describe(spec)}. Use another table name, or restart "
-                "the servers, which clears them."
-            )
-
-    def _describe(self, spec: TableSpec) -> str:
-        """Say what the rows of a table look like."""
-        has_own_metadata = spec.has_metadata and not self._has_metadata
-        return spec.describe_rows(with_metadata=has_own_metadata)
-
-    def _new_state(
-        self, spec: TableSpec, number: int, arenas: list[Arena]
-    ) -> TableState:
-        """Return the state of a new table; add an arena if none has its width."""
-        if number >= _MAX_TABLES:
-            raise StoreError(f"A server holds at most {_MAX_TABLES} tables.")
-        has_metadata = spec.has_metadata or self._has_metadata
-        layout = layout_of(spec, has_metadata=has_metadata, arena=0, number=number)
-        words = words_a_row(layout)
-        widths = [arena.words_a_row for arena in arenas]
-        if words not in widths:
-            arenas.append(Arena.reserve(self._capacity_rows, words))
-            widths.append(words)
-        layout[ARENA] = widths.index(words)
-        return TableState.begin(spec, layout, self._engine_of(spec))
-
-    def _engine_of(self, spec: TableSpec) -> "FbgemmEngine | None":
-        return self._engine_choice.engine_of(spec)
-
-
-def _require_different_names(specs: Sequence[TableSpec]) -> None:
-    for name, times in Counter(spec.name for spec in specs).items():
-        if times > 1:
-            raise ConfigError(
-                "Tables added together must have different names. "
-                f"Received: {name!r} {times} times."
-            )
+    def _step_numbers(self) -> Floats:
+        """Return the bound of the weights, and the optimizer's numbers of a step."""
+        spec, step = self.spec, max(self.num_updates, 1)
+        numbers = spec.optimizer.step_numbers(spec.dim, step)
+        return np.array((self._bound, *numbers), dtype=np.float32)

@@ -1,60 +1,63 @@
-"""Move rows by their gradients, each exactly once for each time that it is named.
+"""Step rows by their gradients, each exactly once for each time that it is named.
 
 A trainer that pushes gradients has looked the same ids up before, and the slots where
 they were then are at hand. Such a hint is checked against the row's header, which the
-update touches anyway; a row that has moved or left since is sought in the index. So a
-hint saves time and can never make a gradient reach another id.
+update touches anyway; a row that has moved or left since is looked up in the index. So
+a hint saves time and can never make a gradient reach another id.
 
 A gradient that holds NaN or an infinity would ruin its row for good: it is refused and
 counted, and the row stays as it is.
 
 Dimension key:
     N: ids of one request
+    P: numbers of one request
     D: embedding dim
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.store.halves import (
-    Halves,
-    round_at_random,
-    round_to_nearest,
-    widen,
+from persia_torchrec.compiled import inlined, inlined_kernel, specialized
+from persia_torchrec.embedding.setting import Kernel
+from persia_torchrec.intrinsics import (
+    Pointer,
+    floats_at,
+    halves_at,
+    load_u64,
+    store_u32,
+    unowned,
 )
+from persia_torchrec.store.float16 import FP32, round_stochastically, widen
 from persia_torchrec.store.index import (
     NOT_FOUND,
     IndexAt,
     find_slot,
     hash_of,
     index_at,
-    is_row_of,
 )
-from persia_torchrec.store.lookup import MISSING, Ids, Slots, prefetch_row
-from persia_torchrec.store.memory import store_half_word, unowned
-from persia_torchrec.store.pointers import Pointer, pointer_at
+from persia_torchrec.store.lookup import prefetch_row
 from persia_torchrec.store.rows import (
-    DIM,
-    DTYPE,
-    FP32,
-    HAS_METADATA,
+    CAPACITY,
     LAST_S,
     LAST_STEP,
-    NUM_STATE,
-    STATE,
-    WEIGHTS,
+    NOW_S,
+    SCRATCH,
+    STEP,
     Floats,
+    Ids,
     Layout,
     RowsAt,
-    Words,
+    Slots,
+    is_finite,
+    is_row_of,
     rows_at,
+    store_at,
 )
-from persia_torchrec.store.steps import bound_row_at, step_row_at
 
 _AHEAD = 10
-_ZERO = np.float32(0)
 _INFINITE = np.float32(np.inf)
 
 
@@ -73,128 +76,58 @@ class UpdateResult:
     num_unadmitted: int = 0
 
 
-@compiled
-def update_rows(
-    ids_N: Ids,
-    slots_N: Slots,
-    grads_ND: Floats,
-    floats: Floats,
-    lines: Words,
-    cursor: Words,
-    arenas: Words,
-    layout: Layout,
-    kind: int,
-    numbers: Floats,
-    bound: np.float32,
-    step: np.uint64,
-    now_s: np.uint64,
-    scratch_D: Floats,
-) -> tuple[int, int]:
-    """Apply one step of an optimizer to the row of each id.
+@cache
+def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
+    """Compile the loop that applies one step of an optimizer to the row of each id.
 
     Args:
-        ids_N: uint64 ``(N,)``; an id that comes twice is updated twice.
-        slots_N: uint32 ``(N,)``, where each row was when last seen, or ``MISSING``.
-        grads_ND: float32 ``(N, D)``.
-        floats: the arena of this table's rows; changed.
-        lines: of the index.
-        cursor: of the index.
-        arenas: the directory of arenas.
-        layout: of the table's rows.
-        kind: of the optimizer's step.
-        numbers: of the optimizer's step.
-        bound: largest magnitude of a weight after the update; inf for none.
-        step: of the table.
-        now_s: second of this request.
-        scratch_D: float32 ``(D,)``, overwritten.
+        kernel: of the optimizer.
 
     Returns:
-        How many ids have no row, and how many gradients were refused.
+        The loop. It takes the layout of the table; uint64 ``(N,)`` ids, of which a
+        repeated one is updated twice; uint32 ``(N,)``, where each row was when last
+        seen, or ``MISSING``; float32 ``(N, D)`` gradients; float32 ``(1 + P,)``, the
+        largest magnitude of a weight after the update (inf for none) and the numbers
+        of the optimizer. It returns how many ids have no row, and how many gradients
+        were refused.
     """
-    floats, layout, numbers = unowned(floats), unowned(layout), unowned(numbers)
-    rows, index = rows_at(arenas, layout), index_at(lines, cursor)
-    dim, dtype, has_metadata = layout[DIM], layout[DTYPE], layout[HAS_METADATA] != 0
-    state = np.uint64(4 * layout[STATE])
-    grad_bytes = np.uint64(4 * dim)
-    grad = np.uint64(grads_ND.ctypes.data)
-    num_slots = np.uint64(floats.shape[0])
-    num_missed = num_refused = 0
-    for i in range(len(ids_N)):
-        if i + _AHEAD < len(ids_N):
-            ahead = np.uint64(slots_N[i + _AHEAD])
-            prefetch_row(rows.base + ahead * rows.stride, rows.stride)
-        slot = find_hinted(index, rows, ids_N[i], np.uint64(slots_N[i]), num_slots)
-        address = rows.base + slot * rows.stride
-        if slot == NOT_FOUND:
-            num_missed += 1
-        elif not is_finite(pointer_at(grad), dim):
-            num_refused += 1
-        else:
-            weights = address + rows.weights
-            if dtype != FP32:
-                weights = np.uint64(scratch_D.ctypes.data)
-                widen(halves_of(floats, slot, layout), scratch_D, dtype)
-            step_row_at(kind, numbers, weights, address + state, grad, dim)
-            if bound < _INFINITE:
-                bound_row_at(weights, dim, bound)
-            if dtype != FP32:
-                seed = hash_of(ids_N[i], step)
-                halves = halves_of(floats, slot, layout)
-                round_at_random(scratch_D, halves, dtype, seed)
-            if has_metadata:
-                note_update(address, step, now_s)
-        grad += grad_bytes
-    return num_missed, num_refused
+    step_row = inlined_kernel(kernel)
 
+    def update(
+        layout: Layout, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
+    ) -> tuple[int, int]:
+        ids_N, slots_N, layout = unowned(ids_N), unowned(slots_N), unowned(layout)
+        store = store_at(layout)
+        rows, index = rows_at(store, layout), index_at(store)
+        bound = numbers[0]
+        p = floats_at(np.uint64(numbers.ctypes.data) + np.uint64(4))
+        grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
+        num_slots = np.uint64(store.tally[CAPACITY])
+        num_missed = num_refused = 0
+        for i in range(len(ids_N)):
+            if i + _AHEAD < len(ids_N):
+                ahead = np.uint64(slots_N[i + _AHEAD])
+                prefetch_row(rows.base + ahead * rows.stride, rows.stride)
+            hint = np.uint64(slots_N[i])
+            slot = find_hinted(index, rows, ids_N[i], hint, num_slots)
+            address = rows.base + slot * rows.stride
+            if slot == NOT_FOUND:
+                num_missed += 1
+            elif not is_finite(floats_at(grad), rows.dim):
+                num_refused += 1
+            else:
+                weights = address + rows.weights
+                if rows.dtype != FP32:
+                    weights = layout[SCRATCH]
+                    halves = halves_at(address + rows.weights)
+                    widen(halves, floats_at(weights), rows.dim, rows.dtype)
+                w, s = floats_at(weights), floats_at(address + rows.state)
+                step_row(p, w, s, floats_at(grad), rows.dim)
+                finish_row(layout, rows, address, weights, bound)
+            grad += grad_bytes
+        return num_missed, num_refused
 
-@compiled
-def write_floats(
-    slots_N: Slots, rows_NK: Floats, floats: Floats, layout: Layout
-) -> None:
-    """Overwrite the weights of rows, and their optimizer state if it is given.
-
-    Args:
-        slots_N: uint32 ``(N,)``, where each row is; ``MISSING`` is skipped.
-        rows_NK: float32 ``(N, D)``, weights; or ``(N, D + S)``, weights and state.
-        floats: the arena of these rows; changed.
-        layout: of the table's rows.
-    """
-    dim, begin, state = layout[DIM], layout[WEIGHTS], layout[STATE]
-    num_state = rows_NK.shape[1] - dim
-    for i in range(len(slots_N)):
-        slot = slots_N[i]
-        if slot == MISSING:
-            continue
-        if layout[DTYPE] == FP32:
-            floats[slot, begin : begin + dim] = rows_NK[i, :dim]
-        else:
-            halves = halves_of(floats, np.uint64(slot), layout)
-            round_to_nearest(rows_NK[i, :dim], halves, layout[DTYPE])
-        floats[slot, state : state + num_state] = rows_NK[i, dim:]
-
-
-@compiled
-def read_floats(slots_N: Slots, out_NW: Floats, floats: Floats, layout: Layout) -> None:
-    """Copy weights and optimizer state of rows; ``MISSING`` reads zeros.
-
-    Args:
-        slots_N: uint32 ``(N,)``.
-        out_NW: float32 ``(N, D + S)``, overwritten.
-        floats: the arena of these rows.
-        layout: of the table's rows.
-    """
-    dim, begin, state = layout[DIM], layout[WEIGHTS], layout[STATE]
-    for i in range(len(slots_N)):
-        slot = slots_N[i]
-        if slot == MISSING:
-            out_NW[i, :] = _ZERO
-            continue
-        if layout[DTYPE] == FP32:
-            out_NW[i, :dim] = floats[slot, begin : begin + dim]
-        else:
-            halves = halves_of(floats, np.uint64(slot), layout)
-            widen(halves, out_NW[i, :dim], layout[DTYPE])
-        out_NW[i, dim:] = floats[slot, state : state + layout[NUM_STATE]]
+    return specialized(update, kernel)
 
 
 @inlined
@@ -210,24 +143,37 @@ def find_hinted(
 
 
 @inlined
-def note_update(address: np.uint64, step: np.uint64, now_s: np.uint64) -> None:
-    """Write into a row's metadata when it was last updated."""
-    store_half_word(address + LAST_STEP, step)
-    store_half_word(address + LAST_S, now_s)
+def finish_row(
+    layout: Layout,
+    rows: RowsAt,
+    address: np.uint64,
+    weights: np.uint64,
+    bound: np.float32,
+) -> None:
+    """Clamp the new weights of a row, round them if it keeps 16 bits, and note when.
+
+    Args:
+        layout: of the table.
+        rows: where its rows are.
+        address: of the row.
+        weights: address of the new weights, float32; of the row's own if it keeps 32
+            bits.
+        bound: largest magnitude of a weight; inf for none.
+    """
+    if bound < _INFINITE:
+        bound_weights(floats_at(weights), rows.dim, bound)
+    if rows.dtype != FP32:
+        seed = hash_of(load_u64(address), layout[STEP])
+        halves = halves_at(address + rows.weights)
+        round_stochastically(floats_at(weights), halves, rows.dim, rows.dtype, seed)
+    if rows.has_metadata:
+        store_u32(address + LAST_STEP, layout[STEP])
+        store_u32(address + LAST_S, layout[NOW_S])
 
 
 @inlined
-def is_finite(grad: Pointer, dim: int) -> bool:
-    """Return whether a gradient holds neither NaN nor an infinity."""
-    # Zero times a finite number is zero, times any other NaN: one vector pass.
-    total = _ZERO
+def bound_weights(w: Pointer, dim: np.int64, bound: np.float32) -> None:
+    """Clamp weights to ``[-bound, bound]``; NaN stays NaN."""
     for d in range(dim):
-        total += grad[d] * _ZERO
-    return total == _ZERO
-
-
-@inlined
-def halves_of(floats: Floats, slot: np.uint64, layout: Layout) -> Halves:
-    """Return the weights of a row that are stored in 16 bits."""
-    begin = 2 * layout[WEIGHTS]
-    return floats.view(np.uint16)[slot, begin : begin + layout[DIM]]
+        weight = bound if w[d] > bound else w[d]
+        w[d] = -bound if weight < -bound else weight

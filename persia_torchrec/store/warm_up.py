@@ -11,8 +11,7 @@ from persia_torchrec.embedding.admission import (
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_export import RowExport, split_by_table
-from persia_torchrec.store.row_gather import gather_rows
+from persia_torchrec.store.row_export import RowExport, gather_rows, split_by_table
 from persia_torchrec.store.row_import import RowImport
 from persia_torchrec.table import TableSpec
 
@@ -31,7 +30,8 @@ def warm_up() -> None:
     """Run every loop once, on a store of its own.
 
     The first time on a machine this takes about half a minute; later processes find
-    the machine code on disk.
+    the machine code on disk. Loops of other optimizers and initializers are compiled
+    when the first table with one is added.
     """
     store = EmbeddingStore(4)
     ids = np.arange(6, dtype=np.uint64)
@@ -57,10 +57,8 @@ def _move_rows(store: EmbeddingStore) -> None:
     while not export.is_done:
         chunk = export.advance()
         for table, rows in split_by_table(chunk, export.tables) if chunk else ():
-            one = np.arange(len(rows)) == 0
-            moving = RowImport(
-                *(store.memory, 4, np.array([1], np.uint64)),
-                *(np.array([table], np.uint16), np.array([1], np.uint32)),
-            )
-            moving.add(table, 0, rows, one)
+            uses, numbers = np.array([1], np.uint64), np.array([table], np.uint16)
+            frequencies = np.array([1], np.uint32)
+            moving = RowImport(store.memory, 4, uses, numbers, frequencies)
+            moving.add(table, 0, rows, np.arange(len(rows)) == 0)
             moving.finish(1)

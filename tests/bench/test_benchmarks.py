@@ -159,7 +159,7 @@ def fbgemm_that_does_nothing(monkeypatch):
 
 
 def plain_loops_that_do_nothing(monkeypatch):
-    monkeypatch.setattr(limits, "_step", lambda *_: None)
+    monkeypatch.setattr(limits, "_build_step", lambda _: lambda *_: None)
 
 
 WRONG = [

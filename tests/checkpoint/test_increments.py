@@ -24,10 +24,10 @@ from persia_torchrec.embedding import AdmitFrequency, Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
-from persia_torchrec.store.lookup import TICK
-from persia_torchrec.store.row_gather import gather_rows
+from persia_torchrec.store.row_export import gather_rows
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
+from tests.store.consistency import check_store
 from tests.store.test_row_moves import (
     TABLES,
     assert_same,
@@ -94,14 +94,14 @@ class Journaled:
         """Make an increment; ``between`` runs while its rows are gathered."""
         dirty = DirtySet()
         store = self.store
-        states = store.memory.tables.states
+        states = store.memory.states
         head = {
             "log": "log",
             "number": len(self.increments) + 1,
             "shard": 0,
             "num_shards": 1,
             "created_s": 7.0,
-            "tick": int(store.memory.tally[TICK]),
+            "tick": store.memory.tick,
             "tables": tuple(map(SavedTable.from_state, states)),
         }
         dirty.add(store.journal.cut())
@@ -133,8 +133,8 @@ def put_in(store, increment, shard=0, num_shards=1):
     part = IncrementPart.select(increment, target)
     moving = IncrementImport(store, part, follows=True)
     while moving.advance():
-        store.check()
-    store.check()
+        check_store(store)
+    check_store(store)
 
 
 @given(before=requests, after=requests, eviction=evictions)

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.embedding.admission import (
+    ADMISSIONS,
     AdmitAll,
     AdmitBloom,
     AdmitFrequency,
     AdmitProbability,
-    admission_from_json,
 )
 from persia_torchrec.errors import ConfigError
 
@@ -37,7 +37,7 @@ admissions = st.one_of(
 @given(admissions)
 def test_an_admission_comes_back_from_json_as_it_was(admission):
     text = json.dumps(admission.to_json())
-    assert admission_from_json(json.loads(text)) == admission
+    assert ADMISSIONS.from_json(json.loads(text)) == admission
 
 
 def test_an_id_without_a_row_reads_zeros_unless_something_else_is_said():
@@ -125,4 +125,4 @@ def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
 )
 def test_a_description_of_no_admission_is_refused(description, message):
     with pytest.raises(ConfigError, match=message):
-        admission_from_json(description)
+        ADMISSIONS.from_json(description)

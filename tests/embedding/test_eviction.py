@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.embedding.eviction import Expiry, expiry_from_json
+from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
 from persia_torchrec.errors import ConfigError
 
 steps = st.integers(0, 2**48)
@@ -16,7 +16,7 @@ expiries = st.builds(Expiry, steps, st.floats(0, 1e9)) | st.builds(
 
 @given(expiries)
 def test_an_expiry_comes_back_from_json_as_it_was(expiry):
-    assert expiry_from_json(json.loads(json.dumps(expiry.to_json()))) == expiry
+    assert EXPIRIES.from_json(json.loads(json.dumps(expiry.to_json()))) == expiry
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_an_argument_out_of_its_range_is_refused(arguments, message):
 )
 def test_a_description_of_no_expiry_is_refused(description, message):
     with pytest.raises(ConfigError, match=message):
-        expiry_from_json(description)
+        EXPIRIES.from_json(description)

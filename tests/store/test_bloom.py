@@ -5,15 +5,35 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from persia_torchrec.compiled import compiled, inlined_kernel
 from persia_torchrec.embedding import AdmitBloom
+from persia_torchrec.embedding.admission import count_in_bloom
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store.bloom import BloomCounters
+from persia_torchrec.store.rows import reserve
 from tests import strategies
 from tests.reference import ReferenceBloom
 
-sightings = st.tuples(
-    strategies.ids, st.sampled_from([0, 1, 1, 1, 2, 7, 255, 2**63 - 1])
-)
+count = inlined_kernel(count_in_bloom)
+
+
+@compiled
+def run_count(memory, p, ids, counts):
+    return count(memory, p, ids, counts)
+
+
+class BloomCounters:
+    """The memory of ``AdmitBloom``, and what it says."""
+
+    def __init__(self, num_counters, num_hashes):
+        self.memory = reserve((num_counters + 7) // 8)
+        self.counters = self.memory.view(np.uint8)[:num_counters]
+        self.numbers = np.array([1, num_counters, num_hashes], dtype=np.uint64)
+
+    def add(self, ids, counts):
+        return run_count(self.memory, self.numbers, ids, counts)
+
+
+counted = st.tuples(strategies.ids, st.sampled_from([0, 1, 1, 1, 2, 7, 255, 2**63 - 1]))
 
 
 def arrays(pairs):
@@ -30,7 +50,7 @@ class BloomMachine(RuleBasedStateMachine):
         self.slow = ReferenceBloom(num_counters, num_hashes)
         self.truth: Counter[int] = Counter()
 
-    @rule(pairs=st.lists(sightings, max_size=6), times=st.sampled_from([1, 1, 5]))
+    @rule(pairs=st.lists(counted, max_size=6), times=st.sampled_from([1, 1, 5]))
     def add(self, pairs, times):
         frequencies = self.fast.add(*arrays(pairs * times)).tolist()
         assert frequencies == [self.slow.add(*pair) for pair in pairs * times]
@@ -66,7 +86,7 @@ def test_counters_reserve_address_space_and_no_memory():
     counters = BloomCounters(2**40, 7)
     ids = np.array([5, 2**64 - 1], dtype=np.uint64)
     assert counters.add(ids, np.array([3, 4])).tolist() == [3, 4]
-    # The places of both, on both sides of 2**32.
+    # The counters of both, on both sides of 2**32.
     assert np.count_nonzero(counters.counters[: 2**20]) == 0
 
 

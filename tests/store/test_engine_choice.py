@@ -12,7 +12,6 @@ from persia_torchrec.store.engine_choice import (
     MEASUREMENTS,
     EngineChoice,
     Measured,
-    kernel_name,
     measurements,
     nearest,
 )
@@ -25,7 +24,7 @@ SLOWER = Measured("sgd", "fp32", 64, fused_ns=100, fbgemm_ns=200)
 
 
 def is_fbgemm(measured, spec, engine="auto"):
-    chosen = EngineChoice(engine, measured).engine_of(spec)
+    chosen = EngineChoice(engine, measured).choose(spec)
     assert chosen is None or isinstance(chosen, FbgemmEngine)
     return chosen is not None
 
@@ -69,7 +68,7 @@ def test_a_chosen_engine_is_taken_whatever_was_measured():
 
 def test_tables_of_one_store_share_the_engine():
     choice = EngineChoice("auto", (FASTER,))
-    assert choice.engine_of(SGD_16) is choice.engine_of(replace(SGD_16, name="other"))
+    assert choice.choose(SGD_16) is choice.choose(replace(SGD_16, name="other"))
 
 
 def test_an_unknown_engine_is_refused():
@@ -86,8 +85,8 @@ def test_nothing_is_nearest_among_other_tables():
 
 
 def test_adam_with_an_l2_penalty_is_not_fbgemms():
-    assert kernel_name(Adam()) == "adam"
-    assert kernel_name(Adam(weight_decay=0.1)) == ""
+    assert Adam().fbgemm_name() == "adam"
+    assert Adam(weight_decay=0.1).fbgemm_name() == ""
 
 
 def test_what_is_committed_names_its_machine_and_covers_all_that_fbgemm_has():

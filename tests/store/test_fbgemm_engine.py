@@ -21,9 +21,11 @@ from persia_torchrec.embedding.optim import (
 )
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
-from persia_torchrec.store.lookup import MISSING
+from persia_torchrec.store.fbgemm_engine import BLOCK
+from persia_torchrec.store.rows import MISSING
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
+from tests.store.consistency import check_store
 from tests.trained_elsewhere import NUM_ROWS, batches, train_with_fbgemm
 
 OPTIMIZERS = {
@@ -112,7 +114,7 @@ def test_both_engines_leave_the_same_rows(name, dim, weight_dtype):
     assert np.abs(weights).max() == 0.125
     counters = [store.counters() for store in both.stores]
     assert counters[0] == counters[1]
-    both.stores[1].check()
+    check_store(both.stores[1])
 
 
 @given(
@@ -217,17 +219,19 @@ def test_an_empty_request_changes_nothing():
     assert store.num_rows == 0
 
 
-def test_slots_of_earlier_parts_are_forgotten_when_their_numbers_run_out():
+def test_slots_of_earlier_blocks_are_forgotten_when_their_numbers_run_out():
     both = Both(make_spec(SGD(1.0), 4))
     ids = np.arange(5, dtype=np.uint64)
     both.look_up(ids)
-    engine = both.stores[1]._tables.states[0].engine
+    engine = both.stores[1].memory.states[0].engine
     grads = np.ones((5, 4), dtype=np.float32)
-    for num_parts in (0, 2**32 - 2):
-        engine._num_parts = num_parts
+    for num_blocks in (0, 2**31 - 1):
+        both.update(ids, grads)
+        progress = engine._tables[4, 0].dense.progress
+        progress[BLOCK] = num_blocks
         for _ in range(3):
             both.update(ids, grads)
-    assert engine._num_parts == 2
+    assert progress[BLOCK] == 2
     assert_same_rows(both, ids)
 
 

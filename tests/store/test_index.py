@@ -26,8 +26,16 @@ from persia_torchrec.store.index import (
     likely_slot,
     remove_entry,
 )
-from persia_torchrec.store.lookup import MISSING, find_slots
-from persia_torchrec.store.rows import OWNER_SHIFT, Arena, layout_of, rows_at
+from persia_torchrec.store.lookup import find_slots
+from persia_torchrec.store.rows import (
+    MISSING,
+    OWNER_SHIFT,
+    STORE,
+    Arena,
+    StoreArrays,
+    build_layout,
+    rows_at,
+)
 from persia_torchrec.table import TableSpec
 from tests.strategies import ids_of_one_hash
 
@@ -54,7 +62,7 @@ class Rows:
         owners = [1] * len(ids) if owners is None else owners
         self.owners = np.array(owners, dtype=np.uint64)
         self.layouts = {
-            owner: layout_of(TABLE, has_metadata=False, arena=0, number=owner - 1)
+            owner: build_layout(TABLE, owner - 1, has_metadata=False)
             for owner in sorted({1, *owners})
         }
         arena = Arena.reserve(len(ids), 3)
@@ -67,6 +75,14 @@ class Rows:
             for id_, owner in zip(self.ids, self.owners, strict=True)
         ]
         self.index = Index(capacity)
+        self.addresses = np.zeros(6, dtype=np.uint64)
+
+    @property
+    def store(self) -> StoreArrays:
+        nothing = np.zeros((1, 15), dtype=np.uint64)
+        tally = np.zeros(1, dtype=np.int64)
+        arrays = (self.index.lines, self.index.cursor, self.directory, nothing, tally)
+        return StoreArrays(*arrays)
 
     @property
     def cursor(self) -> list[int]:
@@ -77,20 +93,20 @@ class Rows:
         return self.cursor[BOUNDARY] != 0
 
     def grow(self, num_new: int) -> None:
-        grow_a_little(self.index.lines, self.index.cursor, num_new)
+        grow_a_little(self.store, num_new)
 
     def add(self, slots: list[int]) -> None:
         """Add slots as the store does, a chunk at a time."""
         for start in range(0, len(slots), CHUNK):
             chunk = slots[start : start + CHUNK]
             self.grow(len(chunk))
-            at = index_at(self.index.lines, self.index.cursor)
+            at = index_at(self.store)
             for slot in chunk:
                 add_entry(at, self.hashes[slot], np.uint64(slot))
             self.index.cursor[ENTRIES] += np.uint64(len(chunk))
 
     def remove(self, slots: list[int]) -> None:
-        at = index_at(self.index.lines, self.index.cursor)
+        at = index_at(self.store)
         for slot in slots:
             remove_entry(at, self.hashes[slot], np.uint64(slot))
             self.index.cursor[ENTRIES] -= np.uint64(1)
@@ -98,8 +114,8 @@ class Rows:
     def find(self, slot: int, *, owner: int | None = None, hash_=None) -> int | None:
         """Look for the id of a slot, by itself."""
         owner = int(self.owners[slot]) if owner is None else owner
-        rows = rows_at(self.directory, self.layouts[owner])
-        at = index_at(self.index.lines, self.index.cursor)
+        rows = rows_at(self.store, self.layouts[owner])
+        at = index_at(self.store)
         hash_ = self.hashes[slot] if hash_ is None else hash_
         found = find_slot(at, rows, self.ids[slot], hash_)
         return None if found == NOT_FOUND else int(found)
@@ -110,10 +126,9 @@ class Rows:
         at_their_slots = set()
         for owner, layout in self.layouts.items():
             wanted = slots[self.owners[slots] == owner]
-            found = find_slots(
-                *(self.ids[wanted], self.index.lines, self.index.cursor),
-                *(self.directory, layout),
-            )
+            self.addresses[:] = self.store.addresses()
+            layout[STORE] = self.addresses.ctypes.data
+            found = find_slots(layout, self.ids[wanted])
             is_there = found != MISSING
             assert np.array_equal(found[is_there], wanted[is_there])
             at_their_slots |= set(wanted[is_there].tolist())
@@ -420,7 +435,7 @@ def test_an_id_of_hash_0_is_found_behind_an_empty_place_of_its_line():
 def test_what_seems_to_be_the_slot_is_that_of_the_first_entry_of_the_hash():
     rows = Rows([*ids_of_one_hash(7, 1, 3), *ids_of_one_hash(8, 1, 1)])
     rows.add([3, 2, 0])
-    at = index_at(rows.index.lines, rows.index.cursor)
+    at = index_at(rows.store)
     assert likely_slot(at, np.uint64(7)) == 2
     assert likely_slot(at, np.uint64(8)) == 3
     assert likely_slot(at, np.uint64(9)) == NOT_FOUND
@@ -429,7 +444,7 @@ def test_what_seems_to_be_the_slot_is_that_of_the_first_entry_of_the_hash():
 def test_what_seems_to_be_the_slot_may_stand_behind_lines_of_others():
     rows = Rows([*ids_of_one_hash(6, 1, 16), *ids_of_one_hash(7, 1, 2)])
     rows.add(list(range(18)))
-    at = index_at(rows.index.lines, rows.index.cursor)
+    at = index_at(rows.store)
     assert likely_slot(at, np.uint64(6)) == 0
     assert likely_slot(at, np.uint64(7)) == 16
     rows.remove([16])

@@ -9,20 +9,13 @@ from hypothesis import strategies as st
 
 from persia_torchrec.embedding import (
     Constant,
-    Gamma,
     InverseSqrtDim,
     Normal,
-    Poisson,
     TruncatedNormal,
     Uniform,
 )
-from persia_torchrec.store.initializer import (
-    UNIFORM,
-    fill_plan,
-    fill_row,
-    fill_uniform,
-)
 from tests import reference
+from tests.store.kernels import draw
 from tests.strategies import ids
 
 # Numbers that float32 holds exactly, so that the reference in double has the same.
@@ -38,22 +31,9 @@ others = st.sampled_from(
         TruncatedNormal(-1.0, 0.5, 0.125),
         TruncatedNormal(0.0, 1.0, 40.0),
         TruncatedNormal(0.0, 1.0, 2.0**-20),
-        Gamma(2.5, 0.5),
-        Gamma(0.25, 2.0),
-        Gamma(1.0, 1.0),
-        Poisson(0.0),
-        Poisson(0.75),
-        Poisson(20.0),
         Constant(-0.5),
     ]
 )
-
-
-def draw(seed, dim, initializer):
-    weights = np.full(dim, np.nan, dtype=np.float32)
-    plan = fill_plan(initializer, dim)
-    fill_row(plan.kind, plan.numbers, np.uint64(seed), weights)
-    return weights
 
 
 def draw_many(initializer):
@@ -101,15 +81,6 @@ def test_every_bit_of_uniform_weights_follows_from_the_id(id_, dim, uniform):
     # On any machine: a multiply and an add that are fused would round otherwise.
     expected = reference.initial_weights(uniform, id_, dim)
     assert draw(id_, dim, uniform).tobytes() == expected.tobytes()
-
-
-@given(ids, st.integers(1, 70), uniforms)
-def test_the_loop_for_uniform_weights_alone_draws_the_same(id_, dim, uniform):
-    plan = fill_plan(uniform, dim)
-    weights = np.full(dim, np.nan, dtype=np.float32)
-    fill_uniform(weights, np.uint64(id_), *plan.numbers)
-    assert plan.kind == UNIFORM
-    assert weights.tobytes() == draw(id_, dim, uniform).tobytes()
 
 
 @given(ids, st.integers(1, 70), others)
@@ -162,42 +133,11 @@ def test_truncated_normal_weights_stay_within_their_bound(bound):
     assert np.count_nonzero(weights == weights.max()) < 3
 
 
-# Shapes of which the share below w has a closed form.
-@pytest.mark.parametrize(
-    ("shape", "share_below"),
-    [
-        (0.5, lambda w: math.erf(math.sqrt(w))),
-        (1.0, lambda w: 1 - math.exp(-w)),
-        (3.0, lambda w: 1 - math.exp(-w) * (1 + w + w * w / 2)),
-    ],
-)
-def test_gamma_weights_are_distributed_so(shape, share_below):
-    weights = draw_many(Gamma(shape, 2.0))
-    assert weights.min() >= 0
-    assert weights.mean() == pytest.approx(2 * shape, rel=0.02)
-    assert weights.var() == pytest.approx(4 * shape, rel=0.04)
-    assert largest_gap(weights / 2, share_below) < CLOSE
-
-
-@pytest.mark.parametrize("rate", [0.3, 4.0, 500.0])
-def test_poisson_weights_are_distributed_so(rate):
-    weights = draw_many(Poisson(rate))
-    assert weights.mean() == pytest.approx(rate, abs=4 * math.sqrt(rate / 100_000))
-    assert weights.var() == pytest.approx(rate, rel=0.03)
-    counts, numbers = np.unique(weights, return_counts=True)
-    for count, number in zip(counts, numbers, strict=True):
-        logarithm = count * math.log(rate) - rate - math.lgamma(count + 1)
-        expected = 100_000 * math.exp(logarithm)
-        assert abs(number - expected) < 5 * math.sqrt(expected) + 5
-
-
 def test_a_constant_is_every_weight():
     assert draw(7, 3, Constant(0.25)).tolist() == [0.25] * 3
 
 
-@pytest.mark.parametrize(
-    "initializer", [Uniform(), Normal(), TruncatedNormal(), Gamma(0.5, 1), Poisson(9)]
-)
+@pytest.mark.parametrize("initializer", [Uniform(), Normal(), TruncatedNormal()])
 def test_another_id_starts_with_other_weights(initializer):
     one, other = draw(1, 20, initializer), draw(2, 20, initializer)
     assert np.count_nonzero(one == other) < 10
@@ -208,9 +148,6 @@ def test_another_id_starts_with_other_weights(initializer):
     [
         (Normal(0.5, 0.1), "ee7fbb58df22f3e9"),
         (TruncatedNormal(0.5, 0.1, 1.5), "57f1abb388c03f25"),
-        (Gamma(2.5, 0.3), "f5c1ba6a9dd28f3d"),
-        (Gamma(0.3, 0.3), "dc48fdfc268302cc"),
-        (Poisson(3.3), "5b4cb46d44dbf357"),
     ],
 )
 def test_every_bit_is_the_same_on_every_machine(initializer, digest):

@@ -16,10 +16,8 @@ from persia_torchrec.embedding.optim import (
     Adagrad,
     Adam,
     AdamW,
-    Optimizer,
     RowwiseAdam,
 )
-from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.table import TableSpec
 from tests.optimizers import EVERY_OPTIMIZER
@@ -200,16 +198,6 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_others_are_applied(nam
     other.step([1], np.ones((1, 3), dtype=np.float32))
     assert np.array_equal(after[1], other.store.read(0, table.ids)[1])
     assert not np.array_equal(after[1], before[1])
-
-
-def test_an_optimizer_without_a_step_is_refused():
-    class Lion(Optimizer):
-        def num_state_floats(self, dim):
-            return dim
-
-    table = OneTable(Lion(0.1), np.zeros((1, 1), dtype=np.float32))
-    with pytest.raises(ConfigError, match=r"No step for the optimizer .*Lion"):
-        table.step([0], np.zeros((1, 1), dtype=np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from persia_torchrec.store.recency import (
-    CLEANING,
+    COMPACTING,
     HEAD,
     NUM_LFU_CLASSES,
     READ,
@@ -29,10 +29,10 @@ from persia_torchrec.store.rows import Arena, RowsAt, address_of, free_slot
 
 NUM_SLOTS = 40
 NUM_CLASSES = 3
-WORDS_A_PART = 5
+WORDS_PER_SEGMENT = 5
 """Words of a request of one row: a mark and a slot."""
 
-Place = tuple[int, int]
+RowAt = tuple[int, int]
 
 
 class Rows:
@@ -52,16 +52,14 @@ class Rows:
         self.tick += 1
         self.logs.make_room(self.directory, num_touches)
 
-    def touch(self, place: Place, class_: int = 0) -> None:
+    def touch(self, place: RowAt, class_: int = 0) -> None:
         arena, slot = map(np.uint64, place)
         base, stride, tags = self.directory[arena, [0, 1, 4]]
-        nothing = np.uint64(0)
-        touch(
-            *(np.uint64(self.logs.directory.ctypes.data), np.uint64(class_)),
-            RowsAt(base, stride, arena, arena + np.uint64(1), nothing, nothing, tags),
-            *(np.uint64(address_of(self.directory, arena, slot)), slot),
-            np.uint64(self.tick),
-        )
+        some = np.uint64(8), np.uint64(8), np.uint64(8), np.uint64(8), False
+        rows = RowsAt(base, stride, tags, arena, arena + np.uint64(1), 1, 0, *some)
+        address = np.uint64(address_of(self.directory, arena, slot))
+        logs = np.uint64(self.logs.directory.ctypes.data)
+        touch(logs, np.uint64(class_), rows, address, slot, np.uint64(self.tick))
 
     def request(self, arena: int, slots: list[int], class_: int = 0) -> None:
         """Touch rows of one arena, each once."""
@@ -69,7 +67,7 @@ class Rows:
         for slot in slots:
             self.touch((arena, slot), class_)
 
-    def pop(self) -> Place | None:
+    def pop(self) -> RowAt | None:
         row = pop_oldest(self.logs.directory, self.directory)
         if row == 2**64 - 1:
             return None
@@ -77,17 +75,17 @@ class Rows:
         self.free(place)
         return place
 
-    def free(self, place: Place) -> None:
+    def free(self, place: RowAt) -> None:
         free_slot(self.directory, *map(np.uint64, place))
 
-    def order(self) -> list[Place]:
+    def order(self) -> list[RowAt]:
         return self.logs.current_rows(self.directory)
 
     def words(self, class_: int = 0) -> int:
         return int(self.logs.directory[class_, TAIL])
 
-    def is_cleaning(self, class_: int = 0) -> bool:
-        return bool(self.logs.directory[class_, CLEANING])
+    def is_compacting(self, class_: int = 0) -> bool:
+        return bool(self.logs.directory[class_, COMPACTING])
 
 
 arenas = st.integers(0, 1)
@@ -97,22 +95,22 @@ few = st.lists(slots, max_size=4, unique=True)
 
 
 class RecencyMachine(RuleBasedStateMachine):
-    """Any order of requests and removals agrees with a dictionary a class."""
+    """Any order of requests and removals agrees with a dictionary per class."""
 
     @initialize(
         num_classes=st.sampled_from([1, NUM_CLASSES]),
         capacity=st.sampled_from([1, 2 * NUM_SLOTS]),
         num_requests=st.integers(0, 40),
-        is_cleaned=st.sampled_from([True, True, False]),
+        is_compacted=st.sampled_from([True, True, False]),
     )
-    def begin(self, num_classes, capacity, num_requests, *, is_cleaned):
+    def begin(self, num_classes, capacity, num_requests, *, is_compacted):
         self.fast = Rows(num_classes, capacity)
-        self.slow: list[OrderedDict[Place, None]] = [
+        self.slow: list[OrderedDict[RowAt, None]] = [
             OrderedDict() for _ in range(num_classes)
         ]
         for number in itertools.count():
-            cleans = self.fast.is_cleaning() or not is_cleaned
-            if number >= num_requests and cleans:
+            compacts = self.fast.is_compacting() or not is_compacted
+            if number >= num_requests and compacts:
                 break
             self.touch_many(number % 2, number * 3 % NUM_SLOTS, 3, 0)
 
@@ -167,9 +165,9 @@ class RecencyMachine(RuleBasedStateMachine):
         for _ in range(num):
             self.pop_one()
 
-    @precondition(lambda self: self.fast.is_cleaning())
+    @precondition(lambda self: self.fast.is_compacting())
     @rule(by=st.integers(-1, 1))
-    def pop_to_where_the_cleaning_writes(self, by):
+    def pop_to_where_compaction_writes(self, by):
         line = self.fast.logs.directory[0]
         for _ in range(max(int(line[WRITE]) - int(line[HEAD]) + by, 0)):
             self.pop_one()
@@ -183,42 +181,47 @@ class RecencyMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.begin(len(self.slow), 2 * NUM_SLOTS, 0, is_cleaned=False)
+        self.begin(len(self.slow), 2 * NUM_SLOTS, 0, is_compacted=False)
 
     @invariant()
     def same_order(self):
         assert self.fast.order() == [row for rows in self.slow for row in rows]
         for line in self.fast.logs.directory:
             assert line[HEAD] <= line[TAIL] <= line[SIZE]
-            if line[CLEANING]:
+            if line[COMPACTING]:
                 assert line[HEAD] <= line[WRITE] <= line[READ] <= line[TAIL]
 
 
 TestRecency = RecencyMachine.TestCase
 
 
-def cleaned(num_words: int) -> float:
+def compacted(num_words: int) -> float:
     """Return words at which a log of so many words that are current stays."""
     return 4 / 3 * (1.5 * num_words + 64)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_touches", "shuffles", "words_a_row"),
+    ("num_rows", "num_touches", "shuffles", "words_per_row"),
     [
         (1000, 1000, False, 1.004),
         (1000, 1000, True, 1.004),
         (1000, 50, False, 1.08),
-        (30, 1, False, WORDS_A_PART),
-        (30, 1, True, WORDS_A_PART),
+        (30, 1, False, WORDS_PER_SEGMENT),
+        (30, 1, True, WORDS_PER_SEGMENT),
         (50, 2, False, 3),
-        (50, 2, True, WORDS_A_PART),  # the other row of a part may be used again
+        (
+            50,
+            2,
+            True,
+            WORDS_PER_SEGMENT,
+        ),  # the other row may be used again
     ],
 )
 def test_a_log_stays_short_while_its_rows_take_turns(
-    num_rows, num_touches, shuffles, words_a_row
+    num_rows, num_touches, shuffles, words_per_row
 ):
-    # A record a row and a mark a request, 1.5 times as much when the cleaning begins,
-    # and a third of that comes while it goes on: 2 words a row for long requests.
+    # A record per row and a mark per request, 1.5 times as much when compaction starts,
+    # and a third of that comes while it runs: 2 words per row for long requests.
     rows = Rows(1, num_rows, num_slots=num_rows)
     rng = np.random.default_rng(0)
     order = np.arange(num_rows)
@@ -230,7 +233,7 @@ def test_a_log_stays_short_while_its_rows_take_turns(
         for start in range(0, num_rows, num_touches):
             rows.request(0, order[start : start + num_touches].tolist())
             most = max(most, rows.words())
-    assert most <= cleaned(words_a_row * num_rows) + 2 * (num_touches + 4)
+    assert most <= compacted(words_per_row * num_rows) + 2 * (num_touches + 4)
     assert rows.order() == [(0, slot) for slot in order]
     assert rows.logs.directory[0, 0] == memory
     assert rows.logs.size_bytes == 4 * rows.words()
@@ -242,54 +245,54 @@ def test_the_log_of_a_full_store_stays_short_while_rows_come_and_go():
     for _ in range(1000):
         rows.begin_request(1)
         rows.touch(rows.pop())
-        assert rows.words() <= cleaned(WORDS_A_PART * 30) + 2 * (1 + 4)
+        assert rows.words() <= compacted(WORDS_PER_SEGMENT * 30) + 2 * (1 + 4)
     assert len(rows.order()) == 30
 
 
-def test_a_log_that_grows_is_cleaned_each_time_it_has_grown_by_half():
+def test_a_log_that_grows_is_compacted_each_time_it_has_grown_by_half():
     rows = Rows(1, 4000, num_slots=4000)
-    num_cleanings = 0
+    num_compactions = 0
     for start in range(0, 4000, 10):
-        was_cleaning = rows.is_cleaning()
+        was_compacting = rows.is_compacting()
         rows.request(0, list(range(start, start + 10)))
-        num_cleanings += rows.is_cleaning() and not was_cleaning
-    assert 4 <= num_cleanings <= 11
+        num_compactions += rows.is_compacting() and not was_compacting
+    assert 4 <= num_compactions <= 11
     assert rows.order() == [(0, slot) for slot in range(4000)]
 
 
-def log_under_cleaning(num_written: int = 1) -> Rows:
-    """Return a log of 60 rows in parts of three, of which a little is cleaned."""
+def log_under_compaction(num_written: int = 1) -> Rows:
+    """Return a log of 60 rows in segments of three, of which a little is compacted."""
     rows = Rows(1, 60, num_slots=60)
     for number in itertools.count():
-        was_cleaning = rows.is_cleaning()
+        was_compacting = rows.is_compacting()
         start = number % 20 * 3
         rows.request(0, [start, start + 1, start + 2])
-        if number > 20 and rows.is_cleaning() and not was_cleaning:
+        if number > 20 and rows.is_compacting() and not was_compacting:
             break
     while rows.logs.directory[0, WRITE] < num_written:
         rows.begin_request(0)
-    assert rows.is_cleaning()
+    assert rows.is_compacting()
     return rows
 
 
 @pytest.mark.parametrize("num_written", [1, 20, 70])
 @pytest.mark.parametrize("num_popped", [1, 5, 12, 40, 59])
-def test_rows_leave_in_order_while_the_log_is_cleaned(num_written, num_popped):
-    rows = log_under_cleaning(num_written)
+def test_rows_leave_in_order_while_the_log_is_compacted(num_written, num_popped):
+    rows = log_under_compaction(num_written)
     order = rows.order()
     assert len(order) == 60
     num_written = int(rows.logs.directory[0, WRITE])
     assert num_written < 2 * 59
     assert [rows.pop() for _ in range(num_popped)] == order[:num_popped]
-    # A part of three takes seven words, the first four of them its mark.
-    num_cleaned = num_written // 7 * 3 + max(num_written % 7 - 4, 0)
-    assert rows.is_cleaning() == (num_popped <= num_cleaned)
+    # A segment of three takes seven words, the first four of them its mark.
+    num_compacted = num_written // 7 * 3 + max(num_written % 7 - 4, 0)
+    assert rows.is_compacting() == (num_popped <= num_compacted)
     assert rows.order() == order[num_popped:]
     rows.request(1, [0])
     for _ in range(40):
         assert rows.order() == [*order[num_popped:], (1, 0)]
         rows.begin_request(0)
-    assert not rows.is_cleaning()
+    assert not rows.is_compacting()
 
 
 def test_a_request_larger_than_the_capacity_fits():
@@ -305,11 +308,11 @@ def test_a_request_larger_than_the_capacity_fits():
     assert rows.words() <= rows.logs.directory[0, SIZE]
 
 
-def test_a_log_that_is_enlarged_while_it_is_cleaned_keeps_its_order():
-    rows = log_under_cleaning()
+def test_a_log_that_is_enlarged_while_it_is_compacted_keeps_its_order():
+    rows = log_under_compaction()
     order = rows.order()
     rows.begin_request(10_000)
-    assert not rows.is_cleaning()
+    assert not rows.is_compacting()
     assert rows.logs.directory[0, SIZE] >= 10_000
     rows.touch((1, 7))
     assert rows.order() == [*order, (1, 7)]

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from persia_torchrec.embedding import Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.lookup import TICK
 from persia_torchrec.store.row_export import RowExport, split_by_table
 from persia_torchrec.store.row_import import RowImport
+from persia_torchrec.store.rows import STATE, WEIGHTS
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
+from tests.store.consistency import check_store
 
 # "a" and "c" share an arena.
 TABLES = [
@@ -90,16 +91,14 @@ def import_into(store, blocks, tick):
         is_own = np.ones(len(rows), dtype=np.bool_)
         first = moving.add(table, first, rows, is_own)
     moving.finish(tick)
-    store.check()
+    check_store(store)
     return moving.num_kept
 
 
 def copy_of(store, **settings):
     copy = store_of(store.capacity_rows, **settings)
-    import_into(copy, exported(store), int(store.memory.tally[TICK]))
-    for mine, other in zip(
-        copy.memory.tables.states, store.memory.tables.states, strict=True
-    ):
+    import_into(copy, exported(store), store.memory.tick)
+    for mine, other in zip(copy.memory.states, store.memory.states, strict=True):
         mine.num_updates = other.num_updates
     return copy
 
@@ -124,7 +123,7 @@ def test_a_copied_store_goes_on_exactly_as_the_original(before, after, eviction)
     assert_same(copy, store)
     for one in (store, copy):
         run(one, after)
-        one.check()
+        check_store(one)
     assert_same(copy, store)
 
 
@@ -166,12 +165,12 @@ def slots_of(store):
 def value_of(store, row):
     """Return the bytes of a row's weights and state, as columns have them."""
     table, id_ = row
-    state = store.memory.tables.states[table]
-    floats = store.memory.rows(state)[0][store.find(table, ids_of(id_))[0]]
-    _, _, dim, weights, begin, num_state, *_ = state.layout.tolist()
+    state = store.memory.states[table]
+    row = store.memory.arena(state)[store.find(table, ids_of(id_))[0]].tobytes()
+    weights, begin = int(state.layout[WEIGHTS]), int(state.layout[STATE])
     size = 4 if state.spec.weight_dtype == "fp32" else 2
-    weight_bytes = floats[weights:].tobytes()[: dim * size]
-    return weight_bytes, floats[begin : begin + num_state].tobytes()
+    end = begin + 4 * state.spec.num_state_floats
+    return row[weights : weights + state.spec.dim * size], row[begin:end]
 
 
 def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
@@ -192,7 +191,7 @@ def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
     blocks = exported(store, count)
     assert num_slices > 100
     copy = store_of(5000)
-    assert import_into(copy, blocks, int(store.memory.tally[TICK])) == store.num_rows
+    assert import_into(copy, blocks, store.memory.tick) == store.num_rows
     assert_same(copy, store)
 
 
@@ -220,7 +219,7 @@ def test_a_smaller_store_leaves_out_what_would_leave_first(eviction):
     assert import_into(small, exported(store), 99) == 7
     assert small.ids_oldest_first() == store.ids_oldest_first()[-7:]
     assert small.counters()["evictions"] == 0
-    assert small.memory.tally[TICK] == 99
+    assert small.memory.tick == 99
 
 
 def test_rows_put_over_others_count_as_used_later_and_take_their_room():
@@ -235,7 +234,7 @@ def test_rows_put_over_others_count_as_used_later_and_take_their_room():
     store = store_of(6, specs=TABLES[:1])
     use(store, 0, [11, 12, 13, 14, 15, 16])
     import_into(store, exported(other), 5)
-    store.check()
+    check_store(store)
     assert [id_ for _, id_ in store.ids_oldest_first()] == [15, 16, 2, 5, 7, 1]
 
 
@@ -248,7 +247,7 @@ def test_a_request_after_the_import_is_newer_than_all_rows():
     for one in (store, copy):
         use(one, 0, [2])
     assert_same(copy, store)
-    assert copy.memory.tally[TICK] == store.memory.tally[TICK]
+    assert copy.memory.tick == store.memory.tick
 
 
 def test_an_empty_store_has_nothing_to_copy():

@@ -7,9 +7,9 @@ from persia_torchrec.embedding import AdmitProbability
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.scan import scan_slots
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
+from tests.store.consistency import check_store
 
 # All rows are of one width and share an arena, but those of "wide".
 TABLES = [
@@ -89,7 +89,7 @@ def test_a_walk_counts_and_changes_nothing(store):
     before = store.counters(), store.ids_oldest_first()
     scan_all(store, 0, 4)
     assert (store.counters(), store.ids_oldest_first()) == before
-    store.check()
+    check_store(store)
 
 
 def test_a_table_without_rows_is_at_its_end(store):
@@ -109,12 +109,10 @@ def test_a_walk_goes_on_after_the_rows_were_dropped(store):
 def test_a_slice_looks_at_a_bounded_number_of_slots(store):
     look_up(store, 1, np.arange(30, dtype=np.uint64))
     look_up(store, 0, ids_of(5))
-    memory = store._memory
-    layout = memory.tables.states[0].layout
-    part = scan_slots(0, 5, memory.tables.directory, layout, max_slots=16)
-    assert (len(part.slots), part.next_slot) == (0, 16)
-    part = scan_slots(16, 5, memory.tables.directory, layout, max_slots=16)
-    assert (part.slots.tolist(), part.next_slot) == ([30], None)
+    part = store.scan(0, 0, 5, max_slots=16)
+    assert (len(part.ids), part.next_slot) == (0, 16)
+    part = store.scan(0, 16, 5, max_slots=16)
+    assert (part.ids.tolist(), part.next_slot) == ([5], None)
 
 
 class TestWrite:

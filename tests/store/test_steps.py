@@ -6,6 +6,7 @@ measured against the largest number of the row, before and after the step.
 """
 
 import re
+from functools import cache
 
 import numba
 import numpy as np
@@ -16,6 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec.compiled import compiled, inlined_kernel, specialized
 from persia_torchrec.embedding.optim import (
     FTRL,
     LAMB,
@@ -26,19 +28,11 @@ from persia_torchrec.embedding.optim import (
     Adam,
     AdamAsync,
     AdamW,
-    Optimizer,
     RowwiseAdam,
     RowwiseLAMB,
 )
-from persia_torchrec.errors import ConfigError
-from persia_torchrec.store import row_steps
-from persia_torchrec.store.pointers import moved, pointer_of
-from persia_torchrec.store.steps import (
-    StepPlan,
-    bound_row_at,
-    step_plan,
-    step_row_at,
-)
+from persia_torchrec.intrinsics import floats_at
+from persia_torchrec.store.update import bound_weights
 from tests.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.reference import Row, step
 from tests.trained_elsewhere import batches, train_with_fbgemm, train_with_torch
@@ -54,20 +48,36 @@ def float32s(*numbers):
     return np.array(numbers, dtype=np.float32)
 
 
-def address_of(floats):
-    assert floats.dtype == np.float32
-    assert floats.flags.c_contiguous
-    return np.uint64(floats.ctypes.data)
+@cache
+def build_step(kernel):
+    step_weights = inlined_kernel(kernel)
+
+    def run(numbers, weights, state, grad):
+        p = floats_at(np.uint64(numbers.ctypes.data))
+        w = floats_at(np.uint64(weights.ctypes.data))
+        s = floats_at(np.uint64(state.ctypes.data))
+        g = floats_at(np.uint64(grad.ctypes.data))
+        step_weights(p, w, s, g, len(weights))
+
+    return specialized(run, kernel)
 
 
-def step_row(plan, weights, state, grad):
+@compiled
+def run_bound(weights, bound):
+    bound_weights(floats_at(np.uint64(weights.ctypes.data)), len(weights), bound)
+
+
+def step_row(optimizer, t, weights, state, grad):
     """Step the row that these arrays are."""
-    addresses = [address_of(floats) for floats in (weights, state, grad)]
-    step_row_at(plan.kind, plan.numbers, *addresses, len(weights))
+    numbers = float32s(*optimizer.step_numbers(len(weights), t))
+    for floats in (weights, state, grad):
+        assert floats.dtype == np.float32
+        assert floats.flags.c_contiguous
+    build_step(optimizer.kernel())(numbers, weights, state, grad)
 
 
 def bound_row(weights, bound):
-    bound_row_at(address_of(weights), len(weights), np.float32(bound))
+    run_bound(weights, np.float32(bound))
 
 
 class Rows:
@@ -82,12 +92,11 @@ class Rows:
 
     def step(self, rows, grads):
         self.num_steps += 1
-        plan = step_plan(self.optimizer, self.weights.shape[1], self.num_steps)
         grads = grads.astype(np.float32)
         grads.flags.writeable = False
         for row, grad in zip(rows, grads, strict=True):
             weights, state = self.weights[row], self.state[row]
-            step_row(plan, weights, state, grad)
+            step_row(self.optimizer, self.num_steps, weights, state, grad)
 
 
 def train_here(weights, steps, optimizer):
@@ -137,8 +146,7 @@ def test_a_row_moves_by_the_formula(kind, data, dim, first_step, scale, seed):
         row = Row(weights.astype(np.float64), state.astype(np.float64))
         step(optimizer, row, grad.astype(np.float64), t)
         before = weights.copy(), state.copy()
-        plan = step_plan(optimizer, dim, t)
-        step_row(plan, weights, state, grad)
+        step_row(optimizer, t, weights, state, grad)
         assert_near(weights, row.weights, before[0])
         states = np.array([state, row.state, before[1]])
         if isinstance(optimizer, FTRL):  # z is a sum of such products
@@ -261,22 +269,18 @@ def test_an_accumulator_decays_once_for_every_period_that_began():
     weights, grad = float32s(0, 0), float32s(0, 0)
     # The row was last updated in period 2, and it is now step 59: three later.
     state = float32s(64, 6, 2)
-    plan = step_plan(optimizer, 2, 59)
-    step_row(plan, weights, state, grad)
+    step_row(optimizer, 59, weights, state, grad)
     assert state.tolist() == [8, 1, 5]
-    plan = step_plan(optimizer, 2, 59)
-    step_row(plan, weights, state, grad)
+    step_row(optimizer, 59, weights, state, grad)
     assert state.tolist() == [8, 1, 5]
-    plan = step_plan(optimizer, 2, 60)
-    step_row(plan, weights, state, grad)
+    step_row(optimizer, 60, weights, state, grad)
     assert state.tolist() == [4, 1, 6]
 
 
 def test_an_accumulator_does_not_grow_when_a_server_counts_anew():
     optimizer = AdagradDecay(1, decay_step=10, decay_rate=0.5)
     state = float32s(64, 2)
-    plan = step_plan(optimizer, 1, 1)
-    step_row(plan, float32s(0), state, float32s(1))
+    step_row(optimizer, 1, float32s(0), state, float32s(1))
     assert state.tolist() == [65, 2]
 
 
@@ -421,8 +425,7 @@ def test_a_step_changes_its_row_and_nothing_else(name, dim):
     memory[2 + dim : -2] = state
     grad = np.ones(dim, dtype=np.float32)
     grad.flags.writeable = False
-    plan = step_plan(optimizer, dim, 1)
-    step_row(plan, memory[2 : 2 + dim], memory[2 + dim : -2], grad)
+    step_row(optimizer, 1, memory[2 : 2 + dim], memory[2 + dim : -2], grad)
     assert memory[:2].tolist() == memory[-2:].tolist() == [7, 7]
     assert (memory[2 : 2 + dim] != 0.5).all()
 
@@ -449,39 +452,25 @@ def test_a_bound_clamps_weights_and_keeps_what_is_not_a_number(dim):
     )
 
 
-def test_a_plan_is_read_only_and_in_single_precision():
-    plan = step_plan(Adam(), 8, 1)
-    assert isinstance(plan, StepPlan)
-    assert plan.numbers.dtype == np.float32
-    assert not plan.numbers.flags.writeable
+KERNELS = {
+    kernel.__name__: kernel
+    for kernel in (optimizer.kernel() for optimizer in EVERY_OPTIMIZER.values())
+}
 
 
-def test_an_optimizer_without_a_step_is_refused():
-    class Lion(Optimizer):
-        def num_state_floats(self, dim):
-            return dim
-
-    with pytest.raises(ConfigError, match="No step for the optimizer"):
-        step_plan(Lion(0.1), 8, 1)
-
-
-STEPS = sorted(name for name in dir(row_steps) if name.startswith("step_"))
-
-
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_loop_is_made_of_vectors_of_single_precision(name):
-    step_of_row = getattr(row_steps, name)
+    step_weights = inlined_kernel(KERNELS[name])
 
     @numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
-    def step_rows(numbers, weights, states, grads):
-        for i in range(len(weights)):
-            p, w = pointer_of(numbers), pointer_of(weights)
-            s, g = pointer_of(states), pointer_of(grads)
-            num, dim = states.shape[1], weights.shape[1]
-            step_of_row(p, moved(w, i * dim), moved(s, i * num), moved(g, i * dim), dim)
+    def step(numbers, weights, state, grad):
+        w = floats_at(np.uint64(weights.ctypes.data))
+        s = floats_at(np.uint64(state.ctypes.data))
+        g = floats_at(np.uint64(grad.ctypes.data))
+        p = floats_at(np.uint64(numbers.ctypes.data))
+        step_weights(p, w, s, g, len(weights))
 
-    numbers, floats = float32s(*[0.5] * 10), np.ones((2, 20), dtype=np.float32)
-    step_rows(numbers, floats[:, :8].copy(), floats, floats[:, :8].copy())
-    (code,) = step_rows.inspect_llvm().values()
+    step(*(float32s(*[0.5] * num) for num in (10, 8, 20, 8)))
+    (code,) = step.inspect_llvm().values()
     assert re.search(r"store <\d+ x float>", code)
     assert "fpext" not in code

@@ -6,6 +6,7 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
+from tests.store.consistency import check_store
 
 
 class Stores:
@@ -38,7 +39,7 @@ class Stores:
         num_slices = 1
         while self.store.sweep(max_rows):
             num_slices += 1
-        self.store.check()
+        check_store(self.store)
         return num_slices
 
     def expired(self):
@@ -219,7 +220,7 @@ def test_rows_of_a_full_lfu_store_expire_and_leave_room_for_others():
     assert stores.store.ids_oldest_first() == [(1, 4), (0, 5), (1, 6), (0, 1)]
     assert stores.store.counters()["evictions"] == 1
     assert stores.expired() == [0, 2, 0]
-    stores.store.check()
+    check_store(stores.store)
 
 
 def test_many_rows_that_expire_and_come_back_leave_the_store_as_it_should_be():
@@ -234,7 +235,7 @@ def test_many_rows_that_expire_and_come_back_leave_the_store_as_it_should_be():
         stores.now_s += 0.5
         stores.store.sweep(64)
         if request % 20 == 0:
-            stores.store.check()
+            check_store(stores.store)
     stores.sweep()
     num_steps, num_seconds, _ = stores.expired()
     counters = stores.store.counters()

@@ -1,16 +1,39 @@
 """The optimizers that follow running means: Adam and its kin.
 
 ``embedding/optim.py`` says what the letters in the formulas mean, and is where users
-import these from. All keep the mean ``m`` of the gradients, for each weight, and the
-mean ``v`` of their squares, for each weight or for the row; both start at 0, which the
-powers of the betas correct.
+import these from. All keep the mean ``m`` of the gradients, per weight, and the mean
+``v`` of their squares, per weight or per row; both start at 0, which the powers of the
+betas correct. The kernels that step a row stand after the classes.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
+from math import sqrt
 from typing import ClassVar
 
-from persia_torchrec.embedding.optim_base import Optimizer
+import numpy as np
+
+from persia_torchrec.embedding.kernel import (
+    ONE,
+    ZERO,
+    Pointer,
+    divide,
+    sum_of_squares,
+)
+from persia_torchrec.embedding.setting import Kernel, Optimizer
 from persia_torchrec.errors import ConfigError
+
+_MEANS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def _bias_corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
+    """Return what ``m`` and the root of ``v`` are multiplied by at a step."""
+    return 1 / (1 - betas[0] ** step), 1 / sqrt(1 - betas[1] ** step)
+
+
+def _means(betas: tuple[float, float], eps: float, dim: int = 1) -> tuple[float, ...]:
+    """Return beta1, 1 - beta1, beta2, (1 - beta2) / dim, eps."""
+    beta1, beta2 = betas
+    return beta1, 1 - beta1, beta2, (1 - beta2) / dim, eps
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,7 @@ class Adam(Optimizer):
     """
 
     kind: ClassVar[str] = "adam"
+    fbgemm: ClassVar[str] = "adam"
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -56,6 +80,20 @@ class Adam(Optimizer):
     def num_state_floats(self, dim: int) -> int:
         """Return ``2 * dim``."""
         return 2 * dim
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_adam`."""
+        return step_adam
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return the means', rate, scale of the root, L2 penalty, kept weight."""
+        scale, root_scale = _bias_corrections(self.betas, step)
+        rest = (self.lr * scale, root_scale, self.weight_decay, 1.0)
+        return _means(self.betas, self.eps) + rest
+
+    def fbgemm_name(self) -> str:
+        """Return nothing with weight decay, which fbgemm's applies as AdamW does."""
+        return "" if self.weight_decay else self.fbgemm
 
 
 @dataclass(frozen=True)
@@ -101,12 +139,27 @@ class AdamW(_Moments):
     """
 
     kind: ClassVar[str] = "adamw"
+    fbgemm: ClassVar[str] = "adam"
+    torch_twins: ClassVar = {
+        "torch.optim.Adam": _MEANS,
+        "torchrec.optim.Adam": _MEANS,
+    }
 
     weight_decay: float = field(default=1e-2, kw_only=True)
 
     def num_state_floats(self, dim: int) -> int:
         """Return ``2 * dim``."""
         return 2 * dim
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_adam`."""
+        return step_adam
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return the means', rate, scale of the root, L2 penalty, kept weight."""
+        scale, root_scale = _bias_corrections(self.betas, step)
+        rest = (self.lr * scale, root_scale, 0.0, 1 - self.lr * self.weight_decay)
+        return _means(self.betas, self.eps) + rest
 
 
 @dataclass(frozen=True)
@@ -134,10 +187,22 @@ class RowwiseAdam(_Moments):
     """
 
     kind: ClassVar[str] = "rowwise_adam"
+    fbgemm: ClassVar[str] = "partial_rowwise_adam"
+    torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseAdam": _MEANS}
 
     def num_state_floats(self, dim: int) -> int:
         """Return ``dim + 1``."""
         return dim + 1
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_rowwise_adam`."""
+        return step_rowwise_adam
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return the means', rate, scale of the root, kept weight."""
+        scale, root_scale = _bias_corrections(self.betas, step)
+        rest = (self.lr * scale, root_scale, 1 - self.lr * self.weight_decay)
+        return _means(self.betas, self.eps, dim) + rest
 
 
 @dataclass(frozen=True)
@@ -169,10 +234,21 @@ class LAMB(_Moments):
     """
 
     kind: ClassVar[str] = "lamb"
+    fbgemm: ClassVar[str] = "lamb"
+    torch_twins: ClassVar = {"torchrec.optim.LAMB": _MEANS}
 
     def num_state_floats(self, dim: int) -> int:
         """Return ``2 * dim``."""
         return 2 * dim
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_lamb`."""
+        return step_lamb
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return the means', lr, weight decay, scales of ``m`` and the root."""
+        rest = (self.lr, self.weight_decay, *_bias_corrections(self.betas, step))
+        return _means(self.betas, self.eps) + rest
 
 
 @dataclass(frozen=True)
@@ -196,10 +272,21 @@ class RowwiseLAMB(_Moments):
     """
 
     kind: ClassVar[str] = "rowwise_lamb"
+    fbgemm: ClassVar[str] = "partial_rowwise_lamb"
+    torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseLAMB": _MEANS}
 
     def num_state_floats(self, dim: int) -> int:
         """Return ``dim + 1``."""
         return dim + 1
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_rowwise_lamb`."""
+        return step_rowwise_lamb
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return the means', lr, weight decay, scales of ``m`` and the root."""
+        rest = (self.lr, self.weight_decay, *_bias_corrections(self.betas, step))
+        return _means(self.betas, self.eps, dim) + rest
 
 
 @dataclass(frozen=True)
@@ -264,3 +351,104 @@ class AdamAsync(Optimizer):
     def num_state_floats(self, dim: int) -> int:
         """Return ``2 * dim``."""
         return 2 * dim
+
+    def kernel(self) -> Kernel:
+        """Return the kernel that the options choose."""
+        if self.apply_sparse_rmsprop:
+            return step_rmsprop
+        return step_nesterov_adam if self.use_nesterov else step_adam
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return the means', rate; then 1, 0, 1: Adam's root, penalty, kept weight."""
+        scale, root_scale = _bias_corrections(self.betas, step)
+        is_corrected = not self.apply_sparse_rmsprop
+        rate = self.lr * scale / root_scale if is_corrected else self.lr
+        return (*_means(self.betas, self.eps), rate, 1.0, 0.0, 1.0)
+
+
+def step_adam(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``Adam``, ``AdamW`` or ``AdamAsync`` to one row."""
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    rate, root_scale, weight_decay, kept = p[5], p[6], p[7], p[8]
+    for d in range(dim):
+        grad = g[d] + weight_decay * w[d]
+        m = beta1 * s[d] + rest1 * grad
+        v = beta2 * s[dim + d] + rest2 * grad * grad
+        s[d], s[dim + d] = m, v
+        w[d] = kept * w[d] - rate * m / (root_scale * np.sqrt(v) + eps)
+
+
+def step_nesterov_adam(
+    p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int
+) -> None:
+    """Apply ``AdamAsync`` with Nesterov's step to one row."""
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    rate = p[5]
+    for d in range(dim):
+        m = beta1 * s[d] + rest1 * g[d]
+        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
+        s[d], s[dim + d] = m, v
+        ahead = beta1 * m + rest1 * g[d]
+        w[d] -= rate * ahead / (np.sqrt(v) + eps)
+
+
+def step_rmsprop(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``AdamAsync`` as RMSProp to one row."""
+    beta1, beta2, rest2, eps, lr = p[0], p[2], p[3], p[4], p[5]
+    for d in range(dim):
+        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
+        m = beta1 * s[d] + lr * g[d] / np.sqrt(v + eps)
+        s[d], s[dim + d] = m, v
+        w[d] -= m
+
+
+def step_rowwise_adam(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``RowwiseAdam`` to one row."""
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    rate, root_scale, kept = p[5], p[6], p[7]
+    s[dim] = beta2 * s[dim] + rest2 * sum_of_squares(g, dim)
+    rate = divide(rate, root_scale * np.sqrt(s[dim]) + eps)
+    for d in range(dim):
+        s[d] = beta1 * s[d] + rest1 * g[d]
+        w[d] = kept * w[d] - rate * s[d]
+
+
+def step_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``LAMB`` to one row."""
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    lr, weight_decay, m_scale, root_scale = p[5], p[6], p[7], p[8]
+    total = ZERO
+    for d in range(dim):
+        s[d] = beta1 * s[d] + rest1 * g[d]
+        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
+        s[dim + d] = v
+        u = m_scale * s[d] / (root_scale * np.sqrt(v) + eps) + weight_decay * w[d]
+        total += u * u
+    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
+    for d in range(dim):  # recompute u: there is no scratch buffer
+        root = root_scale * np.sqrt(s[dim + d])
+        u = m_scale * s[d] / (root + eps) + weight_decay * w[d]
+        w[d] -= rate * u
+
+
+def step_rowwise_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``RowwiseLAMB`` to one row."""
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    lr, weight_decay, m_scale, root_scale = p[5], p[6], p[7], p[8]
+    s[dim] = beta2 * s[dim] + rest2 * sum_of_squares(g, dim)
+    m_scale = divide(m_scale, root_scale * np.sqrt(s[dim]) + eps)
+    total = ZERO
+    for d in range(dim):
+        s[d] = beta1 * s[d] + rest1 * g[d]
+        u = m_scale * s[d] + weight_decay * w[d]
+        total += u * u
+    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
+    for d in range(dim):
+        w[d] -= rate * (m_scale * s[d] + weight_decay * w[d])
+
+
+def _trust_ratio(w_squares: np.float32, u_squares: np.float32) -> np.float32:
+    if w_squares > ZERO and u_squares > ZERO:
+        # Two roots: the quotient of the squares might be too large for a float32.
+        return np.float32(np.sqrt(w_squares) / np.sqrt(u_squares))
+    return ONE

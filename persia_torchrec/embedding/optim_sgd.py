@@ -1,7 +1,7 @@
 """The optimizers that step along the gradient itself: SGD, Adagrad, LARS, FTRL.
 
 ``embedding/optim.py`` says what the letters in the formulas mean, and is where users
-import these from.
+import these from. After each class stand the kernels that step a row.
 """
 
 import math
@@ -11,7 +11,23 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.optim_base import Optimizer
+from persia_torchrec.embedding.kernel import (
+    ONE,
+    ZERO,
+    Pointer,
+    divide,
+    sum_of_squares,
+)
+from persia_torchrec.embedding.setting import Kernel, Optimizer
+
+_HALF = np.float32(0.5)
+
+_ACCUMULATED = {
+    "lr": 0.01,
+    "initial_accumulator_value": 0.0,
+    "weight_decay": 0.0,
+    "eps": 1e-8,
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,11 @@ class SGD(Optimizer):
     """
 
     kind: ClassVar[str] = "sgd"
+    fbgemm: ClassVar[str] = "sgd"
+    torch_twins: ClassVar = {
+        twin: {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0}
+        for twin in ("torch.optim.SGD", "torchrec.optim.SGD")
+    }
 
     lr: float
     momentum: float = 0.0
@@ -50,6 +71,32 @@ class SGD(Optimizer):
     def num_state_floats(self, dim: int) -> int:
         """Return ``dim`` with momentum, else 0."""
         return dim if self.momentum else 0
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_sgd`."""
+        return step_sgd
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, momentum, weight decay."""
+        return self.lr, self.momentum, self.weight_decay
+
+    def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
+        """Return nothing, or why fbgemm cannot step these rows."""
+        if self.momentum:
+            return "its sgd has no momentum"
+        return "its sgd has no weight decay on CPU" if self.weight_decay else ()
+
+
+def step_sgd(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``SGD`` to one row."""
+    lr, momentum, weight_decay = p[0], p[1], p[2]
+    if momentum == ZERO:
+        for d in range(dim):
+            w[d] -= lr * (g[d] + weight_decay * w[d])
+    else:
+        for d in range(dim):
+            s[d] = momentum * s[d] + (g[d] + weight_decay * w[d])
+            w[d] -= lr * s[d]
 
 
 @dataclass(frozen=True)
@@ -86,6 +133,12 @@ class Adagrad(Optimizer):
     """
 
     kind: ClassVar[str] = "adagrad"
+    fbgemm: ClassVar[str] = "adagrad"
+    torch_twins: ClassVar = {
+        "torch.optim.Adagrad": _ACCUMULATED,
+        "torchrec.optim.Adagrad": _ACCUMULATED,
+        "torchrec.optim.RowWiseAdagrad": {**_ACCUMULATED, "vectorwise_shared": True},
+    }
 
     lr: float = 1e-2
     initial_accumulator_value: float = 1e-2
@@ -108,6 +161,50 @@ class Adagrad(Optimizer):
         """Return ``initial_accumulator_value`` in every place; float32 ``(S,)``."""
         num = self.num_state_floats(dim)
         return np.full(num, self.initial_accumulator_value, dtype=np.float32)
+
+    def kernel(self) -> Kernel:
+        """Return the kernel for one accumulator per row, or per weight."""
+        return step_rowwise_adagrad if self.vectorwise_shared else step_adagrad
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, weight decay, what is kept of the state, eps, 1 / D."""
+        return self.lr, self.weight_decay, self.g_square_momentum, self.eps, 1 / dim
+
+    def fbgemm_name(self) -> str:
+        """Return fbgemm's name with one accumulator per row, or per weight."""
+        return "rowwise_adagrad" if self.vectorwise_shared else "adagrad"
+
+    def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
+        """Return eps, or why fbgemm cannot step these rows."""
+        if self.g_square_momentum != 1:
+            return f"its {self.fbgemm_name()} has no g_square_momentum"
+        if self.weight_decay:
+            return f"its {self.fbgemm_name()} has no weight decay on CPU"
+        return (self.eps,)
+
+
+def step_adagrad(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``Adagrad`` to one row."""
+    lr, weight_decay, kept, eps = p[0], p[1], p[2], p[3]
+    for d in range(dim):
+        grad = g[d] + weight_decay * w[d]
+        s[d] = kept * s[d] + grad * grad
+        w[d] -= lr * grad / (np.sqrt(s[d]) + eps)
+
+
+def step_rowwise_adagrad(
+    p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int
+) -> None:
+    """Apply ``Adagrad`` with one accumulator to one row."""
+    lr, weight_decay, kept, eps, fraction = p[0], p[1], p[2], p[3], p[4]
+    total = ZERO
+    for d in range(dim):
+        grad = g[d] + weight_decay * w[d]
+        total += grad * grad
+    s[0] = kept * s[0] + fraction * total
+    rate = divide(lr, np.sqrt(s[0]) + eps)
+    for d in range(dim):
+        w[d] -= rate * (g[d] + weight_decay * w[d])
 
 
 @dataclass(frozen=True)
@@ -166,6 +263,31 @@ class AdagradDecay(Optimizer):
         state_S[:dim] = self.initial_accumulator_value
         return state_S
 
+    def kernel(self) -> Kernel:
+        """Return :func:`step_adagrad_decay`."""
+        return step_adagrad_decay
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, initial accumulator, decay rate, the current period."""
+        period = step // self.decay_step
+        return self.lr, self.initial_accumulator_value, self.decay_rate, period
+
+
+def step_adagrad_decay(
+    p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int
+) -> None:
+    """Apply ``AdagradDecay`` to one row."""
+    lr, initial, decay_rate, period = p[0], p[1], p[2], p[3]
+    factor = ONE
+    if period > s[dim]:
+        factor = decay_rate ** (period - s[dim])
+        s[dim] = period
+    for d in range(dim):
+        kept = factor * s[d]
+        kept = initial if kept < initial else kept
+        s[d] = kept + g[d] * g[d]
+        w[d] -= lr * g[d] / np.sqrt(s[d])
+
 
 @dataclass(frozen=True)
 class LARS(Optimizer):
@@ -195,6 +317,15 @@ class LARS(Optimizer):
     """
 
     kind: ClassVar[str] = "lars"
+    fbgemm: ClassVar[str] = "lars_sgd"
+    torch_twins: ClassVar = {
+        "torchrec.optim.LarsSGD": {
+            "lr": 0.01,
+            "eta": 0.001,
+            "momentum": 0.9,
+            "weight_decay": 0.0,
+        }
+    }
 
     lr: float = 1e-2
     _: KW_ONLY
@@ -210,6 +341,31 @@ class LARS(Optimizer):
     def num_state_floats(self, dim: int) -> int:
         """Return ``dim`` with momentum, else 0."""
         return dim if self.momentum else 0
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_lars`."""
+        return step_lars
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, momentum, weight decay, eta."""
+        return self.lr, self.momentum, self.weight_decay, self.eta
+
+
+def step_lars(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``LARS`` to one row."""
+    lr, momentum, weight_decay, eta = p[0], p[1], p[2], p[3]
+    length = np.sqrt(sum_of_squares(w, dim))
+    denominator = np.sqrt(sum_of_squares(g, dim)) + weight_decay * length
+    rate = lr
+    if length > ZERO and denominator > ZERO:
+        rate = lr * eta * length / denominator
+    if momentum == ZERO:
+        for d in range(dim):
+            w[d] -= rate * (g[d] + weight_decay * w[d])
+    else:
+        for d in range(dim):
+            s[d] = momentum * s[d] + rate * (g[d] + weight_decay * w[d])
+            w[d] -= s[d]
 
 
 @dataclass(frozen=True)
@@ -273,3 +429,39 @@ class FTRL(Optimizer):
         state_S = super().initial_state(dim)
         state_S[:dim] = self.initial_accumulator_value
         return state_S
+
+    def kernel(self) -> Kernel:
+        """Return :func:`step_ftrl`."""
+        return step_ftrl
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return 1 / lr, -lr_power, l1, beta / lr + 2 * l2."""
+        curvature = self.beta / self.lr + 2 * self.l2
+        return 1 / self.lr, -self.lr_power, self.l1, curvature
+
+
+def step_ftrl(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Apply ``FTRL`` to one row; ``n`` is ``s[:dim]``, ``z`` is ``s[dim:]``."""
+    per_lr, power, l1, curvature = p[0], p[1], p[2], p[3]
+    if power == _HALF:  # a loop of its own, since a root is a vector instruction
+        for d in range(dim):
+            squares = s[d] + g[d] * g[d]
+            root = np.sqrt(squares)
+            s[dim + d] += g[d] - per_lr * (root - np.sqrt(s[d])) * w[d]
+            s[d] = squares
+            w[d] = _ftrl_weight(s[dim + d], l1, per_lr * root + curvature)
+    else:
+        for d in range(dim):
+            squares = s[d] + g[d] * g[d]
+            root = squares**power
+            s[dim + d] += g[d] - per_lr * (root - s[d] ** power) * w[d]
+            s[d] = squares
+            w[d] = _ftrl_weight(s[dim + d], l1, per_lr * root + curvature)
+
+
+def _ftrl_weight(z: np.float32, l1: np.float32, curvature: np.float32) -> np.float32:
+    """Return the ``w`` of least ``z * w + l1 * abs(w) + curvature / 2 * w * w``."""
+    clamped = l1 if z > l1 else z
+    clamped = -l1 if clamped < -l1 else clamped
+    # Where z is clamped to itself the weight is 0, also if the curvature is.
+    return (clamped - z) / curvature if clamped != z else ZERO

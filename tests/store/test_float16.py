@@ -6,13 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from persia_torchrec.compiled import compiled
 from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.intrinsics import floats_at, halves_at
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.halves import round_at_random, round_to_nearest, widen
-from persia_torchrec.store.rows import BF16, FP16
+from persia_torchrec.store.float16 import (
+    BF16,
+    FP16,
+    round_stochastically,
+    round_to_nearest,
+    widen,
+)
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
+from tests.store.consistency import check_store
 
 DTYPES = {"fp16": FP16, "bf16": BF16}
 LARGEST = {"fp16": 65504.0, "bf16": float(2**128 - 2**120)}
@@ -67,21 +75,41 @@ def neighbours(weights, dtype):
     return below, values[np.searchsorted(values, weights, side="left")]
 
 
+@compiled
+def run_to_nearest(weights, halves, dtype):
+    w = floats_at(np.uint64(weights.ctypes.data))
+    round_to_nearest(w, halves_at(np.uint64(halves.ctypes.data)), len(halves), dtype)
+
+
+@compiled
+def run_stochastically(weights, halves, dtype, seed):
+    w = floats_at(np.uint64(weights.ctypes.data))
+    h = halves_at(np.uint64(halves.ctypes.data))
+    round_stochastically(w, h, len(halves), dtype, seed)
+
+
+@compiled
+def run_widen(halves, weights, dtype):
+    h = halves_at(np.uint64(halves.ctypes.data))
+    widen(h, floats_at(np.uint64(weights.ctypes.data)), len(halves), dtype)
+
+
 def to_nearest(weights, dtype):
     halves = np.full(len(weights), 0x1234, dtype=np.uint16)
-    round_to_nearest(weights, halves, DTYPES[dtype])
+    run_to_nearest(np.ascontiguousarray(weights), halves, DTYPES[dtype])
     return halves
 
 
-def at_random(weights, dtype, seed):
+def stochastically(weights, dtype, seed):
     halves = np.full(len(weights), 0x1234, dtype=np.uint16)
-    round_at_random(weights, halves, DTYPES[dtype], np.uint64(seed))
+    weights = np.ascontiguousarray(weights)
+    run_stochastically(weights, halves, DTYPES[dtype], np.uint64(seed))
     return halves
 
 
 def widened(halves, dtype):
     out = np.full(len(halves), 7, dtype=np.float32)
-    widen(halves, out, DTYPES[dtype])
+    run_widen(np.ascontiguousarray(halves), out, DTYPES[dtype])
     return out
 
 
@@ -95,7 +123,7 @@ def test_every_half_is_widened_to_its_value_and_rounds_to_itself(dtype):
     assert np.array_equal(to_nearest(wide, dtype), halves)
     for seed in range(20):
         assert np.array_equal(
-            values_of(at_random(wide, dtype, seed), dtype), values[is_finite]
+            values_of(stochastically(wide, dtype, seed), dtype), values[is_finite]
         )
 
 
@@ -119,25 +147,27 @@ def test_what_lies_in_the_middle_goes_to_the_even_neighbour(dtype):
 
 @each_dtype
 @given(weights=weights, seed=st.integers(0, 2**64 - 1))
-def test_rounding_at_random_takes_one_of_the_two_neighbours(dtype, weights, seed):
+def test_stochastic_rounding_takes_one_of_the_two_neighbours(dtype, weights, seed):
     weights = weights[np.abs(weights) <= LARGEST[dtype]]
     below, above = neighbours(weights, dtype)
-    rounded = values_of(at_random(weights, dtype, seed), dtype)
+    rounded = values_of(stochastically(weights, dtype, seed), dtype)
     assert ((rounded == below) | (rounded == above)).all()
 
 
 @each_dtype
 @given(weights=weights, seed=st.integers(0, 2**64 - 1))
 def test_the_same_seed_rounds_the_same_way(dtype, weights, seed):
-    first = at_random(weights, dtype, seed)
-    assert np.array_equal(first, at_random(weights, dtype, seed))
+    first = stochastically(weights, dtype, seed)
+    assert np.array_equal(first, stochastically(weights, dtype, seed))
 
 
 @each_dtype
 def test_each_seed_and_each_weight_of_a_row_is_rounded_by_its_own_number(dtype):
     weights = np.full(256, 1 + 2**-12, dtype=np.float32)
-    rows = np.array([at_random(weights, dtype, seed) for seed in range(256)])
-    other = np.array([at_random(weights, dtype, seed << 32) for seed in range(256)])
+    rows = np.array([stochastically(weights, dtype, seed) for seed in range(256)])
+    other = np.array(
+        [stochastically(weights, dtype, seed << 32) for seed in range(256)]
+    )
     is_up = rows != 0x3C00 if dtype == "fp16" else rows != 0x3F80
     assert len({tuple(row) for row in rows}) > 200 or dtype == "bf16"
     assert 0 < is_up.mean() < 1
@@ -151,7 +181,7 @@ def test_each_seed_and_each_weight_of_a_row_is_rounded_by_its_own_number(dtype):
 @pytest.mark.parametrize(
     "place", ["normal", "negative", "smallest", "subnormal", "large subnormal"]
 )
-def test_the_mean_of_rounding_at_random_is_right(dtype, share, place):
+def test_the_mean_of_stochastic_rounding_is_right(dtype, share, place):
     zero = np.searchsorted(VALUES[dtype], 0)
     at = {
         "normal": np.searchsorted(VALUES[dtype], 1.0),
@@ -164,7 +194,9 @@ def test_the_mean_of_rounding_at_random_is_right(dtype, share, place):
     weight = np.float32(below + share * (above - below))
     weights = np.full(4096, weight, dtype=np.float32)
     num = 64
-    rounded = [values_of(at_random(weights, dtype, s * 977), dtype) for s in range(num)]
+    rounded = [
+        values_of(stochastically(weights, dtype, s * 977), dtype) for s in range(num)
+    ]
     is_up = np.array(rounded) == above
     expected = (float(weight) - below) / (above - below)
     sigma = np.sqrt(expected * (1 - expected) / is_up.size)
@@ -179,12 +211,12 @@ def test_exact_values_stay_whatever_the_number_that_is_drawn(dtype):
         values = widened(to_nearest(values, dtype), dtype)
     weights = np.tile(values, 4000)
     for seed in range(4):
-        rounded = values_of(at_random(weights, dtype, seed), dtype)
+        rounded = values_of(stochastically(weights, dtype, seed), dtype)
         assert np.array_equal(rounded, weights)
 
 
 @each_dtype
-@pytest.mark.parametrize("rounds", [to_nearest, lambda w, d: at_random(w, d, 3)])
+@pytest.mark.parametrize("rounds", [to_nearest, lambda w, d: stochastically(w, d, 3)])
 def test_what_is_no_number_and_what_is_zero_stays_so(dtype, rounds):
     weights = np.array([np.nan, -np.nan, 0.0, -0.0], dtype=np.float32)
     rounded = values_of(rounds(weights, dtype), dtype)
@@ -194,7 +226,7 @@ def test_what_is_no_number_and_what_is_zero_stays_so(dtype, rounds):
     assert np.isnan(values_of(rounds(signalling, dtype), dtype)).all()
 
 
-@pytest.mark.parametrize("rounds", [to_nearest, lambda w, d: at_random(w, d, 3)])
+@pytest.mark.parametrize("rounds", [to_nearest, lambda w, d: stochastically(w, d, 3)])
 def test_no_half_becomes_infinite_and_no_infinity_a_number_of_bf16(rounds):
     large = [65504, 65505, 65519.996, 65520, 1e5, 3e38, np.inf]
     weights = np.array([*large, *(-w for w in large)], dtype=np.float32)
@@ -287,4 +319,4 @@ def test_weights_take_two_bytes_each_and_a_row_whole_words(dim, saved):
             assert np.array_equal(found.ravel(), values_of(halves, dtype))
             assert sizes["fp32"] - sizes[dtype] == 40 * saved
         assert np.array_equal(look_up(store, table, ids), found)
-    store.check()
+    check_store(store)

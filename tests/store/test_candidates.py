@@ -10,10 +10,78 @@ from hypothesis.stateful import (
     rule,
 )
 
-from persia_torchrec.store.sightings import SightingCounters
+from persia_torchrec.compiled import compiled, inlined_kernel
+from persia_torchrec.embedding.admission import (
+    CHAIN,
+    COUNT,
+    NEWER,
+    OLDER,
+    WAITING,
+    count_candidates,
+    forget_candidates,
+    num_candidate_words,
+)
+from persia_torchrec.store.rows import reserve
 from tests import strategies
 
-sightings = st.tuples(
+count = inlined_kernel(count_candidates)
+forget = inlined_kernel(forget_candidates)
+
+
+@compiled
+def run_count(memory, p, ids, counts):
+    return count(memory, p, ids, counts)
+
+
+@compiled
+def run_forget(memory, p, ids):
+    forget(memory, p, ids)
+
+
+class Candidates:
+    """The memory of ``AdmitFrequency``, and what it says."""
+
+    def __init__(self, max_rows):
+        self.memory = reserve(num_candidate_words(max_rows))
+        self.numbers = np.array([1, max_rows], dtype=np.uint64)
+        self.cells = self.memory[: 4 * (max_rows + 1)].view(np.uint32).reshape(-1, 8)
+        self.heads = self.memory[4 * (max_rows + 1) :].view(np.uint32)
+        self.max_rows = max_rows
+
+    @property
+    def num_waiting(self):
+        return int(self.cells[0, WAITING])
+
+    def add(self, ids, counts):
+        return run_count(self.memory, self.numbers, ids, counts)
+
+    def forget(self, ids):
+        run_forget(self.memory, self.numbers, ids)
+
+    def oldest_first(self):
+        waiting = []
+        cell = int(self.cells[0, NEWER])
+        while cell:
+            waiting.append((int(self.memory[4 * cell]), int(self.cells[cell, COUNT])))
+            cell = int(self.cells[cell, NEWER])
+        return waiting
+
+    def check(self):
+        """Raise AssertionError if ring, chains and number do not agree."""
+        ids = [id_ for id_, _ in self.oldest_first()]
+        assert len(ids) == len(set(ids)) == self.num_waiting <= self.max_rows
+        num_chained = 0
+        for cell in self.heads[self.heads != 0].tolist():
+            while cell:
+                num_chained += 1
+                newer, older = self.cells[cell, [NEWER, OLDER]]
+                assert self.cells[newer, OLDER] == cell == self.cells[older, NEWER]
+                assert num_chained <= self.num_waiting
+                cell = int(self.cells[cell, CHAIN])
+        assert num_chained == len(ids)
+
+
+counted = st.tuples(
     strategies.ids, st.sampled_from([0, 1, 1, 1, 2, 7, 2**31, 2**40, 2**63 - 1])
 )
 
@@ -23,16 +91,16 @@ def arrays(pairs):
     return ids, np.array([count for _, count in pairs], dtype=np.int64)
 
 
-class SightingMachine(RuleBasedStateMachine):
-    """Any order of sightings agrees with an OrderedDict that forgets its oldest."""
+class CandidateMachine(RuleBasedStateMachine):
+    """Any order of counted agrees with an OrderedDict that forgets its oldest."""
 
     @initialize(max_rows=st.integers(1, 9))
     def begin(self, max_rows):
-        self.fast = SightingCounters(max_rows)
+        self.fast = Candidates(max_rows)
         self.slow: OrderedDict[int, int] = OrderedDict()
         self.max_rows = max_rows
 
-    @rule(pairs=st.lists(sightings, max_size=6), times=st.sampled_from([1, 1, 5]))
+    @rule(pairs=st.lists(counted, max_size=6), times=st.sampled_from([1, 1, 5]))
     def add(self, pairs, times):
         expected = []
         for id_, count in pairs * times:
@@ -62,12 +130,12 @@ class SightingMachine(RuleBasedStateMachine):
         self.fast.check()
 
 
-TestSightings = SightingMachine.TestCase
+TestCandidates = CandidateMachine.TestCase
 
 
 def test_many_ids_are_counted_one_by_one():
     ids = np.random.default_rng(0).integers(0, 2**64, 30_000, dtype=np.uint64)
-    counters = SightingCounters(len(ids))
+    counters = Candidates(len(ids))
     ones = np.ones(len(ids), dtype=np.int64)
     for total in (1, 2):
         assert (counters.add(ids, ones) == total).all()
@@ -80,7 +148,7 @@ def test_many_ids_are_counted_one_by_one():
 
 
 def test_counters_reserve_address_space_and_no_memory():
-    counters = SightingCounters(2**32 - 2)  # 160 GiB, if it were memory
+    counters = Candidates(2**32 - 2)  # 160 GiB, if it were memory
     ids = np.array([5, 2**64 - 1], dtype=np.uint64)
     assert counters.add(ids, np.array([3, 4])).tolist() == [3, 4]
 
@@ -89,15 +157,15 @@ def test_arrays_that_may_not_be_written_to_are_taken_as_they_are():
     ids = np.frombuffer(np.uint64(7).tobytes(), dtype=np.uint64)
     counts = np.frombuffer(np.int64(2).tobytes(), dtype=np.int64)
     assert not ids.flags.writeable
-    counters = SightingCounters(2)
+    counters = Candidates(2)
     assert counters.add(ids, counts).tolist() == [2]
     counters.forget(ids)
     assert counters.num_waiting == 0
 
 
 def test_check_notices_a_broken_ring():
-    counters = SightingCounters(3)
+    counters = Candidates(3)
     counters.add(np.arange(3, dtype=np.uint64), np.ones(3, dtype=np.int64))
-    counters._links[2, 4] = 3
+    counters.cells[2, OLDER] = 3
     with pytest.raises(AssertionError):
         counters.check()

@@ -1,0 +1,83 @@
+"""What kernels are made of: plain functions that the store compiles into its loops.
+
+A setting that does something to rows says it in a *kernel*: a plain Python function on
+numbers and pointers (see ``Optimizer.kernel``, ``Initializer.kernel``, ``Admission``).
+The store compiles it with numba, and the functions that it calls, which must be names
+of its module. So this package loads no compiler: only a server does.
+
+A kernel runs fast if it keeps three habits. It reads its numbers before the loop: for
+all the compiler knows, a store to the row might change them. It computes in one type:
+``float32`` constants, no Python floats, no mixture of signed and unsigned integers. A
+choice between two numbers is an expression, written so that NaN stays NaN.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Pointer = npt.NDArray[np.float32]
+"""Where float32 numbers begin. It has no length, and no negative indices."""
+
+F = TypeVar("F", bound=Callable[..., object])
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio: added to a word, it gives an unlike one."""
+
+ZERO = np.float32(0)
+ONE = np.float32(1)
+
+_MUL_A = np.uint64(0xBF58476D1CE4E5B9)
+_MUL_B = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+_LOW = np.uint64(2**32 - 1)
+
+
+def as_written(function: F) -> F:
+    """Keep the order of a kernel's operations on floats, as IEEE 754 defines it."""
+    setattr(function, "is_as_written", True)  # noqa: B010  # unknown to mypy
+    return function
+
+
+def prefetch(address: np.uint64) -> None:
+    """Load the cache line at an address ahead of its use; compiled code only."""
+
+
+setattr(prefetch, "intrinsic", "prefetch")  # noqa: B010  # unknown to mypy
+
+
+@as_written
+def divide(dividend: np.float32, divisor: np.float32) -> np.float32:
+    """Divide before a loop, not in it, where ``fastmath`` would move the division."""
+    return dividend / divisor
+
+
+def sum_of_squares(x: Pointer, dim: int) -> np.float32:
+    """Return the squared length of a vector."""
+    total = ZERO
+    for d in range(dim):
+        total += x[d] * x[d]
+    return total
+
+
+def splitmix64(word: np.uint64) -> np.uint64:
+    """Return 64 bits each of which depends on every bit of a word; one to one.
+
+    The end of the generator SplitMix64 (Steele, Lea and Flood, "Fast Splittable
+    Pseudorandom Number Generators", OOPSLA 2014), with Stafford's constants. It is
+    unlike the hashes that spread ids over servers and over the index, so that the ids
+    of one server look as random here as those of all.
+    """
+    word = (word ^ (word >> _S30)) * _MUL_A
+    word = (word ^ (word >> _S27)) * _MUL_B
+    return word ^ (word >> _S31)
+
+
+def mulhi(hash_: np.uint64, num: np.uint64) -> np.uint64:
+    """Return ``hash_ * num // 2**64``: a number in ``[0, num)`` for a 64-bit hash."""
+    hash_high, hash_low = hash_ >> _S32, hash_ & _LOW
+    num_high, num_low = num >> _S32, num & _LOW
+    middle = hash_high * num_low + ((hash_low * num_low) >> _S32)
+    carried = hash_low * num_high + (middle & _LOW)
+    return hash_high * num_high + (middle >> _S32) + (carried >> _S32)

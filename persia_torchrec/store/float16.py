@@ -1,0 +1,130 @@
+"""Floats in 16 bits: IEEE half (FP16), or the upper half of a float32 (BF16).
+
+A table may keep its weights so; optimizer state stays float32. A row is widened to
+float32, stepped, and rounded again. An update is often smaller than half of the last
+bit that is kept, and rounding to the nearest would drop it each time. So updates use
+stochastic rounding, up with the probability that makes the mean right:
+
+    P(up) = (w - below) / (above - below)
+
+Gupta, Agrawal, Gopalakrishnan and Narayanan, "Deep Learning with Limited Numerical
+Precision", ICML 2015. The random bits depend on the row's id and the step alone.
+Initial weights and weights that are written round to the nearest, ties to even.
+
+A weight beyond the largest half, 65504, becomes that; NaN stays NaN.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.compiled import compiled, inlined
+from persia_torchrec.intrinsics import (
+    Pointer,
+    bits_of,
+    float_of,
+    narrow_to_half,
+    widen_half,
+)
+
+Halves = npt.NDArray[np.uint16]
+
+FP32, FP16, BF16 = range(3)
+"""How floats are stored; their numbers are those of ``TableSpec.weight_dtype``."""
+
+_LARGEST_HALF = np.float32(65504)
+_NORMAL_HALF = np.uint32(113 << 23)  # 2**-14, the smallest half of full precision
+_SUBNORMAL = np.float32(2.0**24)
+_INFINITY = np.uint32(0x7F800000)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_QUIET_NAN = np.uint32(0x7FC00000)
+_ONE_STEP = np.float32(1)
+_UNIT = np.float32(2.0**-24)
+_HALF_BITS = np.uint32(2**13 - 1)
+_KEPT_BITS = np.uint32(2**32 - 2**13)
+_S8 = np.uint32(8)
+_S16 = np.uint32(16)
+_S15 = np.uint32(15)
+_ONE = np.uint32(1)
+_GOLDEN = np.uint32(0x9E3779B9)
+_MIX_A = np.uint32(0x7FEB352D)
+_MIX_B = np.uint32(0x846CA68B)
+
+
+@compiled
+def widen(halves: Pointer, weights: Pointer, dim: np.int64, dtype: np.int64) -> None:
+    """Read ``dim`` weights of ``FP16`` or ``BF16`` as float32."""
+    if dtype == BF16:
+        for d in range(dim):
+            weights[d] = float_of(np.uint32(np.uint32(halves[d]) << _S16))
+    else:
+        for d in range(dim):
+            weights[d] = widen_half(halves[d])
+
+
+@compiled
+def round_to_nearest(
+    weights: Pointer, halves: Pointer, dim: np.int64, dtype: np.int64
+) -> None:
+    """Write ``dim`` float32 weights as ``FP16`` or ``BF16``, rounded to the nearest."""
+    for d in range(dim):
+        w = weights[d]
+        if dtype == BF16:
+            bits = bits_of(w)
+            halves[d] = _narrow_brain(bits, np.uint32(0x7FFF) + ((bits >> _S16) & _ONE))
+        else:
+            halves[d] = narrow_to_half(_clamp(w))
+
+
+@compiled
+def round_stochastically(
+    weights: Pointer, halves: Pointer, dim: np.int64, dtype: np.int64, seed: np.uint64
+) -> None:
+    """Write ``dim`` float32 weights as ``FP16`` or ``BF16``, up or down at random.
+
+    The same seed rounds the same weights the same way.
+    """
+    low_seed = np.uint32(seed ^ (seed >> np.uint64(32)))
+    for d in range(dim):
+        random = _mix(np.uint32(low_seed + np.uint32(d) * _GOLDEN))
+        w = weights[d]
+        if dtype == BF16:
+            halves[d] = _narrow_brain(bits_of(w), random >> _S16)
+            continue
+        w = _clamp(w)
+        bits = bits_of(w)
+        if bits & _MAGNITUDE >= _NORMAL_HALF:
+            if bits & _MAGNITUDE < _INFINITY:
+                bits = np.uint32((bits + (random & _HALF_BITS)) & _KEPT_BITS)
+            # Rounded up from the last half it would become an infinity.
+            halves[d] = narrow_to_half(_clamp(float_of(bits)))
+        else:
+            # Added to the steps, the random number would lose digits.
+            steps = w * _SUBNORMAL
+            below = np.floor(steps)
+            if np.float32(random >> _S8) * _UNIT < steps - below:
+                below += _ONE_STEP
+            halves[d] = narrow_to_half(below / _SUBNORMAL)
+
+
+@inlined
+def _narrow_brain(bits: np.uint32, add: np.uint32) -> np.uint16:
+    magnitude = bits & _MAGNITUDE
+    if magnitude > _INFINITY:
+        return np.uint16(_QUIET_NAN >> _S16)
+    if magnitude == _INFINITY:
+        return np.uint16(bits >> _S16)
+    return np.uint16((bits + add) >> _S16)
+
+
+@inlined
+def _clamp(w: np.float32) -> np.float32:
+    w = _LARGEST_HALF if w > _LARGEST_HALF else w
+    return -_LARGEST_HALF if w < -_LARGEST_HALF else w
+
+
+@inlined
+def _mix(x: np.uint32) -> np.uint32:
+    # numba makes the product of two uint32 a uint64; the casts keep 32 bits.
+    x = np.uint32(np.uint32(x ^ (x >> _S16)) * _MIX_A)
+    x = np.uint32(np.uint32(x ^ (x >> _S15)) * _MIX_B)
+    return np.uint32(x ^ (x >> _S16))
