@@ -2,7 +2,7 @@
 
 A kind is a function that reads a request and returns the frames of the reply, or None
 if the reply comes later, and its line in :data:`KINDS`. A new kind is a file of its
-own, and a line there:
+own, which imports from ``shard.py``, and a line there:
 
     NORMS = Kind.define("NORMS", 64)
 
@@ -18,8 +18,8 @@ Dimension key:
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,12 @@ from persia_torchrec.server.checkpoints import (
     Checkpoints,
     Progress,
 )
-from persia_torchrec.server.shard import Shard, require_reply_fits
+from persia_torchrec.server.shard import (
+    Request,
+    RequestKind,
+    Shard,
+    require_reply_fits,
+)
 from persia_torchrec.server.updates import Member, Update
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -53,31 +58,6 @@ from persia_torchrec.wire.messages import (
 from persia_torchrec.wire.precision import encode_floats, size_of
 
 logger = logging.getLogger(__name__)
-
-
-class Request(NamedTuple):
-    """A message of a client."""
-
-    peer: bytes
-    header: Header
-    frames: Frames
-
-
-class RequestKind(NamedTuple):
-    """How one kind of request is answered.
-
-    Attributes:
-        kind: its number on the wire.
-        answer: reads the request, and returns the frames after the reply's header; None
-            if the reply comes later.
-        needs_rows: refused while a checkpoint is loaded; counts as activity.
-        in_inference: answered by servers that serve a checkpoint, too.
-    """
-
-    kind: Kind
-    answer: Callable[[Shard, Request], Frames | None]
-    needs_rows: bool = True
-    in_inference: bool = False
 
 
 def _answer_lookup(shard: Shard, request: Request) -> Frames:

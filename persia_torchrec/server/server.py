@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.metrics import ServerReadings, Snapshots
-from persia_torchrec.server.requests import Request, RequestKind, find_kind
-from persia_torchrec.server.shard import Shard
+from persia_torchrec.server.requests import find_kind
+from persia_torchrec.server.shard import Request, RequestKind, Shard
 from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.wire.gateway import push_metrics
 from persia_torchrec.wire.greeting import NO_JOB, Greeting

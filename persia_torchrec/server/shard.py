@@ -14,7 +14,8 @@ Dimension key:
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
 from persia_torchrec.metrics import Metrics
@@ -257,3 +258,28 @@ def require_reply_fits(num_bytes: int) -> None:
             f"A reply may have {MAX_MESSAGE_BYTES} bytes. Received: a request whose "
             f"reply has {num_bytes} bytes. Send smaller requests."
         )
+
+
+class Request(NamedTuple):
+    """A message of a client."""
+
+    peer: bytes
+    header: Header
+    frames: Frames
+
+
+class RequestKind(NamedTuple):
+    """How one kind of request is answered.
+
+    Attributes:
+        kind: its number on the wire.
+        answer: reads the request, and returns the frames after the reply's header; None
+            if the reply comes later.
+        needs_rows: refused while a checkpoint is loaded; counts as activity.
+        in_inference: answered by servers that serve a checkpoint, too.
+    """
+
+    kind: Kind
+    answer: Callable[[Shard, Request], Frames | None]
+    needs_rows: bool = True
+    in_inference: bool = False

@@ -12,8 +12,9 @@ from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import BatchError, ConfigError, RemoteError
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.server.requests import KINDS, RequestKind
+from persia_torchrec.server.requests import KINDS
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.server.shard import RequestKind
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
