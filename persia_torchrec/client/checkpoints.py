@@ -343,14 +343,11 @@ class Checkpoints:
         return [convert(state.result, kind, place, WireError) for state in states]
 
     def _ask(self, kind: Kind, request: object, what: str) -> list[TaskState]:
-        states = []
-        answers = self._servers.ask(kind, request, what)
-        for name, answer in zip(self._servers.names, answers, strict=True):
-            state = convert(answer, TaskState, Place(f"{name}: {what}"), WireError)
+        states = self._servers.ask(kind, request, what, answer=TaskState)
+        for name, state in zip(self._servers.names, states, strict=True):
             if (error := state.error) is not None:
                 message = f"{what}: {error.message}"
                 raise RemoteError(message, server=name, kind=error.kind)
-            states.append(state)
         return states
 
     def _require_time(

@@ -21,16 +21,17 @@ import numpy.typing as npt
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.checkpoints import Checkpoints
-from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.codec import (
+    AddedTable,
     KnownTable,
     PushOutcome,
+    TableList,
     TableRequest,
-    read_added_tables,
-    read_told_tables,
+    know_tables,
     staleness_histogram,
     stamp,
 )
+from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.transfer import (
@@ -40,7 +41,7 @@ from persia_torchrec.client.transfer import (
     rows_to_write,
     write_blocks,
 )
-from persia_torchrec.errors import BatchError, ConfigError, WireError
+from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds, split_by_shard
@@ -62,6 +63,7 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from persia_torchrec.wire.precision import Floats
+from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
 
 class EmbeddingClient:
@@ -127,9 +129,10 @@ class EmbeddingClient:
             Kind.ADD_TABLES,
             [spec.to_json() for spec in specs],
             f"adding tables {names}",
-            timeouts.ADD_TABLES_S,
+            answer=list[AddedTable],
+            timeout_s=timeouts.ADD_TABLES_S,
         )
-        self._add(specs, answers)
+        self._add(know_tables(specs, answers))
 
     def learn_tables(self) -> list[TableSpec]:
         """Ask the servers for their tables, and know those that all of them have.
@@ -140,25 +143,30 @@ class EmbeddingClient:
         Raises:
             ConfigError: servers differ in the dim of a table.
             ServerError: a server failed, or did not answer in time.
-            WireError: an answer tells of no tables.
+            FrameError: an answer tells of no tables.
         """
-        answers = self._servers.ask(Kind.HELLO, None, "asking for tables")
-        told = [read_told_tables(answer) for answer in answers]
+        what = "asking for tables"
+        answers = self._servers.ask(Kind.HELLO, None, what, answer=TableList)
+        told = [
+            {table.spec.get("name"): table for table in answer.tables}
+            for answer in answers
+        ]
         specs = [
-            TableSpec.from_json(table["spec"])
+            TableSpec.from_json(table.spec)
             for name, table in told[0].items()
             if all(name in tables for tables in told)
         ]
         for spec in specs:
             for server, tables in zip(self._servers.names, told, strict=True):
-                other = TableSpec.from_json(tables[spec.name]["spec"])
+                other = TableSpec.from_json(tables[spec.name].spec)
                 if other.dim != spec.dim:
                     raise ConfigError(
                         f"Table {spec.name!r} must have one dim on all servers. "
                         f"Received: {other.dim} of {server}, and {spec.dim} of "
                         f"{self._servers.names[0]}. Load the same checkpoint into all."
                     )
-        self._add(specs, [[tables[spec.name] for spec in specs] for tables in told])
+        lists = [[tables[spec.name] for spec in specs] for tables in told]
+        self._add(know_tables(specs, lists))
         return specs
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
@@ -331,8 +339,8 @@ class EmbeddingClient:
         bodies = itertools.repeat([encode_json(value), share.encode()])
         what = "joining the trainers"
         replies = self._servers.send(Header(Kind.JOIN), bodies, what, timeout_s)
-        answers = [decode_json(reply.frames()) for reply in replies]
-        return next((answer for answer in answers if isinstance(answer, str)), "")
+        answers: list[str] = [decode_json(reply.frames(), str) for reply in replies]
+        return answers[0]
 
     def leave(self, share: Share) -> None:
         """Give no share of a joint step, nor of later ones; the others proceed without.
@@ -439,10 +447,7 @@ class EmbeddingClient:
         bodies = ([encode_json({"table": n, "step": step})] for n in numbers)
         what = f"step of table {table!r}"
         replies = self._servers.send(Header(Kind.STEP), bodies, what)
-        answers = [decode_json(reply.frames()) for reply in replies]
-        steps = [answer for answer in answers if isinstance(answer, int)]
-        if len(steps) < len(answers):
-            raise WireError(f"A step must be a number. Received: {answers!r:.100}.")
+        steps: list[int] = [decode_json(reply.frames(), int) for reply in replies]
         return max(steps)
 
     def read(self, table: str, ids: Ids) -> Floats:
@@ -484,8 +489,8 @@ class EmbeddingClient:
 
     def counters(self) -> list[dict[str, int]]:
         """Return each server's counters: rows, hits, misses, evictions and others."""
-        answers = self._servers.ask(Kind.COUNTERS, None, "counters")
-        return [answer for answer in answers if isinstance(answer, dict)]
+        numbers = dict[str, int]
+        return self._servers.ask(Kind.COUNTERS, None, "counters", answer=numbers)
 
     def staleness(self) -> npt.NDArray[np.int64]:
         """Return how stale rows were: element k counts gradients of staleness k.
@@ -511,10 +516,9 @@ class EmbeddingClient:
         """Close the connections; the servers continue. May be called twice."""
         self._servers.close()
 
-    def _add(self, specs: Sequence[TableSpec], answers: Sequence[object]) -> None:
-        tables = read_added_tables(specs, answers)
+    def _add(self, tables: dict[str, KnownTable]) -> None:
         with self._adding:
-            self._tables.update((table.spec.name, table) for table in tables)
+            self._tables.update(tables)
 
     def _send(self, header: Header, request: TableRequest) -> list[Reply]:
         """Send every server its part of a request.
@@ -525,7 +529,11 @@ class EmbeddingClient:
         names = ", ".join([repr(table.spec.name) for table in request.tables])
         what = f"{header.kind.name.lower()} of table {names}"
         precision, share = header.precision, request.share
-        request.require_room(what, precision, self._servers.max_request_ids)
+        max_ids = self._servers.max_request_ids
+        num_ids = sum([len(split.ids) for split in request.ids])
+        num_bytes = 4 * num_ids * max(request.widths, default=0)
+        if num_ids > min(max_ids) or num_bytes > MAX_MESSAGE_BYTES:
+            request.require_room(what, precision, max_ids)  # one part may be less
         # A joint step waits for the other trainers as well.
         timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
         bodies: Iterable[Frames] = (

@@ -11,12 +11,13 @@ import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.errors import BatchError, ConfigError, FrameError, WireError
+from persia_torchrec.errors import BatchError, FrameError, WireError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.shard import ShardedIds
 from persia_torchrec.table import TableSpec
@@ -24,11 +25,9 @@ from persia_torchrec.wire.messages import (
     Frame,
     Frames,
     Header,
-    Ids,
     Precision,
     Share,
     TableIds,
-    array_of,
     bytes_of,
     decode_json,
     encode_segments,
@@ -43,7 +42,6 @@ from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
 _NO_COUNTS = np.empty(0, dtype=np.uint32)
-_OUTCOME_KEYS = ("missed", "refused", "unadmitted", "gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +99,17 @@ class TableRequest(NamedTuple):
 
     def encode(self, server: int, precision: Precision) -> Frames:
         """Return the frames after the header of one server's message."""
+        slices = [slice(*ids.offsets[server : server + 2]) for ids in self.ids]
         frames = encode_segments(
             [
-                TableIds(table.numbers[server], ids.of_shard(server))
-                for table, ids in zip(self.tables, self.ids, strict=True)
+                TableIds(table.numbers[server], ids.ids[piece])
+                for table, ids, piece in zip(self.tables, self.ids, slices, strict=True)
             ]
         )
-        slices = [slice(*ids.offsets[server : server + 2]) for ids in self.ids]
         if self.rows is not None:
             rows = zip(self.rows, slices, strict=True)
-            pieces = [rows_UW[piece].reshape(-1) for rows_UW, piece in rows]
-            frames.append(encode_floats(_joined(pieces), precision))
+            floats = [rows_UW[piece].reshape(-1) for rows_UW, piece in rows]
+            frames.append(encode_floats(_joined(floats), precision))
         if self.counts is not None:
             counts = [
                 np.ones(piece.stop - piece.start, dtype=np.uint32)
@@ -138,10 +136,6 @@ class TableRequest(NamedTuple):
             BatchError: one server's part is too large.
         """
         row_bytes = [width * size_of(precision) for width in self.widths]
-        num_ids = sum(len(split.ids) for split in self.ids)
-        num_bytes = num_ids * max(row_bytes, default=0)
-        if num_ids <= min(max_request_ids) and num_bytes <= MAX_MESSAGE_BYTES:
-            return  # so are the parts
         for server, max_ids in enumerate(max_request_ids):
             parts = [len(split.of_shard(server)) for split in self.ids]
             num_bytes = sum(map(int.__mul__, parts, row_bytes))
@@ -226,129 +220,68 @@ def body_of(frames: Frames) -> Frame:
     return frames[1]
 
 
-class ServerHello(NamedTuple):
+class ServerHello(msgspec.Struct):
     """What a server says of itself when a client connects.
 
     Attributes:
+        shard: which shard it is.
+        num_shards: of how many.
         incarnation: which start of the server.
         max_request_ids: ids that it accepts in a request.
     """
 
+    shard: int
+    num_shards: int
     incarnation: int
     max_request_ids: int
 
-    @classmethod
-    def read(cls, frames: Frames, shard: tuple[int, int], name: str) -> Self:
-        """Read the answer of a server that must be a certain shard.
 
-        Args:
-            frames: of the answer.
-            shard: which shard the server must be, and of how many.
-            name: of the server, for errors.
+class AddedTable(msgspec.Struct):
+    """What a server says of a table that it has.
 
-        Raises:
-            WireError: this is not an answer of an embedding server.
-            ConfigError: it is another shard.
-        """
-        hello = decode_json(frames)
-        keys = ("shard", "num_shards", *cls._fields)
-        numbers = [hello.get(key) for key in keys] if isinstance(hello, dict) else []
-        match numbers:
-            case [int(found), int(num), int(incarnation), int(max_request_ids)]:
-                if (found, num) == shard:
-                    return cls(incarnation, max_request_ids)
-            case _:
-                raise WireError(f"{name} is not an embedding server of this version.")
-        raise ConfigError(
-            f"{name} must be shard {shard[0]} of {shard[1]}. Received: it is shard "
-            f"{found} of {num}. Give all addresses, in the order of their shards."
-        )
+    Attributes:
+        number: of the table on this server.
+        wants_counts: whether training pulls should come with counts.
+        spec: see ``TableSpec.to_json``.
+    """
+
+    number: int
+    wants_counts: bool
+    spec: dict[str, Any]
 
 
-def read_added_tables(
-    specs: Sequence[TableSpec], answers: Sequence[object]
-) -> list[KnownTable]:
-    """Read what servers say of the tables that they have added.
+class TableList(msgspec.Struct):
+    """The part of the reply to HELLO that lists the tables."""
+
+    tables: list[AddedTable]
+
+
+def know_tables(
+    specs: Sequence[TableSpec], answers: Sequence[Sequence[AddedTable]]
+) -> dict[str, KnownTable]:
+    """Return tables that all servers have, by name.
 
     Args:
         specs: the tables.
-        answers: of each server.
+        answers: what each server says of them, in their order.
 
     Raises:
-        WireError: an answer tells of other tables.
+        WireError: a server tells of another number of tables.
     """
     for answer in answers:
-        if (
-            not isinstance(answer, list)
-            or len(answer) != len(specs)
-            or not all(
-                isinstance(table, dict)
-                and isinstance(table.get("number"), int)
-                and "wants_counts" in table
-                for table in answer
-            )
-        ):
+        if len(answer) != len(specs):
             raise WireError(
                 f"The reply to ADD_TABLES must tell of {len(specs)} tables. "
-                f"Received: {answer!r:.100}."
+                f"Received: {len(answer)}."
             )
-    of_servers: Any = answers
-    return [
-        KnownTable(
+    return {
+        spec.name: KnownTable(
             spec,
-            tuple(answer[t]["number"] for answer in of_servers),
-            any(answer[t]["wants_counts"] for answer in of_servers),
+            tuple(answer[t].number for answer in answers),
+            any(answer[t].wants_counts for answer in answers),
         )
         for t, spec in enumerate(specs)
-    ]
-
-
-def read_told_tables(answer: object) -> dict[str, dict[str, Any]]:
-    """Read the tables that a server tells of in its answer to HELLO, by name.
-
-    Raises:
-        WireError: it tells of none.
-    """
-    tables = answer.get("tables") if isinstance(answer, dict) else None
-    if not isinstance(tables, list) or not all(
-        isinstance(table, dict) and isinstance(table.get("spec"), dict)
-        for table in tables
-    ):
-        raise WireError(
-            f"The reply to HELLO must tell of tables. Received: {answer!r:.100}."
-        )
-    return {str(table["spec"].get("name")): table for table in tables}
-
-
-class Exported(NamedTuple):
-    """Some rows of a table on one server.
-
-    Attributes:
-        ids: uint64 ``(N,)``.
-        rows: float32 ``(N, W)``, weights and optimizer state.
-        next_start: where the next rows begin; None at the end.
-    """
-
-    ids: Ids
-    rows: Floats
-    next_start: int | None
-
-    @classmethod
-    def read(cls, frames: Frames, width: int) -> Self:
-        """Read a reply to EXPORT, of rows of ``width`` floats.
-
-        Raises:
-            FrameError: the frames are others, or do not fit one another.
-        """
-        if len(frames) != 4:
-            raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
-        described = decode_json(frames[:2])
-        next_start = described.get("next", "") if isinstance(described, dict) else ""
-        if not isinstance(next_start, int | None):
-            raise FrameError(f"An export must say what is next. Received: {described}.")
-        ids = array_of(frames[2], np.uint64)
-        rows = decode_floats(frames[3], len(ids) * width, Precision.FP32)
-        return cls(ids, rows.reshape(len(ids), width), next_start)
+    }
 
 
 class PushOutcome(NamedTuple):
@@ -377,28 +310,29 @@ class PushOutcome(NamedTuple):
 
     def to_json(self) -> dict[str, int]:
         """Describe the outcome as it stands in a reply."""
-        return dict(zip(_OUTCOME_KEYS, self, strict=True))
+        return dict(zip(_Outcome.__struct_fields__, self, strict=True))
 
     @classmethod
     def read(cls, replies: Iterable[Frames]) -> "PushOutcome":
         """Read the replies to a push; return the outcome on all servers.
 
         Raises:
-            WireError: a reply tells of no outcome.
+            FrameError: a reply tells of no outcome.
         """
         total = cls()
         for frames in replies:
-            answer = decode_json(frames)
-            numbers = answer if isinstance(answer, dict) else {}
-            counts = [n for k in _OUTCOME_KEYS if isinstance(n := numbers.get(k), int)]
-            if len(counts) < len(_OUTCOME_KEYS):
-                raise WireError(
-                    "The reply to an update must tell how many gradients it had, and "
-                    "how many were missed and refused. "
-                    f"Received: {answer!r:.100}."
-                )
-            total = total.plus(cls(*counts))
+            outcome = decode_json(frames, _Outcome)
+            total = total.plus(cls(*msgspec.structs.astuple(outcome)))
         return total
+
+
+class _Outcome(msgspec.Struct):
+    """The JSON of a reply to UPDATE, in the order of ``PushOutcome``."""
+
+    missed: int
+    refused: int
+    unadmitted: int
+    gradients: int
 
 
 def stamp(header: Header, batch: BatchNumber, flags: int = 0) -> Header:

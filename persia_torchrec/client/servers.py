@@ -3,10 +3,16 @@
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
-from persia_torchrec.client.codec import ServerHello
-from persia_torchrec.errors import ConfigError, NotReadyError, RemoteError
+from persia_torchrec.client.codec import ServerHello, body_of
+from persia_torchrec.decoding import parse_json
+from persia_torchrec.errors import (
+    ConfigError,
+    NotReadyError,
+    RemoteError,
+    WireError,
+)
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     Frame,
@@ -75,9 +81,8 @@ class Servers:
             for server, reply in enumerate(replies):
                 while (frames := _frames_if_ready(reply, give_up_s)) is None:
                     reply = ask(server)  # of the same server
-                shard = server, len(connections)
                 name = connections.names[server]
-                hellos.append(ServerHello.read(frames, shard, name))
+                hellos.append(_read_hello(frames, server, len(connections), name))
         except BaseException:
             connections.close()
             raise
@@ -116,16 +121,30 @@ class Servers:
         ]
 
     def ask(
-        self, kind: Kind, value: object, what: str, timeout_s: float | None = None
-    ) -> list[object]:
+        self,
+        kind: Kind,
+        value: object,
+        what: str,
+        *,
+        answer: Any = Any,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
         """Send every server the same JSON value; return the answer of each.
 
+        Args:
+            kind: of the messages.
+            value: that each carries.
+            what: the request in words, for errors.
+            answer: what an answer must be, see ``decode_json``.
+            timeout_s: as of :meth:`send`.
+
         Raises:
+            FrameError: an answer is another value.
             ServerError: a server failed, refused, or did not answer in time.
         """
         bodies = itertools.repeat([encode_json(value)])
         replies = self.send(Header(kind), bodies, what, timeout_s)
-        return [decode_json(reply.frames()) for reply in replies]
+        return [decode_json(reply.frames(), answer) for reply in replies]
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
@@ -141,3 +160,22 @@ def _frames_if_ready(reply: Reply, give_up_s: float) -> list[Frame] | None:
             raise
     time.sleep(_RETRY_S)
     return None
+
+
+def _read_hello(
+    frames: list[Frame], shard: int, num_shards: int, name: str
+) -> ServerHello:
+    """Read the answer of a server that must be a certain shard."""
+    source = f"The answer of {name}"
+    hello: ServerHello = parse_json(body_of(frames), ServerHello, source, _not_a_server)
+    if (hello.shard, hello.num_shards) != (shard, num_shards):
+        raise ConfigError(
+            f"{name} must be shard {shard} of {num_shards}. Received: it is shard "
+            f"{hello.shard} of {hello.num_shards}. Give all addresses, in the order of "
+            "their shards."
+        )
+    return hello
+
+
+def _not_a_server(why: str) -> WireError:
+    return WireError(f"{why} This is not an embedding server of this version.")

@@ -16,15 +16,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 
-from persia_torchrec.client.codec import Exported, KnownTable
+from persia_torchrec.client.codec import KnownTable
 from persia_torchrec.client.servers import Reply, Servers
-from persia_torchrec.errors import BatchError
+from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import STATE, Header, Kind, encode_json
-from persia_torchrec.wire.precision import Floats
+from persia_torchrec.wire.messages import (
+    STATE,
+    Frames,
+    Header,
+    Kind,
+    Precision,
+    array_of,
+    decode_json,
+    encode_json,
+)
+from persia_torchrec.wire.precision import Floats, decode_floats
 
 BLOCK_ROWS = 65_536
 """Rows per block, unless the caller says otherwise."""
@@ -210,12 +220,33 @@ def export_blocks(
         in_flight = deque((server, ask(server, 0)) for server in range(len(servers)))
         while in_flight:
             server, reply = in_flight.popleft()
-            part = Exported.read(reply.frames(), spec.dim + spec.num_state_floats)
-            if part.next_start is not None:
-                in_flight.append((server, ask(server, part.next_start)))
-            if len(part.ids):
-                # Copied: the message is not kept, and the arrays may be changed.
-                weights, state = part.rows[:, : spec.dim], part.rows[:, spec.dim :]
-                yield RowBlock(part.ids.copy(), weights.copy(), state.copy())
+            block, next_start = _read_export(reply.frames(), spec)
+            if next_start is not None:
+                in_flight.append((server, ask(server, next_start)))
+            if len(block.ids):
+                yield block
 
     return walk()
+
+
+class _Next(msgspec.Struct):
+    """The JSON of a reply to EXPORT: where the next rows begin; None at the end."""
+
+    next: int | None
+
+
+def _read_export(frames: Frames, spec: TableSpec) -> tuple[RowBlock, int | None]:
+    """Read a reply to EXPORT; return its rows, and where the next ones begin.
+
+    Raises:
+        FrameError: the frames are others, or do not fit one another.
+    """
+    if len(frames) != 4:
+        raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
+    ids, width = array_of(frames[2], np.uint64), spec.dim + spec.num_state_floats
+    flat = decode_floats(frames[3], len(ids) * width, Precision.FP32)
+    rows = flat.reshape(len(ids), width)
+    # Copied: the message is not kept, and the arrays may be changed.
+    weights, state = rows[:, : spec.dim].copy(), rows[:, spec.dim :].copy()
+    next_start: int | None = decode_json(frames[:2], _Next).next
+    return RowBlock(ids.copy(), weights, state), next_start

@@ -26,7 +26,7 @@ Dimension key:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,21 +60,6 @@ class JaggedBatch:
     kjt: KeyedJaggedTensor
     features: dict[str, Bags]
 
-    @classmethod
-    def of(cls, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]) -> Self:
-        """Take the ids out; see :func:`to_jagged_ids`.
-
-        Raises:
-            BatchError: as there, or a ``TensorDict`` lacks a key.
-        """
-        if isinstance(batch, TensorDict):
-            received = list(map(str, batch.keys()))
-            for key in keys:
-                if key not in received:
-                    raise _missing(key, received)
-            batch = maybe_td_to_kjt(batch, list(keys))
-        return cls(batch, to_jagged_ids(batch, keys))
-
     def weights(self) -> torch.Tensor:
         """Return the weights of all ids, in their order, in the autograd graph.
 
@@ -100,6 +85,19 @@ class JaggedBatch:
         if isinstance(place, np.ndarray):
             return tensor[torch.from_numpy(place)]
         return tensor[place]
+
+
+def from_tensor_dict(batch: TensorDict, keys: Sequence[str]) -> KeyedJaggedTensor:
+    """Join features of a ``TensorDict``.
+
+    Raises:
+        BatchError: it lacks a key.
+    """
+    received = list(map(str, batch.keys()))
+    for key in keys:
+        if key not in received:
+            raise _missing(key, received)
+    return maybe_td_to_kjt(batch, list(keys))
 
 
 def to_keyed_jagged_tensor(

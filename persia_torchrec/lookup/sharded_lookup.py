@@ -85,7 +85,7 @@ class BatchFeatures:
         return [pooled, *([f] for f, spec in enumerate(self.specs) if spec.num_places)]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RoutedBatch:
     """A batch's ids, unique and grouped by server; what its gradient needs again.
 
@@ -101,7 +101,7 @@ class RoutedBatch:
         counts: for each table, uint32 ``(U,)``: how often each of its grouped ids
             occurs in the batch; None where that is not needed.
         places: for each raw feature, int32 ``(B, F)``, see ``RawIds``.
-        slots: names of the features, where the lookup lets a batch choose them.
+        slots: keys of its features, in its order.
     """
 
     number: BatchNumber | None
@@ -112,8 +112,8 @@ class RoutedBatch:
     lengths: list[Lengths]
     num_samples: int
     counts: list[Counts | None]
-    places: Sequence[Positions] = ()
-    slots: tuple[str, ...] = ()
+    places: Sequence[Positions]
+    slots: tuple[str, ...]
 
     def bags(
         self, rows: Sequence[Floats], features: Iterable[int] | None = None
@@ -315,19 +315,16 @@ class ShardedLookup(ABC):
         assert batch.number is not None, "a batch that was not pulled for training"
         return self.client.push([], [], batch.number)
 
-    def _route(
-        self, bags: Mapping[str, Bags], number: BatchNumber | None
-    ) -> RoutedBatch:
-        """Check a batch, and find its unique ids; see :meth:`pull`."""
-        self.check(bags)
-        of_features = [bags[feature.key] for feature in self.features]
-        return self._route_features(self._all, of_features, number)
+    def select(
+        self, bags: Mapping[str, Bags]
+    ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
+        """Return the features of a batch, the bags of each, and the places of raw ones.
 
-    def check(self, bags: Mapping[str, Bags]) -> None:
-        """Check a batch against the features.
+        Args:
+            bags: by key of the features; their arrays are checked already.
 
         Raises:
-            BatchError: features are missing, unknown, or do not fit together.
+            BatchError: features are missing or unknown.
         """
         if bags.keys() != self._keys:
             raise BatchError(
@@ -335,21 +332,14 @@ class ShardedLookup(ABC):
                 f"missing {sorted(self._keys - bags.keys())}, unknown "
                 f"{sorted(bags.keys() - self._keys)}."
             )
-        check_bags(bags)
+        return self._all, [bags[feature.key] for feature in self.features], ()
 
-    def _route_features(
-        self,
-        features: BatchFeatures,
-        bags: Sequence[Bags],
-        number: BatchNumber | None,
+    def _route(
+        self, given: Mapping[str, Bags], number: BatchNumber | None
     ) -> RoutedBatch:
-        """Make the ids unique per table, and group them by server.
-
-        Args:
-            features: of the batch.
-            bags: of each feature.
-            number: as in :meth:`pull`.
-        """
+        """Make the ids unique per table, and group them by server; see :meth:`pull`."""
+        num_samples = check_bags(given)
+        features, bags, places = self.select(given)
         specs = features.specs
         bags = [
             _stack_hashes(bag, spec) if spec.hash_stack_rounds else bag
@@ -376,7 +366,7 @@ class ShardedLookup(ABC):
             [table.spec.dim for table in known],
             [inverse_of[f] for f in range(len(specs))],
             [bag.lengths for bag in bags],
-            len(bags[0].lengths),
+            num_samples,
             [
                 count_repeats(inverse_L, len(ids.ids))
                 if number is not None and table.wants_counts
@@ -385,6 +375,8 @@ class ShardedLookup(ABC):
                     known, routed.tables, of_tables, strict=True
                 )
             ],
+            places,
+            tuple(given),
         )
 
 

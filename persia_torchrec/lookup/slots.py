@@ -40,7 +40,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
-from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths, check_bags
+from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths
 from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.pooling import add_gradients, pool
 from persia_torchrec.lookup.sharded_lookup import (
@@ -294,14 +294,26 @@ class SlotsLookup(ShardedLookup):
             self.measures.note_not_finite(self.gradients_of_slots(batch, grads))
         return outcome
 
-    def check(self, bags: Mapping[str, Bags]) -> None:
-        """Check a batch against the slots.
+    def select(
+        self, bags: Mapping[str, Bags]
+    ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
+        """Return the slots of a batch; see :meth:`ShardedLookup.select`.
 
         Raises:
-            BatchError: a slot is unknown, there is none, or they do not fit together.
+            BatchError: a slot is unknown, or there is none.
         """
         require_slots(list(bags), [feature.key for feature in self.features])
-        check_bags(bags)
+        feature_of = {feature.key: feature for feature in self.features}
+        features = BatchFeatures([feature_of[key] for key in bags])
+        selected, places = [], []
+        for feature in features.specs:
+            of_feature = bags[feature.key]
+            if feature.num_places:
+                raw = build_raw_ids(of_feature, feature.num_places)
+                places.append(raw.places)
+                of_feature = Bags(raw.ids, np.ones(len(raw.ids), dtype=np.int32))
+            selected.append(of_feature)
+        return features, selected, places
 
     def gradients_of_slots(
         self, batch: RoutedBatch, grads: Sequence[Floats]
@@ -349,23 +361,3 @@ class SlotsLookup(ShardedLookup):
         for part, grad in zip(batch.features.pooled_and_raw, grads, strict=True):
             add_gradients(grad, batch.bags(sums, part))
         return sums
-
-    def _route(
-        self, bags: Mapping[str, Bags], number: BatchNumber | None
-    ) -> RoutedBatch:
-        self.check(bags)
-        feature_of = {feature.key: feature for feature in self.features}
-        features = BatchFeatures([feature_of[key] for key in bags])
-        of_features, places = [], []
-        for feature in features.specs:
-            of_feature = bags[feature.key]
-            if feature.num_places:
-                raw = build_raw_ids(of_feature, feature.num_places)
-                each_alone = np.ones(len(raw.ids), dtype=np.int32)
-                of_feature = Bags(raw.ids, each_alone)
-                places.append(raw.places)
-            of_features.append(of_feature)
-        batch = self._route_features(features, of_features, number)
-        batch.num_samples = len(next(iter(bags.values())).lengths)
-        batch.places, batch.slots = places, tuple(bags)
-        return batch

@@ -18,24 +18,32 @@ An error of a background push is raised by the next call, whichever it is.
 
 import threading
 import weakref
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.errors import BatchError, ConfigError, StalenessError
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    PersiaError,
+    StalenessError,
+)
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.joint import Trainers
-from persia_torchrec.pipeline.prefetch_queue import PrefetchQueue
 from persia_torchrec.pipeline.push_queue import Push, PushQueue, Updates
 from persia_torchrec.pipeline.staleness import (
+    CLOSED,
     LookupCounts,
     Permit,
     StalenessSemaphore,
 )
 from persia_torchrec.pipeline.tally import TrainingSummary
-from persia_torchrec.table import TableChange
+
+_MAX_WAITING = 4096
+"""Batches that may wait for their pull."""
 
 _SETTLE_S = 1.0
 """What batches that are not used any more may take to be given up."""
@@ -64,11 +72,17 @@ class PrefetchedBatch(Generic[Handle]):
         started -> here -> pushed | given up
                `-> failed
 
+    Args:
+        pipeline: of the batch.
+        ids: the batch, as the lookup takes it.
+        given: the batch as the caller has it, see :attr:`source`.
+        number: of a training batch.
+
     Attributes:
         outputs: float32, C-contiguous: what the lookup gave, once the batch is here.
         handle: what else the lookup knows of the batch then.
         is_training: whether it can be pushed.
-        given: the batch as the caller has it, see :attr:`source`.
+        given: as above.
     """
 
     outputs: Outputs
@@ -156,9 +170,7 @@ class PrefetchedBatch(Generic[Handle]):
                 "backward pass, or a batch that was looked up for evaluation."
             )
         self._permit.let_go()
-        push = Push(self.handle, grads, self._permit, self._semaphore)
-        waits_for_ack = self._pipeline.waits_for_ack
-        self._pipeline.pushes.put(push, waits_for_ack=waits_for_ack)
+        self._pipeline.put(Push(self.handle, grads, self._permit, self._semaphore))
 
     def give_up(self) -> None:
         """Make room for another batch: no gradients will come.
@@ -169,14 +181,14 @@ class PrefetchedBatch(Generic[Handle]):
             self._permit.let_go()
             push: Push[Handle]
             push = Push(self.handle, None, self._permit, self._semaphore)
-            self._pipeline.pushes.put_given_up(push)
+            self._pipeline.put_given_up(push)
 
-    def begin(self) -> None:
+    def take_permit(self) -> None:
         """Wait for a permit; a thread of the pipeline calls this."""
         if self.is_training:
             self._semaphore.take(self._permit)
 
-    def run(self) -> None:
+    def pull(self) -> None:
         """Pull the batch; a thread of the pipeline calls this."""
         ids, self._ids = self._ids, None
         pipeline, number, permit = self._pipeline, self._number, self._permit
@@ -189,22 +201,22 @@ class PrefetchedBatch(Generic[Handle]):
                 self._semaphore.give_back(permit)
             raise
         if number is not None:
-            pipeline.pushes.open_batch()
+            pipeline.open_batch()
             # Runs at most once: when this object is no longer used, unless push() came.
             self._give_up = weakref.finalize(
-                self, _drop, pipeline.pushes, self.handle, permit, self._semaphore
+                self, _drop, pipeline.put_given_up, self.handle, permit, self._semaphore
             )
             self._give_up.atexit = False
         self._arrived.set()
 
-    def fail(self, error: Exception) -> None:
-        """Take an error; a thread of the pipeline calls this."""
+    def fail(self, error: BaseException) -> None:
+        """End with an error; a thread of the pipeline calls this."""
         self._error = error
         self._arrived.set()
 
 
 def _drop(
-    pushes: PushQueue[Handle],
+    put_given_up: Callable[[Push[Handle]], None],
     handle: Handle,
     permit: Permit,
     semaphore: StalenessSemaphore,
@@ -212,13 +224,109 @@ def _drop(
     """Give a dropped batch up; takes no lock, as a garbage collection may call it."""
     was_used = permit.was_held  # or was only pulled ahead
     permit.let_go()
-    pushes.put_given_up(Push(handle, None, permit, semaphore, was_dropped=was_used))
+    put_given_up(Push(handle, None, permit, semaphore, was_dropped=was_used))
 
 
-class BatchPipeline(Generic[Source, Handle]):
+class _Pulls:
+    """Threads that pull batches. Any thread may call any method.
+
+    One thread at a time takes the oldest batch and its permit. If each batch waited for
+    itself, a later one could get the permit that an earlier one needs, and the trainer,
+    which waits for the earlier one, would never give it back.
+
+    Args:
+        name: of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turn = threading.Lock()  # of the thread that takes a batch
+        self._changed = threading.Condition()
+        self._waiting: deque[PrefetchedBatch[Any]] = deque()  # guarded by _changed
+        self._max_threads = 1  # guarded by _changed
+        self._num_threads = 0  # guarded by _changed
+        self._is_closing = False  # guarded by _changed
+
+    def set_num_threads(self, num: int) -> None:
+        """Change how many batches may be pulled at once; running pulls proceed.
+
+        Raises:
+            ConfigError: ``num`` is below 1.
+        """
+        if num < 1:
+            raise ConfigError(f"At least one puller is needed. Received: {num}.")
+        with self._changed:
+            self._max_threads = num
+            self._changed.notify_all()
+            if self._waiting:
+                self._start_threads()
+
+    def submit(self, batch: PrefetchedBatch[Any]) -> None:
+        """Have a batch pulled.
+
+        Raises:
+            StalenessError: too many wait for their turn.
+        """
+        with self._changed:
+            if len(self._waiting) >= _MAX_WAITING:
+                raise StalenessError(
+                    f"At most {_MAX_WAITING} batches can be started ahead of the one "
+                    "that waits. Does every training batch get its backward pass?"
+                )
+            self._waiting.append(batch)
+            if self._num_threads < self._max_threads:
+                self._start_threads()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Fail the batches whose pull has not begun, and end the threads."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+
+    def _start_threads(self) -> None:
+        for index in range(self._num_threads, self._max_threads):
+            name = f"{self._name} {index}"
+            threading.Thread(
+                target=self._run, args=(index,), name=name, daemon=True
+            ).start()
+        self._num_threads = max(self._num_threads, self._max_threads)
+
+    def _run(self, index: int) -> None:
+        while True:
+            batch = None  # the wait for the next must not keep this one
+            try:
+                with self._turn:
+                    batch = self._next(index)
+                    if batch is None:
+                        return
+                    batch.take_permit()
+                batch.pull()
+            except Exception as exc:  # noqa: BLE001  # raised by wait()
+                assert batch is not None
+                batch.fail(exc)
+
+    def _next(self, index: int) -> PrefetchedBatch[Any] | None:
+        """Wait for a batch; return None if the thread is one too many, or to end."""
+        with self._changed:
+            while index < self._max_threads:
+                if not self._waiting:
+                    if self._is_closing:
+                        return None
+                    self._changed.wait()
+                    continue
+                batch = self._waiting.popleft()
+                if not self._is_closing:
+                    return batch
+                batch.fail(PersiaError(CLOSED))
+            self._num_threads -= 1
+            return None
+
+
+class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
     """The batches of one embedding collection. Any thread may call any method.
 
-    Only :meth:`change_tables` is for one thread at a time.
+    Only ``change_tables`` is for one thread at a time.
 
     Args:
         lookup: where batches are pulled from and pushed to.
@@ -228,9 +336,7 @@ class BatchPipeline(Generic[Source, Handle]):
 
     Attributes:
         lookup: as given.
-        pushes: the pushes of the batches.
         semaphore: the permits; replaced when the bound changes.
-        waits_for_ack: whether a push waits for its acknowledgement.
         trainers: those that this one updates with, if it does.
 
     Raises:
@@ -241,16 +347,15 @@ class BatchPipeline(Generic[Source, Handle]):
         self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
     ) -> None:
         _require_staleness(staleness)
+        super().__init__(lookup, timeout_s)
         self.lookup = lookup
-        self.trainers: Trainers | None = None  # locked by _lock, set before use
-        self._timeout_s = timeout_s
+        self.trainers: Trainers | None = None  # guarded by _starting, set before use
         self._stream = BatchNumber.new_stream()
-        self._lock = threading.Lock()
-        self._num_started = 0  # guarded by _lock
-        self.pushes: PushQueue[Handle] = PushQueue(lookup, timeout_s)
+        self._starting = threading.Lock()
+        self._num_started = 0  # guarded by _starting
         self._lookups = LookupCounts()
-        self._training = PrefetchQueue("training pulls")
-        self._evaluation = PrefetchQueue("evaluation pulls")
+        self._training = _Pulls("training pulls")
+        self._evaluation = _Pulls("evaluation pulls")
         self.set_staleness(staleness)
 
     def set_staleness(self, staleness: int) -> None:
@@ -264,12 +369,12 @@ class BatchPipeline(Generic[Source, Handle]):
         """
         _require_staleness(staleness)
         self.flush()
-        if num_open := self.pushes.num_open(_SETTLE_S):
+        if num_open := self.num_open(_SETTLE_S):
             raise ConfigError(
                 "The staleness bound can change only while no batch is in flight. "
                 f"Received: {num_open} batches without acknowledgement."
             )
-        with self._lock:
+        with self._starting:
             self.waits_for_ack = staleness == 0
             self.semaphore = StalenessSemaphore(
                 max(staleness, 1), timeouts.PERMIT_S, self._lookups
@@ -278,25 +383,15 @@ class BatchPipeline(Generic[Source, Handle]):
     def set_num_pullers(
         self, *, training: int | None = None, evaluation: int | None = None
     ) -> None:
-        """Change how many batches may be pulled at once.
-
-        Args:
-            training: of training; before the first.
-            evaluation: of evaluation; those in flight are not ended.
+        """Change how many batches may be pulled at once; running pulls proceed.
 
         Raises:
             ConfigError: a number is below 1.
         """
-        for num, pulls in ((training, self._training), (evaluation, self._evaluation)):
-            if num is not None and num < 1:
-                raise ConfigError(f"At least one puller is needed. Received: {num}.")
-            if num is not None:
-                pulls.set_num_threads(num)
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that an acknowledgement may take."""
-        return self.pushes.timeout_s
+        if training is not None:
+            self._training.set_num_threads(training)
+        if evaluation is not None:
+            self._evaluation.set_num_threads(evaluation)
 
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch.
@@ -304,9 +399,9 @@ class BatchPipeline(Generic[Source, Handle]):
         Args:
             trainers: those that this one updates with; handed over.
         """
-        with self._lock:
+        with self._starting:
             self.trainers = trainers
-            self.pushes.timeout_s = self._timeout_s + trainers.timeout_s
+            self.timeout_s += trainers.timeout_s
 
     def start(
         self, ids: Source, *, training: bool, given: object = None
@@ -321,36 +416,19 @@ class BatchPipeline(Generic[Source, Handle]):
         Raises:
             PersiaError: an earlier push failed, or the pipeline is closed.
         """
-        self.pushes.raise_error()
+        self.raise_error()
         batch: PrefetchedBatch[Handle]
         if not training:
             batch = PrefetchedBatch(self, ids, given)
             self._evaluation.submit(batch)
             return batch
-        with self._lock:
+        with self._starting:
             self._num_started += 1
             share = self.trainers.next_share() if self.trainers else None
             number = BatchNumber(self._stream, self._num_started, share)
             batch = PrefetchedBatch(self, ids, given, number)
             self._training.submit(batch)
         return batch
-
-    def change_tables(self, change: TableChange) -> Future[None]:
-        """Change the settings of tables, in order with the pushes; returns at once.
-
-        Pushes so far are applied with the previous settings, later ones with the new.
-        When many changes wait, it first waits for the oldest.
-
-        Args:
-            change: of each table; it is called by another thread.
-
-        Returns:
-            Ends when every server has the new settings, or with its error.
-
-        Raises:
-            PersiaError: an earlier push failed, or the pipeline is closed.
-        """
-        return self.pushes.change_tables(change)
 
     def leave(self) -> None:
         """Let the joint steps of other trainers proceed without this one, from now on.
@@ -362,24 +440,13 @@ class BatchPipeline(Generic[Source, Handle]):
         Raises:
             PersiaError: an earlier push failed, or the pipeline is closed.
         """
-        self.pushes.raise_error()
+        self.raise_error()
         self._put_leave()
-
-    @property
-    def num_missed(self) -> int:
-        """Ids so far without a row when their gradient came: evicted, not admitted."""
-        return self.pushes.tally.total.num_missed
-
-    @property
-    def num_refused(self) -> int:
-        """Rows so far whose gradient was not finite, so that no server applied it."""
-        return self.pushes.tally.total.num_refused
 
     def summary(self) -> TrainingSummary:
         """Return what became of the training batches so far."""
-        tally = self.pushes.tally
-        total = tally.total
-        with self._lock:
+        total = self.tally.total
+        with self._starting:
             semaphore = self.semaphore
         lookups = semaphore.counts()
         return TrainingSummary(
@@ -387,39 +454,32 @@ class BatchPipeline(Generic[Source, Handle]):
             num_waited=lookups.num_waited,
             num_lacking=lookups.num_lacking,
             max_lacking=semaphore.num - 1,
-            num_dropped=tally.num_dropped,
+            num_dropped=self.tally.num_dropped,
             num_gradients=total.num_gradients,
             num_evicted=total.num_evicted,
         )
 
-    def flush(self) -> None:
-        """Wait until every push and every change of tables so far is applied.
-
-        Raises:
-            PersiaError: one of them failed, or was not acknowledged in time.
-        """
-        self.pushes.flush()
-
     def close(self) -> None:
         """Stop the threads; pushes that were begun are sent. May be called twice."""
-        if not self.pushes.begin_to_close():
+        if not self._begin_to_close():
             return
-        with self._lock:
+        with self._starting:
             self.semaphore.close()
         self._put_leave()
         if self.trainers is not None:
             end = partial(self.trainers.end, "it has closed its tables")
-            self.pushes.put_message(end)
+            self.put_message(end)
         self._training.close()
         self._evaluation.close()
-        self.pushes.close(self._timeout_s)
+        joint_s = self.trainers.timeout_s if self.trainers else 0
+        self._end_thread(self.timeout_s - joint_s)
 
     def _put_leave(self) -> None:
-        with self._lock:
+        with self._starting:
             trainers = self.trainers
             share = trainers.next_group() if trainers else None
         if trainers is not None and share is not None:
-            self.pushes.put_message(partial(trainers.leave, share))
+            self.put_message(partial(trainers.leave, share))
 
 
 def _require_staleness(staleness: int) -> None:

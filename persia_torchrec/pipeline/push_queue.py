@@ -94,11 +94,13 @@ class PushQueue(Generic[Handle]):
     Attributes:
         timeout_s: the same; not to be changed while a push is in flight.
         tally: what became of the pushes.
+        waits_for_ack: whether ``put`` waits for the acknowledgement.
     """
 
     def __init__(self, updates: Updates[Handle], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.tally = Tally()
+        self.waits_for_ack = False
         self._updates = updates
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
@@ -146,8 +148,8 @@ class PushQueue(Generic[Handle]):
             self._settled.wait_for(lambda: self._num_open == 0, timeout_s)
             return self._num_open
 
-    def put(self, push: Push[Handle], *, waits_for_ack: bool) -> None:
-        """Send the gradients of an open batch; returns at once unless asked to wait.
+    def put(self, push: Push[Handle]) -> None:
+        """Send the gradients of an open batch.
 
         Where as many are held as may be, it first waits for an acknowledgement.
 
@@ -168,7 +170,7 @@ class PushQueue(Generic[Handle]):
             self._held.add(push.done)
             self._in_flight.add(push.done)
             self._queue.put(push)
-        if waits_for_ack:
+        if self.waits_for_ack:
             self._await(push.done)
         self.raise_error()
 
@@ -221,14 +223,14 @@ class PushQueue(Generic[Handle]):
         if error is not None:
             raise error
 
-    def begin_to_close(self) -> bool:
+    def _begin_to_close(self) -> bool:
         """Refuse further pushes; return False where that has been done before."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             self._settled.notify_all()
         return not was_closed
 
-    def close(self, timeout_s: float) -> None:
+    def _end_thread(self, timeout_s: float) -> None:
         """Stop the thread; pushes that were begun are sent."""
         self._queue.put(None)
         self._thread.join(timeout_s)

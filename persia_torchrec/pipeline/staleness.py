@@ -37,11 +37,9 @@ class Permit:
         has_left: whether the batch is pushed or dropped: no thread holds it any more.
     """
 
-    __slots__ = ("has_left", "holder", "was_held")
-
-    def __init__(self) -> None:
-        self.holder: int | None = None
-        self.was_held = self.has_left = False
+    holder: int | None = None
+    was_held = False
+    has_left = False
 
     def let_go(self) -> None:
         """Note that the batch is pushed or dropped.

@@ -48,7 +48,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from persia_torchrec.data.torchrec import JaggedBatch
+from persia_torchrec.data.torchrec import (
+    JaggedBatch,
+    from_tensor_dict,
+    to_jagged_ids,
+)
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding.agreement import Agreement
@@ -119,7 +123,9 @@ class LazyModule(ShardedModule[Any, CompOut, Out, Context]):
             input: what ``input_dist`` leads to: a list of one batch on its way.
         """
         (batch,) = input
-        return lazy_output(partial(self._output_of, ctx, batch))
+        if torch.compiler.is_dynamo_compiling():  # see lazy_output
+            return LazyNoWait(self._output_of(ctx, batch))
+        return LazyOutput(partial(self._output_of, ctx, batch))
 
     @not_traced
     def _output_of(self, ctx: Context, batch: Any) -> Out:
@@ -197,7 +203,7 @@ class ShardedRemoteCollection(
         self.skip_non_finite = False
         self.num_skipped = 0
         self._spec = spec
-        self._keys = spec.keys()
+        self._keys, self._names, self._dims = spec.keys(), spec.names(), spec.dims()
         self._device = device
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -227,7 +233,9 @@ class ShardedRemoteCollection(
             self.before_first_pull = None
         if not isinstance(batch, KeyedJaggedTensor | TensorDict):
             return self.pipeline.start(batch, training=is_training)
-        given = JaggedBatch.of(batch, self._keys)
+        if isinstance(batch, TensorDict):
+            batch = from_tensor_dict(batch, self._keys)
+        given = JaggedBatch(batch, to_jagged_ids(batch, self._keys))
         return self.pipeline.start(given.features, training=is_training, given=given)
 
     def input_dist(
@@ -374,7 +382,7 @@ class ShardedRemoteEmbeddingBagCollection(
         self, ctx: RemoteContext, output: torch.Tensor
     ) -> LazyAwaitable[KeyedTensor]:
         """Name the columns."""
-        return LazyNoWait(KeyedTensor(self._spec.names(), self._spec.dims(), output))
+        return LazyNoWait(KeyedTensor(self._names, self._dims, output))
 
     @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:

@@ -171,7 +171,9 @@ class RemoteTables:
             ConfigError: an optimizer refuses its rate.
             PersiaError: an earlier push failed.
         """
-        self.send(_learning_rates(self.groups.values()))
+        specs, groups = self.specs, self.groups
+        if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
+            self.send(_learning_rates(groups.values()))
 
     def loss_scale(self) -> float | None:
         """Return what the loss of this backward pass was multiplied by, if anything."""

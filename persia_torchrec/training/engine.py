@@ -151,7 +151,7 @@ class Engine:
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
-        sharded.pipeline.pushes.bound(
+        sharded.pipeline.bound(
             held=config.grad_update_buffer_size, sent=config.backward_workers_size
         )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
@@ -266,7 +266,7 @@ class Engine:
     @property
     def num_missed(self) -> int:
         """Ids so far without a row when their gradient came: evicted, not admitted."""
-        return self._sharded.pipeline.num_missed
+        return self._sharded.pipeline.tally.total.num_missed
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.
@@ -318,8 +318,8 @@ class Engine:
     def _totals(self) -> dict[str, int]:
         pipeline = self._sharded.pipeline
         return {
-            "gradients_missed": pipeline.num_missed,
-            "gradients_refused": pipeline.num_refused,
+            "gradients_missed": pipeline.tally.total.num_missed,
+            "gradients_refused": pipeline.tally.total.num_refused,
             "batches_skipped": self.num_skipped,
         }
 

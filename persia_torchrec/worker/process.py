@@ -236,7 +236,7 @@ class WorkerProcess:
                 return [encode_json(outcome.to_json())]
             case Kind.BUFFER_IDS:
                 bags = decode_bags(frames[1:])
-                self._lookup.check(bags)
+                self._lookup.select(bags)
                 reference = self._buffer.put(header.stream, bags)
                 return [encode_json({"reference": reference})]
             case Kind.ADD_TABLES:

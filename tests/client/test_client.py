@@ -383,7 +383,7 @@ class OddServer:
 
 
 HELLO = [b'{"shard":0,"num_shards":1,"incarnation":7,"max_request_ids":99}']
-ADDED = [b'[{"number": 0, "wants_counts": false}]']
+ADDED = [b'[{"number": 0, "wants_counts": false, "spec": {}}]']
 
 
 @pytest.mark.parametrize(
@@ -391,12 +391,12 @@ ADDED = [b'[{"number": 0, "wants_counts": false}]']
     [
         ({Kind.HELLO: [b"5"]}, WireError, "0 at .* is not an embedding server of"),
         ({Kind.HELLO: [b'{"shard": 0}']}, WireError, "is not an embedding server"),
-        ({Kind.ADD_TABLES: [b"[0]"]}, WireError, r"must tell of 1 tables\. .* \[0\]"),
+        ({Kind.ADD_TABLES: [b"[0]"]}, WireError, r"\[0\] must be a mapping"),
         ({Kind.ADD_TABLES: [b"[]"]}, WireError, "must tell of 1 tables"),
         ({Kind.LOOKUP: [bytes(16)]}, FrameError, "5 numbers as FP32 take 20 bytes"),
         ({Kind.LOOKUP: [bytes(20)] * 2}, FrameError, "must have 2 frames. Received: 3"),
-        ({Kind.UPDATE: [b"0"]}, WireError, "were missed and refused. Received: 0"),
-        ({Kind.UPDATE: [b'{"missed": 0}']}, WireError, "were missed and refused"),
+        ({Kind.UPDATE: [b"0"]}, WireError, "must be a mapping. Received: 0"),
+        ({Kind.UPDATE: [b'{"missed": 0}']}, WireError, "key 'refused'"),
         ({Kind.UPDATE: [b"{"]}, FrameError, "must be JSON"),
         ({Kind.READ: [bytes(4)]}, FrameError, r"10 numbers as FP32 take 40 bytes"),
     ],

@@ -250,7 +250,8 @@ def test_an_id_is_admitted_at_the_threshold_of_lookups(client):
         assert first[:, 0].tolist() == [2.0, 1.0, 0.25]
         first.sum().backward()
         assert model.rows("rare", [7, 8])[:, 0].tolist() == [1.0 - 3, 0.0]
-        assert total(client, "gradients_missed") == model.pipeline.num_missed == 1
+        num_missed = model.pipeline.tally.total.num_missed
+        assert total(client, "gradients_missed") == num_missed == 1
         model.train({"rare": [[8], [], []]})
         assert client.num_rows() in ([1, 0], [0, 1])
         third = model.pooled({"rare": [[8]]})["rare"]
@@ -323,7 +324,7 @@ def test_gradients_that_are_not_finite_are_dropped_and_the_others_applied(
         of_tally = "persia_torchrec.pipeline.tally"
         logged = [record for record in caplog.records if record.name == of_tally]
         assert [record.levelname for record in logged] == ["WARNING"]
-        assert model.pipeline.num_refused == 2
+        assert model.pipeline.tally.total.num_refused == 2
         assert total(client, "gradients_refused") == refused + 2
         model.train({"wild": [[1], [2], [3]]})
         assert model.rows("wild", [1, 2, 3])[:, 0].tolist() == [-1.0, -1.0, -2.0]

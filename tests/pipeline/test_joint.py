@@ -174,5 +174,5 @@ def test_a_row_with_a_gradient_that_is_not_finite_is_refused_for_all(two):
     batches[1].push(ONE_UPDATE)
     for trainer in (first, second):
         trainer.pipeline.flush()
-        assert trainer.pipeline.num_refused == 1
+        assert trainer.pipeline.tally.total.num_refused == 1
     assert first.num_updates(5) == 0

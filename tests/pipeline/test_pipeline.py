@@ -314,7 +314,7 @@ def test_several_evaluations_are_looked_up_at_once(train, num):
 
 def test_no_more_updates_are_sent_at_once_than_their_bound(train):
     trainer = train(6, worker=HeldBack)
-    trainer.pipeline.pushes.bound(held=6, sent=2)
+    trainer.pipeline.bound(held=6, sent=2)
     batches = [trainer.pull() for _ in range(6)]
     for batch in batches:
         batch.push(ONE_UPDATE)
@@ -331,7 +331,7 @@ def test_no_more_updates_are_sent_at_once_than_their_bound(train):
 
 def test_a_push_waits_while_as_many_gradients_are_held_as_may_be(train):
     trainer = train(4, worker=HeldBack)
-    trainer.pipeline.pushes.bound(held=2, sent=8)
+    trainer.pipeline.bound(held=2, sent=8)
     batches = [trainer.pull() for _ in range(4)]
     batches[0].push(ONE_UPDATE)
     batches[1].push(ONE_UPDATE)
@@ -353,7 +353,7 @@ def test_a_push_waits_while_as_many_gradients_are_held_as_may_be(train):
 
 def test_a_wait_for_room_ends_with_the_pipeline(train):
     trainer = train(2, worker=HeldBack, timeout_s=1.0)
-    trainer.pipeline.pushes.bound(held=1, sent=1)
+    trainer.pipeline.bound(held=1, sent=1)
     batches = [trainer.pull() for _ in range(2)]
     batches[0].push(ONE_UPDATE)
     raised = []
@@ -375,7 +375,7 @@ def test_a_wait_for_room_ends_with_the_pipeline(train):
 def test_a_wait_for_room_ends_in_time(train, monkeypatch):
     monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
     trainer = train(2, worker=HeldBack, timeout_s=0.5)
-    trainer.pipeline.pushes.bound(held=1, sent=1)
+    trainer.pipeline.bound(held=1, sent=1)
     batches = [trainer.pull() for _ in range(2)]
     batches[0].push(ONE_UPDATE)
     message = r"One of 1 updates must be acknowledged within 0\.6 s"
@@ -386,7 +386,7 @@ def test_a_wait_for_room_ends_in_time(train, monkeypatch):
 @pytest.mark.parametrize("bounds", [{"held": 0, "sent": 1}, {"held": 1, "sent": 0}])
 def test_bounds_on_updates_that_allow_none_are_refused(train, bounds):
     with pytest.raises(ConfigError, match="At least one update must be possible"):
-        train(1).pipeline.pushes.bound(**bounds)
+        train(1).pipeline.bound(**bounds)
     with pytest.raises(ConfigError, match="At least one puller is needed"):
         train(1).pipeline.set_num_pullers(evaluation=0)
 
@@ -444,7 +444,7 @@ def test_gradients_of_evicted_ids_are_counted(train):
     for batch in batches:
         batch.push(ONE_UPDATE)
     trainer.pipeline.flush()
-    assert trainer.pipeline.num_missed == 4
+    assert trainer.pipeline.tally.total.num_missed == 4
     assert trainer.num_updates(30) == trainer.num_updates(31) == 1
 
 
@@ -516,8 +516,8 @@ def test_gradients_that_are_not_finite_are_counted_and_warned_of_now_and_then(
         trainer.pull(1, 2, 3).push((np.full((1, 1), np.nan, dtype=np.float32),))
     trainer.pull(1).push(ONE_UPDATE)
     trainer.pipeline.flush()
-    assert trainer.pipeline.num_refused == 36
-    assert trainer.pipeline.num_missed == 0
+    assert trainer.pipeline.tally.total.num_refused == 36
+    assert trainer.pipeline.tally.total.num_missed == 0
     assert trainer.num_updates(1) == 1
     # At the first refused row, and whenever there are ten times as many.
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
@@ -680,7 +680,7 @@ def test_gradients_of_evicted_ids_are_warned_of_while_they_come(train, caplog):
         summary = trainer.pipeline.summary()
         assert num_warnings(caplog) == (summary.num_gradients >= 2 * 32)
     assert summary.num_gradients == 180
-    assert summary.num_evicted == trainer.pipeline.num_missed == 60
+    assert summary.num_evicted == trainer.pipeline.tally.total.num_missed == 60
     assert summary.share_evicted == 1 / 3
 
 
@@ -693,7 +693,7 @@ def test_gradients_of_ids_that_were_not_admitted_are_not_called_evicted(
     for n in range(40):
         trainer.pull(n, n + 100).push(ONE_UPDATE)
     trainer.pipeline.flush()
-    assert trainer.pipeline.num_missed == 80
+    assert trainer.pipeline.tally.total.num_missed == 80
     summary = trainer.pipeline.summary()
     assert (summary.num_gradients, summary.num_evicted) == (80, 0)
     assert num_warnings(caplog) == 0

@@ -13,7 +13,7 @@ from tests import reference
 def batch_of(inverse, lengths):
     """Return the batch of one feature."""
     routed = RoutedBatch(
-        None, BatchFeatures([]), [], [], [inverse], [lengths], len(lengths), []
+        None, BatchFeatures([]), [], [], [inverse], [lengths], len(lengths), [], (), ()
     )
     offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
     indices = (torch.from_numpy(inverse),), (torch.from_numpy(offsets),)

@@ -15,7 +15,7 @@ from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.slots import Slot
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Kind
+from persia_torchrec.wire.messages import Kind, decode_json, encode_json
 from persia_torchrec.worker.__main__ import main
 from persia_torchrec.worker.serving import require_dims
 from tests.lookup.one_feature import bags_of
@@ -84,7 +84,7 @@ def test_slots_must_have_the_dims_of_the_servers_tables():
     ("answers", "error", "message"),
     [
         ([[4], [5]], ConfigError, r"'item' must have one dim .* 5 of server 1"),
-        ([[4], None], WireError, "must tell of tables"),
+        ([[4], None], WireError, "must be a mapping. Received: None"),
     ],
 )
 def test_servers_must_agree_on_their_tables(answers, error, message):
@@ -113,9 +113,10 @@ class Answering:
     def __len__(self):
         return len(self.names)
 
-    def ask(self, kind, value, what):
+    def ask(self, kind, value, what, answer):
         assert kind is Kind.HELLO
-        return [dims if dims is None else self._tell(dims) for dims in self._dims]
+        told = [None if dims is None else self._tell(dims) for dims in self._dims]
+        return [decode_json([b"", encode_json(one)], answer) for one in told]
 
     def _tell(self, dims):
         specs = [replace(ITEM, dim=dim).to_json() for dim in dims]
