@@ -37,7 +37,7 @@ def test_a_trainer_is_refused_by_servers_and_by_workers(job, refused):
         connect_to_job(RemoteWorkers)[1].hello()
 
 
-def test_who_evaluates_outside_of_a_training_is_refused(job, refused):
+def test_an_evaluation_outside_of_the_job_is_refused(job, refused):
     with refused, EmbeddingCtx(PreprocessMode.EVAL):
         pass
 

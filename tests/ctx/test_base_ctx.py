@@ -46,7 +46,7 @@ def test_an_exception_takes_the_current_context_back_too(job):
     assert cnt_ctx() is None
 
 
-def test_a_data_context_beside_a_training_disturbs_neither(job):
+def test_a_data_context_alongside_a_training_disturbs_neither(job):
     entered, leave = threading.Event(), threading.Event()
 
     def send():

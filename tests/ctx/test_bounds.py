@@ -198,7 +198,7 @@ class TestLookingUpDirectly:
 
 
 class TestArguments:
-    def test_they_stand_in_persias_order(self, job):
+    def test_they_have_persias_order(self, job):
         model = SumOfEmbeddings()
         dense = torch.optim.SGD(model.parameters(), lr=0.5)
         config = EmbeddingConfig((5, 5))

@@ -80,7 +80,7 @@ def step_batch(step):
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
-def test_a_run_that_is_resumed_has_the_losses_of_one_that_went_on(
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(
     start, tmp_path, num_servers
 ):
     folder = str(tmp_path / "run")
@@ -109,7 +109,7 @@ def test_without_the_dense_optimizers_state_the_losses_would_differ(start, tmp_p
         assert train(ctx, range(5, 10)) != pytest.approx(expected, rel=1e-3)
 
 
-def test_a_dump_goes_on_beside_the_training_and_is_waited_for(start, tmp_path):
+def test_a_dump_runs_during_the_training_and_is_waited_for(start, tmp_path):
     with ctx_of(start()) as ctx:
         train(ctx, range(5))
         ctx.dump_checkpoint(str(tmp_path), blocking=False)
@@ -154,7 +154,9 @@ def test_the_end_of_the_training_tells_of_a_dump_that_failed(start, tmp_path):
 
 
 @pytest.mark.parametrize("tell", ["wait_for_dump_embedding", "dump_embedding"])
-def test_an_interrupted_dump_leaves_the_one_before_and_is_told(start, tmp_path, tell):
+def test_an_interrupted_dump_is_an_error_and_leaves_the_previous_one(
+    start, tmp_path, tell
+):
     folder = str(tmp_path / "run")
     job = start()
     with ctx_of(job) as ctx:
@@ -235,7 +237,7 @@ def test_names_of_files_that_would_meet_are_refused(start, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_any_place_that_fsspec_knows_will_do(start):
+def test_any_url_that_fsspec_knows_will_do(start):
     # One server: two readers of a file in fsspec's memory disturb each other.
     url = f"memory://{uuid.uuid4()}/run"
     with ctx_of(start(num_servers=1)) as ctx:

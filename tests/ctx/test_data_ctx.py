@@ -114,7 +114,7 @@ def test_a_refused_batch_names_the_features_and_leaves_no_gap(job):
         assert train(ctx, batches) == [0, 1, 2]
 
 
-def test_a_loader_that_breaks_down_does_not_look_like_one_that_is_through(job):
+def test_a_crashed_loader_does_not_count_as_ended(job):
     with job.train_ctx() as ctx:
         batches = iter(DataLoader(StreamingDataset(), timeout_ms=300))
         data_ctx = job.data_ctx()
@@ -138,7 +138,7 @@ def test_a_trainer_that_stops_early_leaves_no_loader_behind(job):
     data_ctx.__exit__(None, None, None)
 
 
-def test_outside_a_job_there_is_nobody_to_send_to(monkeypatch):
+def test_outside_a_job_there_is_no_trainer_to_send_to(monkeypatch):
     monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
     with pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set.*torchx"):
         DataCtx()

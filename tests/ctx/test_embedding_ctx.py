@@ -117,7 +117,7 @@ def test_a_batch_for_training_is_only_looked_at_within_an_evaluation(job, ctx):
     assert job.num_rows() == 0
 
 
-def test_a_model_of_ones_own_may_be_evaluated(ctx):
+def test_a_users_model_may_be_evaluated(ctx):
     other = SumOfEmbeddings()
     torch.nn.init.constant_(other.bias, 7.0)
     assert evaluate(other)[3] == [7.0, 7.0]

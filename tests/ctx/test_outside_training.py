@@ -254,7 +254,7 @@ class TestCheckpoints:
             ctx.load_torch_state_dict(other, f"{folder}/model.pt")
             assert torch.equal(other.bias, model.bias)
 
-    def test_what_is_under_way_is_waited_for_at_the_end(self, trained, tmp_path):
+    def test_dumps_and_loads_are_waited_for_at_the_end(self, trained, tmp_path):
         folder = str(tmp_path / "rows")
         rows = trained.read("item", 1, 2)
         with eval_ctx() as ctx:
@@ -265,7 +265,7 @@ class TestCheckpoints:
             ctx.load_embedding(folder, blocking=False)
         assert np.array_equal(trained.read("item", 1, 2), rows)
 
-    def test_what_is_no_checkpoint_is_refused(self, trained, tmp_path):
+    def test_a_folder_without_a_checkpoint_is_refused(self, trained, tmp_path):
         with eval_ctx() as ctx, pytest.raises(CheckpointError):
             ctx.load_embedding(str(tmp_path / "nothing"))
 
@@ -306,7 +306,7 @@ class TestWhere:
                 assert ctx.prepare_features(batch)[1][0].tolist() == [[0.0] * 4] * 2
 
     @pytest.mark.parametrize("role", ["server", "worker"])
-    def test_a_wait_says_who_does_not_answer(self, trained, role):
+    def test_a_wait_names_the_server_that_does_not_answer(self, trained, role):
         ctx = eval_ctx()
         ctx.wait_servers_ready()
         if role == "server":
@@ -330,7 +330,7 @@ class TestWhere:
         assert len(trained.buffers[0]) == 0
 
     @pytest.mark.multiprocess
-    def test_another_process_sees_a_training_that_goes_on(self, job, tmp_path, model):
+    def test_another_process_sees_a_running_training(self, job, tmp_path, model):
         config = EmbeddingConfig((1, 2))
         with (
             Processes(tmp_path) as processes,

@@ -60,7 +60,7 @@ def batch_of(samples):
     return PersiaBatch(features, labels=[Label(labels)], requires_grad=True)
 
 
-def test_a_raw_slot_has_a_vector_a_place_and_a_mask():
+def test_a_raw_slot_has_a_vector_per_position_and_a_mask():
     rows_ND = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     places_BF = torch.tensor([[2, 1, 0], [0, 0, 0]], dtype=torch.int32)
     assert pad_raw(rows_ND, places_BF).tolist() == [
@@ -69,7 +69,7 @@ def test_a_raw_slot_has_a_vector_a_place_and_a_mask():
     ]
 
 
-def test_raw_slots_are_pad_raw_and_trained_by_place(job):
+def test_raw_slots_are_padded_and_trained_by_position(job):
     model = ByPlace()
     config = EmbeddingConfig(weight_bound=0)
     with job.train_ctx(model, embedding_config=config) as ctx:

@@ -142,7 +142,7 @@ class TestABatch:
         for embedding, rows in zip(embeddings, expected, strict=True):
             np.testing.assert_allclose(embedding.detach(), np.array(rows), rtol=1e-6)
 
-    def test_prepared_features_train_a_model_of_ones_own(self, job, batch):
+    def test_prepared_features_train_a_users_model(self, job, batch):
         with job.train_ctx() as ctx:
             for looked_up in DataLoader(Batches([batch])):
                 _, (_, user, _), _ = ctx.prepare_features(looked_up)
@@ -258,7 +258,7 @@ class TestTheEndOfTheBlock:
         assert time.monotonic() - started < DEADLINE_S / 2
         go_on.set()
 
-    def test_an_exception_goes_on_and_the_servers_remain(self, job):
+    def test_an_exception_propagates_and_the_servers_remain(self, job):
         def divide(ctx):
             for batch in DataLoader(Batches([batch_of([1])] * 20)):
                 ctx.backward(ctx.forward(batch)[0].sum() / (1 // 0))
@@ -458,7 +458,7 @@ class TestWhatUsersForget:
         assert summary.num_evicted == 40 * (20 - 8)  # two servers
         assert summary.share_evicted == 0.6
 
-    def test_the_end_of_a_training_tells_its_staleness(self, job, caplog):
+    def test_the_end_of_a_training_logs_its_staleness(self, job, caplog):
         caplog.set_level(logging.INFO, "persia_torchrec.sharding")
         with job.train_ctx() as ctx:
             train(ctx, [batch_of([1])] * 30, embedding_staleness=3)

@@ -74,7 +74,7 @@ def test_the_thread_ends_when_the_caller_stops_early():
     assert source.num_made < 20
 
 
-def test_items_that_nobody_takes_are_let_go_while_the_next_is_waited_for():
+def test_items_that_are_not_taken_are_freed_while_the_next_is_waited_for():
     asked, go_on = threading.Event(), threading.Event()
     made = []
 

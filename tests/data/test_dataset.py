@@ -43,7 +43,7 @@ def test_a_dataset_can_be_iterated_over_as_often_as_one_likes():
     assert dataset.num_passes == 2
 
 
-def test_a_pass_begins_anew_after_one_that_was_broken_off():
+def test_a_new_pass_starts_after_one_that_was_broken_off():
     dataset = Numbered(5)
     for batch in dataset.batches(DEADLINE_S, in_order=True):
         assert batch.batch_size == 1
@@ -90,7 +90,7 @@ def test_silence_of_the_loaders_ends_the_pass(book):
         next(batches)
 
 
-def test_what_was_received_is_gone(book):
+def test_a_second_pass_is_refused(book):
     dataset = StreamingDataset()
     dataset.batches(DEADLINE_S, in_order=False)
     with pytest.raises(ConfigError, match="can be iterated over once"):

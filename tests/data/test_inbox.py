@@ -65,7 +65,7 @@ def test_no_batch_is_lost_and_none_comes_twice(arrivals, in_order, take_at_once)
     assert (taken if in_order else sorted(taken)) == sorted(sent)
 
 
-def test_an_ended_loader_does_not_hide_one_whose_batches_go_elsewhere():
+def test_an_ended_loader_does_not_hide_one_with_batches_for_other_trainers():
     # Of two trainers and two loaders, rank 0 gets the batches of loader 0 alone.
     box = inbox(rank=0, world_size=2)
     box.put(0, 2, "batch 0", 0)
@@ -91,7 +91,7 @@ def test_without_an_order_the_longest_queue_is_served_first():
     assert box.take(0, in_order=False) == "batch 1"
 
 
-def test_a_full_queue_refuses_and_takes_no_place_of_another_loader():
+def test_a_full_queue_refuses_and_takes_no_room_of_another_loader():
     box = inbox(capacity=2)
     assert [box.put(0, 2, number, 0) for number in (0, 2, 4)] == [True, True, False]
     assert box.put(1, 2, 1, 0)
@@ -129,7 +129,7 @@ def test_a_take_waits_for_a_batch_and_for_the_end(in_order):
     assert taken == [0, 1]
 
 
-def test_a_take_that_waits_in_vain_says_who_has_ended():
+def test_a_take_that_times_out_says_how_many_loaders_have_ended():
     box = inbox()
     message = r"within 0 s\. Received: nothing\. Ended: 0 of an unknown number"
     with pytest.raises(DataflowError, match=message):

@@ -64,7 +64,7 @@ def test_an_id_keeps_its_64_bits():
     assert np.array_equal(to_jagged_ids(joined, ["ad"])["ad"][0], ids)
 
 
-def test_features_with_one_id_and_with_many_stand_in_one_tensor():
+def test_features_with_one_id_and_with_many_are_in_one_tensor():
     joined = to_keyed_jagged_tensor(
         [
             IDTypeFeatureWithSingleID("user", np.array([5, 6], dtype=np.uint64)),
@@ -78,7 +78,7 @@ def test_features_with_one_id_and_with_many_stand_in_one_tensor():
     assert joined.lengths().tolist() == [1, 1, 2, 0]
 
 
-def test_features_that_nobody_asks_for_are_left_out():
+def test_features_that_are_not_asked_for_are_left_out():
     jagged = to_jagged_ids(kjt([1, 2, 3], [1, 0, 0, 2]), ["user"])
     assert list(jagged) == ["user"]
     assert jagged["user"][0].tolist() == [2, 3]
@@ -137,7 +137,7 @@ def test_narrower_ids_are_widened_as_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint64, torch.bool])
-def test_ids_that_are_no_integers_of_torch_are_refused(dtype):
+def test_ids_that_are_not_integers_of_torch_are_refused(dtype):
     batch = KeyedJaggedTensor(
         ["ad"], torch.zeros(2, dtype=dtype), lengths=torch.tensor([1, 1])
     )
@@ -201,7 +201,7 @@ def test_lengths_must_sum_up_to_the_number_of_ids(num_ids):
         to_jagged_ids(batch, ["ad"])
 
 
-def test_what_happens_to_the_lengths_afterwards_does_not_matter():
+def test_lengths_may_be_changed_afterwards():
     batch = kjt([1, 2], [2, 0], keys=["ad"])
     _, lengths, _ = to_jagged_ids(batch, ["ad"])["ad"]
     batch.lengths().fill_(7)
@@ -226,7 +226,7 @@ def test_samples_that_are_kept_once_are_repeated():
     assert jagged["user"].ids.tolist() == [4, 5] * 4
 
 
-def test_the_keys_of_the_repeats_may_stand_in_another_order():
+def test_the_keys_of_the_repeats_may_have_another_order():
     samples = torch.tensor([[0, 0], [2, 1]])
     batch = KeyedJaggedTensor(**VARIABLE, inverse_indices=(["user", "ad"], samples))
     assert to_jagged_ids(batch, ["ad"])["ad"].ids.tolist() == [3]
@@ -273,7 +273,7 @@ def test_repeats_of_a_sample_that_is_not_there_are_refused():
         to_jagged_ids(batch, ["ad"])
 
 
-def test_a_batch_gives_the_part_of_each_feature():
+def test_a_batch_gives_the_slice_of_each_feature():
     batch = kjt([1, 2, 3], [1, 0, 0, 2], weights=torch.tensor([7.0, 8.0, 9.0]))
     jagged = jagged_batch_of(batch, ["user"])
     assert jagged.of_feature("user", jagged.weights()).tolist() == [8.0, 9.0]

@@ -127,7 +127,7 @@ def test_every_trainer_learns_of_the_end_of_every_loader():
             assert inbox.take(DEADLINE_S, in_order=True) is None
 
 
-def test_loaders_that_count_themselves_differently_are_told(trainers):
+def test_loaders_that_disagree_on_their_number_are_refused(trainers):
     trainers.sender(0, 2).end()
     with pytest.raises(RemoteError, match=r"trainer 0 at .*Received: 3, and 2 before"):
         trainers.sender(1, 3).end()
@@ -153,7 +153,7 @@ def test_a_trainer_that_is_gone_is_named(trainers):
         (Kind.BATCH, [b"[0, 0, 0]", encode_rest(batch_of())[:-1]], "FrameError"),
     ],
 )
-def test_what_is_no_batch_is_refused_and_leaves_the_inbox_empty(
+def test_a_malformed_batch_is_refused_and_leaves_the_inbox_empty(
     trainers, kind, frames, message
 ):
     header = Header(kind, stream=0, batch=0, flags=1)

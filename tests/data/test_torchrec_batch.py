@@ -68,7 +68,7 @@ def test_tensors_have_the_shapes_types_and_memory_of_the_arrays(batch):
         assert tensor.data_ptr() == array.ctypes.data or array.size == 0
 
 
-def test_tensors_of_ones_own_become_a_batch_that_can_be_sent():
+def test_a_users_tensors_become_a_batch_that_can_be_sent():
     dense = torch.rand(2, 3, requires_grad=True)
     label = torch.tensor([[True], [False]])
     batch = from_torchrec(

@@ -36,7 +36,7 @@ def test_every_table_has_its_dim_and_the_optimizer():
     assert {t.optimizer for t in spec.tables} == {Adagrad(lr=0.5)}
 
 
-def test_features_stand_in_the_order_of_the_tables():
+def test_features_have_the_order_of_the_tables():
     spec = describe(
         table("term", features=["query", "ad"]),
         table("user", features=["user"], pooling=PoolingType.MEAN),
@@ -101,7 +101,7 @@ def test_tables_of_two_names_start_with_other_numbers_and_of_one_with_the_same()
         lambda weights: weights.zero_(),
     ],
 )
-def test_an_init_fn_of_ones_own_is_refused(init):
+def test_a_custom_init_fn_is_refused(init):
     message = r"Table 'term': init_fn must be uniform_, normal_, .*Received: init_fn="
     with pytest.raises(ConfigError, match=message):
         describe(table(init_fn=init))
@@ -152,7 +152,7 @@ def test_settings_left_out_are_the_collections():
     assert spec == dataclasses.replace(plain, keeps_metadata=True)
 
 
-def test_an_initializer_in_the_settings_stands_for_an_init_fn_of_ones_own():
+def test_an_initializer_in_the_settings_replaces_a_custom_init_fn():
     module = EmbeddingBagCollection(
         tables=[table(init_fn=torch.nn.init.xavier_uniform_)],
         device=torch.device("meta"),

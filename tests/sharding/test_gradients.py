@@ -88,7 +88,7 @@ def test_samples_without_ids_shift_nothing(job, model):
     assert_moves(moves(job, before), [0, 20, 40, 40, 10, 50])
 
 
-def test_a_mean_gives_each_id_its_share(job):
+def test_a_mean_divides_the_gradient_by_the_number_of_ids(job):
     model = job.put_on_servers(Bags(tables(PoolingType.MEAN)), SGD(1.0))
     before = make_rows(job, model, range(5))
     push(model, {"ad": [[1, 1, 2, 3], []], "query": [[], [4]]})

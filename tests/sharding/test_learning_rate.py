@@ -106,7 +106,7 @@ class TestTheOptimizer:
         step()
         assert moved(job, sharder) == [1.0, 10.0]
 
-    def test_a_rate_set_by_hand_stands_in_the_groups_and_stays(self, job, trained):
+    def test_a_rate_set_by_hand_is_in_the_groups_and_stays(self, job, trained):
         sharder, step = trained
         optimizer = sharder.optimizer
         sharder.set_learning_rate(4.0, ["term"])

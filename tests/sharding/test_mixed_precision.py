@@ -135,7 +135,7 @@ class TestOverflow:
         assert trainer.module.num_skipped == 1
         wait_until(lambda: trainer.job.total("open_batches") == 0, "the batch ends")
 
-    def test_training_goes_on_when_the_scale_fits(self, trainer):
+    def test_training_continues_when_the_scale_fits(self, trainer):
         trainer.use(init_scale=2.0**20)
         for _ in range(12):
             trainer.step(dtype=torch.float16, factor=1.0)

@@ -113,7 +113,7 @@ def test_every_step_with_sequences_has_the_loss_of_plain_torchrec(job):
         pytest.param(constraints("column_wise"), id="column_wise"),
     ],
 )
-def test_every_sharding_type_of_torchrec_can_stand_beside_the_servers(job, local):
+def test_every_sharding_type_of_torchrec_can_be_mixed_with_the_servers(job, local):
     require_same_training(job, BAGS, local, 20)
 
 

@@ -75,7 +75,7 @@ def test_each_feature_has_the_rows_of_its_table_in_the_order_of_the_whole(job, p
         assert sequences.weights().tolist() == ids  # need_indices
 
 
-def test_gradients_reach_the_rows_of_both_halves(job, put):
+def test_gradients_reach_local_and_remote_rows(job, put):
     model = put()
     output = model(kjt_of(IDS))
     loss = sum(sequences.values().sum() for sequences in output.values())

@@ -87,7 +87,7 @@ def two_tables(user_rows=100, item_rows=10):
 # What the planner plans.
 
 
-def test_the_stock_planner_plans_every_table_without_being_told(job):
+def test_the_stock_planner_plans_every_table_without_constraints(job):
     model = put_some_on_servers(job)
     plan = plan_of(model)
     assert set(plan) == {*LOCAL, *REMOTE}
@@ -130,7 +130,7 @@ def test_local_tables_are_offered_the_kernels_of_torchrec(job):
             assert kernels["data_parallel"] == ["dense"]
 
 
-def test_who_does_not_walk_the_tables_is_offered_both_kinds(job):
+def test_a_planner_that_does_not_iterate_is_offered_both_kinds(job):
     sharder = mixed_sharder(job)
     parameters = sharder.shardable_parameters(Model().bags)
     for _ in parameters.items():
@@ -194,7 +194,7 @@ def test_the_state_dict_holds_the_local_tables_and_says_where_the_others_are(job
     assert set(model.fused_optimizer.state_dict()["state"]) == local
 
 
-def test_the_fused_optimizer_schedules_the_tables_of_both_halves(job):
+def test_the_fused_optimizer_schedules_local_and_remote_tables(job):
     model = put_some_on_servers(job, constraints=constraints("table_wise"))
     optimizer = model.fused_optimizer
     names = {f"bags.embedding_bags.{table}.weight" for table in (*LOCAL, *REMOTE)}
@@ -417,7 +417,7 @@ class TwoCollections(nn.Module):
         return pooled.mean() + clicks.sum()
 
 
-def test_sharders_of_other_modules_stand_beside_it(job):
+def test_it_works_with_sharders_of_other_modules(job):
     sharders = [
         mixed_sharder(job, Placement(min_rows=50)),
         EmbeddingCollectionSharder(),
@@ -462,7 +462,7 @@ def test_a_weighted_collection_may_be_mixed(job):
     assert torch.allclose(pooled["item"], expected)
 
 
-def test_a_feature_twice_in_a_table_has_two_columns_in_both_halves(job):
+def test_a_feature_twice_in_a_table_has_two_columns_local_and_remote(job):
     configs = [
         EmbeddingBagConfig(10, 4, name=name, feature_names=["ad", "page", "ad"])
         for name in ("near", "far")

@@ -197,7 +197,7 @@ def test_a_collection_may_be_called_twice_in_a_forward_pass(job, staleness):
     remote.assert_learnt_what(local)
 
 
-def test_calls_of_a_step_beyond_the_bound_go_on_and_the_bound_holds_between_steps(job):
+def test_calls_of_a_step_may_exceed_the_bound_that_holds_between_steps(job):
     remote = Remote(job, staleness=3, num_lookups=2)
     assert len(plain_loop(remote, make_batches(12))) == 12
     remote.module.pipeline.flush()

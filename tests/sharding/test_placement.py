@@ -78,6 +78,6 @@ def test_a_table_on_both_sides_is_refused(local):
         Placement(remote=["user", "item"], **local)
 
 
-def test_a_name_in_place_of_names_is_refused():
+def test_a_name_instead_of_names_is_refused():
     with pytest.raises(ConfigError, match=r"Received: 'user'; is \{'user'\} meant"):
         Placement(local="user")

@@ -44,7 +44,7 @@ def test_a_batch_may_have_no_samples(job, model):
     assert job.total("open_batches") == 0
 
 
-def test_training_goes_on_after_an_evaluation(job, model):
+def test_training_continues_after_an_evaluation(job, model):
     model.eval()
     model(batch_of([1]))
     model.train()

@@ -116,7 +116,7 @@ class TestRemoteSharders:
         assert len(types) == len(set(types))
         assert {s.module_type for s in get_default_sharders()} <= set(types)
 
-    def test_what_it_does_it_does_for_all_tables(self, job, tmp_path):
+    def test_the_list_controls_all_tables(self, job, tmp_path):
         sharders = remote_sharders(job.client, SGD(1.0), staleness=8)
         model = job.shard(Everything(), sharders)
         names = {"bag", "sequence", "processed", "fused"}
@@ -195,7 +195,7 @@ class TestAPlanOfOthers:
 
 
 class TestACollectionWithoutASharder:
-    def test_it_is_refused_beside_one_on_the_servers(self, job):
+    def test_it_is_refused_next_to_one_on_the_servers(self, job):
         bags = RemoteEmbeddingBagCollectionSharder(job.client)
         with pytest.raises(
             ConfigError, match=r"EmbeddingCollection 'sequences'.*remote"

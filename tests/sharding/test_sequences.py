@@ -89,7 +89,7 @@ def test_indices_have_the_dtype_of_the_batch(put, dtype):
     assert output["ad"].weights().tolist() == [1, 2, -1]
 
 
-def test_the_gradients_of_all_places_of_an_id_add_up(job, put):
+def test_the_gradients_of_all_positions_of_an_id_add_up(job, put):
     model = put()
     output = model(kjt_of(IDS)).wait()
     before = job.read("term", [1, 2, -1])

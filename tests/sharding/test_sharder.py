@@ -109,7 +109,7 @@ def test_a_model_may_have_no_dense_half(job):
     assert (job.read("term", [1]) != before).all()
 
 
-def test_two_collections_of_one_model_train_side_by_side(job):
+def test_two_collections_of_one_model_train_together(job):
     model = job.put_on_servers(TwoTowers(), SGD(0.1))
     losses = train(model, 5)
     assert losses == sorted(losses, reverse=True)

@@ -82,7 +82,7 @@ def test_at_staleness_0_and_1_each_batch_sees_every_update_before_it():
     assert np.array_equal(rows[0], rows[1])
 
 
-def test_batches_pulled_ahead_see_the_rows_of_before_their_updates(job):
+def test_batches_pulled_ahead_see_the_rows_before_their_updates(job):
     model = job.put_on_servers(Bags(TABLES), SGD(1.0), staleness=2)
     (module,) = remote_modules(model)
     batch = kjt_of({"ad": [[7]]})

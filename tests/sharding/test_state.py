@@ -123,7 +123,7 @@ def test_parameters_and_buffers_are_torchrecs_without_the_rows(twins):
     assert all(p.device.type == "cpu" for p in twins.remote.parameters())
 
 
-def test_no_parameter_is_kept_from_the_data_parallel_half(twins):
+def test_data_parallel_ignores_just_the_sharded_parameters(twins):
     sharded = DistributedModelParallel._sharded_parameter_names
     assert {is_rows(name) for name in sharded(twins.plain)} == {True}
     assert list(sharded(twins.remote)) == []
@@ -250,12 +250,12 @@ class TestWhatStandsForRows:
         with pytest.raises(RuntimeError, match=r"expected torch\.Tensor.*class 'str'"):
             plain_tower().load_state_dict(plain)
 
-    def test_a_plain_models_rows_do_not_take_its_place(self, twins, tmp_path):
+    def test_rows_of_a_plain_model_do_not_replace_an_entry(self, twins, tmp_path):
         dcp.save(plain_tower().state_dict(), checkpoint_id=tmp_path)
         with pytest.raises(CheckpointException, match=r"term\.weight, expected Bytes"):
             dcp.load(twins.remote.state_dict(), checkpoint_id=tmp_path)
 
-    def test_who_takes_it_for_a_sharded_tensor_fails(self, twins):
+    def test_an_entry_taken_for_a_sharded_tensor_fails(self, twins):
         rows = [v for k, v in twins.remote.state_dict().items() if is_rows(k)]
         with pytest.raises(AttributeError, match="local_shards"):
             rows[0].local_shards()

@@ -98,7 +98,7 @@ def test_a_trainer_that_vanishes_is_named(learnt):
     assert "none of rank 1 within 0.5 s" in str(learnt["vanished", 0]["error"])
 
 
-def test_distributed_checkpoints_take_what_stands_for_rows(learnt):
+def test_distributed_checkpoints_take_the_entries_of_tables(learnt):
     for rank in range(2):
         entries = learnt["not vanishing", rank]["entries"].tolist()
         assert [e.startswith("on the embedding servers") for e in entries] == [True] * 2
@@ -126,7 +126,7 @@ def test_loss_scales_and_dense_weights_stay_equal_when_one_trainer_overflows(
     assert (steps[:-1] > 0).all()  # dense gradients were finite
 
 
-def test_the_finite_share_of_a_step_that_overflowed_elsewhere_is_applied(learnt):
+def test_finite_gradients_of_a_step_that_overflowed_elsewhere_are_applied(learnt):
     rows = learnt["scaled", 0]["rows"]
     moved = np.abs(np.diff(rows, axis=0)).max(axis=(1, 2))
     assert (moved[:-1] > 0).all()

@@ -208,7 +208,7 @@ class TestRead:
         assert read.weights.tolist() == [[0] * 4, [1] * 4, [0] * 4]
         assert read.state[[0, 2]].tolist() == [[0], [0]]
 
-    def test_ids_say_which_row_is_whose(self, client):
+    def test_ids_say_which_row_is_which(self, client):
         load_tables(
             client, {"plain": matrix(20, 3)}, ["plain"], ids={"plain": farmhash64}
         )

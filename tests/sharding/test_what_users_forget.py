@@ -78,7 +78,7 @@ def train_once(loop):
 
 
 @pytest.mark.parametrize("use", [use_no_grad, use_eval, overflow, train_once])
-def test_what_is_no_mistake_is_no_warning(job, logged, use):
+def test_a_correct_loop_logs_no_warning(job, logged, use):
     loop = Loop(job)
     for _ in range(20):
         use(loop)
@@ -87,7 +87,7 @@ def test_what_is_no_mistake_is_no_warning(job, logged, use):
     assert logged(logging.WARNING, "pipeline.tally") == []
 
 
-def test_the_staleness_is_told_when_updates_are_waited_for(job, logged):
+def test_flush_logs_the_staleness(job, logged):
     loop = Loop(job, staleness=3)
     for num_steps in (5, 12):
         held = [loop.forward(1)]
@@ -106,7 +106,7 @@ def test_the_staleness_is_told_when_updates_are_waited_for(job, logged):
     assert logged(logging.WARNING, "sharding.remote_tables") == []
 
 
-def test_evicted_rows_are_told_while_training_and_at_the_end(logged):
+def test_evicted_rows_are_logged_while_training_and_at_the_end(logged):
     with RemoteJob(num_servers=1, capacity_rows=4) as job:
         loop = Loop(job)
         for n in range(40):

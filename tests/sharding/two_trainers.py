@@ -93,7 +93,7 @@ class Model(nn.Module):
         return self.over(self.embeddings(ids).values()).squeeze(1)
 
 
-class Halves(nn.Module):
+class TwoCollections(nn.Module):
     """The same as two collections, of which trainer 1 leaves one out now and then."""
 
     def __init__(self) -> None:
@@ -466,6 +466,6 @@ TRAININGS = {
     "scaled, accumulated": under_a_loss_scale((5, 5), overflows=[2], num_passes=2),
     "scaled, uneven": under_a_loss_scale((4, 9), (0, 3), (4, 4), overflows=[2, 7]),
     "scaled, each": under_a_loss_scale(
-        *((4, 9), (4, 4)), overflows=[2, 7], model=Halves, update="each"
+        *((4, 9), (4, 4)), overflows=[2, 7], model=TwoCollections, update="each"
     ),
 }

@@ -121,7 +121,7 @@ def start(request):
 @pytest.mark.parametrize(
     ("num_servers", "is_combined"), [(1, False), (3, False), (2, True)]
 )
-def test_a_run_that_is_resumed_has_the_losses_of_one_that_went_on(
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(
     start, tmp_path, num_servers, is_combined
 ):
     run = start(1, seed=0, is_combined=is_combined)
@@ -176,9 +176,7 @@ def test_updates_on_their_way_are_waited_for(start, tmp_path):
         assert np.array_equal(mine, rows)
 
 
-def test_a_half_that_fails_leaves_the_checkpoint_of_before(
-    start, tmp_path, monkeypatch
-):
+def test_a_half_that_fails_leaves_the_previous_checkpoint(start, tmp_path, monkeypatch):
     run = start(2, seed=0)
     run.train(2)
     first = run.save(tmp_path)

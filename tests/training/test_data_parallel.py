@@ -153,7 +153,7 @@ def test_decentralized_steps_alone_and_averages_each_time(learnt):
         np.testing.assert_allclose(both[rank][:-1], expected[:, rank], atol=1e-5)
 
 
-def test_async_goes_its_own_way_and_averages_after_its_period(learnt):
+def test_async_steps_alone_and_averages_after_its_period(learnt):
     both = [learnt["async", rank] for rank in range(2)]
     expected = each_alone(PERIOD)
     for rank in range(2):
@@ -203,7 +203,7 @@ def test_a_file_of_an_earlier_job_is_refused(tmp_path, monkeypatch, job):
         job.train_ctx(distributed_option=option)
 
 
-def test_trainers_that_nobody_brings_together_are_told_so(monkeypatch, job):
+def test_trainers_without_a_rendezvous_are_refused(monkeypatch, job):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="master_addr must name the host of trainer"):

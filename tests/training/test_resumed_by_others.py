@@ -30,7 +30,7 @@ def resume_by_two(folder):
     return [np.load(folder / f"{rank}.npz") for rank in range(2)]
 
 
-def test_other_numbers_of_trainers_and_servers_go_on_with_the_same_run(tmp_path):
+def test_other_numbers_of_trainers_and_servers_resume_the_same_run(tmp_path):
     with RemoteJob(num_servers=2) as job, Resuming(job.servers.addresses) as one:
         one.train(0, [0, 1])
         one.save(tmp_path / "of one")

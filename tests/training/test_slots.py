@@ -62,7 +62,7 @@ def test_every_group_is_a_table_without_memory(schema):
     assert all(weight.is_meta for weight in collection.parameters())
 
 
-def test_the_columns_stand_in_the_order_of_the_file(schema, workers):
+def test_the_columns_have_the_order_of_the_file(schema, workers):
     config = EmbeddingConfig(emb_initialization=(-1, 1), weight_bound=3)
     spec = sharder_of(workers, schema, config).describe(make_collection(schema))
     assert spec.features == build_features(schema)
