@@ -83,6 +83,7 @@ class Checkpoints:
     Attributes:
         incarnation: identifies this start of the server, whose rows are new.
         is_loading: whether the store belongs to a load.
+        is_active: whether :meth:`work` may have something to do.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Checkpoints:
     ) -> None:
         self.incarnation = secrets.randbits(63) | 1
         self.is_loading = False
+        self.is_active = config.incremental_dir is not None
         self._config = config
         self._store = store
         self._dump: ShardDump | None = None
@@ -105,6 +107,7 @@ class Checkpoints:
             CheckpointError: another task is running, nothing was checked, or the folder
                 does not exist.
         """
+        self.is_active = True
         match request:
             case BeginDump(task, url):
                 self._require_idle()
@@ -144,17 +147,12 @@ class Checkpoints:
             raise CheckpointError("The server is not at this dump or load (any more).")
         return self._state()
 
-    def require_rows(self) -> None:
-        """Check that requests for rows can be answered.
-
-        Raises:
-            StoreError: the store is being filled.
-        """
-        if self.is_loading:
-            raise StoreError(
-                "The server loads a checkpoint, and has no rows until it is loaded. "
-                "Wait for the end of the load."
-            )
+    def not_loaded(self) -> StoreError:
+        """Return the error of requests for rows while ``is_loading``."""
+        return StoreError(
+            "The server loads a checkpoint, and has no rows until it is loaded. "
+            "Wait for the end of the load."
+        )
 
     def cancel(self, why: str) -> None:
         """End a dump; end a load, unless it has begun to fill the store."""
@@ -188,6 +186,7 @@ class Checkpoints:
             self._increments.resume(load.base)
         self._increments.work()
         if dump is None or not dump.is_copying:
+            self.is_active = self.is_loading or self._config.incremental_dir is not None
             return
         has_credit = self._budget.has_credit()
         if dump.has_room and has_credit:

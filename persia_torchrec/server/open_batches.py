@@ -112,9 +112,11 @@ class OpenBatches:
             for forgotten in numbers:
                 self._pop((stream, forgotten))
             numbers.clear()
-        kept = [LookupSlots(t.table, s) for t, s in zip(tables, slots, strict=True)]
         watched_N = find_watched(tables)
-        cost = _ARRAY_COST + sum(len(s.slots) + _ARRAY_COST for s in kept)
+        kept, cost = [], _ARRAY_COST
+        for t, slots_N in zip(tables, slots, strict=True):
+            kept.append(LookupSlots(t.table, slots_N))
+            cost += len(slots_N) + _ARRAY_COST
         lookup = _Lookup(kept, watched_N, self._num_updates[watched_N], cost)
         self._lookups.setdefault(batch, []).append(lookup)
         self.num_slots += cost
@@ -132,17 +134,20 @@ class OpenBatches:
         Returns:
             The slots of each batch, as far as they are kept.
         """
-        lookups = [self._pop(batch) for batch in batches]
-        watched = [lookup for popped in lookups for lookup in popped]
-        for lookup in watched:
-            staleness_N = self._num_updates[lookup.watched] - lookup.seen
-            self.histogram += np.bincount(
-                np.minimum(staleness_N, MAX_STALENESS), minlength=MAX_STALENESS + 1
-            )
-        if watched:
-            offsets = np.concatenate([lookup.watched for lookup in watched])
-            self._num_updates[offsets] += np.uint32(1)  # once, however often named
-        return [[s for lookup in popped for s in lookup.slots] for popped in lookups]
+        slots: list[list[LookupSlots]] = []
+        watched = []
+        for batch in batches:
+            slots.append([])
+            for lookup in self._pop(batch):
+                slots[-1] += lookup.slots
+                watched.append(lookup.watched)
+                staleness_N = self._num_updates[lookup.watched] - lookup.seen
+                self.histogram += np.bincount(
+                    np.minimum(staleness_N, MAX_STALENESS), minlength=MAX_STALENESS + 1
+                )
+        if watched:  # one update per row, however often it is named
+            self._num_updates[np.concatenate(watched)] += np.uint32(1)
+        return slots
 
     def end(self, batch: Batch) -> None:
         """The update of a batch has been applied, or its trainer gave it up."""
@@ -172,7 +177,8 @@ class OpenBatches:
 
     def _pop(self, batch: Batch) -> list[_Lookup]:
         lookups = self._lookups.pop(batch, [])
-        self.num_slots -= sum(lookup.cost for lookup in lookups)
+        for lookup in lookups:
+            self.num_slots -= lookup.cost
         return lookups
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from persia_torchrec.errors import BatchError, FrameError
+from persia_torchrec.errors import BatchError
 from persia_torchrec.server.checkpoints import (
     CheckpointRequest,
     Checkpoints,
@@ -47,7 +47,6 @@ from persia_torchrec.wire.messages import (
     STATE,
     TRAINING,
     Frames,
-    Header,
     Kind,
     Share,
     bytes_of,
@@ -56,6 +55,7 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from persia_torchrec.wire.precision import encode_floats, size_of
+from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +64,20 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
     header, frames = request.header, request.frames
     has_counts = bool(header.flags & COUNTS)
     training = bool(header.flags & TRAINING)
-    store, specs = shard.store, shard.store.tables
+    store, states = shard.store, shard.store.memory.states
     tables = shard.read_ids(frames, 4 if has_counts else 3)
     counts = decode_counts(frames) if has_counts else None
-    num_floats = sum(len(t.ids) * specs[t.table].dim for t in tables)
-    require_reply_fits(num_floats * size_of(header.precision))
+    num_floats = 0
+    for t in tables:
+        num_floats += len(t.ids) * states[t.table].spec.dim
+    if 4 * num_floats > MAX_MESSAGE_BYTES:
+        require_reply_fits(num_floats * size_of(header.precision))
     rows = np.empty(num_floats, dtype=np.float32)
     shard.stages.lap("decode")
     slots = []
     start = first = 0
     for t in tables:
-        num, dim = len(t.ids), specs[t.table].dim
+        num, dim = len(t.ids), states[t.table].spec.dim
         out_ND = rows[start : start + num * dim].reshape(num, dim)
         counts_N = None
         if counts is not None and store.wants_counts(t.table):
@@ -88,7 +91,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
         shard.open_batches.begin((header.stream, header.batch), tables, slots)
         shard.stages.lap("lookup")
     else:
-        shard.metrics.count("requests_lookup_inference")
+        shard.counts["requests_lookup_inference"] += 1
         shard.stages.lap("inference")
     frame = encode_floats(rows, header.precision)
     shard.stages.lap("encode")
@@ -100,7 +103,8 @@ def _answer_update(shard: Shard, request: Request) -> None:
     is_share = bool(header.flags & SHARE)
     tables = shard.read_ids(frames, 5 if is_share else 4)
     grads = shard.read_rows(tables, frames[3], header.precision)
-    update = Update(request.peer, header, tables, grads)
+    batch = header.stream, header.batch
+    update = Update(request.peer, header, batch, tables, grads)
     if is_share:
         shard.joint_steps.add(Share.decode(frames, num_frames=5), update)
     else:
@@ -290,18 +294,3 @@ KINDS = {
     )
 }
 """Every kind that a server answers, by its number on the wire."""
-
-
-def find_kind(header: Header) -> RequestKind:
-    """Return how a request is answered.
-
-    Raises:
-        FrameError: servers do not answer it.
-    """
-    kind = KINDS.get(header.kind)
-    if kind is None:
-        raise FrameError(
-            f"An embedding server answers no {header.kind.name} message. "
-            "Is this the address of another role?"
-        )
-    return kind

@@ -62,6 +62,7 @@ class ServedCheckpoint:
     Attributes:
         incarnation: the same after each start with the same tables.
         is_loading: whether rows cannot be looked up yet.
+        is_active: whether :meth:`work` may have something to do.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -78,7 +79,7 @@ class ServedCheckpoint:
         self._folder = find_checkpoint(config.checkpoint)
         manifest = Manifest.read(self._folder)
         self.incarnation = _identify(config, manifest)
-        self.is_loading = True
+        self.is_loading = self.is_active = True
         self._created = manifest.created
         self._load: ShardLoad | None = None
         self._follower: Follower | None = None
@@ -88,14 +89,8 @@ class ServedCheckpoint:
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._metrics = Metrics()
 
-    def require_rows(self) -> None:
-        """Check that lookups can be answered.
-
-        Raises:
-            StoreError: the rows are not loaded yet.
-        """
-        if not self.is_loading:
-            return
+    def not_loaded(self) -> StoreError:
+        """Return the error of lookups while ``is_loading``."""
         progress = 0.0 if self._load is None else self._load.progress
         does = f"loads {self._folder.url}, {progress:.0%} of it so far"
         if self._follower is not None:
@@ -103,7 +98,7 @@ class ServedCheckpoint:
                 f"has loaded {self._folder.url}, and applies what the training has "
                 "changed since"
             )
-        raise StoreError(f"The server {does}. Wait until it is ready.")
+        return StoreError(f"The server {does}. Wait until it is ready.")
 
     def counters(self) -> dict[str, int]:
         """Return what has been applied of the training's increments."""
@@ -187,7 +182,7 @@ class ServedCheckpoint:
     def _begin_to_follow(self) -> None:
         config, store = self._config, self._store
         if config.incremental_dir is None:
-            self.is_loading = False
+            self.is_loading = self.is_active = False
             return
         self._follower = Follower(
             Folder(config.incremental_dir),

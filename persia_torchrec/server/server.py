@@ -15,20 +15,23 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from persia_torchrec.errors import ConfigError, PersiaError
+from persia_torchrec.errors import ConfigError, FrameError, PersiaError
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.metrics import ServerReadings, Snapshots
-from persia_torchrec.server.requests import find_kind
+from persia_torchrec.server.requests import KINDS
 from persia_torchrec.server.shard import Request, RequestKind, Shard
 from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.wire.gateway import push_metrics
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import TRAINING, Frames, Header, Kind
+from persia_torchrec.wire.messages import TRAINING, Header, Kind
 from persia_torchrec.wire.transport import Listener
 
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS = 100
+
+_MAX_OVERTAKING = 16
+"""Messages that may be answered before the update that has waited longest."""
 
 _MESSAGES_PER_SWEEP = 16  # answered between two slices of taking out expired rows
 
@@ -120,35 +123,28 @@ class EmbeddingServer:
         self.shard.stopping.set()
 
     def _serve_once(self, shard: Shard) -> None:
-        shard.checkpoints.work()
+        tasks, wait_ms = shard.checkpoints, _IDLE_POLL_MS
+        if tasks.is_active:
+            tasks.work()
+            wait_ms = tasks.wait_ms(wait_ms)
         shard.stages.lap("dump")
-        if self.snapshots.is_wanted and not shard.checkpoints.is_loading:
+        if self.snapshots.is_wanted and not tasks.is_loading:
             self.snapshots.give(shard.counters())
-        if shard.joint_steps:
+        if shard.joint_steps.num_steps:
             shard.joint_steps.refuse_overdue()
-        if shard.must_update:
+        is_full = len(shard.updates) >= self.config.update_queue_batches
+        if is_full or shard.num_overtaking >= _MAX_OVERTAKING:
             shard.apply_oldest_update()
-        elif self._listener.wait(self._wait_ms(shard)):
-            shard.stages.lap("idle")
-            shard.num_overtaking += shard.has_updates
-            self._num_since_sweep += 1
-            message = self._listener.take()
-            shard.stages.lap("receive")
-            if message is not None:
-                self._answer(shard, *message)
-            if self._num_since_sweep >= _MESSAGES_PER_SWEEP:
-                self._sweep(shard)
-        elif shard.has_updates:
+            return
+        is_behind = shard.updates or self._must_sweep_on
+        if self._listener.wait(0 if is_behind else wait_ms):
+            self._answer_next(shard)
+        elif shard.updates:
             shard.apply_oldest_update()
         else:
             shard.stages.lap("idle")
             shard.joint_steps.has_read_all()
             self._sweep(shard)
-
-    def _wait_ms(self, shard: Shard) -> int:
-        if shard.has_updates or self._must_sweep_on:
-            return 0
-        return shard.checkpoints.wait_ms(_IDLE_POLL_MS)
 
     def _sweep(self, shard: Shard) -> None:
         """Take out some expired rows; those of a served checkpoint never expire."""
@@ -157,45 +153,63 @@ class EmbeddingServer:
         self._must_sweep_on = may_sweep and shard.store.sweep(_SWEEP_ROWS)
         shard.stages.lap("sweep")
 
-    def _answer(self, shard: Shard, peer: bytes, frames: Frames) -> None:
-        request = 0
-        try:
-            header = Header.decode(frames[0])
-            request = header.request
-            kind = find_kind(header)
-            self._admit(shard, kind, header)
-            reply = kind.answer(shard, Request(peer, header, frames))
-        except Exception as exc:  # the server continues; the peer is told
-            if not isinstance(exc, PersiaError | MemoryError):
-                logger.exception("a request failed")
-            shard.refuse(peer, request, exc)
-            return
-        if reply is not None:
-            self._listener.send(peer, Header(Kind.REPLY, request), reply)
-            shard.stages.lap("send")
+    def _answer_next(self, shard: Shard) -> None:
+        shard.stages.lap("idle")
+        shard.num_overtaking += bool(shard.updates)
+        self._num_since_sweep += 1
+        message = self._listener.take()
+        shard.stages.lap("receive")
+        if message is not None:
+            peer, frames = message
+            request = 0
+            try:
+                header = Header.decode(frames[0])
+                request = header.request
+                kind = self._admit(shard, header)
+                reply = kind.answer(shard, Request(peer, header, frames))
+            except Exception as exc:  # the server continues; the peer is told
+                if not isinstance(exc, PersiaError | MemoryError):
+                    logger.exception("a request failed")
+                shard.refuse(peer, request, exc)
+            else:
+                if reply is not None:
+                    self._listener.send(peer, Header(Kind.REPLY, request), reply)
+                    shard.stages.lap("send")
+        if self._num_since_sweep >= _MESSAGES_PER_SWEEP:
+            self._sweep(shard)
 
-    def _admit(self, shard: Shard, kind: RequestKind, header: Header) -> None:
-        """Check that a request can be answered now.
+    def _admit(self, shard: Shard, header: Header) -> RequestKind:
+        """Return how a request is answered, if that is possible now.
 
         Raises:
             ConfigError: it is for another start of the server, or for training on a
                 server of inference.
+            FrameError: it is for another role.
             StoreError: a checkpoint is being loaded.
         """
-        shard.num_requests[header.kind] += 1
-        if header.incarnation not in (0, shard.checkpoints.incarnation):
+        name = header.kind.name
+        shard.counts[f"requests_{name.lower()}"] += 1
+        kind, tasks = KINDS.get(header.kind), shard.checkpoints
+        if kind is None:
+            raise FrameError(
+                f"An embedding server answers no {name} message. Is this the address "
+                "of another role?"
+            )
+        if header.incarnation not in (0, tasks.incarnation):
             raise ConfigError(
                 "The server restarted since the client connected, and the previous "
                 "rows are gone. Connect again, and load a checkpoint."
             )
         is_training = bool(header.flags & TRAINING)
         if self.config.checkpoint and (is_training or not kind.in_inference):
-            what = f"{'training ' if is_training else ''}{header.kind.name}"
             raise ConfigError(
                 f"This server serves inference, from {self.config.checkpoint}: it "
-                f"answers lookups, and no client changes its rows. Received: {what}. "
-                "Train with servers of a job_type: Train."
+                "answers lookups, and no client changes its rows. Received: "
+                f"{'training ' if is_training else ''}{name}. Train with servers of a "
+                "job_type: Train."
             )
         if kind.needs_rows:
             shard.activity.last_s = shard.activity.clock()
-            shard.checkpoints.require_rows()
+            if tasks.is_loading:
+                raise tasks.not_loaded()
+        return kind

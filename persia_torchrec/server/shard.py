@@ -41,9 +41,6 @@ from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES, Listener
 
 logger = logging.getLogger(__name__)
 
-_MAX_OVERTAKING = 16
-"""Messages that may be answered before the update that has waited longest."""
-
 
 class Shard:
     """One shard. Owned by the serving thread.
@@ -58,9 +55,9 @@ class Shard:
         activity: when rows were last asked for.
         open_batches: looked up, and not updated yet.
         joint_steps: collects the updates of several trainers.
-        metrics: counts what happens.
+        counts: what happens, by name of the counter.
         stages: where the time goes.
-        num_requests: by kind.
+        updates: that wait; each list is applied as one.
         num_overtaking: messages since the last update was applied, while some wait.
         stopping: set when the server is to stop; any thread may.
 
@@ -77,47 +74,36 @@ class Shard:
         self.checkpoints: Checkpoints | ServedCheckpoint
         self.checkpoints = tasks(config, self.store, self.activity)
         self.open_batches = OpenBatches()
-        self.metrics = Metrics()
+        self.counts: Counter[str] = Counter()
+        self._metrics = Metrics()
         self.stages = Stages()
         self.joint_steps = JointSteps(
-            self.metrics,
+            self._metrics,
             self.queue,
             self._refuse_update,
             is_connected=listener.is_connected,
             max_bytes=config.joint_update_bytes,
         )
-        self.num_requests: Counter[Kind] = Counter()
+        self.updates: deque[list[Update]] = deque()
         self.num_overtaking = 0
         self.stopping = threading.Event()
         self._listener = listener
-        self._updates: deque[list[Update]] = deque()  # each list is applied as one
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether updates wait."""
-        return bool(self._updates)
-
-    @property
-    def must_update(self) -> bool:
-        """Whether an update is due before the next message is read."""
-        is_full = len(self._updates) >= self.config.update_queue_batches
-        return is_full or self.num_overtaking >= _MAX_OVERTAKING
+        self._max_queued = 0
 
     def queue(self, updates: list[Update]) -> None:
         """Queue updates that are applied as one."""
-        self._updates.append(updates)
-        self.metrics.set_gauge("updates_queued", len(self._updates))
+        self.updates.append(updates)
+        self._max_queued = max(self._max_queued, len(self.updates))
 
     def apply_all_updates(self) -> None:
         """Apply all updates that wait."""
-        while self._updates:
+        while self.updates:
             self.apply_oldest_update()
 
     def apply_oldest_update(self) -> None:
         """Apply the update that has waited longest, and acknowledge it."""
-        updates = self._updates.popleft()
+        updates = self.updates.popleft()
         self.num_overtaking = 0
-        self.metrics.set_gauge("updates_queued", len(self._updates))
         self.stages.lap("other")
         try:
             outcome = self._apply(updates)
@@ -136,7 +122,7 @@ class Shard:
 
     def refuse(self, peer: bytes, request: int, exc: Exception) -> None:
         """Tell a peer that its request failed."""
-        self.metrics.count("requests_refused")
+        self.counts["requests_refused"] += 1
         if isinstance(exc, MemoryError):
             exc = StoreError(
                 f"The server must have the memory that a request takes ({exc}). Send "
@@ -154,24 +140,25 @@ class Shard:
         slots = self.open_batches.apply([update.batch for update in updates])
         counts = Counter(missed=0, refused=0, unadmitted=0, gradients=0)
         for part in build_gradients(updates, slots):
-            self.metrics.count("updates_hinted", part.hints is not None)
+            self.counts["updates_hinted"] += part.hints is not None
             result = self.store.update(part.table, part.ids, part.grads, part.hints)
             counts["missed"] += result.num_missed
             counts["refused"] += result.num_refused
             counts["unadmitted"] += result.num_unadmitted
             counts["gradients"] += len(part.ids)
-        self.metrics.count("gradients_refused", counts["refused"])
         return counts
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted, see ``METRICS.md``."""
         self.stages.lap("other")
-        requests = self.num_requests.items()
         return {
             **self.store.counters(),
-            **{f"requests_{kind.name.lower()}": num for kind, num in requests},
             "requests_lookup_inference": 0,
-            **self.metrics.snapshot(),
+            "updates_hinted": 0,
+            "updates_queued": len(self.updates),
+            "updates_queued_max": self._max_queued,
+            **self.counts,
+            **self._metrics.snapshot(),
             **self.stages.counters(),
             **self.open_batches.counters(),
             **self.checkpoints.counters(),
@@ -188,7 +175,7 @@ class Shard:
             ConfigError: the store does not have a table.
         """
         tables = decode_segments(frames, num_frames=num_frames)
-        num_ids, num_tables = len(frames[2]) // 8, self.store.num_tables
+        num_ids, num_tables = len(frames[2]) // 8, len(self.store.memory.states)
         if num_ids > self.config.max_request_ids:
             raise BatchError(
                 f"A request may name {self.config.max_request_ids} ids. Received: "
@@ -231,15 +218,14 @@ class Shard:
         Raises:
             FrameError: there are more or fewer numbers than the ids need.
         """
-        specs = self.store.tables
-        shapes = []
+        states = self.store.memory.states
+        shapes, num_floats = [], 0
         for t in tables:
-            spec = specs[t.table]
+            spec = states[t.table].spec
             width = spec.dim + (spec.num_state_floats if has_state else 0)
             shapes.append((len(t.ids), width))
-        flat = decode_floats(
-            frame, sum(num * width for num, width in shapes), precision
-        )
+            num_floats += len(t.ids) * width
+        flat = decode_floats(frame, num_floats, precision)
         rows, start = [], 0
         for num, width in shapes:
             rows.append(flat[start : start + num * width].reshape(num, width))

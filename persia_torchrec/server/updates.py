@@ -72,19 +72,16 @@ class Update(NamedTuple):
     Attributes:
         peer: gets the acknowledgement.
         header: of its request.
+        batch: that was looked up.
         tables: ids by table; none when the trainer gives up its batch.
         grads: float32 ``(N, D)`` per table; views of the message, where possible.
     """
 
     peer: bytes
     header: Header
+    batch: Batch
     tables: list[TableIds]
     grads: list[Floats]
-
-    @property
-    def batch(self) -> Batch:
-        """The batch that was looked up."""
-        return self.header.stream, self.header.batch
 
     @property
     def size_bytes(self) -> int:
@@ -231,6 +228,9 @@ class JointSteps:
         is_connected: tells whether the connection of a peer is alive.
         max_bytes: of ids and gradients that may wait.
         clock: monotonic seconds.
+
+    Attributes:
+        num_steps: steps that wait.
     """
 
     def __init__(
@@ -250,16 +250,12 @@ class JointSteps:
         self._max_bytes = max_bytes
         self._clock = clock
         self._groups: OrderedDict[int, _Group] = OrderedDict()
-        self._num_steps = 0
+        self.num_steps = 0
         self._num_bytes = 0
         self._next_check_s = math.inf
         self._all_read_s = -math.inf
         metrics.count("joint_steps_broken", 0)
         self._publish()
-
-    def __len__(self) -> int:
-        """Return how many steps wait."""
-        return self._num_steps
 
     def join(self, share: Share, member: Member) -> list[str]:
         """Register a rank, or that it has ended; the last call for a rank counts.
@@ -296,7 +292,7 @@ class JointSteps:
             group.steps[share.step] = step
             check_s = min(step.deadline_s, step.since_s + _CHECK_S)
             self._next_check_s = min(self._next_check_s, check_s)
-            self._num_steps += 1
+            self.num_steps += 1
         group.steps[share.step].updates[share.rank] = update
         self._num_bytes += update.size_bytes
         self._apply_complete(group, [share.step])
@@ -396,7 +392,7 @@ class JointSteps:
 
     def _take(self, group: _Group, step: int) -> dict[int, Update]:
         updates = group.steps.pop(step).updates
-        self._num_steps -= 1
+        self.num_steps -= 1
         self._num_bytes -= sum(update.size_bytes for update in updates.values())
         return updates
 
@@ -409,7 +405,7 @@ class JointSteps:
         self._publish()
 
     def _publish(self) -> None:
-        self._metrics.set_gauge("joint_steps", self._num_steps)
+        self._metrics.set_gauge("joint_steps", self.num_steps)
         self._metrics.set_gauge("joint_bytes", self._num_bytes)
 
 
