@@ -1,10 +1,10 @@
 """What the mains of embedding servers, workers and inference servers have in common.
 
-A service either is a member of a job, which registers its address and ends with the
-job, or it stands alone, and ends by SIGTERM or SIGINT. Its main sees a ``Lifetime``,
-which hides the difference::
+A service is a member of a job, and ends with it; or it stands alone, and ends by
+SIGTERM or SIGINT. A ``Lifetime`` has the methods of ``JobMember``, so that a main need
+not tell the two apart::
 
-    def serve(life):
+    def serve(life: JobMember | Lifetime):
         server = Server(life.greeting)
         life.call_at_end(server.stop)
         life.register(server.address)         # the others may find it
@@ -22,13 +22,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
-from persia_torchrec import env
 from persia_torchrec.errors import NotReadyError, PersiaError, WireError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.messages import Header
-from persia_torchrec.wire.ports import LOOPBACK, local_address
+from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
 from persia_torchrec.wire.transport import Listener
 
@@ -139,44 +137,6 @@ class ChildLifetime(Lifetime):
         while os.getppid() == self._parent:
             never.wait(_PARENT_CHECK_S)
         self._end()
-
-
-class JobLifetime(Lifetime):
-    """The life of a member of a job: it ends with the job."""
-
-    def __init__(self, member: JobMember, role: str, index: int, size: int) -> None:
-        super().__init__(local_address(member.book.host_name), member.book.greeting)
-        self.member = member
-        self._replica = (role, index, size)
-
-    def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Have something called, from another thread, when the job has ended."""
-        self.member.call_at_end(callback)
-
-    def wait_for_end(self) -> None:
-        """Wait until the job is finished, or raise JobError: it has failed."""
-        self.member.wait_for_end()
-
-    def register(self, address: str) -> None:
-        """Make the address known to the job."""
-        role, index, size = self._replica
-        self.member.book.register(role, index, size, address)
-
-    def tell_compiling(self, is_compiling: bool) -> None:
-        """Have the others of the job extend their deadlines meanwhile."""
-        self.member.tell_compiling(is_compiling)
-
-
-@contextlib.contextmanager
-def job_lifetime(
-    role: str, index: int, size: int, store: env.JobStore
-) -> Iterator[JobLifetime]:
-    """Be a member of a job within a block; see :meth:`JobMember.join`.
-
-    Enter it before anything can go wrong, so that the job learns of it.
-    """
-    with JobMember.join(role, index, size, store=store) as member:
-        yield JobLifetime(member, role, index, size)
 
 
 def tell_ready(address: str) -> None:

@@ -32,12 +32,12 @@ from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.service_main import (
     ChildLifetime,
     Lifetime,
-    job_lifetime,
     run_service,
     tell_ready,
 )
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
+from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
 
 logger = logging.getLogger("persia_torchrec.server")
@@ -95,8 +95,10 @@ def _serve(flags: dict[str, Any]) -> None:
         "An embedding server",
         ", or pass --standalone, or a global_config.yml with job_type: Infer",
     )
-    with job_lifetime("server", flags["shard"], flags["num_shards"], store) as life:
-        _run(_config(flags, path, life.host), life)
+    # A member before anything can go wrong, so that the job learns of it.
+    shard, num_shards = flags["shard"], flags["num_shards"]
+    with JobMember.join("server", shard, num_shards, store=store) as member:
+        _run(_config(flags, path, member.host), member)
 
 
 def _set_replica(flags: dict[str, Any]) -> None:
@@ -104,7 +106,7 @@ def _set_replica(flags: dict[str, Any]) -> None:
     flags.setdefault("num_shards", env.get_replica_size())
 
 
-def _run(config: ServerConfig, life: Lifetime) -> None:
+def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     logger.info("settings %s", config)
     server = EmbeddingServer(config, life.greeting)
     with server.not_ready(), telling_of_compilation(life.tell_compiling):

@@ -27,9 +27,7 @@ from persia_torchrec.config import load_embedding_config
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.service_main import (
-    JobLifetime,
     Lifetime,
-    job_lifetime,
     run_service,
     tell_ready,
 )
@@ -37,6 +35,7 @@ from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
 from persia_torchrec.wire.greeting import Greeting
+from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.ports import tcp_address
 
 logger = logging.getLogger("persia_torchrec.serving")
@@ -96,16 +95,16 @@ def _serve(flags: ServingFlags) -> None:
     store = env.require_job_store("An inference server with --workers-of-job")
     index, size = env.get_replica_index(), env.get_replica_size()
     port = flags.http.port + index if flags.http.port else 0
-    with job_lifetime("predictor", index, size, store) as life:
-        _run(flags, replace(flags.http, port=port), life)
+    with JobMember.join("predictor", index, size, store=store) as member:
+        _run(flags, replace(flags.http, port=port), member)
 
 
-def _run(flags: ServingFlags, http: HttpConfig, life: Lifetime) -> None:
+def _run(flags: ServingFlags, http: HttpConfig, life: JobMember | Lifetime) -> None:
     ending = threading.Event()
     workers: Sequence[str] = flags.workers
-    if isinstance(life, JobLifetime):
+    if isinstance(life, JobMember):
         life.call_at_end(ending.set)
-        book = life.member.book
+        book = life.book
         workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
     model, path = load_model(flags.checkpoint, flags.model, _DEVICE)
     with (

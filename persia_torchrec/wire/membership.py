@@ -53,6 +53,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
 from persia_torchrec.wire.discovery import COMPILING, AddressBook, JobState
+from persia_torchrec.wire.ports import local_address
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals, is_in_compiler
 
@@ -218,10 +219,16 @@ class JobMember:
     main thread enters and leaves the block, and calls the methods. The process must end
     soon after the block: it is made to.
 
+    Attributes:
+        who: role and index.
+        book: the job's address book.
+        host: address of the interface that leads to it, to listen on.
+        greeting: of connections within the job.
+
     Example::
 
-        with JobMember.join("server", 0, 1, store=env.job_store()) as member:
-            member.book.register("server", 0, num_servers, address)
+        with JobMember.join("server", 0, 1, store=store) as member:
+            member.register(address)
             member.call_at_end(server.stop)
             server.serve()                    # returns once stop() was called
     """
@@ -231,6 +238,9 @@ class JobMember:
     ) -> None:
         self.who = f"{role} {index}"
         self.book = book
+        self.host = local_address(book.host_name)
+        self.greeting = book.greeting
+        self._replica = (role, index, 1)
         self._record = MemberRecord(book, role, index)
         self._expendable = expendable
         self._timings = JobTimings.read(book)
@@ -287,6 +297,7 @@ class JobMember:
         book = AddressBook.join(*store, timeout_s=timeout_s, look=look)
         member = cls(role, index, book, expendable=expendable)
         book.claim_size(role, index, size)
+        member._replica = (role, index, size)
         member._record.register(member._timings.silent_s)
         return member
 
@@ -305,6 +316,11 @@ class JobMember:
             too_late = self._has_called_back
         if too_late:
             callback()
+
+    def register(self, address: str) -> None:
+        """Make the address of this process known to the job."""
+        role, index, size = self._replica
+        self.book.register(role, index, size, address)
 
     def tell_compiling(self, is_compiling: bool) -> None:
         """Report whether this process compiles its loops.

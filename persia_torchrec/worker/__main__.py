@@ -33,12 +33,11 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.service_main import (
-    JobLifetime,
     Lifetime,
-    job_lifetime,
     run_service,
     tell_ready,
 )
+from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
@@ -107,18 +106,20 @@ def _serve(flags: WorkerFlags) -> None:
         )
         index = env.get_replica_index() if flags.index is None else flags.index
         size = flags.num_workers or env.get_replica_size()
-        with job_lifetime("worker", index, size, store) as life:
-            _run(flags, life, ())
+        with JobMember.join("worker", index, size, store=store) as member:
+            _run(flags, member, ())
 
 
-def _run(flags: WorkerFlags, life: Lifetime, servers: Sequence[str]) -> None:
+def _run(
+    flags: WorkerFlags, life: JobMember | Lifetime, servers: Sequence[str]
+) -> None:
     """Serve until the end; the servers of a job are in its address book."""
     index = env.get_replica_index() if flags.index is None else flags.index
     slots_path = flags.embedding_config or env.embedding_config_path()
     if slots_path is None:
         raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
-    if isinstance(life, JobLifetime):
-        schema = tell_slots(life.member.book, Path(slots_path), warns=index == 0)
+    if isinstance(life, JobMember):
+        schema = tell_slots(life.book, Path(slots_path), warns=index == 0)
     else:
         schema = load_embedding_config(slots_path)
     path = flags.global_config or env.global_config_path()
@@ -154,14 +155,14 @@ def _run(flags: WorkerFlags, life: Lifetime, servers: Sequence[str]) -> None:
 
 def _connect(
     flags: WorkerFlags,
-    life: Lifetime,
+    life: JobMember | Lifetime,
     servers: Sequence[str],
     schema: EmbeddingSchema,
     metrics: MetricsSettings,
 ) -> SlotsLookup | None:
     """Connect to the servers; None if the process must end before they are ready."""
-    if isinstance(life, JobLifetime):
-        book = life.member.book
+    if isinstance(life, JobMember):
+        book = life.book
         servers = book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
         if not flags.learn_tables:  # the trainers create the tables
             client = EmbeddingClient.connect(
