@@ -69,12 +69,7 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
         return LookupHello((), tuple(self.client.num_rows()))
 
     def configure(self, config: EmbeddingConfig) -> None:
-        """Change how rows start and how far weights may go; waits for the servers.
-
-        Raises:
-            ConfigError: the servers have no tables yet.
-            ServerError: a server refuses, or does not answer.
-        """
+        """Change how rows start and how far weights may go; waits for the servers."""
         specs = self.client.learn_tables()
         if not specs:
             raise ConfigError(

@@ -21,40 +21,39 @@ from persia_torchrec.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PersiaTrainingBatch:
-    """A batch as the trainer gets it; a context makes tensors of it."""
+    """A batch as the trainer gets it; a context makes tensors of it.
+
+    Attributes:
+        pull: the batch's rows, on their way.
+        non_id_type_features: dense features.
+        labels: labels.
+        is_training: whether a backward pass is expected.
+        meta: the user's own bytes.
+        batch_id: its number among all batches of all data loaders.
+    """
 
     pull: Any
-    """The batch's rows, on their way."""
-
     non_id_type_features: tuple[NonIDTypeFeature, ...]
-    """Dense features."""
-
     labels: tuple[Label, ...]
-    """Labels."""
-
     is_training: bool
-    """Whether a backward pass is expected."""
-
     meta: bytes | None
-    """The user's own bytes."""
-
     batch_id: int | None
-    """Its number among all batches of all data loaders."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookupSettings:
-    """How far lookups may be ahead of the training."""
+    """How far lookups may be ahead of the training.
+
+    Attributes:
+        forward_buffer_size: batches looked up ahead.
+        num_workers: batches looked up at once.
+        embedding_staleness: training batches that may be between lookup and update;
+            None: as many as the buffers hold.
+    """
 
     forward_buffer_size: int
-    """Batches looked up ahead."""
-
     num_workers: int
-    """Batches looked up at once."""
-
     embedding_staleness: int | None
-    """Training batches that may be between lookup and update; None: as many as the
-    buffers hold."""
 
 
 @runtime_checkable
@@ -85,11 +84,11 @@ def leave_context(context: object) -> None:
     """
     if context not in _entered:
         return
-    place = _entered.index(context)
-    within = _entered[place + 1 :]
+    index = _entered.index(context)
+    within = _entered[index + 1 :]
     if isinstance(context, LookupContext):
         within = [other for other in within if not isinstance(other, LookupContext)]
-    _entered[place:] = within
+    _entered[index:] = within
 
 
 def current_context() -> object | None:

@@ -167,15 +167,10 @@ class Inbox:
 
 
 class BatchReceiver:
-    """The trainer's end: fills an inbox with what data loaders send.
-
-    Args:
-        inbox: where batches go.
-        host: address to listen on.
-        greeting: of the job whose loaders may send.
+    """The trainer's end: fills an inbox with what data loaders of its job send.
 
     Raises:
-        WireError: the address cannot be listened on.
+        WireError: the address of ``host`` cannot be listened on.
     """
 
     def __init__(self, inbox: Inbox, host: str, greeting: Greeting = NO_JOB) -> None:
@@ -209,14 +204,10 @@ class BatchReceiver:
 
 
 class BatchSender:
-    """The data loader's end: sends batches to the trainers.
+    """The data loader's end: sends batches to the trainers; addresses are by rank.
 
-    Args:
-        addresses: of the trainers, by rank.
-        loader: number of this data loader.
-        num_loaders: how many there are.
-        timeout_s: seconds that one message may take.
-        greeting: of this process; the trainers must belong to the same job, or to none.
+    It is loader number ``loader`` of ``num_loaders``; one message may take
+    ``timeout_s``.
     """
 
     def __init__(
@@ -241,13 +232,9 @@ class BatchSender:
     def send(
         self, trainer: int, batch: PersiaBatch, worker: int, reference: int
     ) -> bool:
-        """Send a batch; return whether the trainer had room for it.
+        """Send a batch but for its ids; return whether the trainer had room for it.
 
-        Args:
-            trainer: its rank.
-            batch: its ids are left out.
-            worker: number of the embedding worker that has them.
-            reference: what the worker called them.
+        The ids wait at an embedding worker under ``reference``.
 
         Raises:
             ServerError: the trainer refuses it, or does not answer in time.

@@ -134,11 +134,7 @@ def rendezvous(
 ) -> Trainers | None:
     """Agree with the other trainers on a group that updates jointly; all must call it.
 
-    Args:
-        env: of the trainers.
-        device: on which their process group communicates.
-        client: of the servers.
-        timeout_s: seconds that a step may wait for the slowest trainer.
+    Each step may wait ``timeout_s`` for the slowest trainer.
 
     Returns:
         This trainer as a member of the group; None in a job of a single trainer.

@@ -145,12 +145,7 @@ def describe_collection(
 
 
 def select_tables(collection: Collection, names: Iterable[str]) -> Collection:
-    """Return a collection of some of the tables; it has the same weights, not copies.
-
-    Args:
-        collection: kept as it is.
-        names: of the tables; at least one.
-    """
+    """Return a collection of some of the tables, with the same weights."""
     chosen = set(names)
     configs = [config for config in table_configs(collection) if config.name in chosen]
     selected = _on_meta(collection, configs)

@@ -107,11 +107,7 @@ def join_outputs(
 ) -> KeyedTensor | dict[str, JaggedTensor]:
     """Put the outputs of local and remote tables into the order of the whole.
 
-    Args:
-        columns: of the whole.
-        local: a KeyedTensor ``(B, T)`` of the local tables, in any order, or a
-            mapping to the JaggedTensor of each sequence.
-        remote: likewise of the remote tables.
+    They are KeyedTensors ``(B, T)``, or mappings to a JaggedTensor per sequence.
     """
     is_pooled = isinstance(local, KeyedTensor)
     outputs = [o.to_dict() if is_pooled else o for o in (local, remote)]

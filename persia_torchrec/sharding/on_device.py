@@ -87,9 +87,7 @@ class DeviceBatch:
 
 
 class RowsOnDevice:
-    """A lookup whose batches have their rows on a device.
-
-    Any thread may call any method.
+    """A lookup whose batches have their rows on a device. Any thread may call it.
 
     Args:
         lookup: pulls and pushes the rows.
@@ -105,12 +103,7 @@ class RowsOnDevice:
     def pull(
         self, source: Mapping[str, Bags], number: BatchNumber | None
     ) -> tuple[Outputs, DeviceBatch]:
-        """Fetch the rows of a batch, and begin to copy them to the device.
-
-        Raises:
-            BatchError: features are missing, unknown, or do not fit together.
-            ServerError: a server failed, refused, or did not answer in time.
-        """
+        """Fetch the rows of a batch, and begin to copy them to the device."""
         rows, batch = self._lookup.pull(source, number)
         return (), self._copied(rows, batch)  # the handle has the rows
 

@@ -165,12 +165,7 @@ class RemoteTables:
         return RemoteOptimizer(groups, self.send)
 
     def before_push(self) -> None:
-        """Send rates that a schedule has changed; a backward pass calls this.
-
-        Raises:
-            ConfigError: an optimizer refuses its rate.
-            PersiaError: an earlier push failed.
-        """
+        """Send rates that a schedule has changed; a backward pass calls this."""
         specs, groups = self.specs, self.groups
         if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
             self.send(_learning_rates(groups.values()))
@@ -181,12 +176,7 @@ class RemoteTables:
         return scaler.get_scale() if scaler and scaler.is_enabled() else None
 
     def meet(self, trainers: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Agree with other trainers from now on.
-
-        Args:
-            trainers: all of them; None if they have no process group.
-            device: on which it communicates.
-        """
+        """Agree with other trainers; without a process group they cannot."""
         if trainers is None:
             self._cannot_agree = True
         elif self.agreement is None:
@@ -197,9 +187,6 @@ class RemoteTables:
         """Note whether gradients were finite; a backward pass under a scale calls this.
 
         At its end the ``GradScaler`` can find whether all were, on all trainers.
-
-        Raises:
-            ConfigError: there are several without a process group.
         """
         if self._cannot_agree:
             raise ConfigError(
@@ -223,12 +210,7 @@ class RemoteTables:
                 placeholder.grad = torch.full_like(placeholder, grad)
 
     def change(self, change: TableChange) -> list[Future[None]]:
-        """Change the settings of tables, in order with the pushes.
-
-        Raises:
-            ConfigError: a setting is out of its range.
-            PersiaError: an earlier push failed.
-        """
+        """Change the settings of tables, in order with the pushes."""
         specs = {name: change(spec) for name, spec in self.specs.items()}
         changed = {name for name, spec in specs.items() if spec != self.specs[name]}
         users = [

@@ -79,12 +79,8 @@ def slot_tensors(
 def pad_raw(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:
     """Give each position of a raw slot its vector, and the mask channel.
 
-    Args:
-        rows_ND: float32 ``(N, D)``.
-        places_BF: int32 ``(B, F)``: which row, from 1; 0 is an empty position.
-
-    Returns:
-        float32 ``(B, F, D + 1)``.
+    Takes rows, and int32 ``(B, F)``: which row each position has, from 1; 0 is an empty
+    position. Returns float32 ``(B, F, D + 1)``.
     """
     padded = functional.pad(rows_ND, (0, 0, 1, 0))
     vectors_BFD = functional.embedding(places_BF, padded)

@@ -335,10 +335,8 @@ class ContextCheckpoints:
     ) -> None:
         """Write a checkpoint; ranks other than 0 wait for their updates only.
 
-        Args:
-            path: of the folder that gets the checkpoint's folder.
-            files: bytes by name, written before the rows.
-            blocking: wait for the end; otherwise for the files only.
+        ``files`` are bytes by name, written before the rows. Unless ``blocking``, the
+        call returns when they are written.
         """
         for name in files:
             if not name or "/" in name or name == MANIFEST or name.endswith(".rows"):
@@ -467,11 +465,8 @@ def script_bytes(model: nn.Module) -> bytes:
 def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
     """Return what :func:`state_bytes` wrote to a file.
 
-    Args:
-        folder: of the file.
-        name: of the file.
-        map_location: as ``torch.load`` takes it; None is the CPU, from where
-            ``load_state_dict`` copies to the device of model and optimizer.
+    It is read to ``map_location``; by default to the CPU, from where
+    ``load_state_dict`` copies to the device of model and optimizer.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged, or holds more than

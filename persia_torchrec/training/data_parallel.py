@@ -230,13 +230,9 @@ def average_as_bytes(
 
 
 def encode_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    """Return blocks as bytes.
+    """Return blocks, float32 ``(R, K, BLOCK)``, as bytes.
 
-    Args:
-        blocks: float32 ``(R, K, BLOCK)``.
-
-    Returns:
-        uint8 ``(R, K * (BLOCK + 8))``, the ranges before the numbers.
+    They are uint8 ``(R, K * (BLOCK + 8))``, the ranges before the numbers.
     """
     lo = blocks.amin(dim=2, keepdim=True)
     step = (blocks.amax(dim=2, keepdim=True) - lo) / _LEVELS

@@ -73,37 +73,33 @@ class HybridModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Settings of one trainer's engine."""
+    """Settings of one trainer's engine.
+
+    Attributes:
+        schema: the slots.
+        optimizer: of the tables that ``tables`` gives no other.
+        embedding_config: how rows start, and how far weights may go.
+        device: of the dense model.
+        distributed: how the trainers keep their dense models alike.
+        backward_buffer_size: updates that may wait when there is no staleness bound.
+        tables: settings of single tables, by feature group.
+        backward_workers_size: updates that may be sent and not acknowledged.
+        grad_update_buffer_size: updates whose gradients may be in memory: those that
+            wait, and those sent.
+        lookup_emb_directly: whether batches of this process are looked up, or only
+            those of data loaders.
+    """
 
     schema: EmbeddingSchema
-    """The slots."""
-
     optimizer: Optimizer
-    """Of the tables that ``tables`` gives no other."""
-
     embedding_config: EmbeddingConfig
-    """How rows start, and how far weights may go."""
-
-    tables: Mapping[str, TableSettings] = field(default_factory=dict)
-    """Settings of single tables, by feature group."""
-
     device: torch.device
-    """Of the dense model."""
-
     distributed: DistributedBaseOption
-    """How the trainers keep their dense models alike."""
-
     backward_buffer_size: int
-    """Updates that may wait when there is no staleness bound."""
-
+    tables: Mapping[str, TableSettings] = field(default_factory=dict)
     backward_workers_size: int = 8
-    """Updates that may be sent and not acknowledged."""
-
     grad_update_buffer_size: int = 60
-    """Updates whose gradients may be in memory: those that wait, and those sent."""
-
     lookup_emb_directly: bool = True
-    """Whether batches of this process are looked up, or only those of data loaders."""
 
 
 class Engine:
@@ -170,9 +166,6 @@ class Engine:
         that continue, until all are there; then all have the same dense model, and the
         same loss scale where their dense gradients were. An exception ends the block
         at once.
-
-        Args:
-            scaler: scales the loss, if anything does.
         """
         if self._agreement is not None:
             self._agreement.scaler = scaler
@@ -247,11 +240,7 @@ class Engine:
     def has_skipped(self, since: int) -> bool:
         """Return whether any trainer's gradients were not finite; all call it together.
 
-        Args:
-            since: ``num_skipped`` before the backward pass.
-
-        Raises:
-            JobError: another trainer is gone.
+        ``since`` is ``num_skipped`` before the backward pass.
         """
         has_skipped = self.num_skipped > since
         if self._agreement is None:
@@ -272,9 +261,6 @@ class Engine:
         """Change how rows start and how far weights may go; waits for the servers.
 
         What a single table was given by ``EngineConfig.tables`` stays.
-
-        Raises:
-            PersiaError: a server refuses, or an earlier update failed.
         """
 
         def change(spec: TableSpec) -> TableSpec:

@@ -39,13 +39,9 @@ Totals = Callable[[], Mapping[str, int]]
 
 
 class Measures:
-    """What is measured in one trainer.
+    """What is measured in one trainer; ``observed`` has the numbers, for all threads.
 
-    The main thread calls :meth:`note_wait` and :meth:`wait_for`; ``observed`` is for
-    all threads.
-
-    Attributes:
-        observed: the numbers so far.
+    The main thread calls :meth:`note_wait` and :meth:`wait_for`.
     """
 
     def __init__(self) -> None:
@@ -126,9 +122,6 @@ def metrics_settings() -> MetricsSettings:
     """Return ``metrics_config`` of the file that the environment names, or defaults.
 
     A trainer needs nothing else of that file: without a gateway it is not read.
-
-    Raises:
-        ConfigError: the file is not as it must be, or the gateway's address is not.
     """
     gateway, path = env.metrics_gateway(), env.global_config_path()
     if path is None or gateway is None:
