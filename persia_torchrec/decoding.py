@@ -28,8 +28,8 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value stands; prints as ``file: key.path``."""
+class KeyPath:
+    """The path of a value in a file or message; prints as ``file: key.path``."""
 
     source: str
     """Name of the file or of the message."""
@@ -40,9 +40,9 @@ class Place:
     def __str__(self) -> str:
         return f"{self.source}: {self.path}" if self.path else self.source
 
-    def under(self, key: str) -> "Place":
-        """Return the place of one key's value."""
-        return Place(self.source, f"{self.path}.{key}".removeprefix("."))
+    def under(self, key: str) -> "KeyPath":
+        """Return the path of one key's value."""
+        return KeyPath(self.source, f"{self.path}.{key}".removeprefix("."))
 
 
 def parse_json(
@@ -76,36 +76,36 @@ def parse_json(
             return msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as exc:
             content = msgspec.json.decode(data)
-            raise error(_describe(exc, content, Place(source))) from exc
+            raise error(_describe(exc, content, KeyPath(source))) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise error(f"{source} must be JSON in UTF-8. Received: {exc}.") from exc
 
 
-def convert(content: object, kind: type[T], place: Place, error: Error) -> T:
+def convert(content: object, kind: type[T], at: KeyPath, error: Error) -> T:
     """Check the type of plain values, as of a YAML file; see :func:`parse_json`."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as exc:
-        raise error(_describe(exc, content, place)) from exc
+        raise error(_describe(exc, content, at)) from exc
 
 
-def _describe(exc: msgspec.ValidationError, content: Any, place: Place) -> str:
+def _describe(exc: msgspec.ValidationError, content: Any, at: KeyPath) -> str:
     """Say in this package's words what msgspec says: ``WHAT - at `$PATH```."""
     match = _MISFIT.fullmatch(str(exc))
     assert match is not None
     path = match["path"] or ""
-    place = Place(place.source, f"{place.path}{path}".removeprefix("."))
+    at = KeyPath(at.source, f"{at.path}{path}".removeprefix("."))
     if missing := re.fullmatch(r"Object missing required field `(.*)`", match["what"]):
-        return f"{place} must have the key {missing[1]!r}."
+        return f"{at} must have the key {missing[1]!r}."
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", match["what"]):
-        return f"{place.under(unknown[1])} is unknown."
+        return f"{at.under(unknown[1])} is unknown."
     expected = _EXPECTED.fullmatch(match["what"])
     if expected is None:  # raised by __post_init__
-        return f"{place}: {match['what']}"
+        return f"{at}: {match['what']}"
     names = [name for name in expected["type"].split(" | ") if name != "null"]
     kinds = " or ".join(_NAMES.get(name, name) for name in names)
     must = expected["bound"] or kinds
-    subject = f"each key of {place}" if match["key"] else str(place)
+    subject = f"each key of {at}" if match["key"] else str(at)
     if match["key"] or "[...]" in path:  # msgspec does not tell which entry of a dict
         return f"{subject} must be {must}."
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):

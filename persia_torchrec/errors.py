@@ -9,11 +9,11 @@
     - FrameError            bytes that are not a message of ours
   + ServerError             a server, or an embedding worker, did not do what was asked
     - RequestTimeoutError   no reply in time                    (also a TimeoutError)
-    - NotReadyError         it compiles its loops still
+    - NotReadyError         it is still compiling its loops
     - RemoteError           the other side answered with an error of its own
   + StalenessError          no staleness permit became free     (also a TimeoutError)
   + DataflowError           a batch did not get from loader to trainer
-  + JobMismatchError        this process met a job, or a place in it, of others
+  + JobMismatchError        the address is another job's, or the index is taken
   + JobError                another part of the job failed or ended
     - DiscoveryError        a role did not register in time     (also a TimeoutError)
 
@@ -67,7 +67,7 @@ class RequestTimeoutError(ServerError, TimeoutError):
 
 
 class NotReadyError(ServerError):
-    """The server is there, and will take requests when its loops are compiled."""
+    """The server is compiling its loops, and accepts requests afterwards."""
 
 
 class RemoteError(ServerError):
@@ -91,9 +91,9 @@ class DataflowError(PersiaError):
 
 
 class JobMismatchError(PersiaError):
-    """The job that was met is another one, or the place in it is taken.
+    """The address belongs to another job, or another process has the index.
 
-    It concerns the process that comes; the job that it has met goes on.
+    The process that tries to join ends; the job at the address continues.
     """
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.decoding import Place, convert, parse_json
+from persia_torchrec.decoding import KeyPath, convert, parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError, FrameError
 
 TREE = st.recursive(
@@ -56,15 +56,15 @@ def test_json_of_another_form_is_a_named_error(text, message):
 
 def test_an_entry_of_a_dict_has_no_name_in_the_error():
     with pytest.raises(ConfigError, match=r"f: a\[...\] must be an integer\.$"):
-        convert({"b": ""}, dict[str, int], Place("f", "a"), ConfigError)
+        convert({"b": ""}, dict[str, int], KeyPath("f", "a"), ConfigError)
     with pytest.raises(ConfigError, match="each key of f must be a string"):
-        convert({3: 4}, dict[str, int], Place("f"), ConfigError)
+        convert({3: 4}, dict[str, int], KeyPath("f"), ConfigError)
 
 
 @given(TREE)
 def test_any_value_is_taken_or_refused_by_name(tree):
     try:
-        found = convert(tree, Table, Place("f"), ConfigError)
+        found = convert(tree, Table, KeyPath("f"), ConfigError)
     except ConfigError as exc:
         found = str(exc)
     assert isinstance(found, Table) or found.startswith("f")

@@ -30,7 +30,7 @@ from persia_torchrec.checkpoint.dump import DumpResult
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import Loaded
 from persia_torchrec.client.servers import Servers
-from persia_torchrec.decoding import Place, convert
+from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import (
     CheckpointError,
     PersiaError,
@@ -339,7 +339,7 @@ class Checkpoints:
             with contextlib.suppress(PersiaError):  # the first error is the one to tell
                 self._servers.ask(Kind.CHECKPOINT, request, f"cancelling {what}")
             raise
-        place = Place(f"The result of a {what}")
+        place = KeyPath(f"The result of a {what}")
         return [convert(state.result, kind, place, WireError) for state in states]
 
     def _ask(self, kind: Kind, request: object, what: str) -> list[TaskState]:

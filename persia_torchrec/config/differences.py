@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from persia_torchrec.decoding import Place
+from persia_torchrec.decoding import KeyPath
 from persia_torchrec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,13 @@ def is_of_embedding_config(key_path: str) -> bool:
 
 
 def apply_differences(
-    content: object, place: Place, *, is_embedding_config: bool, warns: bool
+    content: object, file: KeyPath, *, is_embedding_config: bool, warns: bool
 ) -> object:
     """Rename and remove the keys of the tables in a file's content, in place.
 
     Args:
         content: what the file says.
-        place: the file, for messages.
+        file: the file, for messages.
         is_embedding_config: the file is ``embedding_config.yml``, not
             ``global_config.yml``. Keys of the other file stay.
         warns: whether each is logged.
@@ -90,14 +90,14 @@ def apply_differences(
     for row in (*RENAMED, *IGNORED, *NO_EFFECT):
         if is_of_embedding_config(row.key_path) != is_embedding_config:
             continue
-        found = list(_find(content, row.key_path.split("."), place))
+        found = list(_find(content, row.key_path.split("."), file))
         if row not in NO_EFFECT:
             for section, key, at in found:
                 _rename(section, key, row.right_key if row in RENAMED else "", at)
         if found and warns:
-            _warn(place.source, row)
+            _warn(file.source, row)
     for key_path, only in ONE_VALUE.items():
-        for section, key, at in list(_find(content, key_path.split("."), place)):
+        for section, key, at in list(_find(content, key_path.split("."), file)):
             value = section.pop(key, only.value)
             if type(value) is not int or value != only.value:
                 raise ConfigError(
@@ -106,7 +106,7 @@ def apply_differences(
     return content
 
 
-def _rename(section: dict[str, object], key: str, right_key: str, at: Place) -> None:
+def _rename(section: dict[str, object], key: str, right_key: str, at: KeyPath) -> None:
     """Rename a key to the last name of a key path, or remove it if that is empty."""
     if key not in section:  # a YAML alias: the section was changed already
         return
@@ -134,14 +134,14 @@ def _warn(file: str, row: OtherKey) -> None:
 
 
 def _find(
-    content: object, pattern: list[str], place: Place
-) -> Iterator[tuple[dict[str, object], str, Place]]:
-    """Yield section, key and place of each key that a pattern matches."""
+    content: object, pattern: list[str], file: KeyPath
+) -> Iterator[tuple[dict[str, object], str, KeyPath]]:
+    """Yield section, key and path of each key that a pattern matches."""
     if not isinstance(content, dict):
         return
     first, *rest = pattern
     for key in content if first == "*" else content.keys() & {first}:
         if rest:
-            yield from _find(content[key], rest, place.under(key))
+            yield from _find(content[key], rest, file.under(key))
         else:
-            yield content, key, place.under(key)
+            yield content, key, file.under(key)

@@ -30,7 +30,7 @@ from persia_torchrec.config.yaml_file import (
     read_text,
     require_mapping,
 )
-from persia_torchrec.decoding import Place, convert
+from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import ConfigError
 
 ID_BITS = 64
@@ -39,7 +39,7 @@ MAX_PREFIX_BITS = 62
 
 
 class HashStack(Struct, frozen=True, kw_only=True):
-    """``hash_stack_config`` of a slot: bucket ids in place of each id."""
+    """``hash_stack_config`` of a slot: bucket ids instead of each id."""
 
     hash_stack_rounds: Annotated[int, Meta(ge=0)]
     """Bucket ids per id; 0 leaves the id as it is."""
@@ -139,12 +139,12 @@ def parse_embedding_config(
             not fit, or the groups do not fit the slots. The message names the file
             and the key path.
     """
-    place = Place(str(path))
+    top = KeyPath(str(path))
     content = apply_differences(
-        parse_yaml(text, path), place, is_embedding_config=True, warns=warns
+        parse_yaml(text, path), top, is_embedding_config=True, warns=warns
     )
-    file = read_section(_File, content, place)
-    at = place.under("slots_config")
+    file = read_section(_File, content, top)
+    at = top.under("slots_config")
     settings = {
         name: read_section(SlotSettings, slot, at.under(name))
         for name, slot in require_mapping(file.slots_config, at).items()
@@ -152,10 +152,10 @@ def parse_embedding_config(
     if not settings:
         raise ConfigError(f"{at} must have at least one slot.")
     bits = file.feature_index_prefix_bit
-    members = _read_groups(file.feature_groups, settings, place.under("feature_groups"))
+    members = _read_groups(file.feature_groups, settings, top.under("feature_groups"))
     if len(members) >= 2**bits:
         raise ConfigError(
-            f"{place} must have at most {2**bits - 1} groups, counting each slot that "
+            f"{top} must have at most {2**bits - 1} groups, counting each slot that "
             f"is in none. Received: {len(members)}. "
             f"Raise feature_index_prefix_bit above {bits}."
         )
@@ -190,7 +190,7 @@ class _File(Struct, frozen=True, kw_only=True):
 
 
 def _read_groups(
-    content: object, slots: Mapping[str, SlotSettings], at: Place
+    content: object, slots: Mapping[str, SlotSettings], at: KeyPath
 ) -> dict[str, tuple[str, ...]]:
     """Read ``feature_groups``; add one for each slot that is in none."""
     groups = {}
@@ -216,7 +216,7 @@ def _read_groups(
 
 
 def _check_group(
-    members: tuple[str, ...], slots: Mapping[str, SlotSettings], at: Place
+    members: tuple[str, ...], slots: Mapping[str, SlotSettings], at: KeyPath
 ) -> None:
     if not members:
         raise ConfigError(f"{at} must list at least one slot.")

@@ -30,7 +30,7 @@ from msgspec import Meta, Struct, field
 
 from persia_torchrec.config.differences import apply_differences
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
-from persia_torchrec.decoding import Place
+from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import LOOPBACK_NAMES, MAX_PORT
 from persia_torchrec.errors import ConfigError
 
@@ -200,11 +200,11 @@ def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSetting
         ConfigError: the file cannot be read, a key is unknown, or a value does not
             fit. The message names the file and the key path.
     """
-    place = Place(str(path))
+    top = KeyPath(str(path))
     content = apply_differences(
-        parse_yaml(read_text(path), path), place, is_embedding_config=False, warns=warns
+        parse_yaml(read_text(path), path), top, is_embedding_config=False, warns=warns
     )
-    return read_section(GlobalSettings, content, place)
+    return read_section(GlobalSettings, content, top)
 
 
 def inference_settings(

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 from msgspec import structs
 
-from persia_torchrec.decoding import Place, convert
+from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -41,25 +41,25 @@ def parse_yaml(text: str, path: str | Path) -> object:
         raise ConfigError(f"{path} must be YAML. Received: {exc}.") from exc
 
 
-def read_section(kind: type[T], content: object, place: Place) -> T:
+def read_section(kind: type[T], content: object, at: KeyPath) -> T:
     """Build a struct from a mapping of a file; None is an empty one.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value does not fit.
     """
-    return convert(_check_keys(content, kind, place), kind, place, ConfigError)
+    return convert(_check_keys(content, kind, at), kind, at, ConfigError)
 
 
-def require_mapping(content: object, place: Place) -> dict[str, object]:
+def require_mapping(content: object, at: KeyPath) -> dict[str, object]:
     """Return a mapping whose keys are names; ``{}`` for None."""
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{place} must be a mapping. Received: {content!r}.")
+        raise ConfigError(f"{at} must be a mapping. Received: {content!r}.")
     for key in content:
         if not isinstance(key, str) or not key:
             raise ConfigError(
-                f"{place} must have names as keys. Received: {key!r}. "
+                f"{at} must have names as keys. Received: {key!r}. "
                 "Put it into quotes if it is meant as a name."
             )
     return content
@@ -91,17 +91,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _check_keys(content: object, kind: Any, place: Place) -> object:
+def _check_keys(content: object, kind: Any, at: KeyPath) -> object:
     """Return a section with its keys checked, and ``{}`` for each empty one in it."""
     kinds = [each for each in (kind, *get_args(kind)) if _is_struct(each)]
     if not kinds or (content is None and kind is not kinds[0]):  # X | None
         return content
     known = {field.encode_name: field.type for field in structs.fields(kinds[0])}
     checked = {}
-    for key, value in require_mapping(content, place).items():
+    for key, value in require_mapping(content, at).items():
         if key not in known:
-            raise ConfigError(f"{place.under(key)} is unknown. {nearest(key, known)}")
-        checked[key] = _check_keys(value, known[key], place.under(key))
+            raise ConfigError(f"{at.under(key)} is unknown. {nearest(key, known)}")
+        checked[key] = _check_keys(value, known[key], at.under(key))
     return checked
 
 

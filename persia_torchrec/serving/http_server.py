@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from persia_torchrec.decoding import Place, convert
+from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
@@ -128,7 +128,7 @@ def parse_json_batch(data: bytes) -> PersiaBatch:
         value = json.loads(data, object_pairs_hook=_build_object)
     except (ValueError, RecursionError) as exc:
         raise BatchError(f"A batch must be JSON in UTF-8 ({exc}).") from exc
-    batch = convert(value, _JsonBatch, Place("A batch"), BatchError)
+    batch = convert(value, _JsonBatch, KeyPath("A batch"), BatchError)
     return PersiaBatch(
         [_read_ids(name, ids) for name, ids in batch.id_type_features.items()],
         [_read_dense(*dense) for dense in enumerate(batch.non_id_type_features)],
@@ -152,7 +152,7 @@ def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_ids(name: str, value: object) -> IDTypeFeature:
     feature = f"Id type feature {name!r}"
-    samples = convert(value, _Ids, Place(feature), BatchError)
+    samples = convert(value, _Ids, KeyPath(feature), BatchError)
     try:
         return IDTypeFeature(name, [np.array(ids, dtype=np.uint64) for ids in samples])
     except OverflowError as exc:
@@ -163,7 +163,7 @@ def _read_ids(name: str, value: object) -> IDTypeFeature:
 
 def _read_dense(number: int, value: object) -> NonIDTypeFeature:
     name = f"Non-id type feature {number}"
-    samples = convert(value, _Numbers, Place(name), BatchError)
+    samples = convert(value, _Numbers, KeyPath(name), BatchError)
     try:
         array = np.array(samples, dtype=np.float32)
     except ValueError as exc:
