@@ -19,6 +19,7 @@ packages=(
     "fbgemm-gpu-cpu==1.6.0" # beside a CUDA torch too: remote tables need no CUDA kernels
     pyzmq
     pyyaml
+    msgspec
     prometheus-client
     "torchx==0.7.0" docstring-parser importlib-metadata lazy-importer zipp tabulate \
     docker "urllib3<1.27" requests idna certifi charset-normalizer
