@@ -26,6 +26,7 @@ def serve(
     python: str = "python3",
     image: str = "",
     env: Optional[Dict[str, str]] = None,
+    imports: str = "",
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
 
@@ -48,6 +49,8 @@ def serve(
         python: interpreter, looked up in PATH where the roles run
         image: container image; not used by local_cwd
         env: further variables for every role, as NAME=value,NAME=value
+        imports: modules that servers and workers import, separated by commas, which
+            register optimizers, initializers or admissions of their own
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -56,6 +59,7 @@ def serve(
         python=python,
         image=image,
         env=env or {},
+        imports=imports,
     )
     return specs.AppDef(
         name=roles.APP_NAME,

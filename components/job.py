@@ -27,6 +27,7 @@ def train(
     python: str = "python3",
     image: str = "",
     env: Optional[Dict[str, str]] = None,
+    imports: str = "",
 ) -> specs.AppDef:
     """Train a model whose embeddings live on servers.
 
@@ -47,6 +48,8 @@ def train(
         python: interpreter, looked up in PATH where the roles run
         image: container image; not used by local_cwd
         env: further variables for every role, as NAME=value,NAME=value
+        imports: modules that servers and workers import, separated by commas, which
+            register optimizers, initializers or admissions of their own
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -55,6 +58,7 @@ def train(
         python=python,
         image=image,
         env=env or {},
+        imports=imports,
     )
     loaders = (
         [roles.data_loaders(job, data_loader, data_loaders)] if data_loaders else []

@@ -24,6 +24,7 @@ def embedding_server(
     python: str = "python3",
     image: str = "",
     env: Optional[Dict[str, str]] = None,
+    imports: str = "",
 ) -> specs.AppDef:
     """Start the embedding servers, one process per shard.
 
@@ -38,8 +39,10 @@ def embedding_server(
         python: interpreter, looked up in PATH where the role runs
         image: container image; not used by local_cwd
         env: further variables for the role, as NAME=value,NAME=value
+        imports: modules that the role imports, separated by commas, which register
+            optimizers, initializers or admissions of their own
     """
-    job = _job(host, port, embedding_config, global_config, python, image, env)
+    job = _job(host, port, embedding_config, global_config, python, image, env, imports)
     return _app(roles.embedding_servers(job, replicas, eviction))
 
 
@@ -52,6 +55,7 @@ def embedding_worker(
     python: str = "python3",
     image: str = "",
     env: Optional[Dict[str, str]] = None,
+    imports: str = "",
 ) -> specs.AppDef:
     """Start the embedding workers.
 
@@ -64,8 +68,10 @@ def embedding_worker(
         python: interpreter, looked up in PATH where the role runs
         image: container image; not used by local_cwd
         env: further variables for the role, as NAME=value,NAME=value
+        imports: modules that the role imports, separated by commas, which register
+            optimizers, initializers or admissions of their own
     """
-    job = _job(host, port, embedding_config, global_config, python, image, env)
+    job = _job(host, port, embedding_config, global_config, python, image, env, imports)
     return _app(roles.embedding_workers(job, replicas))
 
 
@@ -135,6 +141,7 @@ def _job(
     python: str,
     image: str,
     env: Optional[Dict[str, str]],
+    imports: str = "",
 ) -> roles.JobSettings:
     return roles.JobSettings(
         embedding_config=embedding_config,
@@ -144,6 +151,7 @@ def _job(
         python=python,
         image=image,
         env=env or {},
+        imports=imports,
     )
 
 

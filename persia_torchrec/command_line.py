@@ -96,7 +96,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
 def format_flags(**values: object) -> list[str]:
     """Return the words of a command line that give values to flags.
 
-    None, False and an empty tuple are left out, as their flags' defaults.
+    None, False and an empty tuple are left out, as their flags' defaults. A list gives
+    each value by a flag of its own.
 
     Example:
         >>> format_flags(num_shards=2, standalone=True, host=None)
@@ -106,7 +107,11 @@ def format_flags(**values: object) -> list[str]:
     for name, value in values.items():
         if value is None or value is False or value == ():
             continue
-        words.append("--" + name.replace("_", "-"))
+        flag = "--" + name.rstrip("_").replace("_", "-")
+        if isinstance(value, list):
+            words += [word for one in value for word in (flag, str(one))]
+            continue
+        words.append(flag)
         if isinstance(value, tuple):
             words += map(str, value)
         elif value is not True:

@@ -1,16 +1,35 @@
+import ast
 import importlib.util
+import inspect
+from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
+from numba.core.caching import FunctionCache
+from numba.core.datamodel import default_manager
 
+import persia_torchrec
+from persia_torchrec import compiled as compiled_module
 from persia_torchrec.compiled import (
     compiled,
     compiled_as_written,
     inlined,
+    inlined_kernel,
     read_only,
     sources_stamp,
+    specialized,
     telling_of_compilation,
 )
+from persia_torchrec.embedding.kernel import as_written, divide
+
+NUMBAS_PRIVATE_NAMES = {
+    "_cache": "a dispatcher's cache, which loads and saves its machine code",
+    "_index_key": "what an entry of the cache is found by",
+}
+"""All that this package uses, in ``compiled.py`` alone."""
+CHECKED_WITH = (0, 61), (0, 68)
+"""The first and the last version of numba in which they were read."""
 
 
 @pytest.fixture
@@ -21,7 +40,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_loops_are_compiled_anew_when_a_file_with_loops_has_changed(folder):
+def test_loops_are_compiled_again_when_a_file_with_loops_has_changed(folder):
     before = sources_stamp(folder)
     assert sources_stamp(folder) == before
     (folder / "plain.py").write_text("def g(): return 1\n")
@@ -33,6 +52,16 @@ def test_loops_are_compiled_anew_when_a_file_with_loops_has_changed(folder):
     assert sources_stamp(folder) != changed
 
 
+def test_loops_are_compiled_again_when_a_file_that_they_import_from_has_changed(folder):
+    (folder / "inner" / "loops.py").write_text(
+        "from persia_torchrec.inner.numbers import TEN\n@compiled\ndef f(): pass\n"
+    )
+    (folder / "inner" / "numbers.py").write_text("TEN = 10\n")
+    before = sources_stamp(folder)
+    (folder / "inner" / "numbers.py").write_text("TEN = 11\n")
+    assert sources_stamp(folder) != before
+
+
 @pytest.mark.parametrize("decorate", [compiled, compiled_as_written, inlined])
 def test_machine_code_is_kept_for_one_state_of_the_sources(decorate):
     def double(x):
@@ -42,8 +71,8 @@ def test_machine_code_is_kept_for_one_state_of_the_sources(decorate):
     assert dispatcher(np.float32(1.5)) == 3
     signature = dispatcher.signatures[0]
     codegen = dispatcher.targetctx.codegen()
-    stamp = dispatcher._cache._index_key(signature, codegen)[-1]
-    assert len(stamp) == 64
+    *_, code, kernel, package = dispatcher._cache._index_key(signature, codegen)
+    assert (len(code), kernel, len(package)) == (64, "", 64)
 
 
 def test_an_array_that_was_passed_through_cannot_be_written_to():
@@ -73,3 +102,78 @@ def test_a_loop_that_is_compiled_is_told_of_and_one_that_is_loaded_is_not(tmp_pa
 
     assert told() == [True, False]
     assert told() == []
+
+
+def double(x):
+    return x + x
+
+
+def negate(x):
+    return -x
+
+
+def negate_twice_as_much(x):
+    return negate(double(x))
+
+
+def build(kernel):
+    inner = inlined_kernel(kernel)
+
+    def run(x):
+        return inner(x)
+
+    return specialized(run, kernel)
+
+
+def test_a_plain_function_is_compiled_with_those_that_it_calls():
+    assert build(negate_twice_as_much)(np.float32(1.5)) == -3
+
+
+def test_each_kernel_has_a_loop_of_its_own_in_memory_and_on_disk():
+    one, other = build(double), build(negate)
+    assert (one(np.float32(1)), other(np.float32(1))) == (2, -1)
+    again = build(double), build(negate)
+    assert [loop(np.float32(1)) for loop in again] == [2, -1]
+    assert [sum(loop.stats.cache_hits.values()) for loop in again] == [1, 1]
+
+
+def test_a_function_may_keep_the_order_of_its_operations():
+    assert inlined_kernel(divide).targetoptions["fastmath"] == set()
+    assert inlined_kernel(double).targetoptions["fastmath"]
+    exact = inlined_kernel(double, is_as_written=True)
+    assert exact.targetoptions["fastmath"] == set()
+    assert as_written(lambda x: x).is_as_written
+
+
+def test_a_loop_that_closes_over_others_is_not_kept_on_disk_without_their_names():
+    inner = inlined_kernel(double)
+    loop = compiled(lambda x: inner(x))
+    assert not isinstance(loop._cache, FunctionCache)
+
+
+def test_numba_has_the_private_names_that_the_cache_needs():
+    dispatcher = compiled(double)
+    assert isinstance(dispatcher._cache, FunctionCache)
+    assert list(inspect.signature(FunctionCache._index_key).parameters) == [
+        "self",
+        "sig",
+        "codegen",
+    ]
+    version = tuple(map(int, numba.__version__.split(".")[:2]))
+    assert CHECKED_WITH[0] <= version
+    # intrinsics.unowned sets the first two members of an array to nothing.
+    array = default_manager.lookup(numba.typeof(np.zeros(1)))
+    assert list(array._fields[:2]) == ["meminfo", "parent"]
+
+
+def test_no_other_file_uses_private_names_of_numba():
+    root = Path(persia_torchrec.__file__).parent
+    for path in root.rglob("*.py"):
+        names = {
+            node.attr
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and node.attr in NUMBAS_PRIVATE_NAMES
+        }
+        defined = "def _index_key" in path.read_text()
+        is_adapter = path == Path(compiled_module.__file__)
+        assert (bool(names) or defined) == is_adapter, path

@@ -13,8 +13,9 @@ Dimension key:
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
@@ -257,6 +258,22 @@ class Registry(Generic[S]):
             raise ConfigError(
                 f"The arguments of {cls.__name__} must be complete. "
                 f"Received: {description!r} ({exc})."
+            ) from exc
+
+
+def import_settings(modules: Iterable[str]) -> None:
+    """Import the modules that register settings from outside of this package.
+
+    Raises:
+        ConfigError: a module cannot be found.
+    """
+    for name in modules:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as exc:
+            raise ConfigError(
+                "--import must name a module that Python finds, such as one in the "
+                f"working directory or on PYTHONPATH. Received: {name!r} ({exc})."
             ) from exc
 
 

@@ -195,6 +195,12 @@ class _Service(_Replica):
     global_config: str | None = None
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
 
+    imports: tuple[str, ...] = field(
+        default=(), metadata={"flag": "--import", "repeat": True}
+    )
+    """Module to import at the start, which registers optimizers, initializers or
+    admissions of its own; may be given several times."""
+
     def paths(self) -> tuple[str, str]:
         """Return the paths of both files, of a job or of inference without one."""
         slots = _require(
@@ -224,7 +230,12 @@ class EmbeddingWorker(_Service):
     def words(self) -> list[str]:
         """Return the command line of an embedding worker."""
         slots, path = self.paths()
-        flags = format_flags(port=self.port, embedding_config=slots, global_config=path)
+        flags = format_flags(
+            port=self.port,
+            embedding_config=slots,
+            global_config=path,
+            import_=list(self.imports),
+        )
         return ["-m", "persia_torchrec.worker", *flags]
 
 
@@ -241,7 +252,9 @@ class EmbeddingParameterServer(_Service):
         # A server learns its tables from the trainers. Like PERSIA's, it rejects a
         # file with a mistake all the same.
         load_embedding_config(slots, warns=False)
-        flags = format_flags(port=self.port, global_config=path)
+        flags = format_flags(
+            port=self.port, global_config=path, import_=list(self.imports)
+        )
         return ["-m", "persia_torchrec.server", *flags]
 
 

@@ -51,6 +51,10 @@ class JobSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     """Further variables for every role."""
 
+    imports: str = ""
+    """Modules that servers and workers import, separated by commas: they register
+    optimizers, initializers or admissions of their own."""
+
     def __post_init__(self) -> None:
         for name in ("embedding_config", "global_config", "python"):
             _require_text(name, getattr(self, name))
@@ -90,6 +94,10 @@ class JobSettings:
             "PERSIA_GLOBAL_CONFIG": self.global_config,
             "PYTHONUNBUFFERED": "1",
         }
+
+    def imported_modules(self) -> list[str]:
+        """Return the modules of ``imports``."""
+        return [name.strip() for name in self.imports.split(",") if name.strip()]
 
     def role(
         self,
@@ -163,6 +171,7 @@ def embedding_servers(
         eviction=eviction,
         global_config=job.global_config,
         checkpoint=checkpoint,
+        import_=job.imported_modules(),
     )
     return job.role("server", "server", flags, num_servers)
 
@@ -181,6 +190,7 @@ def embedding_workers(
         embedding_config=job.embedding_config,
         global_config=job.global_config,
         learn_tables=learn_tables,
+        import_=job.imported_modules(),
     )
     return job.role("worker", "worker", flags, num_workers)
 

@@ -26,6 +26,7 @@ from persia_torchrec.config import (
     inference_settings,
     load_global_config,
 )
+from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.config import ServerConfig, config_of_job
 from persia_torchrec.server.server import EmbeddingServer
@@ -108,6 +109,7 @@ def _set_replica(flags: dict[str, Any]) -> None:
 
 def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     logger.info("settings %s", config)
+    import_settings(config.imports)
     server = EmbeddingServer(config, life.greeting)
     with server.not_ready(), telling_of_compilation(life.tell_compiling):
         precision.warm_up()

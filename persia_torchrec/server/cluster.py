@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self
@@ -53,6 +54,7 @@ class EmbeddingCluster:
         optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto",
         incremental_dir: str | None = None,
         incremental_interval_s: float = 2.0,
+        imports: Sequence[str] = (),
         start_timeout_s: float = 120.0,
     ) -> "EmbeddingCluster":
         """Start servers on this machine.
@@ -66,6 +68,8 @@ class EmbeddingCluster:
             incremental_dir: a folder to which the servers write what changes, for
                 :meth:`of_checkpoint`, and for a restart that loses little.
             incremental_interval_s: how often they do, in seconds.
+            imports: modules that the servers import, which register optimizers,
+                initializers or admissions of their own.
             start_timeout_s: seconds until all must be ready. The first start on a
                 machine compiles the store's loops, which does not count.
 
@@ -85,6 +89,7 @@ class EmbeddingCluster:
             optimizer_engine=optimizer_engine,
             incremental_dir=incremental_dir,
             incremental_interval_s=incremental_interval_s,
+            imports=tuple(imports),
         )
         return cls._start_all(config, start_timeout_s)
 
@@ -96,6 +101,7 @@ class EmbeddingCluster:
         capacity: int | None = None,
         *,
         incremental_dir: str | None = None,
+        imports: Sequence[str] = (),
         start_timeout_s: float = 600.0,
     ) -> "EmbeddingCluster":
         """Start servers on this machine that serve a checkpoint for inference.
@@ -108,6 +114,7 @@ class EmbeddingCluster:
             num_servers: number of processes, however many wrote the checkpoint.
             capacity: rows per server; by default as many as it can ever be given.
             incremental_dir: follow what a training writes there.
+            imports: as for :meth:`local`, if the training needed them.
             start_timeout_s: seconds until all must be ready.
 
         Raises:
@@ -130,6 +137,7 @@ class EmbeddingCluster:
             capacity_rows=min(max(capacity, 1), MAX_ROWS),
             checkpoint=checkpoint,
             incremental_dir=incremental_dir,
+            imports=tuple(imports),
         )
         return cls._start_all(config, start_timeout_s)
 
@@ -189,6 +197,7 @@ def _start(config: ServerConfig) -> "subprocess.Popen[str]":
         incremental_dir=config.incremental_dir,
         incremental_interval_s=config.incremental_interval_s,
         checkpoint=config.checkpoint,
+        import_=list(config.imports),
     )
     command = [sys.executable, "-m", "persia_torchrec.server", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

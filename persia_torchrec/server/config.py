@@ -72,6 +72,12 @@ class ServerConfig:
     """Checkpoint that the server loads at its start and serves for inference, or a
     folder with several, for its latest. None: it trains."""
 
+    imports: tuple[str, ...] = field(
+        default=(), metadata={"flag": "--import", "repeat": True}
+    )
+    """Module to import at the start, which registers optimizers, initializers or
+    admissions of its own; may be given several times."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.num_shards:
             raise ConfigError(

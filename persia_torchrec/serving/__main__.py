@@ -73,6 +73,12 @@ class ServingFlags:
     follow_model: bool = False
     """Load the dense model of each later checkpoint once it is complete."""
 
+    imports: tuple[str, ...] = field(
+        default=(), metadata={"flag": "--import", "repeat": True}
+    )
+    """Module that its own servers import, which registers optimizers, initializers or
+    admissions of the training; may be given several times."""
+
     http: HttpConfig = field(default_factory=HttpConfig)
 
 
@@ -140,6 +146,7 @@ def _open_reader(
             _DEVICE,
             num_servers=flags.num_servers,
             incremental_dir=flags.follow,
+            imports=flags.imports,
         ) as reader:
             yield reader
         return

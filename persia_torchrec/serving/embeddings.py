@@ -192,6 +192,7 @@ def host_checkpoint(
     *,
     num_servers: int = 1,
     incremental_dir: str | None = None,
+    imports: Sequence[str] = (),
 ) -> Iterator[SlotsReader]:
     """Load a checkpoint into servers on this machine, for the time of a block.
 
@@ -201,9 +202,13 @@ def host_checkpoint(
         device: of the tensors.
         num_servers: processes over which the rows are sharded.
         incremental_dir: follow what a training writes there.
+        imports: modules that the servers import, with settings of the training's.
     """
     with EmbeddingCluster.of_checkpoint(
-        os.fspath(path), num_servers, incremental_dir=incremental_dir
+        os.fspath(path),
+        num_servers,
+        incremental_dir=incremental_dir,
+        imports=imports,
     ) as cluster:
         client = EmbeddingClient.connect(
             cluster.addresses, timeout_s=timeouts.REQUEST_S

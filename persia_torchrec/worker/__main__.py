@@ -14,7 +14,7 @@ prints ``ready ADDRESS``.
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from persia_torchrec import env, timeouts
@@ -29,6 +29,7 @@ from persia_torchrec.config import (
     load_embedding_config,
     load_global_config,
 )
+from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.slots import SlotsLookup
@@ -77,6 +78,12 @@ class WorkerFlags:
     global_config: Path | None = None
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
 
+    imports: tuple[str, ...] = field(
+        default=(), metadata={"flag": "--import", "repeat": True}
+    )
+    """Module to import at the start, which registers optimizers, initializers or
+    admissions of its own; may be given several times."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; return the process's exit status."""
@@ -114,6 +121,7 @@ def _run(
     flags: WorkerFlags, life: JobMember | Lifetime, servers: Sequence[str]
 ) -> None:
     """Serve until the end; the servers of a job are in its address book."""
+    import_settings(flags.imports)
     index = env.get_replica_index() if flags.index is None else flags.index
     slots_path = flags.embedding_config or env.embedding_config_path()
     if slots_path is None:

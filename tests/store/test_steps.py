@@ -35,6 +35,7 @@ from persia_torchrec.intrinsics import floats_at
 from persia_torchrec.store.update import bound_weights
 from tests.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.reference import Row, step
+from tests.toy_optimizer import SignWithMemory
 from tests.trained_elsewhere import batches, train_with_fbgemm, train_with_torch
 
 RTOL = ATOL = 4e-6
@@ -455,7 +456,7 @@ def test_a_bound_clamps_weights_and_keeps_what_is_not_a_number(dim):
 KERNELS = {
     kernel.__name__: kernel
     for kernel in (optimizer.kernel() for optimizer in EVERY_OPTIMIZER.values())
-}
+} | {"from outside of the package": SignWithMemory().kernel()}
 
 
 @pytest.mark.parametrize("name", KERNELS)
