@@ -194,7 +194,7 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
             self.remote_tables,
             device=device,
             gradient_scale=1 / world_size,
-            optimizer=self.remote_tables.optimizer_of(keys),
+            optimizer=self.remote_tables.build_optimizer(keys),
         )
         sharded.before_first_pull = self.require_known_settings
         return sharded

@@ -37,7 +37,7 @@ from persia_torchrec.embedding.initializer import (
 from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import FeatureSpec, Pooling
-from persia_torchrec.sharding.model_optimizers import model_optimizers
+from persia_torchrec.sharding.model_optimizers import read_optimizers
 from persia_torchrec.sharding.torchrec_api import set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
@@ -130,7 +130,7 @@ def describe_collection(
         )
         for name, key in zip(names, config.feature_names, strict=True)
     )
-    own = model_optimizers(module)
+    own = read_optimizers(module)
     tables = tuple(
         _describe_table(
             config,

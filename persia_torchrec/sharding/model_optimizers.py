@@ -45,7 +45,7 @@ _SPELLINGS = {"learning_rate": "lr"}
 _OF_TORCHREC = "optimizer"  # TorchRec writes fbgemm's name among the arguments
 
 
-def model_optimizers(module: nn.Module) -> dict[str, Optimizer]:
+def read_optimizers(module: nn.Module) -> dict[str, Optimizer]:
     """Return the optimizers of the tables that the model gives one, by table.
 
     Args:
@@ -58,7 +58,7 @@ def model_optimizers(module: nn.Module) -> dict[str, Optimizer]:
     if isinstance(module, FusedEmbeddingBagCollection):
         own = module.optimizer_type(), module.optimizer_kwargs()
         names = [config.name for config in module.embedding_bag_configs()]
-        return {name: translated(*own, table=name) for name in names}
+        return {name: translate_optimizer(*own, table=name) for name in names}
     optimizers = {}
     for name, parameter in module.named_parameters():
         given = optimizers_in_backward(parameter)
@@ -69,11 +69,11 @@ def model_optimizers(module: nn.Module) -> dict[str, Optimizer]:
                 f"{[cls.__name__ for cls, _ in given]}, by apply_optimizer_in_backward."
             )
         for cls, arguments in given:
-            optimizers[table] = translated(cls, arguments, table=table)
+            optimizers[table] = translate_optimizer(cls, arguments, table=table)
     return optimizers
 
 
-def translated(
+def translate_optimizer(
     cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], *, table: str
 ) -> Optimizer:
     """Return what the servers apply for an optimizer of torch's or TorchRec's.
@@ -87,7 +87,7 @@ def translated(
         ConfigError: the servers have none like it, or not with these arguments.
 
     Example:
-        >>> translated(torch.optim.SGD, {"lr": 0.5}, table="user")
+        >>> translate_optimizer(torch.optim.SGD, {"lr": 0.5}, table="user")
         SGD(lr=0.5, momentum=0.0, weight_decay=0.0)
     """
     twins = _twins()

@@ -124,11 +124,11 @@ class LazyModule(ShardedModule[Any, CompOut, Out, Context]):
         """
         (batch,) = input
         if torch.compiler.is_dynamo_compiling():  # see lazy_output
-            return LazyNoWait(self._output_of(ctx, batch))
-        return LazyOutput(partial(self._output_of, ctx, batch))
+            return LazyNoWait(self._make_output(ctx, batch))
+        return LazyOutput(partial(self._make_output, ctx, batch))
 
     @not_traced
-    def _output_of(self, ctx: Context, batch: Any) -> Out:
+    def _make_output(self, ctx: Context, batch: Any) -> Out:
         return self.output_dist(ctx, self.compute(ctx, batch)).wait()
 
 

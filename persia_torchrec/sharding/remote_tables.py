@@ -157,7 +157,7 @@ class RemoteTables:
             }
         return [spec.name for spec in added]
 
-    def optimizer_of(self, tables: Mapping[str, str]) -> RemoteOptimizer | None:
+    def build_optimizer(self, tables: Mapping[str, str]) -> RemoteOptimizer | None:
         """Return an optimizer of tables, by name of their parameters; None of none."""
         if not tables:
             return None

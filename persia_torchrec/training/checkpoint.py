@@ -276,7 +276,7 @@ def at_first(work: Callable[[], T]) -> T:
     """
     outcome: list[Any] = [None, None]
     if _rank() == 0:
-        outcome = _outcome_of(work)
+        outcome = _try_work(work)
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
     _raise_any([outcome[1]])
@@ -290,7 +290,7 @@ def everywhere(work: Callable[[], None]) -> None:
     Raises:
         CheckpointError: it failed at one of them; the message names all that failed.
     """
-    outcome = _outcome_of(work)
+    outcome = _try_work(work)
     errors: list[Any] = [outcome[1]]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
@@ -298,7 +298,7 @@ def everywhere(work: Callable[[], None]) -> None:
     _raise_any(errors)
 
 
-def _outcome_of(work: Callable[[], object]) -> list[Any]:
+def _try_work(work: Callable[[], object]) -> list[Any]:
     """Return what work returns and None, or None and its error as text."""
     try:
         return [work(), None]

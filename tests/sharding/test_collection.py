@@ -169,7 +169,7 @@ def test_an_initializer_in_the_settings_replaces_a_custom_init_fn():
         ({"weight_bound": -1.0}, "Table 'term': weight_bound must be finite and >= 0"),
         (
             {"optimizer": torch.optim.SGD},
-            "Table 'term': optimizer must be an optimizer",
+            "Table 'term': optimizer must be one of Adagrad",
         ),
         ({"admission": 3}, "Table 'term': admission must be one of AdmitAll, "),
     ],

@@ -126,7 +126,7 @@ class TestEviction:
     def num_missed(self, model):
         (module,) = remote_modules(model)
         module.pipeline.flush()
-        return module.pipeline.num_missed
+        return module.pipeline.tally.total.num_missed
 
     def test_the_gradient_of_an_evicted_row_is_counted_and_moves_nothing(
         self, job, model

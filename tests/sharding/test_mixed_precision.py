@@ -236,4 +236,4 @@ def test_without_a_scaler_a_bad_gradient_is_the_servers_to_refuse(trainer):
     (pooled[0].sum() * torch.inf).backward()
     trainer.sharder.flush()
     assert trainer.module.num_skipped == 0
-    assert trainer.module.pipeline.num_refused == 2  # ids 0 and 1
+    assert trainer.module.pipeline.tally.total.num_refused == 2  # ids 0 and 1

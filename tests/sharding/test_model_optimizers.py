@@ -15,7 +15,10 @@ from persia_torchrec import LAMB, LARS, SGD, Adagrad, Adam, AdamW, TableSettings
 from persia_torchrec.embedding.optim import RowwiseAdam, RowwiseLAMB
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.collection import describe_collection
-from persia_torchrec.sharding.model_optimizers import model_optimizers, translated
+from persia_torchrec.sharding.model_optimizers import (
+    read_optimizers,
+    translate_optimizer,
+)
 from tests.sharding.remote_job import META
 
 
@@ -70,12 +73,12 @@ def weight(collection, table):
 def test_an_optimizer_of_the_model_becomes_that_of_the_servers(
     cls, arguments, expected
 ):
-    assert translated(cls, arguments, table="term") == expected
+    assert translate_optimizer(cls, arguments, table="term") == expected
 
 
 def test_arguments_that_switch_something_off_are_accepted():
     arguments = {"lr": 0.1, "amsgrad": False, "maximize": False, "foreach": None}
-    assert translated(torch.optim.Adam, arguments, table="term").lr == 0.1
+    assert translate_optimizer(torch.optim.Adam, arguments, table="term").lr == 0.1
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_arguments_that_switch_something_off_are_accepted():
 def test_an_argument_that_the_servers_lack_is_named(cls, arguments, name):
     message = f"Table 'term': {cls.__name__} .*Received: {name}. Leave it out"
     with pytest.raises(ConfigError, match=message):
-        translated(cls, arguments, table="term")
+        translate_optimizer(cls, arguments, table="term")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_what_torchrec_writes_into_the_arguments_does_not_matter():
     apply(torch.optim.SGD, list(collection.parameters()), arguments)
     arguments["optimizer"] = EmbOptimType.EXACT_SGD
     arguments["learning_rate"] = arguments.pop("lr")
-    assert set(model_optimizers(collection).values()) == {SGD(0.5)}
+    assert set(read_optimizers(collection).values()) == {SGD(0.5)}
 
 
 def test_tables_of_sequences_may_have_their_own_too():
