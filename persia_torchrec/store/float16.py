@@ -1,7 +1,8 @@
 """Floats in 16 bits: IEEE half (FP16), or the upper half of a float32 (BF16).
 
-A table may keep its weights so; optimizer state stays float32. A row is widened to
-float32, stepped, and rounded again. An update is often smaller than half of the last
+The wire may carry rows and gradients so (``wire/precision.py``), and a table may keep
+its weights so; optimizer state stays float32. A row is widened to float32, stepped, and
+rounded again. An update is often smaller than half of the last
 bit that is kept, and rounding to the nearest would drop it each time. So updates use
 stochastic rounding, up with the probability that makes the mean right:
 
@@ -11,13 +12,14 @@ Gupta, Agrawal, Gopalakrishnan and Narayanan, "Deep Learning with Limited Numeri
 Precision", ICML 2015. The random bits depend on the row's id and the step alone.
 Initial weights and weights that are written round to the nearest, ties to even.
 
-A weight beyond the largest half, 65504, becomes that; NaN stays NaN.
+A weight beyond the largest half, 65504, becomes that; NaN stays NaN. The loops are free
+of branches where they can be, so that they become vector instructions.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, inlined
+from persia_torchrec.compiled import compiled, compiled_as_written, inlined
 from persia_torchrec.intrinsics import (
     Pointer,
     bits_of,
@@ -26,7 +28,9 @@ from persia_torchrec.intrinsics import (
     widen_half,
 )
 
+Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
+Words = npt.NDArray[np.uint32]
 
 FP32, FP16, BF16 = range(3)
 """How floats are stored; their numbers are those of ``TableSpec.weight_dtype``."""
@@ -36,7 +40,9 @@ _NORMAL_HALF = np.uint32(113 << 23)  # 2**-14, the smallest half of full precisi
 _SUBNORMAL = np.float32(2.0**24)
 _INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-_QUIET_NAN = np.uint32(0x7FC00000)
+_NAN_BRAIN = np.uint32(0x7FC0)
+_SIGN_16 = np.uint16(0x8000)
+_NAN_16 = np.uint16(0x7E00)
 _ONE_STEP = np.float32(1)
 _UNIT = np.float32(2.0**-24)
 _HALF_BITS = np.uint32(2**13 - 1)
@@ -106,14 +112,59 @@ def round_stochastically(
             halves[d] = narrow_to_half(below / _SUBNORMAL)
 
 
+@compiled_as_written
+def to_bfloat16(bits_N: Words) -> Halves:
+    """Return float32, of these bits, as BF16, rounded to the nearest."""
+    out_N = np.empty(len(bits_N), dtype=np.uint16)
+    for i in range(len(bits_N)):
+        bits = bits_N[i]
+        out_N[i] = _narrow_brain(bits, np.uint32(0x7FFF) + ((bits >> _S16) & _ONE))
+    return out_N
+
+
+@compiled_as_written
+def from_bfloat16(halves_N: Halves) -> Floats:
+    """Return BF16 as float32."""
+    out_N = np.empty(len(halves_N), dtype=np.float32)
+    for i in range(len(halves_N)):
+        out_N[i] = float_of(np.uint32(np.uint32(halves_N[i]) << _S16))
+    return out_N
+
+
+@compiled_as_written
+def to_float16(values_N: Floats, scale: np.float32, out_N: Halves) -> None:
+    """Write float32 times ``scale`` as FP16; infinities stay, as NaN does."""
+    for i in range(len(values_N)):
+        w = values_N[i] * scale
+        magnitude = bits_of(w) & _MAGNITUDE
+        half = narrow_to_half(_clamp(w) if magnitude < _INFINITY else w)
+        out_N[i] = half & _SIGN_16 | _NAN_16 if magnitude > _INFINITY else half
+
+
+@compiled_as_written
+def from_float16(halves_N: Halves, scale: np.float32) -> Floats:
+    """Return FP16 as float32, times ``scale``."""
+    out_N = np.empty(len(halves_N), dtype=np.float32)
+    for i in range(len(halves_N)):
+        out_N[i] = widen_half(halves_N[i]) * scale
+    return out_N
+
+
+@compiled_as_written
+def largest_finite(bits_N: Words) -> np.uint32:
+    """Return the bits of the largest magnitude of float32; 0 if none is finite."""
+    largest = np.uint32(0)
+    for i in range(len(bits_N)):
+        size = np.uint32(bits_N[i] & _MAGNITUDE)
+        largest = max(largest, size if size < _INFINITY else np.uint32(0))
+    return largest
+
+
 @inlined
 def _narrow_brain(bits: np.uint32, add: np.uint32) -> np.uint16:
-    magnitude = bits & _MAGNITUDE
-    if magnitude > _INFINITY:
-        return np.uint16(_QUIET_NAN >> _S16)
-    if magnitude == _INFINITY:
-        return np.uint16(bits >> _S16)
-    return np.uint16((bits + add) >> _S16)
+    """Return the upper half of a float32, after adding what rounds it."""
+    rounded = np.uint32(bits + add) >> _S16
+    return np.uint16(_NAN_BRAIN if bits & _MAGNITUDE > _INFINITY else rounded)
 
 
 @inlined
