@@ -33,7 +33,7 @@ def test_the_job_is_finished_when_all_trainers_are_done(processes):
     first = job.start("trainer", "print('trained')", index=0)
     second = job.start("trainer", WAIT_FOR_GO, index=1)
     for early in (loader, first):
-        early.has_printed("is through")
+        early.has_printed("has ended, waiting")
     second.has_printed("at work")
     book = AddressBook.join("localhost", job.port)
     beats = MemberRecord(book, "loader", 0)
