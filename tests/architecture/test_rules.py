@@ -65,3 +65,20 @@ def test_torchx_understands_every_component(name):
             component = get_component(f"{ROOT / name}:{function.name}")
             assert component.validation_errors == []
             assert component.description
+
+
+def test_no_test_bets_on_a_duration_below_a_minute():
+    """``DEADLINE_S / 2`` is one: what did not wait for the deadline takes less."""
+    duration = r"(?:monotonic|perf_counter)\(\) - \w+"
+    bets = re.compile(
+        rf"{duration} <=? (?!DEADLINE_S(?: / 2)?$|AT_ONCE_S$)"
+        r"|timeout=[1-9]\d?\b|mark\.timeout"
+    )
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in tests
+        for line in path.read_text().splitlines()
+        if bets.search(line.rstrip())
+    ]
+    assert found == []

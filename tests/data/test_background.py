@@ -4,8 +4,7 @@ import weakref
 import pytest
 
 from persia_torchrec.data.dataset import in_background
-
-DEADLINE_S = 120.0
+from tests.servers import DEADLINE_S
 
 
 class Item:

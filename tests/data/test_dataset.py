@@ -6,8 +6,7 @@ from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from tests.local_job import batch_of
-
-DEADLINE_S = 120.0
+from tests.servers import DEADLINE_S
 
 
 class Numbered(IterableDataset):

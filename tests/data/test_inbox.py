@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.data.stream import Inbox
 from persia_torchrec.errors import DataflowError
-
-DEADLINE_S = 120.0
+from tests.servers import DEADLINE_S
 
 
 def inbox(*, capacity=100, rank=0, world_size=1):

@@ -15,8 +15,8 @@ from persia_torchrec.embedding.data import (
 from persia_torchrec.errors import RemoteError, ServerError
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
+from tests.servers import DEADLINE_S
 
-DEADLINE_S = 120.0
 ORIGIN = (2, 99)
 
 

@@ -80,7 +80,7 @@ def server(tmp_path):
         thread.start()
         yield server
         server.shutdown()
-        thread.join(timeout=10)
+        thread.join()
 
 
 def assert_equal(rows, others):
@@ -264,7 +264,7 @@ def test_a_download_that_stalls_times_out(tmp_path, server):
         handler.send_response(200)
         handler.send_header("Content-Length", "1000")
         handler.end_headers()
-        is_over.wait(timeout=10)
+        is_over.wait()
 
     server.answer = answer
     with pytest.raises(adult.DownloadError, match=r"broke off: TimeoutError"):

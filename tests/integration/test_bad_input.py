@@ -38,7 +38,7 @@ BATCH = {"ad": [[1, 2], []], "query": [[3], [1]]}
 
 @pytest.fixture
 def job():
-    with RemoteJob(timeout_s=5) as job:
+    with RemoteJob() as job:
         yield job
 
 
@@ -220,7 +220,7 @@ class TestServers:
                 second.stop()
 
     def test_a_lookup_names_the_stopped_server(self):
-        with RemoteJob(timeout_s=0.5) as job:
+        with RemoteJob() as job:
             model = job.put_on_servers(Bags([TABLE]))
             job.servers.stop()
             message = r"embedding server \d at tcp.*lookup of table 'term'"
@@ -228,7 +228,7 @@ class TestServers:
                 model(kjt_of(BATCH)).values()
 
     def test_a_backward_pass_names_the_stopped_server(self):
-        with RemoteJob(timeout_s=0.5) as job:
+        with RemoteJob() as job:
             model = job.put_on_servers(Bags([TABLE]))
             loss = model(kjt_of(BATCH)).values().sum()
             job.servers.stop()
@@ -239,7 +239,7 @@ class TestServers:
                 model(kjt_of(BATCH)).values()
 
     def test_a_failed_push_is_reported_by_the_next_call(self):
-        with RemoteJob(timeout_s=0.5) as job:
+        with RemoteJob() as job:
             model = job.put_on_servers(Bags([TABLE]), staleness=4)
             (module,) = remote_modules(model)
             loss = model(kjt_of(BATCH)).values().sum()

@@ -1,7 +1,6 @@
 """What a table can be asked for, from a model inside DMP to server processes."""
 
 import logging
-import time
 from collections import Counter
 from contextlib import contextmanager
 
@@ -28,12 +27,13 @@ from persia_torchrec import (
     TableSettings,
 )
 from tests.optimizers import EVERY_OPTIMIZER
+from tests.processes import wait_until
 from tests.reference import Row, step
+from tests.servers import DEADLINE_S
 from tests.sharding.remote_job import Bags, ids_of, kjt_of, remote_modules
 
 pytestmark = [pytest.mark.multiprocess]
 
-DEADLINE_S = 120.0
 DIM = 4
 
 
@@ -101,13 +101,6 @@ class Model:
 
 def total(client, counter):
     return sum(counters.get(counter, 0) for counters in client.counters())
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_tables_of_one_collection_train_each_as_torch_does(client):
@@ -290,7 +283,9 @@ def test_rows_expire_after_the_steps_to_live(client):
         for _ in range(5):
             model.train({"fading": [[2]]})
         model.sharder.flush()
-        wait_until(lambda: total(client, "expired_steps") == before + 1)
+        wait_until(
+            lambda: total(client, "expired_steps") == before + 1, "the row expires"
+        )
         assert model.rows("fading", [1, 2])[:, 0].tolist() == [0.0, -1.0]
         # A new row is made at the next lookup.
         assert model.pooled({"fading": [[1]]})["fading"][0, 0].item() == 5.0

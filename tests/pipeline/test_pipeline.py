@@ -31,7 +31,7 @@ COUNT = TableSpec(name="count", dim=1, optimizer=SGD(1.0), initializer=Constant(
 FEATURE = FeatureSpec(name="count", key="count", table="count")
 ONE_UPDATE = (np.full((1, 1), -1, dtype=np.float32),)
 
-AT_ONCE_S = DEADLINE_S / 4
+AT_ONCE_S = DEADLINE_S / 2
 
 
 def bags_of(*ids):

@@ -21,9 +21,8 @@ from persia_torchrec.wire.messages import Precision, encode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.lookup.one_feature import bags_of
-from tests.servers import ids_of, missed, outcome_of
+from tests.servers import DEADLINE_S, ids_of, missed, outcome_of
 
-DEADLINE_S = 120.0
 TABLE = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
 FEATURE = FeatureSpec(name="item", key="item", table="item")
 

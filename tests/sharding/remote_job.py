@@ -66,7 +66,7 @@ class Servers:
         for server in self.servers:
             server.stop()
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(DEADLINE_S)
             assert not thread.is_alive()
 
 

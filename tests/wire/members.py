@@ -150,4 +150,4 @@ def fork_a_child_that_leaves(port: int) -> None:
 
 
 def _join(port: int) -> JobMember:
-    return JobMember.join("server", 0, 1, store=("localhost", port, ""), timeout_s=20)
+    return JobMember.join("server", 0, 1, store=("localhost", port, ""), timeout_s=120)

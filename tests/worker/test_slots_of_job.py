@@ -36,7 +36,7 @@ def store_of(book):
 def test_trainers_learn_the_slots_that_a_worker_has(book, write):
     path = write(SLOTS)
     assert tell_slots(book, path) == load_embedding_config(path)
-    asked = ask_for_slots(store_of(book), timeout_s=5)
+    asked = ask_for_slots(store_of(book), timeout_s=120)
     assert asked == load_embedding_config(path)
     assert list(asked.slots) == ["user", "item"]
 
@@ -44,7 +44,7 @@ def test_trainers_learn_the_slots_that_a_worker_has(book, write):
 def test_workers_may_write_the_same_slots_in_their_own_way(book, write):
     first = tell_slots(book, write(SLOTS))
     assert tell_slots(book, write("# the second\n" + SLOTS, "second.yml")) == first
-    assert ask_for_slots(store_of(book), timeout_s=5) == first
+    assert ask_for_slots(store_of(book), timeout_s=120) == first
 
 
 def test_a_worker_with_other_slots_is_refused(book, write):
