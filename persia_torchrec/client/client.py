@@ -54,7 +54,6 @@ from persia_torchrec.wire.messages import (
     METADATA_COLUMNS,
     SHARE,
     TRAINING,
-    Frames,
     Header,
     Kind,
     Precision,
@@ -536,10 +535,16 @@ class EmbeddingClient:
             request.require_room(what, precision, max_ids)  # one part may be less
         # A joint step waits for the other trainers as well.
         timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
-        bodies: Iterable[Frames] = (
-            request.encode(server, precision) for server in range(self.num_servers)
-        )
-        return self._servers.send(header, bodies, what, timeout_s)
+        return [
+            self._servers.connections.submit(
+                server,
+                header._replace(incarnation=incarnation),
+                request.encode(server, precision),
+                timeout_s=timeout_s,
+                what=what,
+            )
+            for server, incarnation in enumerate(self._servers.incarnations)
+        ]
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Ask the servers for some numbers of ids, by any kind of request.

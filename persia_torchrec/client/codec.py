@@ -7,7 +7,6 @@ Dimension key:
 """
 
 import itertools
-import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, FrameError, WireError
 from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.shard import ShardedIds
@@ -29,7 +29,6 @@ from persia_torchrec.wire.messages import (
     Share,
     TableIds,
     bytes_of,
-    decode_json,
     encode_segments,
 )
 from persia_torchrec.wire.precision import (
@@ -304,10 +303,6 @@ class PushOutcome(NamedTuple):
         """Ids whose row left between its lookup and its gradient."""
         return self.num_missed - self.num_unadmitted
 
-    def plus(self, other: "PushOutcome") -> "PushOutcome":
-        """Return the outcome of both pushes."""
-        return PushOutcome(*map(operator.add, self, other))
-
     def to_json(self) -> dict[str, int]:
         """Describe the outcome as it stands in a reply."""
         return dict(zip(_Outcome.__struct_fields__, self, strict=True))
@@ -319,11 +314,12 @@ class PushOutcome(NamedTuple):
         Raises:
             FrameError: a reply tells of no outcome.
         """
-        total = cls()
-        for frames in replies:
-            outcome = decode_json(frames, _Outcome)
-            total = total.plus(cls(*msgspec.structs.astuple(outcome)))
-        return total
+        outcomes = [
+            parse_json(body_of(frames), _Outcome, "The reply to an update", FrameError)
+            for frames in replies
+        ]
+        rows = [(0, 0, 0, 0), *map(msgspec.structs.astuple, outcomes)]
+        return cls(*map(sum, zip(*rows, strict=True)))
 
 
 class _Outcome(msgspec.Struct):

@@ -37,6 +37,8 @@ class Servers:
         timeout_s: seconds that any request may take.
 
     Attributes:
+        connections: as given.
+        incarnations: which start of each server is meant.
         max_request_ids: ids that each server accepts in a request.
         names: of the servers, for errors.
     """
@@ -44,8 +46,8 @@ class Servers:
     def __init__(
         self, connections: Connections, hellos: Sequence[ServerHello], timeout_s: float
     ) -> None:
-        self._connections = connections
-        self._incarnations = [hello.incarnation for hello in hellos]
+        self.connections = connections
+        self.incarnations = [hello.incarnation for hello in hellos]
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
         self.timeout_s = timeout_s
         self.names = connections.names
@@ -89,7 +91,7 @@ class Servers:
         return cls(connections, hellos, timeout_s)
 
     def __len__(self) -> int:
-        return len(self._incarnations)
+        return len(self.incarnations)
 
     def send(
         self,
@@ -110,9 +112,9 @@ class Servers:
             first: number of the first server that is sent one.
         """
         return [
-            self._connections.submit(
+            self.connections.submit(
                 server,
-                header._replace(incarnation=self._incarnations[server]),
+                header._replace(incarnation=self.incarnations[server]),
                 frames,
                 timeout_s=timeout_s or self.timeout_s,
                 what=what,
@@ -148,7 +150,7 @@ class Servers:
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
-        self._connections.close()
+        self.connections.close()
 
 
 def _frames_if_ready(reply: Reply, give_up_s: float) -> list[Frame] | None:

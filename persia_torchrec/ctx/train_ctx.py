@@ -18,7 +18,7 @@ from persia_torchrec.distributed import (
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.pipeline.tally import TrainingSummary
+from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine, EngineConfig

@@ -39,8 +39,8 @@ from persia_torchrec.pipeline.staleness import (
     LookupCounts,
     Permit,
     StalenessSemaphore,
+    TrainingSummary,
 )
-from persia_torchrec.pipeline.tally import TrainingSummary
 
 _MAX_WAITING = 4096
 """Batches that may wait for their pull."""
@@ -83,6 +83,7 @@ class PrefetchedBatch(Generic[Handle]):
         handle: what else the lookup knows of the batch then.
         is_training: whether it can be pushed.
         given: as above.
+        permit: of the batch, from ``semaphore``.
     """
 
     outputs: Outputs
@@ -100,8 +101,8 @@ class PrefetchedBatch(Generic[Handle]):
         self._pipeline = pipeline
         self._ids: Any = ids
         self._number = number
-        self._semaphore = pipeline.semaphore
-        self._permit = Permit()
+        self.semaphore = pipeline.semaphore
+        self.permit = Permit()
         self._arrived = threading.Event()
         self._error: BaseException | None = None
         self._give_up: Any = None
@@ -141,7 +142,7 @@ class PrefetchedBatch(Generic[Handle]):
             PersiaError: what went wrong, as ServerError or StalenessError.
         """
         if self.is_training:
-            self._semaphore.hold(self._permit)
+            self.semaphore.hold(self.permit)
         # A pull ends in time by itself; before it may come a wait for a permit, until
         # earlier pushes are acknowledged, which end in time as well.
         timeout_s = timeout_s or 2 * self._pipeline.timeout_s + 5
@@ -169,8 +170,8 @@ class PrefetchedBatch(Generic[Handle]):
                 "A training batch's gradients can be pushed once. Received: a second "
                 "backward pass, or a batch that was looked up for evaluation."
             )
-        self._permit.let_go()
-        self._pipeline.put(Push(self.handle, grads, self._permit, self._semaphore))
+        self.permit.let_go()
+        self._pipeline.put(Push(self.handle, grads, self.permit, self.semaphore))
 
     def give_up(self) -> None:
         """Make room for another batch: no gradients will come.
@@ -178,33 +179,28 @@ class PrefetchedBatch(Generic[Handle]):
         Does nothing after a push. A batch that is dropped gives itself up.
         """
         if self._give_up is not None and self._give_up.detach():
-            self._permit.let_go()
+            self.permit.let_go()
             push: Push[Handle]
-            push = Push(self.handle, None, self._permit, self._semaphore)
+            push = Push(self.handle, None, self.permit, self.semaphore)
             self._pipeline.put_given_up(push)
-
-    def take_permit(self) -> None:
-        """Wait for a permit; a thread of the pipeline calls this."""
-        if self.is_training:
-            self._semaphore.take(self._permit)
 
     def pull(self) -> None:
         """Pull the batch; a thread of the pipeline calls this."""
         ids, self._ids = self._ids, None
-        pipeline, number, permit = self._pipeline, self._number, self._permit
+        pipeline, number, permit = self._pipeline, self._number, self.permit
         try:
             self.outputs, self.handle = pipeline.lookup.pull(ids, number)
         except BaseException:
             if number is not None:
                 if pipeline.trainers is not None:
                     pipeline.trainers.give_up(number)  # the others wait for its share
-                self._semaphore.give_back(permit)
+                self.semaphore.give_back(permit)
             raise
         if number is not None:
             pipeline.open_batch()
             # Runs at most once: when this object is no longer used, unless push() came.
             self._give_up = weakref.finalize(
-                self, _drop, pipeline.put_given_up, self.handle, permit, self._semaphore
+                self, _drop, pipeline.put_given_up, self.handle, permit, self.semaphore
             )
             self._give_up.atexit = False
         self._arrived.set()
@@ -300,7 +296,8 @@ class _Pulls:
                     batch = self._next(index)
                     if batch is None:
                         return
-                    batch.take_permit()
+                    if batch.is_training:
+                        batch.semaphore.take(batch.permit)
                 batch.pull()
             except Exception as exc:  # noqa: BLE001  # raised by wait()
                 assert batch is not None

@@ -11,12 +11,13 @@ memory, for which ``put`` waits, and on those that are sent and not acknowledged
 which the pushing thread waits.
 """
 
+import itertools
 import logging
 import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +27,7 @@ from persia_torchrec.client.client import Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
-from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore
-from persia_torchrec.pipeline.tally import Tally
+from persia_torchrec.pipeline.staleness import CLOSED, Permit, StalenessSemaphore, Tally
 from persia_torchrec.table import TableChange
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class PushQueue(Generic[Handle]):
             if len(self._held) >= self._max_held:
                 self._settled.wait_for(
                     lambda: len(self._held) < self._max_held or self._is_closed,
-                    self._ack_timeout_s,
+                    self.timeout_s + _MARGIN_S,
                 )
             if self._is_closed:
                 raise PersiaError(CLOSED)
@@ -235,11 +235,6 @@ class PushQueue(Generic[Handle]):
         self._queue.put(None)
         self._thread.join(timeout_s)
 
-    @property
-    def _ack_timeout_s(self) -> float:
-        # Its requests end in time in an error, which says what was asked of whom.
-        return self.timeout_s + _MARGIN_S
-
     def _put(self, call: _Call) -> None:
         with self._lock:
             if self._is_closed and call.waits_for_acks:
@@ -248,7 +243,8 @@ class PushQueue(Generic[Handle]):
             self._queue.put(call)
 
     def _await(self, done: "Future[None]") -> None:
-        timeout_s = self._ack_timeout_s
+        # Its requests end in time in an error, which says what was asked of whom.
+        timeout_s = self.timeout_s + _MARGIN_S
         try:
             done.result(timeout_s)
         except PersiaError:
@@ -278,7 +274,7 @@ class PushQueue(Generic[Handle]):
     def _no_room(self) -> StalenessError:
         return StalenessError(
             f"One of {len(self._held)} updates must be acknowledged within "
-            f"{self._ack_timeout_s:g} s. Received: none."
+            f"{self.timeout_s + _MARGIN_S:g} s. Received: none."
         )
 
     def _send(self, push: Push[Handle]) -> None:
@@ -291,30 +287,30 @@ class PushQueue(Generic[Handle]):
             with self._lock:
                 if len(self._sent) >= self._max_sent:
                     has_room = self._settled.wait_for(
-                        lambda: len(self._sent) < self._max_sent, self._ack_timeout_s
+                        lambda: len(self._sent) < self._max_sent,
+                        self.timeout_s + _MARGIN_S,
                     )
                     if not has_room:
                         raise self._no_room()
                 self._sent.add(push.done)
             replies = self._updates.push(push.handle, push.grads)
-        lock, left = threading.Lock(), len(replies)
-
-        def settle(_: object) -> None:
-            """Count a reply; the thread that brings the last one settles the push."""
-            nonlocal left
-            with lock:
-                left -= 1
-                if left > 0:
-                    return
-            self._settle(push, replies)
-
+        left = itertools.count(len(replies) - 1, -1)  # atomic
+        settle = partial(self._settle, push, replies, left)
         for reply in replies:
             reply.add_done_callback(settle)
         if not replies:
-            self._settle(push, replies)
+            settle()
 
-    def _settle(self, push: Push[Handle], replies: Sequence[Reply]) -> None:
-        """All replies to a push have come, each with a result or an error."""
+    def _settle(
+        self,
+        push: Push[Handle],
+        replies: Sequence[Reply],
+        left: Iterator[int],
+        _: object = None,
+    ) -> None:
+        """Count a reply; the thread that brings the last one settles the push."""
+        if next(left) > 0:
+            return
         try:
             outcome = PushOutcome.read([reply.frames() for reply in replies])
         except Exception as exc:  # noqa: BLE001  # raised by the next caller

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.routing.dedup import (
+    MAX_IDS,
     Positions,
     find_repeats,
     num_buckets,
@@ -63,7 +64,8 @@ def route_ids(ids_L: Ids, num_ids: Sequence[int], num_shards: int) -> RoutedIds:
         >>> [split.ids.tolist() for split in routed.tables], routed.inverse.tolist()
         ([[7, 3], [7]], [0, 1, 0, 0])
     """
-    require_ids(ids_L)
+    if ids_L.dtype != np.uint64 or ids_L.ndim != 1 or len(ids_L) > MAX_IDS:
+        require_ids(ids_L)
     stops_T = np.cumsum(num_ids, dtype=np.int64)
     flat, starts, offsets, place, inverse_L = _route(
         read_only(ids_L), read_only(stops_T), num_shards

@@ -152,7 +152,8 @@ class OpenBatches:
     def end(self, batch: Batch) -> None:
         """The update of a batch has been applied, or its trainer gave it up."""
         stream, number = batch
-        self._pop(batch)
+        if batch in self._lookups:  # its update was not applied
+            self._pop(batch)
         numbers = self._open.get(stream, set())
         numbers.discard(number)
         if not numbers:

@@ -21,7 +21,7 @@ from torchrec.optim.fused import FusedOptimizer
 from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
-from persia_torchrec.pipeline.tally import TrainingSummary
+from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.torchrec_api import after_backward, backward_pass
 from persia_torchrec.table import TableChange, TableSpec

@@ -279,7 +279,8 @@ class EmbeddingStore:
         ids_N, grads_ND = read_only(ids_N), read_only(grads_ND)
         if hints_N is None or len(hints_N) != len(ids_N):
             hints_N = find_slots(state.layout, ids_N)
-        self.journal.updated(table, ids_N)
+        if self.journal.is_on:
+            self.journal.updated(table, ids_N)
         counts = state.step_rows(ids_N, hints_N, grads_ND, self._clock())
         result = UpdateResult(*counts)
         if result.num_missed and state.admission is not None:

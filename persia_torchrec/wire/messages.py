@@ -331,7 +331,8 @@ def encode_segments(tables: Sequence[TableIds]) -> Frames:
     numbers = [number for t in tables for number in (t.table, len(t.ids))]
     pieces = [t.ids for t in tables]
     ids = pieces[0] if len(pieces) == 1 else np.concatenate([_NO_IDS, *pieces])
-    return [struct.pack(f"<{len(numbers)}q", *numbers), bytes_of(ids)]
+    segments = struct.pack(f"<{len(numbers)}q", *numbers)
+    return [segments, ids.view(np.uint8).data]
 
 
 def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableIds]:
@@ -351,11 +352,15 @@ def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableId
         raise FrameError(
             f"The message must have {num_frames} frames. Received: {len(frames)}."
         )
-    ids = array_of(frames[2], np.uint64)
+    segments_bytes, ids_bytes = map(len, frames[1:3])
+    if segments_bytes % 16 or ids_bytes % 8:
+        raise FrameError(
+            "The segments must be pairs of table and count, of 16 bytes, and ids a "
+            f"multiple of 8 bytes. Received: {segments_bytes} and {ids_bytes} bytes."
+        )
+    ids = np.frombuffer(frames[2], np.uint64)
     # Plain integers: a request has few segments, and their sums cannot overflow.
-    numbers = array_of(frames[1], np.int64).tolist()
-    if len(numbers) % 2:
-        raise FrameError("The segments must be pairs of table and count.")
+    numbers = list(struct.unpack(f"<{segments_bytes // 8}q", frames[1]))
     counts = numbers[1::2]
     if sum(counts) != len(ids) or (counts and min(counts) < 0):
         raise FrameError(

@@ -66,7 +66,7 @@ def encode_floats(values: Floats, precision: Precision) -> memoryview:
         b'\xc0?'
     """
     if precision is Precision.FP32:
-        return bytes_of(values)
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
     bits = read_only(np.ascontiguousarray(values).reshape(-1).view(np.uint32))
     encode = _scale_halves if precision is Precision.FP16 else to_bfloat16
     return bytes_of(encode(bits))
@@ -78,13 +78,14 @@ def decode_floats(frame: Frame, num: int, precision: Precision) -> Floats:
     Raises:
         FrameError: the frame has another length.
     """
-    if len(frame) != frame_size(num, precision):
+    size_bytes = 4 * num if precision is Precision.FP32 else frame_size(num, precision)
+    if len(frame) != size_bytes:
         raise FrameError(
-            f"{num} numbers as {precision.name} take {frame_size(num, precision)} "
-            f"bytes. Received: {len(frame)} bytes."
+            f"{num} numbers as {precision.name} take {size_bytes} bytes. "
+            f"Received: {len(frame)} bytes."
         )
     if precision is Precision.FP32:
-        return array_of(frame, np.float32).view(np.float32)
+        return np.frombuffer(frame, np.float32)
     halves = read_only(array_of(frame, np.uint16))
     if precision is Precision.BF16:
         return from_bfloat16(halves)

@@ -9,7 +9,7 @@ import pytest
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import RemoteError
-from persia_torchrec.pipeline.tally import TrainingSummary
+from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSpec
 from tests.processes import wait_until
 from tests.servers import ids_of

@@ -502,6 +502,6 @@ class TestMetadata:
         client.add_tables([self.TABLE])
         reply = Reply(DEADLINE_S)
         reply.set_result((Header(Kind.REPLY), [b"", bytes(16)]))
-        client._servers.send = lambda *_: [reply]
+        client._servers.connections.submit = lambda *_, **__: reply
         with pytest.raises(FrameError, match=r"12 numbers as FP32.* 48 bytes.*: 16 b"):
             client.metadata("seen", self.IDS)

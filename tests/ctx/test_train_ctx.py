@@ -424,7 +424,7 @@ class TestWhatUsersForget:
             while ctx.summary().num_dropped < 20:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
-        assert warnings() == ["pipeline.tally"]
+        assert warnings() == ["pipeline.staleness"]
 
     def test_an_evaluation_and_a_loop_that_breaks_off_are_no_warning(
         self, job, warnings
@@ -451,9 +451,9 @@ class TestWhatUsersForget:
             with job.train_ctx() as ctx:
                 train(ctx, batches, embedding_staleness=1)
                 ctx.embeddings.flush()
-                assert warnings() == ["pipeline.tally"]
+                assert warnings() == ["pipeline.staleness"]
             summary = ctx.summary()
-        assert warnings() == ["pipeline.tally", "sharding.remote_tables"]
+        assert warnings() == ["pipeline.staleness", "sharding.remote_tables"]
         assert summary.num_gradients == 40 * 20
         assert summary.num_evicted == 40 * (20 - 8)  # two servers
         assert summary.share_evicted == 0.6

@@ -313,10 +313,10 @@ def test_gradients_that_are_not_finite_are_dropped_and_the_others_applied(
     with Model(client, settings) as model:
         grads = torch.ones(3, DIM)
         grads[0, 1], grads[1, 2] = torch.nan, torch.inf
-        with caplog.at_level(logging.WARNING, "persia_torchrec.pipeline.tally"):
+        with caplog.at_level(logging.WARNING, "persia_torchrec.pipeline.staleness"):
             model.train({"wild": [[1], [2], [3]]}, {"wild": grads})
             assert model.rows("wild", [1, 2, 3])[:, 0].tolist() == [0.0, 0.0, -1.0]
-        of_tally = "persia_torchrec.pipeline.tally"
+        of_tally = "persia_torchrec.pipeline.staleness"
         logged = [record for record in caplog.records if record.name == of_tally]
         assert [record.levelname for record in logged] == ["WARNING"]
         assert model.pipeline.tally.total.num_refused == 2

@@ -3,16 +3,16 @@ import logging
 import pytest
 
 from persia_torchrec.client.codec import PushOutcome
-from persia_torchrec.pipeline.tally import Tally, TrainingSummary
+from persia_torchrec.pipeline.staleness import Tally, TrainingSummary
 
 
 @pytest.fixture
 def num_warnings(caplog):
     """Return how many warnings the tally has logged."""
-    caplog.set_level(logging.INFO, "persia_torchrec.pipeline.tally")
+    caplog.set_level(logging.INFO, "persia_torchrec.pipeline.staleness")
 
     def num_warnings():
-        of_tally = [r for r in caplog.records if r.name.endswith("pipeline.tally")]
+        of_tally = [r for r in caplog.records if r.name.endswith("pipeline.staleness")]
         return [r.levelno for r in of_tally].count(logging.WARNING)
 
     return num_warnings

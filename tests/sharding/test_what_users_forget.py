@@ -54,7 +54,7 @@ def test_a_loop_without_backward_is_one_warning(job, logged, staleness):
     for n in range(20):
         loop.forward(n)
     loop.wait_for_dropped(20)
-    assert logged(logging.WARNING, "pipeline.tally") == [(8,)]
+    assert logged(logging.WARNING, "pipeline.staleness") == [(8,)]
 
 
 def use_no_grad(loop):
@@ -84,7 +84,7 @@ def test_a_correct_loop_logs_no_warning(job, logged, use):
         use(loop)
     loop.sharder.close()
     assert loop.sharder.summary().num_dropped == 0
-    assert logged(logging.WARNING, "pipeline.tally") == []
+    assert logged(logging.WARNING, "pipeline.staleness") == []
 
 
 def test_flush_logs_the_staleness(job, logged):
@@ -112,7 +112,7 @@ def test_evicted_rows_are_logged_while_training_and_at_the_end(logged):
         for n in range(40):
             loop.forward(*range(n, n + 16)).backward()
         share = (100 * 0.75, 32, 32 * 12, 32 * 16)
-        assert logged(logging.WARNING, "pipeline.tally") == [share]
+        assert logged(logging.WARNING, "pipeline.staleness") == [share]
         for _ in range(2):
             loop.sharder.close()
         evicted = (40 * 12, 100 * 0.75, 40 * 16)

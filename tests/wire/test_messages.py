@@ -118,9 +118,9 @@ TWO_IDS = struct.pack("<QQ", 5, 6)
         (
             struct.pack("<qq", 0, 2)[:-1],
             TWO_IDS,
-            r"int64 must be a multiple of 8 .* 15",
+            r"pairs of table and count, of 16 bytes.*: 15 and",
         ),
-        (struct.pack("<qq", 0, 2), TWO_IDS[:-1], r"uint64 must be a multiple .* 15"),
+        (struct.pack("<qq", 0, 2), TWO_IDS[:-1], r"ids a multiple of 8 bytes.* and 15"),
         (b"", TWO_IDS, r"as many ids as follow, 2"),
     ],
 )
