@@ -223,31 +223,27 @@ def _repeated(key: str, jagged: Bags, samples_B: npt.NDArray[np.int64]) -> Bags:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchRecBatch(Pipelineable):  # type: ignore[misc]  # TorchRec's are Any to mypy
-    """One batch, as tensors."""
+    """One batch, as tensors.
+
+    Attributes:
+        id_features: int64 values and int32 lengths, the features' names as keys.
+        dense_features: ``(B, ...)`` each, of a dtype that ``NonIDTypeFeature`` takes.
+        labels: ``(B, ...)`` each, of a dtype that ``Label`` takes.
+        dense_names: of ``dense_features``; None if they have none.
+        label_names: of ``labels``; None if they have none.
+        requires_grad: whether the batch is for training.
+        meta: the user's own bytes.
+        batch_id: the batch's number among all batches of all data loaders.
+    """
 
     id_features: KeyedJaggedTensor
-    """int64 values and int32 lengths, the features' names as keys."""
-
     dense_features: tuple[torch.Tensor, ...] = ()
-    """``(B, ...)`` each, of a dtype that ``NonIDTypeFeature`` takes."""
-
     labels: tuple[torch.Tensor, ...] = ()
-    """``(B, ...)`` each, of a dtype that ``Label`` takes."""
-
     dense_names: tuple[str, ...] | None = None
-    """Of ``dense_features``; None if they have none."""
-
     label_names: tuple[str, ...] | None = None
-    """Of ``labels``; None if they have none."""
-
     requires_grad: bool = True
-    """Whether the batch is for training."""
-
     meta: bytes | None = None
-    """The user's own bytes."""
-
     batch_id: int | None = None
-    """The batch's number among all batches of all data loaders."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TorchRecBatch":
         """Return the batch with its tensors on a device."""

@@ -39,9 +39,13 @@ from torchrec.distributed.types import (
     NoWait,
     ShardedModule,
 )
+from torchrec.distributed.utils import init_parameters
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
+)
+from torchrec.modules.fp_embedding_modules import (
+    FeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
@@ -60,6 +64,7 @@ from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import DeviceBatch, Tensors, pool_rows
 from persia_torchrec.sharding.remote_tables import RemoteTables
 from persia_torchrec.sharding.state import add_entries, take_entries
+from persia_torchrec.sharding.torchrec_api import feature_processors
 from persia_torchrec.table import TableSpec
 
 CompOut = TypeVar("CompOut", bound=Multistreamable)
@@ -388,6 +393,45 @@ class ShardedRemoteEmbeddingBagCollection(
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         """What this module was before it was sharded."""
         return EmbeddingBagCollection
+
+
+class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
+    ShardedRemoteEmbeddingBagCollection
+):
+    """Bags on the servers, and the feature processors here that weight their ids.
+
+    The processors stay in the model: ordinary dense parameters, in the user's dense
+    optimizer. They run when the embeddings are wanted, not when the pull begins, so
+    that a pipeline that pulls ahead uses their parameters of this step. There are none
+    until :meth:`use_processors` gives some.
+    """
+
+    # TorchRec's names, here and below, so that a state dict has the same keys.
+    weights_in: ClassVar[str] = "_embedding_bag_collection.embedding_bags"
+
+    def use_processors(self, module: FeatureProcessedEmbeddingBagCollection) -> None:
+        """Take the processors of a collection, initialised on the device of this one.
+
+        Args:
+            module: the collection as it was.
+        """
+        self._feature_processors = feature_processors(module)
+        # Its wrapper for one module per feature works for both kinds.
+        self._processors = (module.split()[0],)  # a tuple: not registered a second time
+        init_parameters(self._feature_processors, self._device)
+
+    def compute(
+        self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]
+    ) -> torch.Tensor:
+        """Wait for the rows, and pool them with the weights of the processors."""
+        (processors,) = self._processors
+        processed = processors(dist_input.source.kjt)
+        return self.pooled(dist_input, processed.weights())
+
+    @property
+    def unsharded_module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
+        """What this module was before it was sharded."""
+        return FeatureProcessedEmbeddingBagCollection
 
 
 class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection[Sequences, Sequences]):

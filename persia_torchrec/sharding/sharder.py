@@ -49,13 +49,11 @@ from persia_torchrec.sharding.base_sharder import (
     Sharded,
 )
 from persia_torchrec.sharding.collection import CollectionSpec, describe_collection
-from persia_torchrec.sharding.feature_processed import (
-    ShardedRemoteFeatureProcessedEmbeddingBagCollection,
-)
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.remote_lookup import (
     ShardedRemoteEmbeddingBagCollection,
     ShardedRemoteEmbeddingCollection,
+    ShardedRemoteFeatureProcessedEmbeddingBagCollection,
 )
 from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import OptimizerState, load_tables
