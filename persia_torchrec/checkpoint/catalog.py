@@ -104,12 +104,7 @@ class Manifest:
         return sum(shard.size_bytes for shard in self.shards)
 
     def write(self, folder: Folder) -> None:
-        """Make the checkpoint in a folder complete.
-
-        Raises:
-            CheckpointError: the file of a server is missing or has another size, or
-                the manifest cannot be written.
-        """
+        """Make the checkpoint in a folder complete."""
         for shard in self.shards:
             size_bytes = folder.file_size(shard.file)
             if size_bytes != shard.size_bytes:
@@ -122,11 +117,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Folder) -> "Manifest":
-        """Read the manifest of a checkpoint.
-
-        Raises:
-            CheckpointError: there is none, or it is not valid.
-        """
+        """Read the manifest of a checkpoint."""
         if folder.file_size(MANIFEST) is None:
             raise CheckpointError(
                 f"{folder.file_path(MANIFEST)} is missing: its checkpoint is not "
@@ -155,10 +146,6 @@ def begin_checkpoint(path: str | os.PathLike[str]) -> Folder:
 
     Args:
         path: of the run's folder, which is made if it is missing.
-
-    Raises:
-        CheckpointError: it cannot be made.
-        ConfigError: the path is a URL that fsspec does not know.
     """
     run = Folder(path)
     number = max(_read_numbers(run), default=0)
@@ -178,10 +165,6 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Folder:
 
     Args:
         path: of a checkpoint, or of a run's folder, for its latest complete one.
-
-    Raises:
-        CheckpointError: there is none.
-        ConfigError: the path is a URL that fsspec does not know.
     """
     run = Folder(path)
     folder = next(complete_checkpoints(run), None)

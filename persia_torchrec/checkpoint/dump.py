@@ -48,9 +48,6 @@ class ShardDump:
     Attributes:
         error: what made it fail; None so far.
         result: for the manifest, once the file is complete.
-
-    Raises:
-        CheckpointError: the folder is missing.
     """
 
     def __init__(

@@ -28,9 +28,6 @@ class Folder:
 
     Attributes:
         url: the folder's path as others can use it: absolute, or with its protocol.
-
-    Raises:
-        ConfigError: fsspec does not know the protocol, or lacks what it needs.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,11 +80,7 @@ class Folder:
                 return None
 
     def read(self, name: str) -> bytes:
-        """Return a file's bytes.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Return a file's bytes."""
         with self.opened(name) as file:
             return file.read()
 
@@ -97,9 +90,6 @@ class Folder:
         Args:
             name: of the file.
             type_: what the value must be, see ``parse_json``.
-
-        Raises:
-            CheckpointError: it cannot be read, or holds another value.
         """
 
         def error(message: str) -> CheckpointError:
@@ -111,11 +101,7 @@ class Folder:
         return parse_json(self.read(name), type_, self.file_path(name), error)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file atomically.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write a file atomically."""
         with self.created(name) as file:
             file.write(data)
 

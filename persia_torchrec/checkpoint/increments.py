@@ -133,9 +133,6 @@ def find_logs(folder: Folder, known: Mapping[str, Log]) -> list[Log]:
     Args:
         folder: of all logs.
         known: logs by name whose descriptions were read before.
-
-    Raises:
-        CheckpointError: a description cannot be read.
     """
     logs = []
     for name in folder.names():
@@ -210,9 +207,6 @@ def read_increment(folder: Folder, number: int) -> Increment:
     Args:
         folder: of its log.
         number: its number in the log.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
     """
     name = increment_name(number)
     with folder.opened(name) as file:

@@ -134,10 +134,6 @@ class IncrementImport:
 
     Attributes:
         num_rows: rows written so far.
-
-    Raises:
-        CheckpointError: its tables do not fit those of the store.
-        StoreError: there is no memory for a new table.
     """
 
     def __init__(

@@ -75,11 +75,6 @@ class Checkpoints:
 
     The serving thread owns it.
 
-    Args:
-        config: of the server.
-        store: of the server.
-        activity: of the server.
-
     Attributes:
         incarnation: identifies this start of the server, whose rows are new.
         is_loading: whether the store belongs to a load.
@@ -101,12 +96,7 @@ class Checkpoints:
         self._increments = Increments(config, store, activity)
 
     def begin(self, request: CheckpointRequest) -> dict[str, object]:
-        """Do what a CHECKPOINT request asks; return the state of the task.
-
-        Raises:
-            CheckpointError: another task is running, nothing was checked, or the folder
-                does not exist.
-        """
+        """Do what a CHECKPOINT request asks; return the state of the task."""
         self.is_active = True
         match request:
             case BeginDump(task, url):
@@ -138,11 +128,7 @@ class Checkpoints:
         return self._state()
 
     def progress(self, request: Progress) -> dict[str, object]:
-        """Return the state of a task.
-
-        Raises:
-            CheckpointError: the server has begun another one since.
-        """
+        """Return the state of a task."""
         if request.task != self._task:
             raise CheckpointError("The server is not at this dump or load (any more).")
         return self._state()

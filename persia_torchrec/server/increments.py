@@ -39,17 +39,7 @@ _MAX_BUFFERS = 32
 
 
 class Increments:
-    """The log of one server. The serving thread owns it.
-
-    Args:
-        config: of the server; without an ``incremental_dir`` nothing is written.
-        store: of the server.
-        activity: of the server.
-
-    Raises:
-        CheckpointError: the folder cannot be made.
-        ConfigError: its path is a URL that fsspec does not know.
-    """
+    """The log of one server. The serving thread owns it."""
 
     def __init__(
         self, config: ServerConfig, store: EmbeddingStore, activity: Activity

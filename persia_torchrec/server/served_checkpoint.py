@@ -54,19 +54,10 @@ class ServedCheckpoint:
 
     The serving thread owns it. The load begins with the first :meth:`work`.
 
-    Args:
-        config: of the server; its ``checkpoint`` is set.
-        store: of the server, empty.
-        activity: of the server.
-
     Attributes:
         incarnation: the same after each start with the same tables.
         is_loading: whether rows cannot be looked up yet.
         is_active: whether :meth:`work` may have something to do.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint.
-        ConfigError: the path is a URL that fsspec does not know.
     """
 
     def __init__(
@@ -133,11 +124,7 @@ class ServedCheckpoint:
         return min(idle_ms, _LOADING_POLL_MS) if self.is_loading else idle_ms
 
     def work(self) -> None:
-        """Do a slice of what is due between two requests.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be loaded.
-        """
+        """Do a slice of what is due between two requests."""
         follower = self._follower
         if follower is None:
             if self.is_loading and self._has_loaded():

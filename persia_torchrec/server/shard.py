@@ -60,10 +60,6 @@ class Shard:
         updates: that wait; each list is applied as one.
         num_overtaking: messages since the last update was applied, while some wait.
         stopping: set when the server is to stop; any thread may.
-
-    Raises:
-        CheckpointError: the settings name a checkpoint that does not exist.
-        ConfigError: the capacity is out of its range.
     """
 
     def __init__(self, config: ServerConfig, listener: Listener) -> None:
@@ -167,13 +163,7 @@ class Shard:
         }
 
     def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:
-        """Read the ids of each table that a request names.
-
-        Raises:
-            FrameError: frames are missing, or do not fit one another.
-            BatchError: more ids than a request may name.
-            ConfigError: the store does not have a table.
-        """
+        """Read the ids of each table that a request names."""
         tables = decode_segments(frames, num_frames=num_frames)
         num_ids, num_tables = len(frames[2]) // 8, len(self.store.memory.states)
         if num_ids > self.config.max_request_ids:
@@ -188,11 +178,7 @@ class Shard:
         return tables
 
     def require_table(self, number: int) -> None:
-        """Check the number of a table.
-
-        Raises:
-            ConfigError: the store does not have it.
-        """
+        """Check the number of a table."""
         if not 0 <= number < self.store.num_tables:
             raise ConfigError(
                 f"Unknown table number {number}: this server has "
@@ -214,9 +200,6 @@ class Shard:
             frame: with their numbers.
             precision: of the numbers.
             has_state: the rows are ``(N, D + S)``, weights and optimizer state.
-
-        Raises:
-            FrameError: there are more or fewer numbers than the ids need.
         """
         states = self.store.memory.states
         shapes, num_floats = [], 0
@@ -234,11 +217,7 @@ class Shard:
 
 
 def require_reply_fits(num_bytes: int) -> None:
-    """Refuse a request whose reply would be too large, before it takes memory.
-
-    Raises:
-        BatchError: ``num_bytes`` is more than a frame holds.
-    """
+    """Refuse a request whose reply would be too large, before it takes memory."""
     if num_bytes > MAX_MESSAGE_BYTES:
         raise BatchError(
             f"A reply may have {MAX_MESSAGE_BYTES} bytes. Received: a request whose "
