@@ -78,7 +78,7 @@ def test_the_block_trains_on_what_a_data_loader_sends(monkeypatch):
     assert len(rows) == 2
     assert {name: os.environ[name] for name in around} == around
     assert "PERSIA_EMBEDDING_CONFIG" not in os.environ
-    assert len(started) >= 6  # coordinator, two servers, worker, loader, stand-in
+    assert len(started) >= 6  # coordinator, two servers, worker, loader, proxy trainer
     assert children_of_this_process() == before
 
 
