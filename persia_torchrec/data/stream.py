@@ -5,7 +5,7 @@ under which its ids wait there, goes to the trainer whose turn it is:
 
     BATCH         header: stream = loader, batch = number of the batch, flags = loaders
                   1: JSON [worker, loader, reference]
-                  2: the rest of the batch (embedding/batch_bytes.py)
+                  2: the rest of the batch (embedding/batch_codec.py)
     END_OF_DATA   header: stream = loader, flags = loaders
                   1: JSON null
 
@@ -27,8 +27,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest
-from persia_torchrec.embedding.data import BatchRest, PersiaBatch
+from persia_torchrec.embedding.data import (
+    BatchRest,
+    PersiaBatch,
+    decode_rest,
+    encode_rest,
+)
 from persia_torchrec.errors import DataflowError, FrameError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (

@@ -1,40 +1,224 @@
-"""A batch as PERSIA's users write it: ids, dense features, labels.
+"""A batch as PERSIA's users write it: ids, dense features, labels; and as bytes.
 
-The parts are checked where they are made (``embedding/features.py``), and that they fit
-one another here, so that a :class:`PersiaBatch` can be trusted everywhere else.
+Each part is checked where it is made, and that the parts fit one another where they
+become a :class:`PersiaBatch`, so that both can be trusted everywhere else: plain
+dtypes, contiguous memory. Ids lie flat, sample after sample, as TorchRec and the
+servers want them::
+
+    samples  [7, 3]  []  [3]
+    ids       7  3        3         uint64 (L,)
+    lengths   2      0    1         int32  (B,)
+
+Dimension key:
+    B: samples
+    L: ids of a feature in the batch, over all samples
 """
 
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from persia_torchrec.embedding.features import (
-    DTYPES,
-    IDFeature,
-    IDTypeFeature,
-    IDTypeFeatureWithSingleID,
-    Label,
-    NdarrayDataBase,
-    NonIDTypeFeature,
-    describe,
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.embedding.batch_codec import (
+    BatchHeader,
+    Buffer,
+    DenseHeader,
+    IdsHeader,
+    SectionReader,
+    write_sections,
 )
-from persia_torchrec.errors import BatchError
-
-__all__ = [
-    "DTYPES",
-    "MAX_BATCH_SIZE",
-    "BatchRest",
-    "IDFeature",
-    "IDTypeFeature",
-    "IDTypeFeatureWithSingleID",
-    "Label",
-    "NdarrayDataBase",
-    "NonIDTypeFeature",
-    "PersiaBatch",
-]
+from persia_torchrec.errors import BatchError, FrameError
 
 MAX_BATCH_SIZE = 65_535
 """Most samples in a batch."""
+
+DTYPES = tuple(
+    np.dtype(name)
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64"
+    )
+)  # fmt: skip
+"""What dense features and labels may be made of."""
+
+_DTYPE_OF = {dtype.name: dtype for dtype in DTYPES}
+
+Ids = npt.NDArray[np.uint64]
+Lengths = npt.NDArray[np.int32]
+Dense = npt.NDArray[np.generic]
+
+
+class IDTypeFeature:
+    """A feature with any number of ids per sample, none included.
+
+    Args:
+        name: of the slot in ``embedding_config.yml``.
+        data: one flat uint64 array per sample; copied.
+
+    Attributes:
+        name: as given.
+        ids: uint64 ``(L,)``, the ids of all samples in order.
+        lengths: int32 ``(B,)``, how many of them are each sample's.
+
+    Raises:
+        BatchError: a sample is not a flat uint64 array; signed ids are refused, not
+            converted.
+
+    Example:
+        >>> samples = [np.array(ids, dtype=np.uint64) for ids in ([7, 3], [], [3])]
+        >>> feature = IDTypeFeature("item", samples)
+        >>> feature.ids.tolist(), feature.lengths.tolist()
+        ([7, 3, 3], [2, 0, 1])
+    """
+
+    def __init__(self, name: str, data: Sequence[Ids]) -> None:
+        _check_name("id type feature", name)
+        self.name = name
+        self.ids = _concatenate(name, data)
+        self.lengths = np.fromiter(map(len, data), dtype=np.int32, count=len(data))
+
+    @classmethod
+    def from_flat(cls, name: str, ids: Ids, lengths: Lengths) -> "IDTypeFeature":
+        """Build the feature from ids that lie flat already.
+
+        Args:
+            name: of the slot in ``embedding_config.yml``.
+            ids: uint64 ``(L,)``; kept, not copied, when contiguous.
+            lengths: int32 ``(B,)``, each ``>= 0``, L in sum; kept likewise.
+
+        Raises:
+            BatchError: a dtype or shape is another, or the lengths do not fit.
+        """
+        _check_name("id type feature", name)
+        _check_flat_ids(name, ids)
+        if lengths.dtype != np.int32 or lengths.ndim != 1:
+            raise BatchError(
+                f"Id type feature {name!r}: lengths must be a flat int32 array. "
+                f"Received: dtype={lengths.dtype}, shape={lengths.shape}."
+            )
+        total = int(lengths.sum(dtype=np.int64))
+        if (lengths < 0).any() or total != len(ids):
+            raise BatchError(
+                f"Id type feature {name!r}: lengths must be >= 0 and sum up to the "
+                f"number of ids. Received: a sum of {total} for {len(ids)} ids."
+            )
+        feature = cls.__new__(cls)
+        feature.name = name
+        feature.ids = np.ascontiguousarray(ids)
+        feature.lengths = np.ascontiguousarray(lengths)
+        return feature
+
+    @property
+    def data(self) -> list[Ids]:
+        """The ids of each sample, as views of ``ids``."""
+        return (
+            np.split(self.ids, np.cumsum(self.lengths)[:-1]) if self.batch_size else []
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples there are."""
+        return len(self.lengths)
+
+
+class IDTypeFeatureWithSingleID:
+    """A feature with exactly one id per sample.
+
+    Means the same as an :class:`IDTypeFeature` whose arrays have one id each, and
+    costs less to make, check and send.
+
+    Args:
+        name: of the slot in ``embedding_config.yml``.
+        data: uint64 ``(B,)``; kept, not copied, when contiguous, so leave it unchanged
+            until the batch is sent.
+
+    Attributes:
+        name: as given.
+        ids: uint64 ``(B,)``.
+        lengths: int32 ``(B,)``, all 1.
+
+    Raises:
+        BatchError: ``data`` is not a flat uint64 array.
+    """
+
+    def __init__(self, name: str, data: Ids) -> None:
+        _check_name("id type feature", name)
+        _check_flat_ids(name, data)
+        self.name = name
+        self.ids: Ids = np.ascontiguousarray(data)
+        self.lengths: Lengths = np.ones(len(data), dtype=np.int32)
+
+    @property
+    def data(self) -> Ids:
+        """The same as ``ids``."""
+        return self.ids
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples there are."""
+        return len(self.ids)
+
+
+IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
+
+
+class NdarrayDataBase:
+    """Dense data with the samples along the first dimension; use a subclass.
+
+    Args:
+        data: ``(B, ...)`` of a dtype in :data:`DTYPES`; kept, not copied, when
+            contiguous, so leave it unchanged until the batch is sent.
+        name: for messages only, the model receives dense data in order.
+
+    Attributes:
+        data: the array, contiguous.
+        name: as given, or ``DEFAULT_NAME``.
+
+    Raises:
+        BatchError: ``data`` is not an array, is a scalar, or is of another dtype.
+    """
+
+    KIND: ClassVar[str] = "ndarray"
+    DEFAULT_NAME: ClassVar[str] = "ndarray_base"
+
+    def __init__(self, data: Dense, name: str | None = None) -> None:
+        self.name = self.DEFAULT_NAME if name is None else name
+        _check_name(self.KIND, self.name)
+        if not isinstance(data, np.ndarray) or data.ndim == 0:
+            raise BatchError(
+                f"{self.KIND} {self.name!r} must be an array with the samples along "
+                f"its first dimension. Received: {describe(data)}."
+            )
+        if data.dtype not in DTYPES:
+            raise BatchError(
+                f"{self.KIND} {self.name!r} must have one of the dtypes "
+                f"{', '.join(map(str, DTYPES))}. Received: {data.dtype}."
+            )
+        self.data: Dense = np.ascontiguousarray(data)
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples there are."""
+        return len(self.data)
+
+
+class NonIDTypeFeature(NdarrayDataBase):
+    """A dense feature; see :class:`NdarrayDataBase`."""
+
+    KIND = "non-id type feature"
+    DEFAULT_NAME = "non_id_type_feature_anonymous"
+
+
+class Label(NdarrayDataBase):
+    """What the model learns to predict; see :class:`NdarrayDataBase`."""
+
+    KIND = "label"
+    DEFAULT_NAME = "label_anonymous"
 
 
 class PersiaBatch:
@@ -110,27 +294,38 @@ class PersiaBatch:
         return self
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview) -> "PersiaBatch":
+    def from_bytes(cls, data: Buffer) -> "PersiaBatch":
         """Read what :meth:`to_bytes` wrote.
 
         Args:
             data: kept, not copied: the batch's arrays are views of it.
 
         Raises:
-            FrameError: the bytes are no batch, are cut off or too many, or describe
-                a batch that cannot be.
+            FrameError: the bytes are not a batch of this version, are cut off or too
+                many, or describe a batch that cannot be.
         """
-        # As in to_bytes().
-        from persia_torchrec.embedding.batch_bytes import decode_batch
-
-        return decode_batch(data)
+        reader = SectionReader(data)
+        header = reader.header
+        try:
+            features = [_read_ids(reader, ids, header.batch_size) for ids in header.ids]
+            rest = _read_rest(reader)
+            batch = cls(
+                features,
+                rest.non_id_type_features,
+                rest.labels,
+                batch_size=rest.batch_size,
+                requires_grad=rest.requires_grad,
+                meta=rest.meta,
+            )
+        except BatchError as exc:
+            raise _invalid(exc) from exc
+        batch.batch_id = rest.batch_id
+        reader.expect_end()
+        return batch
 
     def to_bytes(self) -> bytes:
         """Return the batch as bytes; equal batches give equal bytes."""
-        # batch_bytes builds the classes of this file, so it cannot be above.
-        from persia_torchrec.embedding.batch_bytes import encode_batch
-
-        return encode_batch(self)
+        return _encode(self, self.id_type_features)
 
     def _check_sizes(self) -> None:
         if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
@@ -186,6 +381,99 @@ class BatchRest:
     """Its number among all batches of all data loaders."""
 
 
+def encode_rest(batch: PersiaBatch | BatchRest) -> bytes:
+    """Return the batch without its ids as bytes."""
+    return _encode(batch, ())
+
+
+def decode_rest(data: Buffer) -> BatchRest:
+    """Read what :func:`encode_rest` wrote; the arrays are views of the bytes.
+
+    Raises:
+        FrameError: as :meth:`PersiaBatch.from_bytes` does.
+    """
+    reader = SectionReader(data)
+    if reader.header.ids:
+        raise FrameError("The rest of a batch must be without ids.")
+    try:
+        rest = _read_rest(reader)
+    except BatchError as exc:
+        raise _invalid(exc) from exc
+    reader.expect_end()
+    return rest
+
+
+def _encode(batch: PersiaBatch | BatchRest, features: Sequence[IDFeature]) -> bytes:
+    dense = batch.non_id_type_features
+    header = BatchHeader(
+        batch_id=batch.batch_id,
+        batch_size=batch.batch_size,
+        ids=[IdsHeader(f.name, len(f.ids), _is_single(f)) for f in features],
+        labels=[_describe_dense(label) for label in batch.labels],
+        meta_bytes=None if batch.meta is None else len(batch.meta),
+        dense=[_describe_dense(feature) for feature in dense],
+        requires_grad=batch.requires_grad,
+    )
+    arrays: list[Dense] = []
+    for feature in features:
+        arrays.append(feature.ids)
+        if not _is_single(feature):
+            arrays.append(feature.lengths)
+    arrays += [part.data for part in (*dense, *batch.labels)]
+    return write_sections(header, arrays, batch.meta or b"")
+
+
+def _is_single(feature: IDFeature) -> bool:
+    return isinstance(feature, IDTypeFeatureWithSingleID)
+
+
+def _describe_dense(dense: NdarrayDataBase) -> DenseHeader:
+    return DenseHeader(dense.name, dense.data.dtype.name, dense.data.shape)
+
+
+def _read_ids(reader: SectionReader, ids: IdsHeader, batch_size: int) -> IDFeature:
+    what = f"id type feature {ids.name!r}"
+    array = reader.read_array(np.dtype(np.uint64), (ids.num_ids,), what)
+    if ids.single_id:
+        return IDTypeFeatureWithSingleID(ids.name, array)
+    int32 = np.dtype(np.int32)
+    lengths = reader.read_array(int32, (batch_size,), f"the lengths of {what}")
+    return IDTypeFeature.from_flat(ids.name, array, lengths)
+
+
+def _read_rest(reader: SectionReader) -> BatchRest:
+    """Read all but the ids; the arguments are read in the order of the sections."""
+    header = reader.header
+    return BatchRest(
+        batch_size=header.batch_size,
+        batch_id=header.batch_id,
+        requires_grad=header.requires_grad,
+        non_id_type_features=tuple(
+            NonIDTypeFeature(_read_dense(reader, dense), dense.name)
+            for dense in header.dense
+        ),
+        labels=tuple(
+            Label(_read_dense(reader, label), label.name) for label in header.labels
+        ),
+        meta=None
+        if header.meta_bytes is None
+        else bytes(reader.read(header.meta_bytes, "meta")),
+    )
+
+
+def _read_dense(reader: SectionReader, dense: DenseHeader) -> Dense:
+    if dense.dtype not in _DTYPE_OF:
+        raise FrameError(
+            f"The dtype of {dense.name!r} must be one of {', '.join(_DTYPE_OF)}. "
+            f"Received: {dense.dtype!r}."
+        )
+    return reader.read_array(_DTYPE_OF[dense.dtype], dense.shape, repr(dense.name))
+
+
+def _invalid(exc: BatchError) -> FrameError:
+    return FrameError(f"The bytes of a batch must hold a valid one: {exc}")
+
+
 def _check_classes(
     argument: str, parts: tuple[object, ...], classes: tuple[type, ...]
 ) -> None:
@@ -195,3 +483,62 @@ def _check_classes(
                 f"{argument} must hold {' or '.join(cls.__name__ for cls in classes)}. "
                 f"Received: {describe(part)}."
             )
+
+
+def _concatenate(name: str, samples: Sequence[Ids]) -> Ids:
+    """Join the samples' ids; NumPy checks all dtypes and shapes in that one call."""
+    if len(samples) == 0:
+        return np.empty(0, dtype=np.uint64)
+    try:
+        ids = np.concatenate(samples, dtype=np.uint64, casting="no")
+    except (TypeError, ValueError) as exc:
+        raise _misfit_among(name, samples) from exc
+    are_arrays = all(issubclass(cls, np.ndarray) for cls in set(map(type, samples)))
+    if ids.ndim != 1 or not are_arrays:
+        raise _misfit_among(name, samples)
+    return ids
+
+
+def _misfit_among(name: str, samples: Sequence[object]) -> BatchError:
+    return next(
+        _misfit(name, f"sample {position}", sample)
+        for position, sample in enumerate(samples)
+        if not _is_flat_ids(sample)
+    )
+
+
+def _misfit(name: str, which: str, ids: object) -> BatchError:
+    return BatchError(
+        f"Id type feature {name!r}: {which} must be a flat uint64 array. "
+        f"Received: {describe(ids)}."
+    )
+
+
+def _is_flat_ids(ids: object) -> bool:
+    return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype == np.uint64
+
+
+def _check_flat_ids(name: str, ids: object) -> None:
+    if not _is_flat_ids(ids):
+        raise _misfit(name, "data", ids)
+
+
+_NAME_FIRST = {
+    "id type feature": " The name comes first, then the data; some of PERSIA's "
+    "examples have it the other way round."
+}
+
+
+def _check_name(kind: str, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise BatchError(
+            f"Every {kind} must have a name, a string that is not empty. "
+            f"Received: {describe(name)}.{_NAME_FIRST.get(kind, '')}"
+        )
+
+
+def describe(value: object) -> str:
+    """Return what a message says of a value: dtype and shape, or the value."""
+    if isinstance(value, np.ndarray):
+        return f"dtype={value.dtype}, shape={value.shape}"
+    return f"{value!r:.100} ({type(value).__name__})"

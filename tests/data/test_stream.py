@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from persia_torchrec.data.stream import BatchReceiver, BatchSender, Inbox
-from persia_torchrec.embedding.batch_bytes import encode_rest
 from persia_torchrec.embedding.data import (
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
+    encode_rest,
 )
 from persia_torchrec.errors import RemoteError, ServerError
 from persia_torchrec.wire.messages import Header, Kind, encode_json

@@ -11,7 +11,7 @@ from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.distributed import DDPOption
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.batch_bytes import decode_rest, encode_rest
+from persia_torchrec.embedding.data import decode_rest, encode_rest
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError
 from persia_torchrec.lookup.slots import build_bags
