@@ -112,7 +112,7 @@ class Adagrad(Optimizer):
         w = w - lr * g / (sqrt(a) + eps)
 
     The accumulator ``a`` starts at ``initial_accumulator_value``. PERSIA steps with
-    the accumulator of before this gradient, puts ``eps`` under the root and ignores
+    the accumulator without this gradient, puts ``eps`` under the root and ignores
     ``weight_decay``. Of fbgemm only the GPU kernel of the rowwise one has this weight
     decay: its CPU kernel ignores ``weight_decay``, and ``EXACT_ADAGRAD`` has none.
 

@@ -227,12 +227,12 @@ _MIXED = {
 class MixedSharder(BaseEmbeddingSharder[Collection]):
     """Put some tables on the embedding servers, and leave the others to TorchRec.
 
-    Ids of local tables are row numbers, below ``num_embeddings``, as ever in TorchRec;
+    Ids of local tables are row numbers, below ``num_embeddings``, as usual in TorchRec;
     their optimizer is TorchRec's (``fused_params``, ``apply_optimizer_in_backward``, or
     for data parallel tables the model's own), and their weights are in the model's
     state dict. What is said of the servers' tables is ``remote``'s.
 
-    TorchRec's planner sees the parameters of the local tables, and plans them as ever,
+    TorchRec's planner sees the parameters of the local tables, and plans them as usual,
     and a placeholder of one row for each table on the servers.
 
     Args:

@@ -1,0 +1,67 @@
+"""Phrases that are never right: readers of this field do not search for them.
+
+``CONTRIBUTING.md`` has the words that are meant instead.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "persia_torchrec").rglob("*.md"),
+    *(ROOT / "examples").rglob("*.md"),
+    *(ROOT / "components").rglob("*.md"),
+]
+SOURCES = [
+    path
+    for folder in ("persia_torchrec", "components", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+]
+INSTEAD = {
+    "anew": "again, restart",
+    "whoever": "the caller, the client",
+    "whomever": "the caller, the client",
+    "nobody": "no client, no process",
+    "somebody": "a client, another process",
+    "onlooker": "reader",
+    "of before": "previous, earlier",
+    "of now": "current",
+    "is no more": "has ended",
+    "goes on": "continues",
+    "go on": "continue",
+    "going on": "in progress",
+    "at one stroke": "in one step",
+    "for want of": "without",
+    "lets go of": "releases, drops",
+    "let go of": "release, drop",
+    "as ever": "as before",
+    "in vain": "without success",
+    "sees to it": "ensures",
+    "see to it": "ensure",
+    "of ones own": "custom, own",
+}
+
+
+def is_table_of_words(line):
+    """Return whether a line of CONTRIBUTING.md shows what not to write."""
+    return line.startswith("|")
+
+
+@pytest.mark.parametrize("phrase", INSTEAD)
+def test_a_phrase_that_is_never_right_does_not_occur(phrase):
+    words = r"\s+(?:# )?".join(phrase.split())  # also over the end of a line
+    pattern = re.compile(rf"\b{words}\b", re.IGNORECASE)
+    found = []
+    for path in (*PAGES, *SOURCES):
+        text = path.read_text()
+        if path.name == "CONTRIBUTING.md":
+            lines = text.splitlines()
+            text = "\n".join("" if is_table_of_words(line) else line for line in lines)
+        for match in pattern.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(f"{path.relative_to(ROOT)}:{line}")
+    assert not found, f"{phrase!r}: write {INSTEAD[phrase]}. Received: {found}"
