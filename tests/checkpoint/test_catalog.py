@@ -87,7 +87,7 @@ def test_a_file_where_a_folder_should_be_is_an_error(tmp_path):
         begin_checkpoint(tmp_path / "run")
 
 
-def test_a_url_that_nobody_knows_is_refused():
+def test_an_unknown_url_is_refused():
     with pytest.raises(ConfigError, match=r"fsspec knows. Received: 'what://x/y'"):
         Folder("what://x/y")
 
@@ -127,7 +127,7 @@ def test_a_manifest_is_read_as_it_was_written(path):
 
 
 @pytest.mark.parametrize("size_bytes", [3, 5])
-def test_no_manifest_is_written_beside_a_file_of_another_length(path, size_bytes):
+def test_no_manifest_is_written_if_a_file_has_another_length(path, size_bytes):
     folder = begin_checkpoint(path)
     manifest = manifest_of(folder, size_bytes=size_bytes)
     with pytest.raises(CheckpointError, match=rf"must have the {size_bytes} bytes"):

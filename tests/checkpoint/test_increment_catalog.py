@@ -65,7 +65,7 @@ def test_logs_of_two_runs_are_not_put_together():
     assert logs_of(find_end(whole, ANYWHERE, DUMP)) == ["b0", "b1"]
 
 
-def test_logs_of_rows_that_nobody_has_can_only_be_followed_from_a_dump():
+def test_logs_of_rows_without_a_copy_can_only_be_followed_from_a_dump():
     unknown = [log(f"c{s}", s, 3, Base("unknown")) for s in range(2)]
     logs = latest_logs([*FIRST, *unknown])
     assert find_start(logs, [(ANYWHERE, DUMP)]) is None

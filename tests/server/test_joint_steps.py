@@ -178,7 +178,7 @@ def test_a_connection_that_comes_back_is_not_lost():
     assert collected.refused == {}
 
 
-def test_a_trainer_that_ended_is_no_fault_while_nobody_waits_for_it():
+def test_a_trainer_that_ended_is_no_fault_while_no_step_waits_for_it():
     collected = Collected()
     for rank in range(2):
         collected.join(rank)
@@ -227,7 +227,7 @@ def test_why_a_trainer_ended_is_in_the_error():
     assert collected.join(0, ended="it raised RemoteError") == [named]
 
 
-def test_a_trainer_that_nobody_knows_is_waited_for_until_the_deadline():
+def test_a_step_waits_for_an_unknown_trainer_until_the_deadline():
     collected = Collected()
     collected.join(0)
     collected.give("0", share(1, 0, timeout_s=10))
@@ -281,7 +281,7 @@ def test_everything_that_waits_is_refused_at_the_end():
     assert collected.refused == {b"a": "The end.", b"b": "The end."}
 
 
-def test_trainers_that_died_leave_little_behind():
+def test_groups_of_dead_trainers_are_forgotten():
     collected = Collected()
     for group in range(5000):
         collected.steps.leave(share(1, 0, group=group))

@@ -136,7 +136,7 @@ def test_trainers_may_update_different_tables(trainers):
     assert first.client.read("place", ids_of(1))[0, 0] == pytest.approx(0.5)
 
 
-def test_the_others_go_on_when_one_has_left(trainers):
+def test_the_others_continue_when_one_has_left(trainers):
     first, second = trainers
     first.look_up(1, [1])
     replies = first.push(1.0)
@@ -182,18 +182,18 @@ def test_the_last_share_of_a_trainer_that_ends_counts(trainers):
         trainer.look_up(1, [1], timeout_s=600)
     first, second = trainers
     second.push(1.0)
-    total(second.client, "joint_steps")  # answered behind the push
+    total(second.client, "joint_steps")  # answered after the push
     second.client.close()
     assert first.outcome(first.push(1.0)).num_missed == 0
     expected = rows_after({1: 2.0})[:1]
     np.testing.assert_array_equal(first.client.read("item", ids_of(1)), expected)
 
 
-def test_whoever_waits_is_told_when_a_server_ends(trainers, running):
+def test_a_waiting_trainer_gets_an_error_when_a_server_ends(trainers, running):
     first, _ = trainers
     first.look_up(1, [1])
     replies = first.push(1.0)
-    assert total(first.client, "joint_steps") == 2  # answered behind the push
+    assert total(first.client, "joint_steps") == 2  # answered after the push
     for server in running:
         server.stop()
     with pytest.raises(RemoteError, match="The server was shut down"):
