@@ -252,11 +252,6 @@ class Engine:
         """Batches so far whose gradients were not finite."""
         return self._sharded.num_skipped
 
-    @property
-    def num_missed(self) -> int:
-        """Ids so far without a row when their gradient came: evicted, not admitted."""
-        return self._sharded.pipeline.tally.total.num_missed
-
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.
 
