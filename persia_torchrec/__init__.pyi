@@ -44,8 +44,6 @@ from persia_torchrec.server.cluster import (
 )
 from persia_torchrec.sharding.mixed import (
     MixedSharder as MixedSharder,
-)
-from persia_torchrec.sharding.placement import (
     Placement as Placement,
 )
 from persia_torchrec.sharding.sharder import (

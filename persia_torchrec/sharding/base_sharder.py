@@ -31,8 +31,8 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.sharding.collection import (
-    Collection,
     CollectionSpec,
+    TableCollection,
     table_configs,
 )
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
@@ -70,7 +70,7 @@ class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
             ServerError: a server refuses a table, or does not answer.
         """
 
-    def tables_in(self, module: Module) -> Collection:
+    def tables_in(self, module: Module) -> TableCollection:
         """Return the collection of tables that a module is, or holds."""
         return module
 

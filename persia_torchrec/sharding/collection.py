@@ -6,6 +6,18 @@ What the servers cannot do is refused here, before anything is trained.
 
 Collections of bags and of sequences differ in the names of their methods, which are
 told apart here alone.
+
+A TorchRec user gives tables their optimizer in one of two ways, and either moves to the
+servers with the table:
+
+    apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.01})
+    FusedEmbeddingBagCollection(tables, optimizer_type=Adam, optimizer_kwargs={...})
+
+TorchRec itself trains such tables by fbgemm's optimizer of the same name, and fbgemm
+says what it computes and what an argument is by default, whatever the class would: so
+``torch.optim.Adam`` decays weights as AdamW does, and Adagrad's ``eps`` is 1e-8. Two
+things are taken from the class, since fbgemm leaves them out: momentum and weight decay
+of SGD, and weight decay and the start of the accumulator of Adagrad.
 """
 
 import contextlib
@@ -13,7 +25,8 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from importlib import import_module
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -28,20 +41,21 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollection,
     get_embedding_names_by_table,
 )
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec.embedding.initializer import (
     Constant,
     Normal,
     Uniform,
 )
+from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import FeatureSpec, Pooling
-from persia_torchrec.sharding.model_optimizers import read_optimizers
-from persia_torchrec.sharding.torchrec_api import set_device
+from persia_torchrec.sharding.torchrec_api import optimizers_in_backward, set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
-Collection: TypeAlias = EmbeddingBagCollectionInterface | EmbeddingCollection
+TableCollection: TypeAlias = EmbeddingBagCollectionInterface | EmbeddingCollection
 
 _POOLINGS: dict[PoolingType, Pooling] = {
     PoolingType.SUM: "sum",
@@ -93,7 +107,7 @@ class CollectionSpec:
         return [dim_of[feature.table] for feature in self.features]
 
 
-def table_configs(collection: Collection) -> list[BaseEmbeddingConfig]:
+def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
     """Return the configs of the collection's tables, in their order."""
     if isinstance(collection, EmbeddingCollection):
         return list(collection.embedding_configs())
@@ -101,7 +115,7 @@ def table_configs(collection: Collection) -> list[BaseEmbeddingConfig]:
 
 
 def describe_collection(
-    module: Collection,
+    module: TableCollection,
     optimizer: Optimizer,
     settings: Mapping[str, TableSettings] | None = None,
 ) -> CollectionSpec:
@@ -144,7 +158,7 @@ def describe_collection(
     return CollectionSpec(tables, features, is_weighted=module.is_weighted())
 
 
-def select_tables(collection: Collection, names: Iterable[str]) -> Collection:
+def select_tables(collection: TableCollection, names: Iterable[str]) -> TableCollection:
     """Return a collection of some of the tables, with the same weights."""
     chosen = set(names)
     configs = [config for config in table_configs(collection) if config.name in chosen]
@@ -156,7 +170,7 @@ def select_tables(collection: Collection, names: Iterable[str]) -> Collection:
     return selected
 
 
-def name_columns(collection: Collection) -> dict[tuple[str, int], str]:
+def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
     """Return the name of each (table, number of its feature), in the output's order.
 
     A feature that the tables of the collection have more than once is called
@@ -172,14 +186,16 @@ def name_columns(collection: Collection) -> dict[tuple[str, int], str]:
     }
 
 
-def _modules_by_table(collection: Collection) -> nn.ModuleDict:
+def _modules_by_table(collection: TableCollection) -> nn.ModuleDict:
     """Return the modules that hold the weights."""
     if isinstance(collection, EmbeddingCollection):
         return collection.embeddings
     return collection.embedding_bags
 
 
-def _on_meta(collection: Collection, configs: list[BaseEmbeddingConfig]) -> Collection:
+def _on_meta(
+    collection: TableCollection, configs: list[BaseEmbeddingConfig]
+) -> TableCollection:
     """Return a collection on the meta device, where tables take no memory."""
     meta = torch.device("meta")
     if not isinstance(collection, EmbeddingCollection):
@@ -243,3 +259,118 @@ def _initializer(config: BaseEmbeddingConfig) -> Initializer:
         "the servers draw initial weights by id. Or give TableSettings(initializer=...)"
         f" to the sharder. Received: init_fn={init}."
     )
+
+
+Arguments = dict[str, Any]
+Twin = tuple[type[Optimizer], Mapping[str, object]]
+"""Class of the servers, and the arguments of its twin with fbgemm's defaults."""
+
+_NEAREST = {
+    "AdamW": "torch.optim.Adam, whose weight_decay is AdamW's on the servers",
+    "SparseAdam": "torch.optim.Adam, which changes the rows of a batch alone there",
+    "RMSprop": "TableSettings(optimizer=AdamAsync(apply_sparse_rmsprop=True))",
+    "NAdam": "TableSettings(optimizer=AdamAsync(use_nesterov=True))",
+    "Adadelta": "torch.optim.Adagrad",
+    "Rprop": "torch.optim.SGD",
+    "ASGD": "torch.optim.SGD",
+}
+_NEAREST_OF_ALL = "torch.optim.Adam"
+
+_SPELLINGS = {"learning_rate": "lr"}
+_OF_TORCHREC = "optimizer"  # TorchRec writes fbgemm's name among the arguments
+
+
+def read_optimizers(module: nn.Module) -> dict[str, Optimizer]:
+    """Return the optimizers of the tables that the model gives one, by table.
+
+    Args:
+        module: a collection of TorchRec's, on any device.
+
+    Raises:
+        ConfigError: a table has two, or one that the servers cannot apply; the message
+            names it and the nearest that they can.
+    """
+    if isinstance(module, FusedEmbeddingBagCollection):
+        own = module.optimizer_type(), module.optimizer_kwargs()
+        names = [config.name for config in module.embedding_bag_configs()]
+        return {name: translate_optimizer(*own, table=name) for name in names}
+    optimizers = {}
+    for name, parameter in module.named_parameters():
+        given = optimizers_in_backward(parameter)
+        table = name.split(".")[-2]  # "embedding_bags.TABLE.weight"
+        if len(given) > 1:
+            raise ConfigError(
+                f"Table {table!r} must have one optimizer. Received: "
+                f"{[cls.__name__ for cls, _ in given]}, by apply_optimizer_in_backward."
+            )
+        for cls, arguments in given:
+            optimizers[table] = translate_optimizer(cls, arguments, table=table)
+    return optimizers
+
+
+def translate_optimizer(
+    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], *, table: str
+) -> Optimizer:
+    """Return what the servers apply for an optimizer of torch's or TorchRec's.
+
+    Args:
+        cls: its class.
+        arguments: as they were given with it; fbgemm's names do as well.
+        table: whose optimizer it is, for messages.
+
+    Raises:
+        ConfigError: the servers have none like it, or not with these arguments.
+
+    Example:
+        >>> translate_optimizer(torch.optim.SGD, {"lr": 0.5}, table="user")
+        SGD(lr=0.5, momentum=0.0, weight_decay=0.0)
+    """
+    twins = _twins()
+    if cls not in twins:
+        nearest = _NEAREST.get(cls.__name__, _NEAREST_OF_ALL)
+        can = sorted({getattr(known, "__name__", "") for known in twins})
+        raise ConfigError(
+            f"Table {table!r}: the optimizer must be one that the servers can apply, "
+            f"of {can}. Received: {cls.__module__}.{cls.__name__}. The nearest is "
+            f"{nearest}."
+        )
+    optimizer, defaults = twins[cls]
+    chosen = {**defaults}
+    for name, value in _with_betas(arguments, defaults).items():
+        name = _SPELLINGS.get(name, name)
+        if name in defaults:
+            chosen[name] = value
+        elif value and name != _OF_TORCHREC:
+            raise ConfigError(
+                f"Table {table!r}: {cls.__name__} on the servers has the arguments "
+                f"{sorted(defaults)}. Received: {name}={value!r}. Leave it out."
+            )
+    return optimizer(**chosen)  # type: ignore[arg-type]  # checked in __post_init__
+
+
+def _twins() -> dict[object, Twin]:
+    """Return the optimizers of the servers, by their twins in torch and TorchRec."""
+    return {
+        _find_class(name): (optimizer, defaults)
+        for optimizer in OPTIMIZERS.classes
+        for name, defaults in optimizer.torch_twins.items()
+    }
+
+
+@functools.cache
+def _find_class(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def _with_betas(
+    arguments: Mapping[str, Any], defaults: Mapping[str, object]
+) -> Arguments:
+    """Return the arguments with ``betas`` for fbgemm's ``beta1`` and ``beta2``."""
+    given = dict(arguments)
+    if "betas" in defaults and given.keys() & {"beta1", "beta2"}:
+        beta1, beta2 = given.get("betas", defaults["betas"])
+        given["betas"] = given.pop("beta1", beta1), given.pop("beta2", beta2)
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    return given

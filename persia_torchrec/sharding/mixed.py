@@ -14,11 +14,19 @@ the other tables is its child, and goes through the same three calls:
 
 What the remote module has to remember of a batch travels in TorchRec's own context of
 that batch, so that its pipelines see nothing but an awaitable of their own.
+
+Huge tables belong on the servers: their ids are raw, their rows appear and leave. Small
+ones train faster on the trainers themselves, where no byte of theirs travels to a
+server. Which is which, a :class:`Placement` says:
+
+    named in remote, local, or by constraints   -> as named
+    else by size                                -> on the servers from a size on
 """
 
 import functools
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -32,6 +40,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
@@ -42,7 +51,7 @@ from torchrec.distributed.types import (
     ShardedModule,
     ShardingEnv,
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -59,14 +68,105 @@ from persia_torchrec.sharding.base_sharder import (
     require_tables,
 )
 from persia_torchrec.sharding.collection import (
-    Collection,
+    TableCollection,
     name_columns,
     select_tables,
     table_configs,
 )
-from persia_torchrec.sharding.placement import Placement
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection, lazy_output
 from persia_torchrec.sharding.torchrec_api import ParametersInTurn, sharded_settings
+from persia_torchrec.table import require_known_tables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where each table lies; on the servers, unless something here says otherwise.
+
+    A table that is named is where it is named; of the others, those that are as large
+    as ``min_rows`` and ``min_bytes`` ask are on the servers.
+
+    Raises:
+        ConfigError: a size is negative, or a table is named on both sides.
+
+    Example:
+        >>> placement = Placement(min_rows=1_000_000, local={"item"})
+        >>> placement.is_remote(BaseEmbeddingConfig(5_000_000, 64, name="user"))
+        True
+        >>> placement.is_remote(BaseEmbeddingConfig(200, 64, name="country"))
+        False
+        >>> placement.is_remote(BaseEmbeddingConfig(5_000_000, 64, name="item"))
+        False
+    """
+
+    min_rows: int = 0
+    """Tables of fewer rows (``num_embeddings``) stay under TorchRec."""
+
+    min_bytes: int = 0
+    """Tables whose weights take fewer bytes stay under TorchRec."""
+
+    remote: Collection[str] = frozenset()
+    """Tables on the servers, whatever their size."""
+
+    local: Collection[str] = frozenset()
+    """Tables under TorchRec's own sharding, whatever their size."""
+
+    constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
+    """The planner's: a table whose constraints have sharding types or compute kernels
+    is one that TorchRec shards, and so is local. Tables that no collection has are left
+    alone, as the planner leaves them."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_rows", "min_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name} must be >= 0. Received: {getattr(self, name)}."
+                )
+        for name in ("remote", "local"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name} must be a collection of table names. "
+                    f"Received: {getattr(self, name)!r}; is "
+                    f"{{{getattr(self, name)!r}}} meant?"
+                )
+        both = set(self.remote) & (set(self.local) | self._constrained())
+        if both:
+            raise ConfigError(
+                "A table must be in remote, or in local or constrained to sharding "
+                f"types of TorchRec, not both. Received: {sorted(both)}."
+            )
+
+    def is_remote(self, config: BaseEmbeddingConfig) -> bool:
+        """Return whether the table lies on the servers."""
+        if config.name in self.remote:
+            return True
+        if config.name in self.local or config.name in self._constrained():
+            return False
+        return (
+            config.num_embeddings >= self.min_rows
+            and table_bytes(config) >= self.min_bytes
+        )
+
+    def require_known(self, tables: Iterable[str]) -> None:
+        """Refuse names that are no tables of the model.
+
+        Raises:
+            ConfigError: a name is unknown; the message has the nearest one.
+        """
+        require_known_tables({*self.remote, *self.local}, tables)
+
+    def _constrained(self) -> set[str]:
+        return {
+            name
+            for name, constraints in self.constraints.items()
+            if constraints.sharding_types or constraints.compute_kernels
+        }
+
+
+def table_bytes(config: BaseEmbeddingConfig) -> int:
+    """Return the bytes of a table's weights."""
+    bits = DATA_TYPE_NUM_BITS[config.data_type]
+    return config.num_embeddings * config.embedding_dim * bits // 8
+
 
 _REMOTE = "remote."
 
@@ -84,13 +184,13 @@ class Column(NamedTuple):
 class LocalAndRemote(NamedTuple):
     """A collection in two: its local tables, and those on the servers, sharded."""
 
-    local: Collection
+    local: TableCollection
     remote: ShardedRemoteCollection[Any, Any]
     columns: Sequence[Column]
 
 
 def order_columns(
-    whole: Collection, local: Collection, remote: Collection
+    whole: TableCollection, local: TableCollection, remote: TableCollection
 ) -> list[Column]:
     """Return the columns of a collection, in its order."""
     of_local, of_remote = name_columns(local), name_columns(remote)
@@ -224,7 +324,7 @@ _MIXED = {
 """TorchRec's sharder and our sharded module of each kind of collection."""
 
 
-class MixedSharder(BaseEmbeddingSharder[Collection]):
+class MixedSharder(BaseEmbeddingSharder[TableCollection]):
     """Put some tables on the embedding servers, and leave the others to TorchRec.
 
     Ids of local tables are row numbers, below ``num_embeddings``, as usual in TorchRec;
@@ -282,7 +382,7 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
         """Which modules this sharder takes."""
         return self._remote.module_type
 
-    def shardable_parameters(self, module: Collection) -> dict[str, nn.Parameter]:
+    def shardable_parameters(self, module: TableCollection) -> dict[str, nn.Parameter]:
         """Return the local tables' weights, and placeholders of one row per remote."""
         local, remote = self._split(module)
         of_remote = self._remote.shardable_parameters(remote) if remote else {}
@@ -316,7 +416,7 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
 
     def shard(
         self,
-        module: Collection,
+        module: TableCollection,
         params: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
         device: torch.device | None = None,
@@ -343,7 +443,9 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
         plan = _select(params, local)
         return self._sharded_type(tables, plan, env, self._local, device, module_fqn)
 
-    def _split(self, module: Collection) -> tuple[Collection | None, Collection | None]:
+    def _split(
+        self, module: TableCollection
+    ) -> tuple[TableCollection | None, TableCollection | None]:
         """Return the local and the remote tables; None where there are none."""
         configs = table_configs(module)
         remote = {c.name for c in configs if self._placement.is_remote(c)}
@@ -361,7 +463,7 @@ class MixedSharder(BaseEmbeddingSharder[Collection]):
             self._turn = (self._remote if table in on_servers else self._local,)
 
     def _require_plan(
-        self, module: Collection, params: EmbeddingModuleShardingPlan
+        self, module: TableCollection, params: EmbeddingModuleShardingPlan
     ) -> None:
         """Refuse a plan of other tables, or of another placement."""
         configs = table_configs(module)
@@ -392,7 +494,7 @@ def _fits(
 
 
 def _select(
-    params: EmbeddingModuleShardingPlan, collection: Collection
+    params: EmbeddingModuleShardingPlan, collection: TableCollection
 ) -> EmbeddingModuleShardingPlan:
     """Return the plan of some of the tables."""
     names = [config.name for config in table_configs(collection)]

@@ -305,7 +305,7 @@ class RemoteFusedEmbeddingBagCollectionSharder(
 ):
     """Put every ``FusedEmbeddingBagCollection`` of a model on the embedding servers.
 
-    Its optimizer goes there too; see ``sharding/model_optimizers.py``.
+    Its optimizer goes there too; see ``sharding/collection.py``.
 
     Args:
         bags: puts them there; its settings, ``optimizer``, ``flush`` and the like are

@@ -14,8 +14,8 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from persia_torchrec import LAMB, LARS, SGD, Adagrad, Adam, AdamW, TableSettings
 from persia_torchrec.embedding.optim import RowwiseAdam, RowwiseLAMB
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.collection import describe_collection
-from persia_torchrec.sharding.model_optimizers import (
+from persia_torchrec.sharding.collection import (
+    describe_collection,
     read_optimizers,
     translate_optimizer,
 )
