@@ -27,7 +27,8 @@ from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.discovery import AddressBook, JobState
-from persia_torchrec.wire.membership import JobTimings, MemberRecord
+from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.membership import JobTimings
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
 

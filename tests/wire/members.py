@@ -32,6 +32,8 @@ def fail_after_the_end(port: int) -> None:
     get_default_logger()
     store = ("localhost", port, "")
     with JobMember.join("loader", 0, 1, store=store, expendable=True) as member:
+        while member._num_beats == 0:  # the next is due in 30 s
+            time.sleep(0.01)
         print("serving", flush=True)
         while member.book.state()[0] == "running":
             time.sleep(0.01)

@@ -7,7 +7,8 @@ import pytest
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.wire.membership import JobTimings, MemberRecord
+from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.membership import JobTimings
 from tests.processes import Processes, is_running, wait_until
 from tests.wire import members
 
