@@ -1,15 +1,11 @@
 """The checkpoints of a run, in one folder, and what each of them consists of.
 
-    run-7/
-      checkpoint-00000001/
-        manifest.json                  written last: with it, the checkpoint is complete
-        shard-00000-of-00002.rows      one per server
-        shard-00001-of-00002.rows
-        dense/                         the dense half, if it was saved too
-      checkpoint-00000002/             without a manifest: not complete, never loaded
+    run-7/checkpoint-00000001/{manifest.json, shard-00000-of-00002.rows, ..., dense/}
+    run-7/checkpoint-00000002/     without a manifest: not complete, never loaded
 
-Each dump takes a new number, so an interrupted dump leaves the previous checkpoints as
-they are; its own folder may be deleted. FORMAT.md describes the manifest.
+The manifest is written last. Each dump takes a new number, so an interrupted dump
+leaves the previous checkpoints as they are; its own folder may be deleted. FORMAT.md
+describes the files.
 """
 
 import os

@@ -1,12 +1,8 @@
 """Increments: the deltas between checkpoints, in logs, one folder for all of a job.
 
-    incremental_dir/
-      shard-00000-of-00002-6f1c03b95a2e/     a log of one server
-        log.json                             what its first increment applies to
-        000000000001.increment               a segment, see row_file.py
-        000000000002.increment
-      shard-00001-of-00002-9a40be77d1c8/
-        ...
+    incremental_dir/shard-00000-of-00002-6f1c03b95a2e/     a log of one server
+      log.json                  what its first increment applies to
+      000000000001.increment    a segment, see row_file.py
 
 The numbers of a log have no gaps: each increment applies to the result of the previous
 one. A server begins a new log when its rows are replaced: when it starts, when it has
@@ -112,13 +108,7 @@ class Increment:
 
 
 class Start(NamedTuple):
-    """Where to begin to follow a training.
-
-    Attributes:
-        folder: of the checkpoint.
-        created: when it was, as its manifest says.
-        positions: one per server of the training, in the order of their shards.
-    """
+    """Where to begin to follow a training: a checkpoint, and a position per server."""
 
     folder: Folder
     created: str

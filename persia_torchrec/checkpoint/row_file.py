@@ -1,27 +1,13 @@
 """Files of rows: shard files (what a server dumped) and increments (what changed).
 
-    offset  size
-    0       8     what kind of file: "PTRCROWS" (shard file) or "PTRCINCR" (increment)
-    8       4     version of this format, 1
-    12      4     H, bytes of the JSON that follows
-    16      4     CRC-32 of the JSON
-    20      H     JSON: a ShardHead or an IncrementHead
-    then blocks:
-            4     "ROWS", or in an increment "GONE"
-            4     number of the table: its index in the JSON's list
-            4     N, rows or ids in this block, at least 1
-            4     CRC-32 of the columns
-                  columns, one after the other
-    and at the end:
-            4     the bytes "ENDS"
-            4     CRC-32 of all block heads, from their letters to the columns
-            8     N of all blocks together
+    magic | version | H | CRC-32 | JSON | blocks ... | "ENDS" | CRC-32 | rows
+                                          `-- letters | table | N | CRC-32 | columns
 
-All numbers are little-endian. A block of ROWS holds rows of one table by column, see
-``RowColumns``; one of GONE the ids of rows that were evicted or have expired, uint64.
-A block is written once and never changed, so neither writer nor reader holds more than
-one block in memory. Bytes that do not fit this layout raise a CheckpointError that
-names the file and the byte offset.
+FORMAT.md has them to the byte. A block of ROWS holds rows of one table by column, see
+``RowColumns``; one of GONE the ids of rows that were evicted or have expired. A block
+is written once and never changed, so neither writer nor reader holds more than one
+block in memory. Bytes that do not fit this layout raise a CheckpointError that names
+the file and the byte offset.
 """
 
 import struct

@@ -19,14 +19,11 @@ POLL_MS = 2
 
 
 class Activity:
-    """When rows were last asked for. Owned by the serving thread.
+    """When rows were last asked for: ``last_s``, which the serving loop sets.
 
     Args:
         clock: monotonic seconds.
         cpu_clock: seconds of a CPU that the calling thread has used.
-
-    Attributes:
-        last_s: when a request for rows came last; set by the serving loop.
     """
 
     def __init__(
@@ -45,12 +42,7 @@ class Activity:
 
 
 class CpuBudget:
-    """The budget of one kind of work. Owned by the serving thread.
-
-    Args:
-        fraction: of a CPU that the work may take while the server is busy.
-        activity: of the server.
-    """
+    """The budget of one kind of work: ``fraction`` of a CPU on a busy server."""
 
     def __init__(self, fraction: float, activity: Activity) -> None:
         self._fraction = fraction

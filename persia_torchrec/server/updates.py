@@ -67,21 +67,16 @@ whose connection is lost."""
 
 
 class Update(NamedTuple):
-    """One trainer's update, read and checked.
-
-    Attributes:
-        peer: gets the acknowledgement.
-        header: of its request.
-        batch: that was looked up.
-        tables: ids by table; none when the trainer gives up its batch.
-        grads: float32 ``(N, D)`` per table; views of the message, where possible.
-    """
+    """One trainer's update, read and checked."""
 
     peer: bytes
+    """Gets the acknowledgement."""
     header: Header
     batch: Batch
     tables: list[TableIds]
+    """None when the trainer gives up its batch."""
     grads: list[Floats]
+    """float32 ``(N, D)`` per table; views of the message, where possible."""
 
     @property
     def size_bytes(self) -> int:
@@ -91,14 +86,7 @@ class Update(NamedTuple):
 
 
 class TableGradients(NamedTuple):
-    """What the store applies to one table.
-
-    Attributes:
-        table: its number.
-        ids: uint64 ``(U,)``.
-        grads: float32 ``(U, D)``.
-        hints: uint32 ``(U,)``, the slots of the rows at their lookup, if known.
-    """
+    """What the store applies to one table, with the slots of its rows if known."""
 
     table: int
     ids: Ids
