@@ -56,6 +56,10 @@ class ForkedJob:
         arguments: of the component, as ``torchx run`` takes them.
         variables: set for all processes.
         cwd: where all processes run; in the folder by default.
+
+    Attributes:
+        port: of the job's address book.
+        job_id: the job's id.
     """
 
     def __init__(
@@ -67,9 +71,10 @@ class ForkedJob:
         cwd: Path | None = None,
     ) -> None:
         function = get_component(f"{ROOT / 'components'}/{component}").fn
-        port = ["--port", str(draw_port())]
+        self.port = draw_port()
+        port = ["--port", str(self.port)]
         app = materialize_appdef(function, [*arguments, *port])
-        app_id = f"{app.name}-{uuid.uuid4().hex[:8]}"
+        self.job_id = f"{app.name}-{uuid.uuid4().hex[:8]}"
         self._processes = Processes(folder)
         self._processes.__enter__()
         self._running = {}
@@ -77,7 +82,7 @@ class ForkedJob:
             for index in range(role.num_replicas):
                 values = macros.Values(
                     img_root="",
-                    app_id=app_id,
+                    app_id=self.job_id,
                     replica_id=str(index),
                     rank0_env="TORCHX_RANK0_HOST",
                 )

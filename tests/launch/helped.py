@@ -37,10 +37,6 @@ def send():
             ctx.send_data(PersiaBatch([IDTypeFeature("age", ids)], labels=[label]))
 
 
-def send_nothing():
-    raise ValueError("there is no data")
-
-
 def train(after_each=lambda: None):
     """Train on all batches; return how many there were, and the rows of the servers."""
     model = Sum()

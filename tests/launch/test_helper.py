@@ -12,7 +12,7 @@ import torch.distributed as dist
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.helper import PersiaServiceCtx, ensure_persia_service
 from persia_torchrec.utils import dump_yaml
-from tests.launch import helped
+from tests.launch import failing, helped
 from tests.launch.jobs import draw_service_ports
 from tests.processes import DEADLINE_S, is_running
 
@@ -109,7 +109,7 @@ def wait_to_be_interrupted():
 def test_a_process_that_fails_interrupts_the_block_and_is_named():
     before = children_of_this_process()
     service = PersiaServiceCtx(
-        helped.send_nothing, embedding_config=helped.SLOTS, **draw_service_ports()
+        failing.send_nothing, embedding_config=helped.SLOTS, **draw_service_ports()
     )
     with pytest.raises(JobError, match="loader 0: ValueError: there is no"), service:
         wait_to_be_interrupted()

@@ -1,23 +1,23 @@
 """A job that trains, and processes of other jobs that come to its port."""
 
 import contextlib
-import os
-from pathlib import Path
 
 import pytest
 
 from persia_torchrec.errors import RemoteError
-from persia_torchrec.helper import PersiaServiceCtx
 from persia_torchrec.launch import coordinator, script
+from persia_torchrec.utils import dump_yaml
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
+from tests.forked_jobs import ForkedJob
 from tests.launch import helped
-from tests.launch.jobs import draw_service_ports
 from tests.processes import DEADLINE_S, Processes, wait_until
 from tests.serving.inference_job import run_server, run_worker
 
+TRAIN = "from tests.launch import helped; helped.train_while_others_come()"
+LOAD = "from tests.launch import helped; helped.send()"
 SCRIPTS = ("trainer", "loader")
 ROLES = (*SCRIPTS, "server", "worker")
 
@@ -78,24 +78,23 @@ def refusal_by(address):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_process_of_another_job_at_the_port_ends_and_the_job_continues(
-    tmp_path, monkeypatch, capfd
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(helped.__file__).partition("/tests/")[0])
+def test_a_process_of_another_job_at_the_port_ends_and_the_job_continues(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "load.py").write_text(LOAD)
+    (tmp_path / "global.yml").write_text("{}")
+    config = tmp_path / "embedding.yml"
+    dump_yaml(helped.SLOTS, config)
     with (
         Processes(tmp_path) as processes,
-        PersiaServiceCtx(
-            data_loader_func=helped.send,
-            nn_worker_func=helped.train_while_others_come,
-            embedding_config=helped.SLOTS,
-            **draw_service_ports(),
-        ),
+        ForkedJob(
+            *(tmp_path, "job.py:train"),
+            *("--nn_worker", "train.py", "--data_loader", "load.py"),
+            *("--embedding_config", str(config), "--global_config", "global.yml"),
+        ) as job,
     ):
-        names = ("PERSIA_JOB_ID", "PERSIA_STORE_PORT", "PERSIA_EMBEDDING_CONFIG")
-        ours, port, config = (os.environ[name] for name in names)
-        wait_until(Path("training").exists, "the job trains", DEADLINE_S)
-        comers = Comers(processes, port, config)
+        ours, port = job.job_id, str(job.port)
+        wait_until((tmp_path / "training").exists, "the job trains")
+        comers = Comers(processes, port, str(config))
         comers.come("their coordinator", "coordinator", job_id="theirs")
         for role in ROLES:
             comers.come(f"their {role}", role, job_id="theirs")
@@ -106,14 +105,13 @@ def test_a_process_of_another_job_at_the_port_ends_and_the_job_continues(
         with contextlib.closing(AddressBook.join("localhost", int(port))) as book:
             for role in ("server", "worker"):
                 assert refusal_by(*book.addresses(role, timeout_s=DEADLINE_S)) == ours
-        Path("go").touch()
-    assert (
-        Path("trained.txt").read_text()
-        == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
-    )
-    said = capfd.readouterr()
+        (tmp_path / "go").touch()
+        ended = job.wait()
+    assert ended.status == 0, ended.output
+    trained = (tmp_path / "trained.txt").read_text()
+    assert trained == f"{helped.NUM_BATCHES} {helped.NUM_BATCHES} 1"
     for word in ("theirs", "JobMismatch", "with the same number"):
-        assert word not in said.out + said.err
+        assert word not in ended.output
     assert "address already in use" in errors["their coordinator"].lower()
     for role in ROLES:
         theirs = f"belong to job '{ours}'. Received: job 'theirs'. Two jobs use"
