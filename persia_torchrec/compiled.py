@@ -210,6 +210,14 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
         self._code = sha256(cast("FunctionType", function).__code__.co_code).hexdigest()
         self._kernel_stamp = stamp
 
+    def load_overload(self, sig: object, target_context: object) -> object:
+        try:
+            return super().load_overload(sig, target_context)
+        except (AttributeError, ImportError):
+            # The entries of another release name a class that is gone.
+            self.flush()
+            return None
+
     def _index_key(self, sig: object, codegen: Any) -> tuple[object, ...]:
         # numba's own key pickles the closure, whose functions differ by process.
         stamps = self._code, self._kernel_stamp, _package_stamp()

@@ -182,7 +182,7 @@ def lowest_bit(typingctx: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def bits_of(typingctx: Any, value: Any) -> Any:
+def to_bits(typingctx: Any, value: Any) -> Any:
     """Return the bits of a float32 as uint32."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -192,7 +192,7 @@ def bits_of(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def float_of(typingctx: Any, bits: Any) -> Any:
+def from_bits(typingctx: Any, bits: Any) -> Any:
     """Return the float32 of these bits."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:

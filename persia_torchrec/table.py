@@ -1,4 +1,4 @@
-"""What a server must know of a table: the part both sides of the wire agree on.
+"""What a server must know of a table; both sides of the wire agree on it.
 
 A table is a name, a dim and what happens to its rows: which ids get one, how it starts,
 which optimizer moves it, how large a weight may grow, when it leaves. It has no length:
@@ -44,7 +44,7 @@ class TableSpec:
     """Unique on a server; not empty."""
 
     dim: int
-    """Weights a row, in ``[1, 4096]``."""
+    """Weights per row, in ``[1, 4096]``."""
 
     optimizer: Optimizer
     """What a gradient does to a row."""

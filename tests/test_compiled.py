@@ -1,6 +1,9 @@
 import ast
 import importlib.util
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numba
@@ -149,6 +152,27 @@ def test_a_loop_that_closes_over_others_is_not_kept_on_disk_without_their_names(
     inner = inlined_kernel(double)
     loop = compiled(lambda x: inner(x))
     assert not isinstance(loop._cache, FunctionCache)
+
+
+def test_machine_code_of_a_release_whose_classes_are_gone_is_compiled_again(tmp_path):
+    text = (
+        "from typing import NamedTuple\n"
+        "from persia_torchrec.compiled import compiled\n\n\n"
+        "class NAME(NamedTuple):\n    x: float\n\n\n"
+        "@compiled\ndef first(pair):\n    return pair.x\n"
+    )
+
+    def run(name):
+        (tmp_path / "pairs.py").write_text(text.replace("NAME", name))
+        code = f"import pairs; assert pairs.first(pairs.{name}(1.5)) == 1.5"
+        path = os.pathsep.join([str(tmp_path), str(Path.cwd())])
+        environment = os.environ | {"PYTHONPATH": path}
+        command = [sys.executable, "-c", code]
+        subprocess.run(command, check=True, env=environment)
+
+    run("Old")
+    assert list(tmp_path.glob("__pycache__/*.nbi"))
+    run("New")
 
 
 def test_numba_has_the_private_names_that_the_cache_needs():

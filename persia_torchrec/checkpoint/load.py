@@ -53,7 +53,7 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.recency import classes_of
+from persia_torchrec.store.recency import classify_all
 from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
 from persia_torchrec.store.row_import import RowChanges, RowImport
 from persia_torchrec.store.tables import TableState
@@ -467,7 +467,7 @@ def _eviction_order(tables: list[tuple[int, RowColumns]], *, is_lfu: bool) -> Of
         return np.argsort(uses_R, kind="stable")
     frequencies = [_frequencies(rows) for _, rows in tables]
     frequencies_R = np.concatenate([np.empty(0, dtype=np.uint32), *frequencies])
-    return np.lexsort((uses_R, classes_of(frequencies_R)))
+    return np.lexsort((uses_R, classify_all(frequencies_R)))
 
 
 def _slices(

@@ -132,7 +132,7 @@ class AdamW(_Moments):
         lr: learning rate, ``>= 0``.
         betas: ``(beta1, beta2)``, both in ``[0, 1)``.
         eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: what a weight loses a step, in units of ``lr``, ``>= 0``.
+        weight_decay: what a weight loses per step, in units of ``lr``, ``>= 0``.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -180,7 +180,7 @@ class RowwiseAdam(_Moments):
         lr: learning rate, ``>= 0``.
         betas: ``(beta1, beta2)``, both in ``[0, 1)``.
         eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: what a weight loses a step, in units of ``lr``, ``>= 0``.
+        weight_decay: what a weight loses per step, in units of ``lr``, ``>= 0``.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -227,7 +227,7 @@ class LAMB(_Moments):
         lr: learning rate, ``>= 0``.
         betas: ``(beta1, beta2)``, both in ``[0, 1)``.
         eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: the part of ``w`` in the direction, ``>= 0``.
+        weight_decay: the weight of ``w`` in the direction, ``>= 0``.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -265,7 +265,7 @@ class RowwiseLAMB(_Moments):
         lr: learning rate, ``>= 0``.
         betas: ``(beta1, beta2)``, both in ``[0, 1)``.
         eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: the part of ``w`` in the direction, ``>= 0``.
+        weight_decay: the weight of ``w`` in the direction, ``>= 0``.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -301,7 +301,7 @@ class AdamAsync(Optimizer):
         u = beta1 * m + (1 - beta1) * g            (use_nesterov)
         w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u / (sqrt(v) + eps)
 
-    It differs from :class:`Adam` in where ``eps`` stands: beside the root that is not
+    It differs from :class:`Adam` in where ``eps`` stands: next to the root that is not
     yet corrected, the "epsilon hat" of Adam's paper. DeepRec counts ``t`` for each
     variable instead of for the whole model; here every table counts its own in any
     case. With ``apply_sparse_rmsprop`` the means are not corrected, and ``m`` is a

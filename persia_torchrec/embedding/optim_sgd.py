@@ -126,7 +126,7 @@ class Adagrad(Optimizer):
         g_square_momentum: what is kept of the accumulator at each step, in
             ``(0, 1]``; 1 is Adagrad, less forgets old gradients.
         eps: keeps the quotient finite, ``>= 0``.
-        vectorwise_shared: one accumulator a row instead of one a weight.
+        vectorwise_shared: one accumulator per row instead of one per weight.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -158,7 +158,7 @@ class Adagrad(Optimizer):
         return 1 if self.vectorwise_shared else dim
 
     def initial_state(self, dim: int) -> npt.NDArray[np.float32]:
-        """Return ``initial_accumulator_value`` in every place; float32 ``(S,)``."""
+        """Return ``initial_accumulator_value`` everywhere; float32 ``(S,)``."""
         num = self.num_state_floats(dim)
         return np.full(num, self.initial_accumulator_value, dtype=np.float32)
 
@@ -230,7 +230,7 @@ class AdagradDecay(Optimizer):
         lr: learning rate, ``>= 0``.
         initial_accumulator_value: where the accumulator starts and what it never falls
             below, ``> 0``.
-        decay_step: steps a period, an integer ``>= 1``.
+        decay_step: steps per period, an integer ``>= 1``.
         decay_rate: what is kept of the accumulator from one period to the next, in
             ``(0, 1)``.
 
@@ -382,7 +382,7 @@ class FTRL(Optimizer):
 
     State: 2 D floats, ``n`` and then ``z``; ``n`` starts at
     ``initial_accumulator_value`` and ``z`` at 0, as in TensorFlow. So the first step of
-    a row keeps only the part ``1 - (n / n')**p`` of its initial weights; after it,
+    a row keeps only the fraction ``1 - (n / n')**p`` of its initial weights; after it,
     without ``l1``, ``l2`` and ``beta``, a row trains as with Adagrad. The paper writes
     ``l2`` where TensorFlow writes ``2 * l2``. DeepRec does as TensorFlow, save that its
     embedding variables compare the norm of the row's ``z`` with ``l1`` and so zero

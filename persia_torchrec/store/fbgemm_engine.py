@@ -128,26 +128,24 @@ class FbgemmEngine:
 
 
 class DenseRows(NamedTuple):
-    """Room for the rows of one block; all arrays C-contiguous."""
+    """Room for the rows of one block; all arrays C-contiguous.
+
+    Attributes:
+        weights: float32 ``(U, D)``.
+        state: float32 ``(U, S)``.
+        grads: float32 ``(U, D)``.
+        slots: uint64 ``(U,)``, where the rows are in the store.
+        seen: uint64 ``(Z,)``: which slots are in the block whose number is in the upper
+            half of a word.
+        progress: int64 ``(4,)``, see ``NEXT`` and the others.
+    """
 
     weights: Floats
-    """float32 ``(U, D)``."""
-
     state: Floats
-    """float32 ``(U, S)``."""
-
     grads: Floats
-    """float32 ``(U, D)``."""
-
     slots: Words
-    """uint64 ``(U,)``, where the rows are in the store."""
-
     seen: Words
-    """uint64 ``(Z,)``: which slots are in the block whose number is in the upper half
-    of a word."""
-
     progress: npt.NDArray[np.int64]
-    """int64 ``(4,)``, see ``NEXT`` and the others."""
 
     @classmethod
     def allocate(cls, num_rows: int, dim: int, num_state: int) -> "DenseRows":

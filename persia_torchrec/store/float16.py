@@ -22,9 +22,9 @@ import numpy.typing as npt
 from persia_torchrec.compiled import compiled, compiled_as_written, inlined
 from persia_torchrec.intrinsics import (
     Pointer,
-    bits_of,
-    float_of,
+    from_bits,
     narrow_to_half,
+    to_bits,
     widen_half,
 )
 
@@ -61,7 +61,7 @@ def widen(halves: Pointer, weights: Pointer, dim: np.int64, dtype: np.int64) -> 
     """Read ``dim`` weights of ``FP16`` or ``BF16`` as float32."""
     if dtype == BF16:
         for d in range(dim):
-            weights[d] = float_of(np.uint32(np.uint32(halves[d]) << _S16))
+            weights[d] = from_bits(np.uint32(np.uint32(halves[d]) << _S16))
     else:
         for d in range(dim):
             weights[d] = widen_half(halves[d])
@@ -75,7 +75,7 @@ def round_to_nearest(
     for d in range(dim):
         w = weights[d]
         if dtype == BF16:
-            bits = bits_of(w)
+            bits = to_bits(w)
             halves[d] = _narrow_brain(bits, np.uint32(0x7FFF) + ((bits >> _S16) & _ONE))
         else:
             halves[d] = narrow_to_half(_clamp(w))
@@ -94,15 +94,15 @@ def round_stochastically(
         random = _mix(np.uint32(low_seed + np.uint32(d) * _GOLDEN))
         w = weights[d]
         if dtype == BF16:
-            halves[d] = _narrow_brain(bits_of(w), random >> _S16)
+            halves[d] = _narrow_brain(to_bits(w), random >> _S16)
             continue
         w = _clamp(w)
-        bits = bits_of(w)
+        bits = to_bits(w)
         if bits & _MAGNITUDE >= _NORMAL_HALF:
             if bits & _MAGNITUDE < _INFINITY:
                 bits = np.uint32((bits + (random & _HALF_BITS)) & _KEPT_BITS)
             # Rounded up from the last half it would become an infinity.
-            halves[d] = narrow_to_half(_clamp(float_of(bits)))
+            halves[d] = narrow_to_half(_clamp(from_bits(bits)))
         else:
             # Added to the steps, the random number would lose digits.
             steps = w * _SUBNORMAL
@@ -127,7 +127,7 @@ def from_bfloat16(halves_N: Halves) -> Floats:
     """Return BF16 as float32."""
     out_N = np.empty(len(halves_N), dtype=np.float32)
     for i in range(len(halves_N)):
-        out_N[i] = float_of(np.uint32(np.uint32(halves_N[i]) << _S16))
+        out_N[i] = from_bits(np.uint32(np.uint32(halves_N[i]) << _S16))
     return out_N
 
 
@@ -136,7 +136,7 @@ def to_float16(values_N: Floats, scale: np.float32, out_N: Halves) -> None:
     """Write float32 times ``scale`` as FP16; infinities stay, as NaN does."""
     for i in range(len(values_N)):
         w = values_N[i] * scale
-        magnitude = bits_of(w) & _MAGNITUDE
+        magnitude = to_bits(w) & _MAGNITUDE
         half = narrow_to_half(_clamp(w) if magnitude < _INFINITY else w)
         out_N[i] = half & _SIGN_16 | _NAN_16 if magnitude > _INFINITY else half
 

@@ -126,19 +126,19 @@ class Index:
 
 
 class IndexAt(NamedTuple):
-    """Where the index is: plain numbers, all uint64, until it grows."""
+    """Where the index is, until it grows: plain numbers.
+
+    Attributes:
+        lines: address of the first line.
+        old: number of lines for hashes that have not moved.
+        new: number of lines for hashes that have.
+        boundary: the first hash that has moved.
+    """
 
     lines: np.uint64
-    """Address of the first line."""
-
     old: np.uint64
-    """Number of lines for hashes that have not moved."""
-
     new: np.uint64
-    """Number of lines for hashes that have."""
-
     boundary: np.uint64
-    """The first hash that has moved."""
 
 
 @inlined
@@ -149,7 +149,7 @@ def index_at(store: StoreAt) -> IndexAt:
 
 
 @inlined
-def hash_of(id_: np.uint64, owner: np.uint64) -> np.uint64:
+def hash_id(id_: np.uint64, owner: np.uint64) -> np.uint64:
     """Return a 32-bit hash of an id and its owner, as uint64."""
     x = id_ ^ (owner * _GOLDEN)
     x = (x ^ (x >> _S32)) * _MUL_A
@@ -158,7 +158,7 @@ def hash_of(id_: np.uint64, owner: np.uint64) -> np.uint64:
 
 
 @inlined
-def home_of(index: IndexAt, hash_: np.uint64) -> np.uint64:
+def find_home(index: IndexAt, hash_: np.uint64) -> np.uint64:
     """Return the address of the line where the search for a hash begins."""
     num_lines = index.new if hash_ >= index.boundary else index.old
     return index.lines + _LINE * ((hash_ * num_lines) >> _S32)
@@ -174,9 +174,9 @@ def find_slot(
         index: where the index is.
         rows: where the rows of the id's table are.
         id_: the id.
-        hash_: what :func:`hash_of` returns for it and its owner.
+        hash_: what :func:`hash_id` returns for it and its owner.
     """
-    line = home_of(index, hash_)
+    line = find_home(index, hash_)
     while True:
         empty = words_empty(line)
         fits = upper_halves_equal(line, hash_) & ~empty
@@ -193,7 +193,7 @@ def find_slot(
 @inlined
 def likely_slot(index: IndexAt, hash_: np.uint64) -> np.uint64:
     """Return the slot of the first entry whose hash fits, without reading the row."""
-    line = home_of(index, hash_)
+    line = find_home(index, hash_)
     while True:
         empty = words_empty(line)
         fits = upper_halves_equal(line, hash_) & ~empty
@@ -220,7 +220,7 @@ def remove_entry(index: IndexAt, hash_: np.uint64, slot: np.uint64) -> None:
     If its line was full, others may have overflowed it: one that may stand in the gap
     moves there, and leaves a gap in turn. The caller counts the removal.
     """
-    line = home_of(index, hash_)
+    line = find_home(index, hash_)
     while True:
         fits = upper_halves_equal(line, hash_)
         while fits != _ZERO and _slot_at(line, fits) != slot:
@@ -263,7 +263,7 @@ def _slot_at(line: np.uint64, fits: np.uint64) -> np.uint64:
 
 @inlined
 def _insert(index: IndexAt, entry: np.uint64) -> None:
-    line = home_of(index, entry >> _S32)
+    line = find_home(index, entry >> _S32)
     while words_empty(line) == _ZERO:
         line += _LINE
     store_u64(line + WORD * lowest_bit(words_empty(line)), entry)
@@ -278,7 +278,7 @@ def _fill_gap(index: IndexAt, line: np.uint64, gap: np.uint64) -> None:
         at = next_
         while at < next_ + _LINE:
             entry = load_u64(at)
-            if entry != _ZERO and home_of(index, entry >> _S32) <= line:
+            if entry != _ZERO and find_home(index, entry >> _S32) <= line:
                 break
             at += WORD
         if at < next_ + _LINE:

@@ -33,10 +33,10 @@ from persia_torchrec.store.index import (
     NOT_FOUND,
     IndexAt,
     add_entry,
+    find_home,
     find_slot,
     grow_a_little,
-    hash_of,
-    home_of,
+    hash_id,
     index_at,
     remove_entry,
 )
@@ -44,10 +44,8 @@ from persia_torchrec.store.lookup import Indices, count_up, prefetch_row
 from persia_torchrec.store.recency import (
     HEAD_ARENA,
     NONE,
-    arena_of,
     first_to_leave,
     pop_oldest,
-    slot_of,
     slot_to_leave,
     touch,
 )
@@ -81,8 +79,8 @@ from persia_torchrec.store.rows import (
     RowsAt,
     Slots,
     StoreAt,
-    address_of,
     free_slot,
+    locate_row,
     read_weights,
     rows_at,
     store_at,
@@ -95,6 +93,8 @@ CHUNK = 32
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
+_S32 = np.uint64(32)
+_LOW = np.uint64(2**32 - 1)
 
 
 @cache
@@ -183,7 +183,7 @@ def prepare_chunk(
     grow_a_little(store, len(chosen_K))
     index = index_at(store)
     for k in range(len(chosen_K)):
-        prefetch(home_of(index, hash_of(ids_N[chosen_K[k]], rows.owner)))
+        prefetch(find_home(index, hash_id(ids_N[chosen_K[k]], rows.owner)))
     num_leaving = store.tally[ROWS] + len(chosen_K) - store.tally[CAPACITY]
     if num_leaving > 0:
         _prefetch_leaving(store, index, min(num_leaving, len(chosen_K)))
@@ -198,7 +198,7 @@ def find_or_make(
 
     If the store is full, the row leaves that should leave first.
     """
-    hash_ = hash_of(id_, rows.owner)
+    hash_ = hash_id(id_, rows.owner)
     slot = find_slot(index, rows, id_, hash_)
     if slot != NOT_FOUND:
         return slot, False
@@ -217,9 +217,9 @@ def remove_row(
     store: StoreAt, index: IndexAt, arena: np.uint64, slot: np.uint64
 ) -> None:
     """Take a row out of the index and free its slot; its record stays in the log."""
-    address, tally = address_of(store.arenas, arena, slot), store.tally
+    address, tally = locate_row(store.arenas, arena, slot), store.tally
     id_, owner = load_u64(address), load_u64(address + WORD) >> OWNER_SHIFT
-    remove_entry(index, hash_of(id_, owner), slot)
+    remove_entry(index, hash_id(id_, owner), slot)
     store.cursor[ENTRIES] -= _ONE
     free_slot(store.arenas, arena, slot)
     tally[ROWS] -= 1
@@ -241,7 +241,7 @@ def remove_ids(layout: Layout, ids_N: Ids) -> None:
     store = store_at(layout)
     rows, index = rows_at(store, layout), index_at(store)
     for i in range(len(ids_N)):
-        slot = find_slot(index, rows, ids_N[i], hash_of(ids_N[i], rows.owner))
+        slot = find_slot(index, rows, ids_N[i], hash_id(ids_N[i], rows.owner))
         if slot != NOT_FOUND:
             remove_row(store, index, rows.arena, slot)
 
@@ -250,7 +250,7 @@ def remove_ids(layout: Layout, ids_N: Ids) -> None:
 def _evict_oldest(store: StoreAt, index: IndexAt) -> None:
     row = pop_oldest(store.logs, store.arenas)
     if row != NONE:
-        remove_row(store, index, arena_of(row), slot_of(row))
+        remove_row(store, index, row >> _S32, row & _LOW)
         store.tally[EVICTED] += 1
 
 
@@ -267,7 +267,7 @@ def _prefetch_leaving(store: StoreAt, index: IndexAt, num_rows: int) -> None:
         if slot < arenas[arena, USED]:
             address = base + slot * stride
             owner = load_u64(address + WORD) >> OWNER_SHIFT
-            prefetch(home_of(index, hash_of(load_u64(address), owner)))
+            prefetch(find_home(index, hash_id(load_u64(address), owner)))
             prefetch_row(address, stride)
     for ahead in range(num_rows, 2 * num_rows):
         prefetch(base + slot_to_leave(logs, class_, ahead) * stride)

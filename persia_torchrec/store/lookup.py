@@ -23,13 +23,13 @@ from persia_torchrec.intrinsics import load_u32, load_u64, prefetch, store_u32, 
 from persia_torchrec.store.index import (
     NOT_FOUND,
     IndexAt,
+    find_home,
     find_slot,
-    hash_of,
-    home_of,
+    hash_id,
     index_at,
     likely_slot,
 )
-from persia_torchrec.store.recency import class_of, compact_for, touch
+from persia_torchrec.store.recency import classify, compact_for, touch
 from persia_torchrec.store.rows import (
     FREQUENCY,
     HITS,
@@ -209,7 +209,7 @@ def count_up(address: np.uint64, count: np.uint64, num_classes: int) -> np.uint6
     frequency = load_u32(address + FREQUENCY) + count
     frequency = min(frequency, _LARGEST_COUNT)
     store_u32(address + FREQUENCY, frequency)
-    return class_of(frequency) if num_classes > 1 else _ZERO
+    return classify(frequency) if num_classes > 1 else _ZERO
 
 
 @inlined
@@ -229,9 +229,9 @@ def _look_ahead(
     hashes, likely = ahead
     far, near = i + _FAR, i + _NEAR
     if far < len(ids_N):
-        hash_ = hash_of(ids_N[far], rows.owner)
+        hash_ = hash_id(ids_N[far], rows.owner)
         hashes[far & _RING] = hash_
-        prefetch(home_of(index, hash_))
+        prefetch(find_home(index, hash_))
     if 0 <= near < len(ids_N):
         slot = likely_slot(index, hashes[near & _RING])
         likely[near & _RING] = slot

@@ -57,7 +57,7 @@ from persia_torchrec.store.rows import (
     WORD,
     RowsAt,
     Words,
-    address_of,
+    locate_row,
     reserve,
 )
 
@@ -162,12 +162,12 @@ class RecencyLogs:
         directory = self.directory.copy()
         rows = []
         while (row := pop_oldest(directory, arenas)) != NONE:
-            rows.append((int(arena_of(row)), int(slot_of(row))))
+            rows.append((int(row) >> 32, int(row) % 2**32))
         return rows
 
 
 @inlined
-def class_of(frequency: np.uint64) -> np.uint64:
+def classify(frequency: np.uint64) -> np.uint64:
     """Return the class of rows that were looked up so often."""
     if frequency < np.uint64(16):
         return frequency
@@ -178,7 +178,7 @@ def class_of(frequency: np.uint64) -> np.uint64:
     return class_
 
 
-def classes_of(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+def classify_all(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     """Return the class of each frequency; uint8 ``(N,)``."""
     return _classify(read_only(frequencies_N))
 
@@ -187,7 +187,7 @@ def classes_of(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
 def _classify(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     classes_N = np.empty(len(frequencies_N), dtype=np.uint8)
     for n in range(len(frequencies_N)):
-        classes_N[n] = np.uint8(class_of(np.uint64(frequencies_N[n])))
+        classes_N[n] = np.uint8(classify(np.uint64(frequencies_N[n])))
     return classes_N
 
 
@@ -258,18 +258,6 @@ def slot_to_leave(logs: Words, class_: int, num_ahead: int) -> np.uint64:
 @inlined
 def _end_of_front(logs: Words, class_: int | np.uint64) -> np.uint64:
     return logs[class_, WRITE] if logs[class_, COMPACTING] else logs[class_, TAIL]
-
-
-@compiled
-def arena_of(row: np.uint64) -> np.uint64:
-    """Return the arena that :func:`pop_oldest` named."""
-    return row >> _S32
-
-
-@compiled
-def slot_of(row: np.uint64) -> np.uint64:
-    """Return the slot that :func:`pop_oldest` named."""
-    return row & _LOW
 
 
 @compiled
@@ -378,7 +366,7 @@ def _pop_oldest_of(logs: Words, c: np.uint64, arenas: Words) -> np.uint64:
             continue
         logs[c, HEAD] += _ONE
         arena = logs[c, HEAD_ARENA]
-        address = address_of(arenas, arena, word)
+        address = locate_row(arenas, arena, word)
         if load_u64(address + WORD) & TICK_MASK == logs[c, HEAD_TICK]:
             return (arena << _S32) | word
 

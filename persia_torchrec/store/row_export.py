@@ -72,7 +72,7 @@ from persia_torchrec.store.rows import (
     Ids,
     Layout,
     Words,
-    address_of,
+    locate_row,
     reserve,
 )
 from persia_torchrec.store.shard_memory import ShardMemory
@@ -339,8 +339,8 @@ def _number_rows(
             continue
         if at + _LOOK_AHEAD < len(records):
             ahead = np.uint64(records[at + _LOOK_AHEAD])  # perhaps not a slot
-            prefetch(address_of(arenas, arena, ahead))
-        word = load_u64(address_of(arenas, arena, slot) + WORD)
+            prefetch(locate_row(arenas, arena, ahead))
+        word = load_u64(locate_row(arenas, arena, slot) + WORD)
         if word & TICK_MASK == tick:
             store_u32(addresses_A[arena] + _4 * slot, position)
         position += _ONE

@@ -28,7 +28,7 @@ from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.intrinsics import copy_bytes, load_u32, load_u64, store_u64
 from persia_torchrec.store.insert import CHUNK, find_or_make, prepare_chunk
 from persia_torchrec.store.lookup import Indices
-from persia_torchrec.store.recency import MARK_WORDS, class_of, classes_of, touch
+from persia_torchrec.store.recency import MARK_WORDS, classify, classify_all, touch
 from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
 from persia_torchrec.store.rows import (
     FREQUENCY,
@@ -86,7 +86,7 @@ class RowImport:
         if len(uses_R) > capacity_rows:
             leaving = self._order
             if len(memory.logs.directory) > 1:
-                leaving = np.lexsort((uses_R, classes_of(frequencies_R)))
+                leaving = np.lexsort((uses_R, classify_all(frequencies_R)))
             is_kept = np.ones(len(uses_R), dtype=np.bool_)
             is_kept[leaving[:-capacity_rows]] = False
             self._order = self._order[is_kept[self._order]]
@@ -283,7 +283,7 @@ def _draw_next_ticks(
 def _touch(store: StoreAt, rows: RowsAt, slot: np.uint64, tick: np.uint64) -> None:
     address, class_ = rows.base + slot * rows.stride, np.uint64(0)
     if len(store.logs) > 1:
-        class_ = class_of(load_u32(address + FREQUENCY))
+        class_ = classify(load_u32(address + FREQUENCY))
     logs = np.uint64(store.logs.ctypes.data)
     touch(logs, class_, rows, address, slot, tick)
 

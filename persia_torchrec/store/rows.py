@@ -189,26 +189,15 @@ def words_per_row(layout: Layout) -> int:
 
 
 class StoreAt(NamedTuple):
-    """The store's own arrays, as the loops see them: views without an owner."""
+    """The store's own arrays; the loops see them as views without an owner.
 
-    lines: Words
-    """Of the index, ``(lines, 8)``."""
-
-    cursor: Words
-    """Of the index."""
-
-    arenas: Words
-    """The directory of arenas, ``(arenas, 5)``."""
-
-    logs: Words
-    """The directory of logs, ``(classes, 15)``."""
-
-    tally: Tally
-    """Counts; see ``HITS`` and the others."""
-
-
-class StoreArrays(NamedTuple):
-    """The same arrays, as their owner keeps them."""
+    Attributes:
+        lines: of the index, uint64 ``(lines, 8)``.
+        cursor: of the index, uint64.
+        arenas: the directory of arenas, uint64 ``(arenas, 5)``.
+        logs: the directory of logs, uint64 ``(classes, 15)``.
+        tally: int64, see ``HITS`` and the others.
+    """
 
     lines: Words
     cursor: Words
@@ -222,43 +211,35 @@ class StoreArrays(NamedTuple):
 
 
 class RowsAt(NamedTuple):
-    """Where a table's rows are: plain numbers."""
+    """Where a table's rows are: plain numbers.
+
+    Attributes:
+        base: address of slot 0.
+        stride: bytes per slot.
+        tags: address of the tag of slot 0.
+        arena: number of the arena.
+        owner: number of the table plus one.
+        dim: weights per row.
+        dtype: of the weights.
+        weights: byte of a row at which its weights begin.
+        weight_bytes: bytes of the weights of a row.
+        state: byte of a row at which its optimizer state begins.
+        state_bytes: bytes of the state of a row.
+        has_metadata: whether rows carry metadata.
+    """
 
     base: np.uint64
-    """Address of slot 0."""
-
     stride: np.uint64
-    """Bytes per slot."""
-
     tags: np.uint64
-    """Address of the tag of slot 0."""
-
     arena: np.uint64
-    """Number of the arena."""
-
     owner: np.uint64
-    """Number of the table plus one."""
-
     dim: np.int64
-    """Weights per row."""
-
     dtype: np.int64
-    """Of the weights."""
-
     weights: np.uint64
-    """Byte of a row at which its weights begin."""
-
     weight_bytes: np.uint64
-    """Bytes of the weights of a row."""
-
     state: np.uint64
-    """Byte of a row at which its optimizer state begins."""
-
     state_bytes: np.uint64
-    """Bytes of the state of a row."""
-
     has_metadata: bool
-    """Whether rows carry metadata."""
 
 
 @inlined
@@ -359,7 +340,7 @@ def write_rows(layout: Layout, slots_N: Slots, rows_NK: Floats) -> None:
 
 
 @inlined
-def address_of(arenas: Words, arena: np.uint64, slot: np.uint64) -> np.uint64:
+def locate_row(arenas: Words, arena: np.uint64, slot: np.uint64) -> np.uint64:
     """Return the address of a row's header."""
     return arenas[arena, BASE] + slot * arenas[arena, STRIDE]
 
@@ -379,14 +360,14 @@ def take_slot(arenas: Words, arena: np.uint64) -> np.uint64:
         arenas[arena, USED] = slot + _ONE
         return slot
     slot = head - _ONE
-    arenas[arena, FREE] = load_u64(address_of(arenas, arena, slot))
+    arenas[arena, FREE] = load_u64(locate_row(arenas, arena, slot))
     return slot
 
 
 @inlined
 def free_slot(arenas: Words, arena: np.uint64, slot: np.uint64) -> None:
     """Put a slot on its arena's free list."""
-    address = address_of(arenas, arena, slot)
+    address = locate_row(arenas, arena, slot)
     store_u64(address, arenas[arena, FREE])
     store_u64(address + WORD, _ZERO)
     arenas[arena, FREE] = slot + _ONE

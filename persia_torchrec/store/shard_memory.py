@@ -27,7 +27,7 @@ from persia_torchrec.store.rows import (
     TICK,
     USED,
     Arena,
-    StoreArrays,
+    StoreAt,
     Tally,
     Words,
     build_layout,
@@ -174,7 +174,7 @@ class ShardMemory:
     def _set_addresses(self) -> None:
         logs = self.logs.directory
         arrays = (self.index.lines, self.index.cursor, self.directory, logs, self.tally)
-        self._addresses[:] = StoreArrays(*arrays).addresses()
+        self._addresses[:] = StoreAt(*arrays).addresses()
 
     def _new_state(
         self, spec: TableSpec, number: int, arenas: list[Arena]

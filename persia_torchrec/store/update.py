@@ -35,7 +35,7 @@ from persia_torchrec.store.index import (
     NOT_FOUND,
     IndexAt,
     find_slot,
-    hash_of,
+    hash_id,
     index_at,
 )
 from persia_torchrec.store.lookup import prefetch_row
@@ -138,7 +138,7 @@ def find_hinted(
     slot = hint
     address = rows.base + slot * rows.stride
     if slot >= num_slots or not is_row_of(address, id_, rows.owner):
-        slot = find_slot(index, rows, id_, hash_of(id_, rows.owner))
+        slot = find_slot(index, rows, id_, hash_id(id_, rows.owner))
     return slot
 
 
@@ -163,7 +163,7 @@ def finish_row(
     if bound < _INFINITE:
         bound_weights(floats_at(weights), rows.dim, bound)
     if rows.dtype != FP32:
-        seed = hash_of(load_u64(address), layout[STEP])
+        seed = hash_id(load_u64(address), layout[STEP])
         halves = halves_at(address + rows.weights)
         round_stochastically(floats_at(weights), halves, rows.dim, rows.dtype, seed)
     if rows.has_metadata:

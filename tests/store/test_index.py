@@ -21,7 +21,7 @@ from persia_torchrec.store.index import (
     add_entry,
     find_slot,
     grow_a_little,
-    hash_of,
+    hash_id,
     index_at,
     likely_slot,
     remove_entry,
@@ -32,7 +32,7 @@ from persia_torchrec.store.rows import (
     OWNER_SHIFT,
     STORE,
     Arena,
-    StoreArrays,
+    StoreAt,
     build_layout,
     rows_at,
 )
@@ -71,18 +71,18 @@ class Rows:
         self.arena = arena
         self.directory = np.array([arena.directory_line()], dtype=np.uint64)
         self.hashes = [
-            np.uint64(hash_of(id_, owner))
+            np.uint64(hash_id(id_, owner))
             for id_, owner in zip(self.ids, self.owners, strict=True)
         ]
         self.index = Index(capacity)
         self.addresses = np.zeros(6, dtype=np.uint64)
 
     @property
-    def store(self) -> StoreArrays:
+    def store(self) -> StoreAt:
         nothing = np.zeros((1, 15), dtype=np.uint64)
         tally = np.zeros(1, dtype=np.int64)
         arrays = (self.index.lines, self.index.cursor, self.directory, nothing, tally)
-        return StoreArrays(*arrays)
+        return StoreAt(*arrays)
 
     @property
     def cursor(self) -> list[int]:

@@ -21,11 +21,11 @@ from persia_torchrec.store.recency import (
     TAIL,
     WRITE,
     RecencyLogs,
-    class_of,
+    classify,
     pop_oldest,
     touch,
 )
-from persia_torchrec.store.rows import Arena, RowsAt, address_of, free_slot
+from persia_torchrec.store.rows import Arena, RowsAt, free_slot, locate_row
 
 NUM_SLOTS = 40
 NUM_CLASSES = 3
@@ -57,7 +57,7 @@ class Rows:
         base, stride, tags = self.directory[arena, [0, 1, 4]]
         some = np.uint64(8), np.uint64(8), np.uint64(8), np.uint64(8), False
         rows = RowsAt(base, stride, tags, arena, arena + np.uint64(1), 1, 0, *some)
-        address = np.uint64(address_of(self.directory, arena, slot))
+        address = np.uint64(locate_row(self.directory, arena, slot))
         logs = np.uint64(self.logs.directory.ctypes.data)
         touch(logs, np.uint64(class_), rows, address, slot, np.uint64(self.tick))
 
@@ -351,5 +351,5 @@ def test_a_class_of_frequencies_is_exact_below_16_and_a_power_of_two_above():
         *(2**k + by for k in range(8, 32) for by in (-1, 0)),
     ]:
         expected = frequency if frequency < 16 else 12 + int(np.log2(frequency))
-        assert class_of(np.uint64(frequency)) == expected
-    assert class_of(np.uint64(2**32 - 1)) == NUM_LFU_CLASSES - 1
+        assert classify(np.uint64(frequency)) == expected
+    assert classify(np.uint64(2**32 - 1)) == NUM_LFU_CLASSES - 1
