@@ -1,17 +1,16 @@
 """What several trainers agree on: who updates jointly, and the loss scale.
 
-Dense gradients are averaged over the trainers: what is infinite on one of them is so on
-all, which all skip the step and lower the loss scale. Embedding gradients are not, so
-the trainers tell one another whether theirs were finite:
+Dense gradients are averaged over the trainers: an infinity on one of them reaches all,
+which all skip the step and lower the loss scale. Embedding gradients are not, so the
+trainers tell one another whether theirs were finite:
 
     backward pass   each pushed gradient: finite?
     its end         one byte, the maximum over all trainers
     scaler.step     all skip, or none; scaler.update: all scales stay equal
 
-The byte has a process group of its own, on CPUs: collectives of one group must come in
-the same order everywhere, and those of the dense gradients come when autograd is ready
-for them. The group is made for the first byte, so that only trainers with a loss scale
-have it.
+The byte has a process group of its own, on CPUs, made for the first one: collectives of
+one group must come in the same order everywhere, and those of the dense gradients come
+when autograd is ready for them.
 """
 
 import secrets
@@ -29,16 +28,10 @@ from persia_torchrec.wire.messages import Share
 
 
 class Agreement(Joinable):
-    """What trainers agree on. One per trainer and sharder.
+    """What trainers agree on; their process group communicates on a device.
 
-    Called by the thread that trains, or that runs its backward pass.
-
-    Args:
-        trainers: all of them.
-        device: on which their process group communicates.
-
-    Attributes:
-        scaler: whose loss scale all keep; None where nothing scales the loss.
+    There is one per trainer and sharder, called by the thread that trains, or that runs
+    its backward pass. ``scaler`` has the loss scale of all, if there is one.
     """
 
     def __init__(self, trainers: dist.ProcessGroup, device: torch.device) -> None:
@@ -50,15 +43,11 @@ class Agreement(Joinable):
 
     @property
     def is_used(self) -> bool:
-        """Whether a loss scale is to be agreed on."""
+        """Whether there is a loss scale to agree on."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     def any(self, is_true: bool) -> bool:
-        """Return whether it is true on any trainer; all of them call this together.
-
-        Raises:
-            JobError: another trainer is gone, or does not call it.
-        """
+        """Return whether it is true on any trainer; all of them call this together."""
         if work := Join.notify_join_context(self):
             work.wait()
         return self.answer(is_true)
@@ -77,10 +66,9 @@ class Agreement(Joinable):
         return bool(flag)
 
     def adopt_scale(self, is_last: bool) -> None:
-        """Take the loss scale of those who trained last; all call this together.
+        """Take the loss scale of a trainer that trained last; all call this together.
 
-        Args:
-            is_last: whether this trainer is one of them.
+        ``is_last`` says whether this trainer is one of those.
         """
         if self.scaler is None:
             return
@@ -131,20 +119,12 @@ class _Answer(JoinHook):
 
 def rendezvous(
     env: ShardingEnv, device: torch.device, client: EmbeddingClient, timeout_s: float
-) -> Trainers | None:
+) -> Trainers:
     """Agree with the other trainers on a group that updates jointly; all must call it.
 
-    Each step may wait ``timeout_s`` for the slowest trainer.
-
-    Returns:
-        This trainer as a member of the group; None in a job of a single trainer.
-
-    Raises:
-        ConfigError: there are several and no process group.
-        ServerError: a server failed, refused, or did not answer in time.
+    Their process group communicates on ``device``. A joint step may wait ``timeout_s``
+    for the slowest trainer.
     """
-    if env.world_size == 1:
-        return None
     if env.process_group is None:
         raise ConfigError(
             f"{env.world_size} trainers that update jointly must have a process group. "

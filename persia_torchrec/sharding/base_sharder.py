@@ -1,17 +1,14 @@
-"""The base of all sharders: what TorchRec's planner asks, what users do with tables.
+"""The base of all sharders: what TorchRec's planner asks of them.
 
-The planner plans these collections like any other module. It is told of one placeholder
-parameter per table, of one row and without storage, since the rows take no memory here;
-the sharding type and the kernel are names that the planner knows ("row_wise" and
-"fused"), as it refuses unknown ones.
-
-    PlannedSharder       what a planner and DistributedModelParallel ask
-    CollectionSharder    puts collections on the servers, and controls their tables
+The planner plans these collections like any other module. It sees one placeholder
+parameter per table, of one row and without storage, since the rows take no memory here.
+Sharding type and kernel are names that the planner knows ("row_wise", "fused"), because
+it refuses unknown ones.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +19,6 @@ from torchrec.distributed.types import (
     ModuleSharder,
     ParameterSharding,
     ParameterStorage,
-    ShardedModule,
     ShardingEnv,
     ShardingType,
 )
@@ -40,15 +36,12 @@ from persia_torchrec.sharding.remote_tables import RemoteTables, TableControl
 
 _ROW_WISE = ShardingType.ROW_WISE.value
 
-Module = TypeVar("Module", bound=nn.Module)
-Sharded = TypeVar("Sharded", bound=ShardedModule[Any, Any, Any, Any])
 
+class PlannedSharder(ModuleSharder[nn.Module]):
+    """What a planner and ``DistributedModelParallel`` ask of a sharder."""
 
-class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
-    """What a planner and ``DistributedModelParallel`` ask of a sharder.
-
-    A subclass says which modules it takes, and puts one on the servers.
-    """
+    module_type: ClassVar[type[nn.Module]]
+    """Which modules it takes."""
 
     fused_params: ClassVar[None] = None
     """TorchRec's settings of its kernels: none. Planners of torchrec up to 1.6 read it
@@ -59,29 +52,22 @@ class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
 
     @abstractmethod
     def put_on_servers(
-        self, module: Module, env: ShardingEnv, device: torch.device
-    ) -> Sharded:
-        """Make the tables known to the servers, and return the module that uses them.
+        self, module: nn.Module, env: ShardingEnv, device: torch.device
+    ) -> Any:
+        """Make the tables known to the servers; return the module that uses them."""
 
-        The weights of the collection, if it has any, are not used.
-
-        Raises:
-            ConfigError: the servers cannot honour a setting of the collection.
-            ServerError: a server refuses a table, or does not answer.
-        """
-
-    def tables_in(self, module: Module) -> TableCollection:
+    def tables_in(self, module: nn.Module) -> TableCollection:
         """Return the collection of tables that a module is, or holds."""
         return module
 
     def shard(
         self,
-        module: Module,
+        module: nn.Module,
         params: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> Sharded:
+    ) -> Any:
         """Check the plan, and put the tables on the servers; TorchRec calls this.
 
         Raises:
@@ -100,7 +86,7 @@ class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
                 )
         return self.put_on_servers(module, env, device or torch.device("cpu"))
 
-    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return a placeholder of one row for each table."""
         return {
             config.name: nn.Parameter(
@@ -128,36 +114,26 @@ class PlannedSharder(ModuleSharder[Module], Generic[Module, Sharded]):
         return {storage.value: 0}
 
 
-class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
-    """Replace a collection of TorchRec's by its remote counterpart.
+class CollectionSharder(TableControl, PlannedSharder):
+    """Replace a collection of TorchRec's by its remote counterpart."""
 
-    Args:
-        timeout_s: seconds that a pull or a push may take.
-        gradient_division: divide gradients by the number of trainers.
-    """
-
-    kind: ClassVar[tuple[type[nn.Module], type[ShardedRemoteCollection[Any, Any]]]]
-    """Which collections it takes, and what it makes of them."""
+    sharded_type: ClassVar[type[ShardedRemoteCollection]]
+    """What it makes of a collection."""
 
     def __init__(self, *, timeout_s: float, gradient_division: bool) -> None:
         PlannedSharder.__init__(self)
         TableControl.__init__(self, RemoteTables(), timeout_s)
         self._gradient_division = gradient_division
 
-    @property
-    def module_type(self) -> type[nn.Module]:
-        """Which modules this sharder takes."""
-        return self.kind[0]
-
     @abstractmethod
-    def describe(self, module: Module) -> CollectionSpec:
+    def describe(self, module: TableCollection) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
 
     @abstractmethod
     def make_pipeline(
         self, spec: CollectionSpec, device: torch.device
     ) -> BatchPipeline[Any, Any]:
-        """Return the pipeline of a collection, its tables known to the servers."""
+        """Return a collection's pipeline to a device, its tables known to servers."""
 
     def require_known_settings(self) -> None:
         """Refuse settings that belong to no collection; called when a batch comes."""
@@ -169,16 +145,13 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
 
     def put_on_servers(
         self,
-        module: Module,
+        module: TableCollection,
         env: ShardingEnv,
         device: torch.device,
-        sharded_type: type[ShardedRemoteCollection[Any, Any]] | None = None,
+        sharded_type: type[ShardedRemoteCollection] | None = None,
     ) -> Any:
-        """Make the tables known to the servers, and return the module that uses them.
-
-        It is of ``sharded_type``, or else of the type that :attr:`kind` says.
-        """
-        sharded_type = sharded_type or self.kind[1]
+        """See the base; makes a ``sharded_type`` other than its own if given one."""
+        sharded_type = sharded_type or self.sharded_type
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
         pipeline = self.make_pipeline(spec, device)
@@ -203,7 +176,7 @@ class CollectionSharder(TableControl, PlannedSharder[Module, Sharded]):
 def require_tables(
     configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding]
 ) -> None:
-    """Refuse a plan that does not name just these tables."""
+    """Refuse a plan of other tables."""
     names = {config.name for config in configs}
     if params.keys() != names:
         raise ConfigError(

@@ -1,11 +1,9 @@
 """TorchRec's collections of tables, and what they say in the servers' terms.
 
-A table of a collection on the servers has no length: ids are raw 64-bit values, and
-``num_embeddings`` only sets the range of the initial weights, as it does in TorchRec.
-What the servers cannot do is refused here, before anything is trained.
-
-Collections of bags and of sequences differ in the names of their methods, which are
-told apart here alone.
+A table on the servers has no length: ids are raw 64-bit values, and ``num_embeddings``
+only sets the range of the initial weights, as it does in TorchRec. What the servers
+cannot do is refused here, before training. Collections of bags and of sequences differ
+in the names of their methods; only this file tells them apart.
 
 A TorchRec user gives tables their optimizer in one of two ways, and either moves to the
 servers with the table:
@@ -13,19 +11,18 @@ servers with the table:
     apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.01})
     FusedEmbeddingBagCollection(tables, optimizer_type=Adam, optimizer_kwargs={...})
 
-TorchRec itself trains such tables by fbgemm's optimizer of the same name, and fbgemm
-says what it computes and what an argument is by default, whatever the class would: so
-``torch.optim.Adam`` decays weights as AdamW does, and Adagrad's ``eps`` is 1e-8. Two
-things are taken from the class, since fbgemm leaves them out: momentum and weight decay
-of SGD, and weight decay and the start of the accumulator of Adagrad.
+TorchRec itself trains such tables by fbgemm's optimizer of the same name, whose
+computation and defaults win over the class: ``torch.optim.Adam`` decays weights as
+AdamW does, and Adagrad's ``eps`` is 1e-8. What fbgemm leaves out is the class's:
+momentum and weight decay of SGD, weight decay and initial accumulator of Adagrad.
 """
 
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 import torch
@@ -43,11 +40,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from persia_torchrec.embedding.initializer import (
-    Constant,
-    Normal,
-    Uniform,
-)
+from persia_torchrec.embedding.initializer import Constant, Normal, Uniform
 from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
@@ -76,22 +69,29 @@ _INITIALIZERS: dict[object, Callable[..., Initializer]] = {
     torch.nn.init.ones_: lambda: Constant(1.0),
 }
 
+_NEAREST = {
+    "AdamW": "torch.optim.Adam, whose weight_decay is AdamW's on the servers",
+    "SparseAdam": "torch.optim.Adam, which changes the rows of a batch alone there",
+    "RMSprop": "TableSettings(optimizer=AdamAsync(apply_sparse_rmsprop=True))",
+    "NAdam": "TableSettings(optimizer=AdamAsync(use_nesterov=True))",
+    "Adadelta": "torch.optim.Adagrad",
+    "Rprop": "torch.optim.SGD",
+    "ASGD": "torch.optim.SGD",
+}
+_NEAREST_BY_DEFAULT = "torch.optim.Adam"
+
+_SPELLINGS = {"learning_rate": "lr"}
+_OF_TORCHREC = "optimizer"  # TorchRec writes fbgemm's name among the arguments
+
 
 @dataclass(frozen=True, slots=True)
 class CollectionSpec:
-    """A collection: its tables, and its features in the order of their columns.
-
-    Attributes:
-        tables: one per table of the collection.
-        features: one per column block of the pooled output, or one per sequence.
-        is_weighted: a batch has a weight for each id, which pooling uses.
-        needs_ids: sequences come with their ids.
-    """
+    """A collection: its tables, and its features in the order of their columns."""
 
     tables: tuple[TableSpec, ...]
     features: tuple[FeatureSpec, ...]
-    is_weighted: bool = False
-    needs_ids: bool = False
+    is_weighted: bool = False  # a batch has a weight for each id, which pooling uses
+    needs_ids: bool = False  # sequences come with their ids
 
     def keys(self) -> list[str]:
         """Return the features that a batch must have, each once."""
@@ -119,30 +119,31 @@ def describe_collection(
     optimizer: Optimizer,
     settings: Mapping[str, TableSettings] | None = None,
 ) -> CollectionSpec:
-    """Describe a collection of bags or of sequences.
+    """Describe a collection of bags or of sequences; only its configuration is read.
 
     Args:
-        module: on any device; only its configuration is read.
+        module: on any device.
         optimizer: of the tables that neither ``settings`` nor the model give one.
-        settings: of single tables, by name; names that it has not are left alone.
-
-    Raises:
-        ConfigError: a setting that the servers cannot honour; the message names the
-            table and what works instead.
+        settings: of single tables, by name; names of other tables are left alone.
     """
     configs = table_configs(module)
     are_sequences = isinstance(module, EmbeddingCollection)
+    for config in configs:
+        if not are_sequences and config.pooling not in _POOLINGS:
+            raise ConfigError(
+                f"Table {config.name!r}: pooling must be SUM or MEAN. "
+                f"Received: {config.pooling}."
+            )
+    columns = name_columns(module)
     features = tuple(
         FeatureSpec(
-            name=name,
+            name=columns[config.name, f],
             key=key,
             table=config.name,
-            pooling="sum" if are_sequences else _pooling(config),
+            pooling="sum" if are_sequences else _POOLINGS[config.pooling],
         )
-        for config, names in zip(
-            configs, get_embedding_names_by_table(configs), strict=True
-        )
-        for name, key in zip(names, config.feature_names, strict=True)
+        for config in configs
+        for f, key in enumerate(config.feature_names)
     )
     own = read_optimizers(module)
     tables = tuple(
@@ -158,23 +159,37 @@ def describe_collection(
     return CollectionSpec(tables, features, is_weighted=module.is_weighted())
 
 
-def select_tables(collection: TableCollection, names: Iterable[str]) -> TableCollection:
-    """Return a collection of some of the tables, with the same weights."""
-    chosen = set(names)
-    configs = [config for config in table_configs(collection) if config.name in chosen]
-    selected = _on_meta(collection, configs)
-    for name, table in _modules_by_table(collection).items():
-        if name in chosen:
-            _modules_by_table(selected)[name] = table
+def select_tables(
+    collection: TableCollection, names: set[str]
+) -> TableCollection | None:
+    """Return a collection of some of the tables, with the same weights, if any."""
+    if not names:
+        return None
+    configs = [config for config in table_configs(collection) if config.name in names]
+    meta = torch.device("meta")  # where tables take no memory
+    if isinstance(collection, EmbeddingCollection):
+        selected = EmbeddingCollection(
+            tables=configs,
+            device=meta,
+            need_indices=collection.need_indices(),
+            use_gather_select=collection.use_gather_select(),
+            use_gather_select_per_sharding=collection.use_gather_select_per_sharding(),
+        )
+        weights, of_selected = collection.embeddings, selected.embeddings
+    else:
+        selected = EmbeddingBagCollection(
+            tables=configs, is_weighted=collection.is_weighted(), device=meta
+        )
+        weights, of_selected = collection.embedding_bags, selected.embedding_bags
+    of_selected.update({name: weights[name] for name in names})
     set_device(selected, collection.device)  # TorchRec loads weights on a device
     return selected
 
 
 def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
-    """Return the name of each (table, number of its feature), in the output's order.
+    """Return the name of each (table, index of its feature), in the output's order.
 
-    A feature that the tables of the collection have more than once is called
-    "feature@table".
+    A feature that several tables have is called "feature@table".
     """
     configs = table_configs(collection)
     return {
@@ -184,31 +199,6 @@ def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
         )
         for f, name in enumerate(names)
     }
-
-
-def _modules_by_table(collection: TableCollection) -> nn.ModuleDict:
-    """Return the modules that hold the weights."""
-    if isinstance(collection, EmbeddingCollection):
-        return collection.embeddings
-    return collection.embedding_bags
-
-
-def _on_meta(
-    collection: TableCollection, configs: list[BaseEmbeddingConfig]
-) -> TableCollection:
-    """Return a collection on the meta device, where tables take no memory."""
-    meta = torch.device("meta")
-    if not isinstance(collection, EmbeddingCollection):
-        return EmbeddingBagCollection(
-            tables=configs, is_weighted=collection.is_weighted(), device=meta
-        )
-    return EmbeddingCollection(
-        tables=configs,
-        device=meta,
-        need_indices=collection.need_indices(),
-        use_gather_select=collection.use_gather_select(),
-        use_gather_select_per_sharding=collection.use_gather_select_per_sharding(),
-    )
 
 
 def _describe_table(
@@ -232,15 +222,6 @@ def _describe_table(
     )
 
 
-def _pooling(config: BaseEmbeddingConfig) -> Pooling:
-    if config.pooling not in _POOLINGS:
-        raise ConfigError(
-            f"Table {config.name!r}: pooling must be SUM or MEAN. "
-            f"Received: {config.pooling}."
-        )
-    return _POOLINGS[config.pooling]
-
-
 def _initializer(config: BaseEmbeddingConfig) -> Initializer:
     """Return how rows start: by default TorchRec's +-sqrt(1 / num_embeddings)."""
     init = config.init_fn
@@ -261,35 +242,8 @@ def _initializer(config: BaseEmbeddingConfig) -> Initializer:
     )
 
 
-Arguments = dict[str, Any]
-Twin = tuple[type[Optimizer], Mapping[str, object]]
-"""Class of the servers, and the arguments of its twin with fbgemm's defaults."""
-
-_NEAREST = {
-    "AdamW": "torch.optim.Adam, whose weight_decay is AdamW's on the servers",
-    "SparseAdam": "torch.optim.Adam, which changes the rows of a batch alone there",
-    "RMSprop": "TableSettings(optimizer=AdamAsync(apply_sparse_rmsprop=True))",
-    "NAdam": "TableSettings(optimizer=AdamAsync(use_nesterov=True))",
-    "Adadelta": "torch.optim.Adagrad",
-    "Rprop": "torch.optim.SGD",
-    "ASGD": "torch.optim.SGD",
-}
-_NEAREST_OF_ALL = "torch.optim.Adam"
-
-_SPELLINGS = {"learning_rate": "lr"}
-_OF_TORCHREC = "optimizer"  # TorchRec writes fbgemm's name among the arguments
-
-
 def read_optimizers(module: nn.Module) -> dict[str, Optimizer]:
-    """Return the optimizers of the tables that the model gives one, by table.
-
-    Args:
-        module: a collection of TorchRec's, on any device.
-
-    Raises:
-        ConfigError: a table has two, or one that the servers cannot apply; the message
-            names it and the nearest that they can.
-    """
+    """Return the optimizers that a collection of TorchRec's gives tables, by table."""
     if isinstance(module, FusedEmbeddingBagCollection):
         own = module.optimizer_type(), module.optimizer_kwargs()
         names = [config.name for config in module.embedding_bag_configs()]
@@ -313,22 +267,21 @@ def translate_optimizer(
 ) -> Optimizer:
     """Return what the servers apply for an optimizer of torch's or TorchRec's.
 
-    Args:
-        cls: its class.
-        arguments: as they were given with it; fbgemm's names do as well.
-        table: whose optimizer it is, for messages.
-
-    Raises:
-        ConfigError: the servers have none like it, or not with these arguments.
+    The arguments may have fbgemm's names. The table is named in errors.
 
     Example:
         >>> translate_optimizer(torch.optim.SGD, {"lr": 0.5}, table="user")
         SGD(lr=0.5, momentum=0.0, weight_decay=0.0)
     """
-    twins = _twins()
+    # By class: what the servers apply for it, and its arguments by fbgemm's defaults.
+    twins = {
+        resolve_name(name): (optimizer, defaults)
+        for optimizer in OPTIMIZERS.classes
+        for name, defaults in optimizer.torch_twins.items()
+    }
     if cls not in twins:
-        nearest = _NEAREST.get(cls.__name__, _NEAREST_OF_ALL)
-        can = sorted({getattr(known, "__name__", "") for known in twins})
+        nearest = _NEAREST.get(cls.__name__, _NEAREST_BY_DEFAULT)
+        can = sorted({known.__name__ for known in twins})
         raise ConfigError(
             f"Table {table!r}: the optimizer must be one that the servers can apply, "
             f"of {can}. Received: {cls.__module__}.{cls.__name__}. The nearest is "
@@ -348,24 +301,9 @@ def translate_optimizer(
     return optimizer(**chosen)  # type: ignore[arg-type]  # checked in __post_init__
 
 
-def _twins() -> dict[object, Twin]:
-    """Return the optimizers of the servers, by their twins in torch and TorchRec."""
-    return {
-        _find_class(name): (optimizer, defaults)
-        for optimizer in OPTIMIZERS.classes
-        for name, defaults in optimizer.torch_twins.items()
-    }
-
-
-@functools.cache
-def _find_class(name: str) -> object:
-    module, _, attribute = name.rpartition(".")
-    return getattr(import_module(module), attribute)
-
-
 def _with_betas(
     arguments: Mapping[str, Any], defaults: Mapping[str, object]
-) -> Arguments:
+) -> dict[str, Any]:
     """Return the arguments with ``betas`` for fbgemm's ``beta1`` and ``beta2``."""
     given = dict(arguments)
     if "betas" in defaults and given.keys() & {"beta1", "beta2"}:

@@ -1,10 +1,10 @@
-"""Collections of which some tables lie on the servers, and their sharder.
+"""Collections with some tables on the servers and others under TorchRec's own sharding.
 
-DistributedModelParallel knows one sharder per kind of module, so this one stands for
-two: the remote one for the tables on the servers, TorchRec's for the others. What it
-makes is TorchRec's own sharded module of the local tables, with all that belongs to it:
-parameters, state dict, fused optimizer, data parallel wrappers. The remote module of
-the other tables is its child, and goes through the same three calls:
+DistributedModelParallel knows one sharder per kind of module, so ``MixedSharder`` holds
+two: the remote one, and TorchRec's for the other tables. Its sharded module is
+TorchRec's own of the local tables, with all that belongs to it: parameters, state dict,
+fused optimizer, data parallel wrappers. The remote module of the other tables is its
+child, and goes through the same three calls:
 
                    local                                   remote
     input_dist     ids go to the trainers with their rows  pull begins
@@ -12,22 +12,14 @@ the other tables is its child, and goes through the same three calls:
     output_dist    embeddings go where the ids came from   name the columns
                    `------ joined in the order of the unsharded collection ------'
 
-What the remote module has to remember of a batch travels in TorchRec's own context of
-that batch, so that its pipelines see nothing but an awaitable of their own.
-
-Huge tables belong on the servers: their ids are raw, their rows appear and leave. Small
-ones train faster on the trainers themselves, where no byte of theirs travels to a
-server. Which is which, a :class:`Placement` says:
-
-    named in remote, local, or by constraints   -> as named
-    else by size                                -> on the servers from a size on
+The remote module's state of a batch travels in TorchRec's own context of that batch, so
+that its pipelines see nothing but an awaitable of their own.
 """
 
-import functools
 import itertools
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -77,13 +69,17 @@ from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection, lazy
 from persia_torchrec.sharding.torchrec_api import ParametersInTurn, sharded_settings
 from persia_torchrec.table import require_known_tables
 
+_REMOTE = "remote."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where each table lies; on the servers, unless something here says otherwise.
 
-    A table that is named is where it is named; of the others, those that are as large
-    as ``min_rows`` and ``min_bytes`` ask are on the servers.
+    Huge tables belong on the servers: their ids are raw, their rows appear and leave.
+    Small ones train faster on the trainers, where none of their bytes is sent. A table
+    that is named is where it is named; of the others, those of at least ``min_rows``
+    and ``min_bytes`` are on the servers.
 
     Raises:
         ConfigError: a size is negative, or a table is named on both sides.
@@ -112,21 +108,17 @@ class Placement:
 
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
     """The planner's: a table whose constraints have sharding types or compute kernels
-    is one that TorchRec shards, and so is local. Tables that no collection has are left
-    alone, as the planner leaves them."""
+    is local. Tables that no collection has are ignored, as by the planner."""
 
     def __post_init__(self) -> None:
-        for name in ("min_rows", "min_bytes"):
-            if getattr(self, name) < 0:
+        for size in ("min_rows", "min_bytes"):
+            if (value := getattr(self, size)) < 0:
+                raise ConfigError(f"{size} must be >= 0. Received: {value}.")
+        for side in ("remote", "local"):
+            if isinstance(names := getattr(self, side), str):
                 raise ConfigError(
-                    f"{name} must be >= 0. Received: {getattr(self, name)}."
-                )
-        for name in ("remote", "local"):
-            if isinstance(getattr(self, name), str):
-                raise ConfigError(
-                    f"{name} must be a collection of table names. "
-                    f"Received: {getattr(self, name)!r}; is "
-                    f"{{{getattr(self, name)!r}}} meant?"
+                    f"{side} must be a collection of table names. Received: {names!r}; "
+                    f"is {{{names!r}}} meant?"
                 )
         both = set(self.remote) & (set(self.local) | self._constrained())
         if both:
@@ -141,17 +133,12 @@ class Placement:
             return True
         if config.name in self.local or config.name in self._constrained():
             return False
-        return (
-            config.num_embeddings >= self.min_rows
-            and table_bytes(config) >= self.min_bytes
-        )
+        weights = config.num_embeddings * config.embedding_dim
+        size_bytes = weights * DATA_TYPE_NUM_BITS[config.data_type] // 8
+        return config.num_embeddings >= self.min_rows and size_bytes >= self.min_bytes
 
     def require_known(self, tables: Iterable[str]) -> None:
-        """Refuse names that are no tables of the model.
-
-        Raises:
-            ConfigError: a name is unknown; the message has the nearest one.
-        """
+        """Refuse names that are no tables of the model."""
         require_known_tables({*self.remote, *self.local}, tables)
 
     def _constrained(self) -> set[str]:
@@ -162,56 +149,33 @@ class Placement:
         }
 
 
-def table_bytes(config: BaseEmbeddingConfig) -> int:
-    """Return the bytes of a table's weights."""
-    bits = DATA_TYPE_NUM_BITS[config.data_type]
-    return config.num_embeddings * config.embedding_dim * bits // 8
-
-
-_REMOTE = "remote."
-
-
-class Column(NamedTuple):
-    """Where an output of the whole collection comes from."""
-
-    name: str
-    is_remote: bool
-    own_name: str
-    """In the output of the local, or of the remote tables alone: there a feature may
-    be shared by fewer tables."""
-
-
-class LocalAndRemote(NamedTuple):
-    """A collection in two: its local tables, and those on the servers, sharded."""
-
-    local: TableCollection
-    remote: ShardedRemoteCollection[Any, Any]
-    columns: Sequence[Column]
+Columns = list[tuple[str, bool, str]]
+"""Of each output of a whole collection: its name there, whether its table is remote,
+and its name in the output of the local, or of the remote tables alone: there a feature
+may be shared by fewer tables."""
 
 
 def order_columns(
     whole: TableCollection, local: TableCollection, remote: TableCollection
-) -> list[Column]:
+) -> Columns:
     """Return the columns of a collection, in its order."""
     of_local, of_remote = name_columns(local), name_columns(remote)
     return [
-        Column(name, feature in of_remote, (of_remote | of_local)[feature])
+        (name, feature in of_remote, (of_remote | of_local)[feature])
         for feature, name in name_columns(whole).items()
     ]
 
 
 def join_outputs(
-    columns: Sequence[Column],
-    local: Any,
-    remote: Any,
+    columns: Columns, local: Any, remote: Any
 ) -> KeyedTensor | dict[str, JaggedTensor]:
     """Put the outputs of local and remote tables into the order of the whole.
 
-    They are KeyedTensors ``(B, T)``, or mappings to a JaggedTensor per sequence.
+    Both are KeyedTensors ``(B, T)``, or mappings to the JaggedTensor of each sequence.
     """
     is_pooled = isinstance(local, KeyedTensor)
     outputs = [o.to_dict() if is_pooled else o for o in (local, remote)]
-    blocks = [(c.name, outputs[c.is_remote][c.own_name]) for c in columns]
+    blocks = [(name, outputs[is_remote][own]) for name, is_remote, own in columns]
     if not is_pooled:
         return dict(blocks)
     return KeyedTensor(
@@ -241,30 +205,12 @@ def _add_prefix(
 
 
 class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
-    """Adds the remote tables to TorchRec's sharded module of the local ones.
+    """TorchRec's sharded module of the local tables, with the remote ones added."""
 
-    ``plan`` is of the local tables, which ``sharder`` shards.
-    """
-
-    def __init__(
-        self,
-        tables: LocalAndRemote,
-        plan: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        sharder: BaseEmbeddingSharder[Any],
-        device: torch.device | None,
-        module_fqn: str | None,
-    ) -> None:
-        super().__init__(
-            tables.local,
-            plan,
-            env,
-            device=device,
-            module_fqn=module_fqn,
-            **sharded_settings(sharder),
-        )
-        self.remote = tables.remote
-        self._columns = tables.columns
+    def add_remote(self, remote: ShardedRemoteCollection, columns: Columns) -> None:
+        """Add the sharded remote tables; ``columns`` are those of the whole."""
+        self.remote = remote
+        self._columns = columns
         self.register_state_dict_post_hook(_drop_prefix)
         self.register_load_state_dict_pre_hook(_add_prefix)
 
@@ -327,12 +273,11 @@ _MIXED = {
 class MixedSharder(BaseEmbeddingSharder[TableCollection]):
     """Put some tables on the embedding servers, and leave the others to TorchRec.
 
-    Ids of local tables are row numbers, below ``num_embeddings``, as usual in TorchRec;
-    their optimizer is TorchRec's (``fused_params``, ``apply_optimizer_in_backward``, or
-    for data parallel tables the model's own), and their weights are in the model's
-    state dict. What is said of the servers' tables is ``remote``'s.
-
-    TorchRec's planner sees the parameters of the local tables, and plans them as usual,
+    Ids of local tables are row numbers, below ``num_embeddings``, as always in
+    TorchRec; their optimizer is TorchRec's (``fused_params``,
+    ``apply_optimizer_in_backward``, or for data parallel tables the model's own), and
+    their weights are in the model's state dict. The tables on the servers have the
+    settings of ``remote``. TorchRec's planner sees the parameters of the local tables,
     and a placeholder of one row for each table on the servers.
 
     Args:
@@ -353,7 +298,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
 
     def __init__(
         self,
-        remote: CollectionSharder[Any, Any],
+        remote: CollectionSharder,
         placement: Placement,
         local: BaseEmbeddingSharder[Any] | None = None,
     ) -> None:
@@ -390,23 +335,23 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         parameters |= of_remote
         self._planned.update(parameters)
         in_order = {c.name: parameters[c.name] for c in table_configs(module)}
-        begin_turn = functools.partial(self._begin_turn, of_remote.keys())
+        both = self._local, self._remote
+
+        def begin_turn(table: str | None) -> None:
+            self._turn = both if table is None else (both[table in of_remote],)
+
         return ParametersInTurn(in_order, begin_turn)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the types of the table whose turn it is, or of both kinds."""
-        answers = (s.sharding_types(compute_device_type) for s in self._turn)
-        return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+        return _union(s.sharding_types(compute_device_type) for s in self._turn)
 
     def compute_kernels(
         self, sharding_type: str, compute_device_type: str
     ) -> list[str]:
         """Return the kernels of the table whose turn it is, or of both kinds."""
-        answers = (
-            sharder.compute_kernels(sharding_type, compute_device_type)
-            for sharder in self._turn
-        )
-        return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+        asked = sharding_type, compute_device_type
+        return _union(s.compute_kernels(*asked) for s in self._turn)
 
     def storage_usage(
         self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
@@ -425,8 +370,8 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         """Return TorchRec's module of the local tables, with the remote ones in it.
 
         Raises:
-            ConfigError: the plan is another one's, ``placement`` names a table that no
-                collection has, or the remote sharder refuses a table.
+            ConfigError: the plan was made with another sharder, ``placement`` names a
+                table that no collection has, or the remote sharder refuses a table.
             ServerError: a server refuses a table, or does not answer.
         """
         self._require_plan(module, params)
@@ -435,13 +380,19 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
             return self._remote.shard(module, params, env, device, module_fqn)
         if remote is None:
             return self._local.shard(module, params, env, device, module_fqn)
-        tables = LocalAndRemote(
-            local,
-            self._remote.shard(remote, _select(params, remote), env, device),
-            order_columns(module, local, remote),
+        sharded_remote = self._remote.shard(
+            remote, _select(params, remote), env, device
         )
-        plan = _select(params, local)
-        return self._sharded_type(tables, plan, env, self._local, device, module_fqn)
+        sharded = self._sharded_type(
+            local,
+            _select(params, local),
+            env,
+            device=device,
+            module_fqn=module_fqn,
+            **sharded_settings(self._local),
+        )
+        sharded.add_remote(sharded_remote, order_columns(module, local, remote))
+        return sharded
 
     def _split(
         self, module: TableCollection
@@ -450,17 +401,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         configs = table_configs(module)
         remote = {c.name for c in configs if self._placement.is_remote(c)}
         local = {c.name for c in configs} - remote
-        return (
-            select_tables(module, local) if local else None,
-            select_tables(module, remote) if remote else None,
-        )
-
-    def _begin_turn(self, on_servers: Container[str], table: str | None) -> None:
-        """Answer for one table, or for none in particular."""
-        if table is None:
-            self._turn = (self._local, self._remote)
-        else:
-            self._turn = (self._remote if table in on_servers else self._local,)
+        return select_tables(module, local), select_tables(module, remote)
 
     def _require_plan(
         self, module: TableCollection, params: EmbeddingModuleShardingPlan
@@ -471,26 +412,31 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         if params.keys() <= self._planned:  # and so the planner has seen all
             self._placement.require_known(self._planned)
         for config in configs:
-            is_remote = self._placement.is_remote(config)
-            if not _fits(params[config.name], config, is_remote=is_remote):
-                where = "on the servers" if is_remote else "under TorchRec"
+            planned = params[config.name]
+            if self._placement.is_remote(config):
+                where, fits = "on the servers", is_planned_on_servers(planned)
+            else:
+                where, fits = "under TorchRec", _is_planned_whole(planned, config)
+            if not fits:
                 raise ConfigError(
                     f"The plan must have been made with this sharder's placement, by "
-                    f"which table {config.name!r} lies {where}. Received: "
-                    f"{params[config.name]}. Let the planner plan with this sharder."
+                    f"which table {config.name!r} lies {where}. Received: {planned}. "
+                    "Let the planner plan with this sharder."
                 )
 
 
-def _fits(
-    sharding: ParameterSharding, config: BaseEmbeddingConfig, *, is_remote: bool
-) -> bool:
-    """Return whether a table was planned for where it lies."""
-    if is_remote:
-        return is_planned_on_servers(sharding)
-    spec = sharding.sharding_spec
-    if not isinstance(spec, EnumerableShardingSpec):  # data parallel
-        return True
-    return num_rows(spec) == config.num_embeddings or config.use_virtual_table
+def _union(answers: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+
+
+def _is_planned_whole(planned: ParameterSharding, config: BaseEmbeddingConfig) -> bool:
+    spec = planned.sharding_spec
+    is_data_parallel = not isinstance(spec, EnumerableShardingSpec)
+    return (
+        is_data_parallel
+        or config.use_virtual_table
+        or num_rows(spec) == config.num_embeddings
+    )
 
 
 def _select(

@@ -5,12 +5,10 @@
     backward pass    gradient of the rows -> pinned memory, on the model's stream
     pushing thread   waits for that copy, and sends
 
-On a GPU the trainer's thread waits for nothing: the streams wait for one another, and
-the threads of the pipeline for the copies. On the CPU the same happens without streams.
-
-Bags are pooled in the autograd graph, weighted or not, by torch's operators, which run
-on any device; or, for weighted bags on the CPU, by the loops of ``worker/weighted.py``,
-which are faster there.
+On a GPU the trainer's thread never blocks: the streams wait for one another, and the
+pipeline's threads for the copies. On the CPU the same happens without streams. Bags are
+pooled by torch's operators; weighted ones on the CPU by faster loops of
+``lookup/pooling.py``.
 
 Dimension key:
     B: samples
@@ -19,7 +17,7 @@ Dimension key:
     D: embedding dim
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +48,7 @@ class DeviceBatch:
         rows: float32 ``(U, D)``, one per table.
         inverses: int32 ``(L,)``, one per feature.
         offsets: int32 ``(B + 1,)``, one per feature: where its bags begin, and L.
-        table_of: for each feature, which table is its own.
+        table_of: for each feature, the index of its table.
         came: ends when the above are on the device; None on the CPU.
         left: ends when the gradients are on the host; None before, and on the CPU.
     """
@@ -87,12 +85,7 @@ class DeviceBatch:
 
 
 class RowsOnDevice:
-    """A lookup whose batches have their rows on a device. Any thread may call it.
-
-    Args:
-        lookup: pulls and pushes the rows.
-        device: where they are wanted.
-    """
+    """A lookup whose batches have their rows on a device. Any thread may call it."""
 
     def __init__(self, lookup: RowsLookup, device: torch.device) -> None:
         self._lookup = lookup
@@ -118,7 +111,7 @@ class RowsOnDevice:
         return self._lookup.abandon(handle.batch)
 
     def change_tables(self, change: TableChange) -> None:
-        """Change the settings of the tables; no push is under way."""
+        """Change the settings of the tables; no push is in flight."""
         self._lookup.change_tables(change)
 
     def _copied(self, rows: Outputs, batch: RoutedBatch) -> DeviceBatch:
@@ -138,10 +131,9 @@ class RowsOnDevice:
         )
 
     def _copy(
-        self, arrays: Iterable[npt.NDArray[np.generic]], dtype: type[np.generic]
+        self, arrays: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]
     ) -> torch.Tensor:
         """Return arrays on the device, one after the other."""
-        arrays = list(arrays)
         shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         staged = torch.empty(shape, dtype=torch_dtype, pin_memory=self._on_gpu)
@@ -156,17 +148,14 @@ def pool_rows(
     feature: int,
     pooling: Pooling,
 ) -> torch.Tensor:
-    """Pool the bags of a feature.
+    """Pool the bags of a feature; float32 ``(B, D)``.
 
     Args:
-        rows_UD: float32 ``(U, D)``, of the feature's table.
-        weights_L: float32 ``(L,)`` on the same device; None counts every id once.
+        rows_UD: float32, of the feature's table.
+        weights_L: float32, on the same device; None counts every id once.
         batch: which row each id is.
-        feature: which feature of the batch.
+        feature: its index in the batch.
         pooling: how.
-
-    Returns:
-        float32 ``(B, D)``.
     """
     pool = pool_by_torch
     if weights_L is not None and rows_UD.device.type == "cpu":

@@ -1,20 +1,15 @@
 """Sharded modules whose rows live on the embedding servers.
 
-TorchRec drives every sharded module by three calls, and so it drives these:
+TorchRec drives every sharded module by three calls:
 
     input_dist    begins to pull the batch in the background and returns at once
     compute       waits for the embeddings and puts them into the autograd graph
     output_dist   names them: a KeyedTensor, or JaggedTensors
 
-The last two are put off until the output is used. TorchRec's modules answer with an
-awaitable, which waits by itself at the first use. So what a model does between the call
-and the use, and the calls of other collections, hide the latency of the pull as well;
-and a pipeline that calls a module for a later batch, before the backward pass of this
-one, never waits for a pull that waits for this backward pass.
-
-In the backward pass the gradients of the embeddings leave through the same place; what
-the servers do with them does not concern autograd. A module has no parameters: rows
-and optimizer state stay on the servers, as its state dict says instead.
+The last two are put off until the first use of the output, an awaitable. So what a
+model does between call and use hides the latency of the pull as well; and a pipeline
+that calls a module for a later batch, before the backward pass of this one, never waits
+for a pull that waits for this backward pass. The backward pass pushes the gradients.
 
 Dimension key:
     B: samples
@@ -25,10 +20,11 @@ Dimension key:
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from tensordict import TensorDict
+from torch import nn
 from torch.nn import functional
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
@@ -44,32 +40,22 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
 )
-from torchrec.modules.fp_embedding_modules import (
-    FeatureProcessedEmbeddingBagCollection,
-)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from persia_torchrec.data.torchrec import (
-    JaggedBatch,
-    from_tensor_dict,
-    to_jagged_ids,
-)
+from persia_torchrec.data.torchrec import JaggedBatch, from_tensor_dict, to_jagged_ids
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
-from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import DeviceBatch, Tensors, pool_rows
 from persia_torchrec.sharding.remote_tables import RemoteTables
 from persia_torchrec.sharding.state import add_entries, take_entries
 from persia_torchrec.sharding.torchrec_api import feature_processors
-from persia_torchrec.table import TableSpec
 
-CompOut = TypeVar("CompOut", bound=Multistreamable)
 Out = TypeVar("Out", bound=Multistreamable)
-Context = TypeVar("Context", bound=Multistreamable)
 Function = TypeVar("Function", bound=Callable[..., object])
 
 Sequences = dict[str, JaggedTensor]
@@ -77,16 +63,11 @@ Sequences = dict[str, JaggedTensor]
 
 def not_traced(function: Function) -> Function:
     """Leave a function, and all that it calls, out of what torch.compile traces."""
-    untraced: Function = torch.compiler.disable(function)
-    return untraced
+    return torch.compiler.disable(function)
 
 
 class LazyOutput(LazyAwaitable[Out]):
-    """An output to come; made once, with the gradient mode of the call.
-
-    Args:
-        make: waits and returns the output.
-    """
+    """An output to come; made once, with the gradient mode of the call."""
 
     def __init__(self, make: Callable[[], Out]) -> None:
         super().__init__()
@@ -115,44 +96,22 @@ def lazy_output(make: Callable[[], Out]) -> LazyAwaitable[Out]:
     return LazyOutput(make)
 
 
-class LazyModule(ShardedModule[Any, CompOut, Out, Context]):
-    """A sharded module whose ``compute`` and ``output_dist`` wait for the first use."""
-
-    def compute_and_output_dist(
-        self, ctx: Context, input: KJTList
-    ) -> LazyAwaitable[Out]:
-        """Return the output before it is there.
-
-        Args:
-            ctx: of this batch.
-            input: what ``input_dist`` leads to: a list of one batch on its way.
-        """
-        (batch,) = input
-        if torch.compiler.is_dynamo_compiling():  # see lazy_output
-            return LazyNoWait(self._make_output(ctx, batch))
-        return LazyOutput(partial(self._make_output, ctx, batch))
-
-    @not_traced
-    def _make_output(self, ctx: Context, batch: Any) -> Out:
-        return self.output_dist(ctx, self.compute(ctx, batch)).wait()
-
-
 class RemoteContext(Multistreamable):
-    """What TorchRec passes along with one batch; nothing needs to be remembered."""
+    """What TorchRec passes along with one batch; empty."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """No tensor of this context lives on a device."""
 
 
 class _Embeddings(torch.autograd.Function):
-    """What was pulled for a batch; the gradients of it are pushed when they come."""
+    """What was pulled for a batch; its gradients are pushed when they come."""
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
         batch: PrefetchedBatch[Any],
-        module: "ShardedRemoteCollection[Any, Any]",
+        module: "ShardedRemoteCollection",
     ) -> Tensors:
         ctx.batch = batch
         ctx.module = module
@@ -165,7 +124,7 @@ class _Embeddings(torch.autograd.Function):
 
 
 class ShardedRemoteCollection(
-    LazyModule[CompOut, Out, RemoteContext], FusedOptimizerModule
+    ShardedModule[Any, Any, Any, RemoteContext], FusedOptimizerModule
 ):
     """A collection on the embedding servers; what all kinds of it share.
 
@@ -179,16 +138,17 @@ class ShardedRemoteCollection(
         tables: of all collections of the sharder.
         device: where the embeddings are wanted.
         gradient_scale: multiplied into every gradient before it is pushed.
-        optimizer: of the tables, for schedules; none where it is left out.
-
-    Attributes:
-        before_first_pull: what to call when the first batch comes.
+        optimizer: of the tables, for schedules; None is an empty one.
     """
 
     weights_in: ClassVar[str] = "embedding_bags"
     """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
 
+    unsharded_module_type: ClassVar[type[nn.Module]]
+    """What this module was before it was sharded."""
+
     before_first_pull: Callable[[], None] | None = None
+    """What to call when the first batch comes."""
 
     def __init__(
         self,
@@ -202,12 +162,12 @@ class ShardedRemoteCollection(
     ) -> None:
         super().__init__()
         self._optimizer = EmptyFusedOptimizer() if optimizer is None else optimizer
-        self._remote_tables = tables
+        self.remote_tables = tables
         self.pipeline = pipeline
         self.gradient_scale = gradient_scale
         self.skip_non_finite = False
         self.num_skipped = 0
-        self._spec = spec
+        self.spec = spec
         self._keys, self._names, self._dims = spec.keys(), spec.names(), spec.dims()
         self._device = device
         # Autograd calls a function's backward only if an input wants a gradient.
@@ -215,23 +175,11 @@ class ShardedRemoteCollection(
         self.register_state_dict_post_hook(add_entries)
         self.register_load_state_dict_pre_hook(take_entries)
 
-    @property
-    def agreement(self) -> Agreement | None:
-        """With other trainers, on whether gradients were finite, if there are any."""
-        return self._remote_tables.agreement
-
     @not_traced
     def start(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
         """Begin to pull a batch; returns at once.
 
-        Args:
-            batch: a KeyedJaggedTensor, a TensorDict of nested tensors, or what this
-                collection's pipeline takes.
-            is_training: make missing rows, and expect a backward pass.
-
-        Raises:
-            BatchError: features are missing or come twice, or ids are no integers.
-            PersiaError: an earlier push failed.
+        It is a KeyedJaggedTensor, a TensorDict, or what the pipeline takes.
         """
         if self.before_first_pull is not None:
             self.before_first_pull()
@@ -248,8 +196,7 @@ class ShardedRemoteCollection(
     ) -> Awaitable[Awaitable[KJTList]]:
         """Begin to pull; a batch whose pull has begun is passed on.
 
-        The list holds the one pull. It is what pipelines that join the inputs of
-        several modules to one exchange expect.
+        The list of this one batch is for pipelines that fuse the inputs of modules.
         """
         (batch,) = (*input, *kwargs.values())
         if not isinstance(batch, PrefetchedBatch):
@@ -260,6 +207,23 @@ class ShardedRemoteCollection(
     def create_context(self) -> RemoteContext:
         """Return an empty context."""
         return RemoteContext()
+
+    def compute_and_output_dist(
+        self, ctx: RemoteContext, input: KJTList
+    ) -> LazyAwaitable[Any]:
+        """Return the output before it is there, of a list of one prefetched batch."""
+        (batch,) = input
+        if torch.compiler.is_dynamo_compiling():  # see lazy_output
+            return LazyNoWait(self._make_output(ctx, batch))
+        return LazyOutput(partial(self._make_output, ctx, batch))
+
+    def output_dist(self, ctx: RemoteContext, output: Any) -> LazyAwaitable[Any]:
+        """Return the output: it is there."""
+        return LazyNoWait(output)
+
+    @not_traced
+    def _make_output(self, ctx: RemoteContext, batch: Any) -> Any:
+        return self.output_dist(ctx, self.compute(ctx, batch)).wait()
 
     def embeddings(self, batch: PrefetchedBatch[Any]) -> Tensors:
         """Return what was pulled, in the autograd graph of a training batch."""
@@ -280,31 +244,25 @@ class ShardedRemoteCollection(
     def push(self, batch: PrefetchedBatch[Any], grads: Sequence[torch.Tensor]) -> None:
         """Push gradients, scaled; the backward pass calls this.
 
-        Under a loss scale, or with ``skip_non_finite``, gradients that are not finite
-        are not pushed: the scale was too large.
+        Those that are not finite are not pushed, under a loss scale that was too large.
         """
-        scale = self._remote_tables.loss_scale()
+        scale = self.remote_tables.loss_scale()
         factor = self.gradient_scale / (scale or 1)
         scaled = [_scaled(grad, factor) for grad in grads]
         if self.skip_non_finite or scale is not None:
             is_finite = all(bool(torch.isfinite(grad).all()) for grad in scaled)
             if scale is not None:
-                self._remote_tables.after_check(is_finite)
+                self.remote_tables.after_check(is_finite)
             if not is_finite:
                 self.num_skipped += 1
                 batch.give_up()  # the graph, and with it the batch, may live on
                 return
-        self._remote_tables.before_push()
+        self.remote_tables.before_push()
         if isinstance(batch.handle, DeviceBatch):
             batch.push(batch.handle.to_host(scaled))
             return
         on_cpu = [grad.to("cpu", torch.float32) for grad in scaled]
         batch.push(tuple([grad.contiguous().numpy() for grad in on_cpu]))
-
-    @property
-    def tables(self) -> tuple[TableSpec, ...]:
-        """The tables, with the settings that they were sharded with."""
-        return self._spec.tables
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """There are none: the rows are on the servers."""
@@ -317,39 +275,31 @@ class ShardedRemoteCollection(
 
     def tables_by_key(self) -> dict[str, str]:
         """Return the tables' names, by the keys that TorchRec gives their weights."""
-        names = [table.name for table in self.tables]
+        names = [table.name for table in self.spec.tables]
         return {f"{self.weights_in}.{name}.weight": name for name in names}
 
-    def copy(self, device: torch.device) -> "ShardedRemoteCollection[CompOut, Out]":
+    def copy(self, device: torch.device) -> NoReturn:
         """Refuse: a copy would push the same batches twice."""
         raise ConfigError(
             "A collection on the embedding servers cannot be copied to another device. "
             "Build a second DistributedModelParallel there."
         )
 
-    def __deepcopy__(self, memo: object) -> "ShardedRemoteCollection[CompOut, Out]":
+    def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse, as ``DistributedModelParallel.copy`` begins with it."""
-        return self.copy(self._device)
+        self.copy(self._device)
 
 
-class ShardedRemoteEmbeddingBagCollection(
-    ShardedRemoteCollection[torch.Tensor, KeyedTensor]
-):
-    """An ``EmbeddingBagCollection`` on the embedding servers.
+class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
+    """An ``EmbeddingBagCollection``; its bags come pooled, or are pooled here."""
 
-    Its embeddings come pooled, or are pooled here from the rows of the batch; see
-    :class:`ShardedRemoteCollection`.
-    """
+    unsharded_module_type = EmbeddingBagCollection
 
     def compute(
         self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]
     ) -> torch.Tensor:
-        """Wait for the embeddings; float32 ``(B, T)`` on the device.
-
-        Raises:
-            BatchError: the collection is weighted, and the batch is not.
-        """
-        if self._spec.is_weighted:
+        """Wait for the embeddings; float32 ``(B, T)`` on the device."""
+        if self.spec.is_weighted:
             return self.pooled(dist_input, dist_input.source.weights())
         batch = dist_input.wait()
         if isinstance(batch.handle, DeviceBatch):
@@ -360,23 +310,13 @@ class ShardedRemoteEmbeddingBagCollection(
     def pooled(
         self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Wait for the rows of a batch, and pool them.
-
-        Args:
-            batch: whose rows come unpooled.
-            weights: of the ids of its KeyedJaggedTensor, one each, in their order; for
-                a weighted collection.
-
-        Returns:
-            float32 ``(B, T)`` on the device.
-        """
+        """Wait for a batch's rows, and pool them with a weight per id, if any."""
         tensors = self.embeddings(batch.wait())
         if weights is not None:
             weights = weights.to(self._device, torch.float32, non_blocking=True)
         pooled = []
-        for f, feature in enumerate(self._spec.features):
-            rows_UD = tensors[batch.handle.table_of[f]]
-            weights_L = None
+        for f, feature in enumerate(self.spec.features):
+            rows_UD, weights_L = tensors[batch.handle.table_of[f]], None
             if weights is not None:
                 weights_L = batch.source.of_feature(feature.key, weights)
             bags = batch.handle, f, feature.pooling
@@ -389,32 +329,23 @@ class ShardedRemoteEmbeddingBagCollection(
         """Name the columns."""
         return LazyNoWait(KeyedTensor(self._names, self._dims, output))
 
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        """What this module was before it was sharded."""
-        return EmbeddingBagCollection
-
 
 class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
     ShardedRemoteEmbeddingBagCollection
 ):
-    """Bags on the servers, and the feature processors here that weight their ids.
+    """Feature processors here, and the bags that they weight on the servers.
 
-    The processors stay in the model: ordinary dense parameters, in the user's dense
-    optimizer. They run when the embeddings are wanted, not when the pull begins, so
-    that a pipeline that pulls ahead uses their parameters of this step. There are none
-    until :meth:`use_processors` gives some.
+    The processors are ordinary dense parameters of the model. They run when the
+    embeddings are wanted, not when the pull begins, so that a pipeline that pulls ahead
+    uses their parameters of this step.
     """
 
     # TorchRec's names, here and below, so that a state dict has the same keys.
     weights_in: ClassVar[str] = "_embedding_bag_collection.embedding_bags"
+    unsharded_module_type = FeatureProcessedEmbeddingBagCollection
 
     def use_processors(self, module: FeatureProcessedEmbeddingBagCollection) -> None:
-        """Take the processors of a collection, initialised on the device of this one.
-
-        Args:
-            module: the collection as it was.
-        """
+        """Take a collection's processors, initialised on the device of this module."""
         self._feature_processors = feature_processors(module)
         # Its wrapper for one module per feature works for both kinds.
         self._processors = (module.split()[0],)  # a tuple: not registered a second time
@@ -428,23 +359,18 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
         processed = processors(dist_input.source.kjt)
         return self.pooled(dist_input, processed.weights())
 
-    @property
-    def unsharded_module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """What this module was before it was sharded."""
-        return FeatureProcessedEmbeddingBagCollection
 
-
-class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection[Sequences, Sequences]):
+class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
     """An ``EmbeddingCollection`` on the embedding servers: a row for each id.
 
     Its output is a ``JaggedTensor`` per feature: values float32 ``(L, D)`` in the order
     of the batch's ids, lengths int32 ``(B,)`` and, where the collection needs indices,
-    the ids as weights, ``(L,)``, as the batch has them. A feature that a table names
-    twice has its rows twice, one after the other, ``(L, 2 * D)``, as TorchRec's sharded
-    module gives them. For the settings see :class:`ShardedRemoteCollection`.
+    the ids as weights, ``(L,)``. A feature that a table names twice has its rows twice,
+    one after the other, ``(L, 2 * D)``, as in TorchRec's sharded module.
     """
 
     weights_in: ClassVar[str] = "embeddings"
+    unsharded_module_type = EmbeddingCollection
 
     def compute(
         self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]
@@ -454,58 +380,35 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection[Sequences, Sequen
         handle, embeddings = batch.handle, self.embeddings(batch)
         if isinstance(handle, DeviceBatch):
             lengths = [offsets.diff() for offsets in handle.offsets]
+            rows_of = zip(handle.table_of, handle.inverses, strict=True)
             embeddings = tuple(
                 functional.embedding(inverse_L, embeddings[table])
-                for table, inverse_L in zip(
-                    handle.table_of, handle.inverses, strict=True
-                )
+                for table, inverse_L in rows_of
             )
         else:
             lengths = [torch.from_numpy(n) for n in handle.lengths]
-        indices: dict[str, list[int]] = {}
-        for f, feature in enumerate(self._spec.features):
-            indices.setdefault(feature.name, []).append(f)
-        return {
-            name: self._sequence(batch, of_name, embeddings, lengths)
-            for name, of_name in indices.items()
-        }
-
-    def _sequence(
-        self,
-        batch: PrefetchedBatch[Any],
-        features: Sequence[int],
-        embeddings: Tensors,
-        lengths: Sequence[torch.Tensor],
-    ) -> JaggedTensor:
-        """Return the sequence of features of one name."""
-        blocks = [embeddings[f] for f in features]
-        key = self._spec.features[features[0]].key
-        ids = batch.source.ids(key) if self._spec.needs_ids else None
-        return JaggedTensor(
-            values=blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1),
-            lengths=lengths[features[0]].to(self._device, non_blocking=True),
-            weights=None if ids is None else ids.to(self._device, non_blocking=True),
-        )
-
-    def output_dist(
-        self, ctx: RemoteContext, output: Sequences
-    ) -> LazyAwaitable[Sequences]:
-        """Return the output: it is there."""
-        return LazyNoWait(output)
-
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingCollection]:
-        """What this module was before it was sharded."""
-        return EmbeddingCollection
+        features = self.spec.features
+        same_name: dict[str, list[int]] = {}
+        for f, feature in enumerate(features):
+            same_name.setdefault(feature.name, []).append(f)
+        sequences = {}
+        for name, (f, *others) in same_name.items():
+            blocks = [embeddings[i] for i in (f, *others)]
+            ids = batch.source.ids(features[f].key) if self.spec.needs_ids else None
+            sequences[name] = JaggedTensor(
+                values=torch.cat(blocks, dim=1) if others else blocks[0],
+                lengths=lengths[f].to(self._device, non_blocking=True),
+                weights=ids if ids is None else ids.to(self._device, non_blocking=True),
+            )
+        return sequences
 
 
 def _scaled(grad: torch.Tensor, scale: float) -> torch.Tensor:
     """Return a gradient times a number; the gradient itself if that changes nothing.
 
-    It may be read by another thread after the backward pass then. Autograd gives the
-    memory of a gradient to others, as a parameter's ``grad``, only if no other
-    reference to the same tensor is held; an array made of it, without ``detach``, is
-    one.
+    Another thread may then read it after the backward pass. Autograd reuses the memory
+    of a gradient, as a parameter's ``grad``, only if no other reference to the tensor
+    is held; an array made of it, without ``detach``, is one.
     """
     if scale == 1 and not grad.requires_grad:
         return grad

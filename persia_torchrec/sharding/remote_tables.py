@@ -33,29 +33,23 @@ class RemoteOptimizer(FusedOptimizer):
     """Learning rates of tables on the servers, one parameter group per table.
 
     The servers apply the gradients themselves, as they come from the backward pass,
-    with the ``lr`` that the group of the table has when it comes: what TorchRec calls a
-    fused optimizer. So it is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's
-    ``WarmupOptimizer``; a rate that was changed takes effect between the pushes before
-    and after it. ``lr`` is the only value of a group that is used, and ``"table"``
-    names the table. All optimizers of a table show the same group.
+    with the current ``lr`` of the table's group: what TorchRec calls a fused optimizer.
+    So it is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's
+    ``WarmupOptimizer``; a new rate takes effect between the pushes before and after the
+    change. ``lr`` is the only value of a group that is used, and ``"table"`` names the
+    table. All optimizers of a table show the same group.
 
     Its parameters are placeholders, and it has no state: rows and optimizer state stay
     on the servers. With ``save_param_groups(True)``, its state dictionary holds the
-    rates.
-
-    Under a ``GradScaler`` the gradient of a placeholder is 0, or infinite where those
-    of the embeddings were not finite, until ``zero_grad``: so ``scaler.step`` finds it.
-
-    Every trainer of a job runs the same schedule: the rate of a table on the servers is
-    the one that was sent last, by whichever trainer.
+    rates. Under a ``GradScaler`` the gradient of a placeholder is 0, or infinite where
+    those of the embeddings were not finite, until ``zero_grad``: so ``scaler.step``
+    finds it. Every trainer of a job must run the same schedule: the servers use the
+    rate that any trainer sent last.
 
     Args:
         groups: of each parameter's name: a group with ``"params"`` (one), ``"lr"`` and
             ``"table"``; shared, not copied.
         send: makes the servers use rates, in order with the pushes.
-
-    Raises:
-        ConfigError: there are no tables.
     """
 
     def __init__(
@@ -75,19 +69,11 @@ class RemoteOptimizer(FusedOptimizer):
         self._send = send
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the rate of each table, as the groups say it now."""
+        """Return the current rate of each table."""
         return _learning_rates(self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Send the rates that have changed; the gradients are on their way already.
-
-        Args:
-            closure: computes the loss again, with its backward pass.
-
-        Raises:
-            ConfigError: the optimizer of a table refuses its rate.
-            PersiaError: an earlier push failed.
-        """
+        """Send the rates that have changed; the gradients are on their way already."""
         self._send(self.learning_rates())
         return None if closure is None else closure()
 
@@ -107,30 +93,20 @@ class RemoteTables:
 
     Owned by the thread that trains, or that runs its backward pass. What users do with
     the tables is in :class:`TableControl`.
-
-    Attributes:
-        specs: of the tables, with their current settings.
-        pipelines: with the names of their tables.
-        groups: parameter groups, one per table.
-        optimizer: of all tables, once it is asked for.
-        reported: what the last report said.
-        has_ended: whether the last report is made.
-        grad_scaler: scales the loss, if anything does.
-        agreement: with the other trainers, on whether gradients were finite; None where
-            there are no others.
     """
 
     def __init__(self) -> None:
-        self.specs: dict[str, TableSpec] = {}
+        self.specs: dict[str, TableSpec] = {}  # with their current settings
+        # Each with the names of its tables.
         self.pipelines: list[tuple[BatchPipeline[Any, Any], frozenset[str]]] = []
-        self.groups: dict[str, dict[str, Any]] = {}
-        self.optimizer: RemoteOptimizer | None = None
+        self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
+        self.optimizer: RemoteOptimizer | None = None  # of all, once it is asked for
         self.reported = TrainingSummary()
-        self.has_ended = False
+        self.has_ended = False  # the last report is made
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
         self._cannot_agree = False
-        # Whether the gradients of backward passes under way are finite so far.
+        # Whether the gradients of current backward passes are finite so far, by number.
         self._are_finite: dict[int, bool] = {}
 
     def add(
@@ -141,10 +117,8 @@ class RemoteTables:
     ) -> list[str]:
         """Add a collection's pipeline, its tables known to the servers.
 
-        The placeholders of its tables are on the device of its embeddings.
-
-        Returns:
-            The names of the tables that no earlier collection has.
+        Placeholders are made on ``device`` for the tables that no earlier collection
+        has; their names are returned.
         """
         self.pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
         self.specs.update((spec.name, spec) for spec in specs)
@@ -158,7 +132,7 @@ class RemoteTables:
         return [spec.name for spec in added]
 
     def build_optimizer(self, tables: Mapping[str, str]) -> RemoteOptimizer | None:
-        """Return an optimizer of tables, by name of their parameters; None of none."""
+        """Return an optimizer of tables, by name of their parameters; None if empty."""
         if not tables:
             return None
         groups = {name: self.groups[table] for name, table in tables.items()}
@@ -171,12 +145,12 @@ class RemoteTables:
             self.send(_learning_rates(groups.values()))
 
     def loss_scale(self) -> float | None:
-        """Return what the loss of this backward pass was multiplied by, if anything."""
+        """Return the loss scale of this backward pass, if there is one."""
         scaler = self.grad_scaler
         return scaler.get_scale() if scaler and scaler.is_enabled() else None
 
     def meet(self, trainers: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Agree with other trainers; without a process group they cannot."""
+        """Agree with other trainers, whose process group communicates on ``device``."""
         if trainers is None:
             self._cannot_agree = True
         elif self.agreement is None:
@@ -229,7 +203,7 @@ class RemoteTables:
         return [pipeline.change_tables(change) for pipeline, _ in users]
 
     def send(self, rates: Mapping[str, float]) -> None:
-        """Change learning rates, in order with the pushes; those that are new."""
+        """Change those learning rates that are new, in order with the pushes."""
         if all(self.specs[name].optimizer.lr == lr for name, lr in rates.items()):
             return
 
@@ -244,7 +218,7 @@ class TableControl:
     """What a trainer does with its tables on the servers, outside of its steps.
 
     Args:
-        tables: of the collections that are sharded, and of those yet to be.
+        tables: of all collections, sharded or to be.
         timeout_s: seconds that a pull or a push may take.
     """
 
@@ -272,10 +246,7 @@ class TableControl:
             pipeline.close()
 
     def summary(self) -> TrainingSummary:
-        """Return what became of this trainer's batches so far: how stale rows were.
-
-        :meth:`flush` logs it.
-        """
+        """Return statistics of this trainer's batches so far, which ``flush`` logs."""
         pipelines = self.remote_tables.pipelines
         return TrainingSummary.total(p.summary() for p, _ in pipelines)
 
@@ -304,8 +275,8 @@ class TableControl:
         summary = self.summary()
         if summary.num_lookups > self.remote_tables.reported.num_lookups:
             logger.info(
-                "lookups=%d mean_staleness=%.2f: so many earlier batches had no update "
-                "yet, of at most %d by the bound; %.0f %% of the lookups waited for it",
+                "lookups=%d mean_staleness=%.2f (earlier batches without an update, of "
+                "%d that the bound allows); %.0f %% of the lookups waited for one",
                 summary.num_lookups,
                 summary.mean_staleness,
                 summary.max_lacking,
@@ -317,9 +288,9 @@ class TableControl:
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables on the servers; returns at once.
 
-        The gradients of backward passes so far are applied with the previous rate,
-        those of later ones with the new rate. (So it is for this trainer. Another
-        trainer's get the new rate when it arrives: let all set the same.)
+        The gradients of this trainer's backward passes so far are applied with the
+        previous rate, those of later ones with the new rate. Another trainer's get the
+        new rate when it arrives: let all trainers set the same.
 
         Args:
             lr: the new rate.
@@ -356,17 +327,17 @@ class TableControl:
     def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Undo the loss scale of automatic mixed precision before gradients leave.
 
-        The gradients that a backward pass pushes are divided by ``scaler.get_scale()``
-        of that moment. A collection whose gradients are not finite pushes nothing for
-        that batch, as ``scaler.step`` skips an optimizer. To let the scaler know, call
-        ``scaler.step(sharder.optimizer)`` too, between ``backward`` and ``update``, and
-        ``zero_grad`` of it as of the dense optimizer.
+        The gradients that a backward pass pushes are divided by the current
+        ``scaler.get_scale()``. A collection whose gradients are not finite pushes
+        nothing for that batch, as ``scaler.step`` skips an optimizer. To tell the
+        scaler, call ``scaler.step(sharder.optimizer)`` too, between ``backward`` and
+        ``update``, and its ``zero_grad`` like that of the dense optimizer.
 
-        Several trainers agree at the end of each backward pass: when one of them has
-        gradients that are not finite, the scalers of all find it. So every trainer does
-        as many backward passes, and each goes through a table of this sharder; within
-        ``join(model)`` trainers may end. The finite gradients of the others, and of
-        other collections, have left for the servers by then, and are applied.
+        Several trainers agree at the end of each backward pass: if one has gradients
+        that are not finite, the scalers of all find it. So every trainer does as many
+        backward passes, each through a table of this sharder; within ``join(model)``
+        trainers may end. Finite gradients of other trainers and collections are already
+        on their way to the servers by then, and are applied.
 
         Args:
             scaler: what scales the loss; for all collections, sharded or to be.
@@ -377,7 +348,7 @@ class TableControl:
 
     @property
     def agreement(self) -> Agreement | None:
-        """What trainers agree on; None where there is but one, or nothing sharded."""
+        """What trainers agree on; None in a single-trainer job or before sharding."""
         return self.remote_tables.agreement
 
     @property

@@ -9,13 +9,12 @@ TorchRec's list of default sharders. What this list has instead:
     FusedEmbeddingBagCollection               on the servers, with its own optimizer
     quantised and managed-collision modules   as TorchRec shards them by default
 
-Modules that are, or hold, bags go through the sharder of bags. So all bags of a model
-have the same settings, and are flushed and scheduled together.
+Modules that are, or hold, bags go through the sharder of bags: all bags of a model have
+the same settings, and are flushed and scheduled together.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,7 +23,6 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
-    EmbeddingBagCollectionInterface,
     EmbeddingCollection,
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -40,15 +38,14 @@ from persia_torchrec.lookup.sharded_lookup import (
     SequenceLookup,
     ShardedLookup,
 )
-from persia_torchrec.pipeline.pipeline import BatchPipeline, Lookup
+from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.sharding.agreement import rendezvous
-from persia_torchrec.sharding.base_sharder import (
-    CollectionSharder,
-    Module,
-    PlannedSharder,
-    Sharded,
+from persia_torchrec.sharding.base_sharder import CollectionSharder, PlannedSharder
+from persia_torchrec.sharding.collection import (
+    CollectionSpec,
+    TableCollection,
+    describe_collection,
 )
-from persia_torchrec.sharding.collection import CollectionSpec, describe_collection
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.remote_lookup import (
     ShardedRemoteEmbeddingBagCollection,
@@ -69,15 +66,7 @@ _PRECISIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SeenTables:
-    """Names of the tables that a planner, or a sharder, has seen in a collection."""
-
-    planned: set[str] = field(default_factory=set)
-    described: set[str] = field(default_factory=set)
-
-
-class RemoteSharder(CollectionSharder[Module, Sharded]):
+class RemoteSharder(CollectionSharder):
     """Put every collection of one kind on the embedding servers.
 
     On the servers a table is its name: collections, and models, that name the same
@@ -158,33 +147,32 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         self._staleness = staleness
         self._precision = _PRECISIONS[wire_dtype]
         self._settings = dict(tables or {})
-        self.seen = SeenTables()
+        # Names of tables that a planner, or this sharder, has found in a collection.
+        self.planned: set[str] = set()
+        self.described: set[str] = set()
         watch_models()
 
-    def share_tables(self, other: "RemoteSharder[Any, Any]") -> None:
-        """Keep one account of the tables with another sharder of the same model.
+    def share_tables(self, other: "RemoteSharder") -> None:
+        """Share all tables with another sharder, before their model is planned.
 
         Flushes, rates, the loss scale and settings of either are then those of both.
-        Call it before a model is planned.
         """
-        self.remote_tables, self.seen = other.remote_tables, other.seen
+        self.remote_tables = other.remote_tables
+        self.planned, self.described = other.planned, other.described
 
-    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return a placeholder of one row for each table; planners ask first."""
         parameters = super().shardable_parameters(module)
-        self.seen.planned.update(parameters)
+        self.planned.update(parameters)
         return parameters
 
-    def describe(self, module: Module) -> CollectionSpec:
-        """Return the collection's tables and features in the servers' terms.
-
-        Refuses settings of tables that a planner has not seen in any collection.
-        """
+    def describe(self, module: TableCollection) -> CollectionSpec:
+        """Return the collection's tables and features in the servers' terms."""
         spec = describe_collection(module, self._optimizer, self._settings)
         names = {table.name for table in spec.tables}
-        self.seen.described.update(names)
-        if names <= self.seen.planned:  # and so the planner has seen all collections
-            require_known_tables(self._settings, self.seen.planned)
+        self.described.update(names)
+        if names <= self.planned:  # and so the planner has seen all collections
+            require_known_tables(self._settings, self.planned)
         return spec
 
     def load_weights(
@@ -197,8 +185,7 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
     ) -> dict[str, int]:
         """Fill all tables that are sharded so far from an ordinary checkpoint.
 
-        The arguments, what is returned and what is raised are those of
-        :func:`persia_torchrec.load_tables`.
+        Arguments, result and errors are those of :func:`persia_torchrec.load_tables`.
 
         Raises:
             ConfigError: no model is sharded yet, and so there are no tables.
@@ -222,7 +209,7 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
 
     def require_known_settings(self) -> None:
         """Refuse settings of unknown tables: all collections are sharded by now."""
-        require_known_tables(self._settings, self.seen.planned | self.seen.described)
+        require_known_tables(self._settings, self.planned | self.described)
 
     def make_pipeline(
         self, spec: CollectionSpec, device: torch.device
@@ -230,11 +217,10 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         """Return the pipeline of a collection, its tables known to the servers."""
         is_pooled_here = spec.is_weighted or device.type in self.POOLS_ON
         kind = RowsLookup if is_pooled_here else self.host_lookup
-        worker = kind(self._client, spec.features, precision=self._precision)
-        worker.add_tables(spec.tables)
-        lookup: Lookup[Any, Any] = worker
-        if isinstance(worker, RowsLookup):
-            lookup = RowsOnDevice(worker, device)
+        lookup: Any = kind(self._client, spec.features, precision=self._precision)
+        lookup.add_tables(spec.tables)
+        if is_pooled_here:
+            lookup = RowsOnDevice(lookup, device)
         return BatchPipeline(
             lookup, staleness=self._staleness, timeout_s=self._client.timeout_s
         )
@@ -243,15 +229,12 @@ class RemoteSharder(CollectionSharder[Module, Sharded]):
         self, pipeline: BatchPipeline[Any, Any], env: ShardingEnv, device: torch.device
     ) -> None:
         """Let the trainers update jointly, unless each updates by itself."""
-        if not self._joint_timeout_s:
-            return
-        if trainers := rendezvous(env, device, self._client, self._joint_timeout_s):
-            pipeline.set_trainers(trainers)
+        timeout_s = self._joint_timeout_s
+        if timeout_s and env.world_size > 1:
+            pipeline.set_trainers(rendezvous(env, device, self._client, timeout_s))
 
 
-class RemoteEmbeddingBagCollectionSharder(
-    RemoteSharder[EmbeddingBagCollectionInterface, ShardedRemoteEmbeddingBagCollection]
-):
+class RemoteEmbeddingBagCollectionSharder(RemoteSharder):
     """Put every ``EmbeddingBagCollection`` of a model on the embedding servers.
 
     Args and errors are those of :class:`persia_torchrec.RemoteSharder`: ``client``,
@@ -263,13 +246,12 @@ class RemoteEmbeddingBagCollectionSharder(
         TableSettings(optimizer=Adam(1e-3), admission=AdmitFrequency(3))})``
     """
 
-    kind = (EmbeddingBagCollection, ShardedRemoteEmbeddingBagCollection)
+    module_type = EmbeddingBagCollection
+    sharded_type = ShardedRemoteEmbeddingBagCollection
     host_lookup = PooledLookup
 
 
-class RemoteEmbeddingCollectionSharder(
-    RemoteSharder[EmbeddingCollection, ShardedRemoteEmbeddingCollection]
-):
+class RemoteEmbeddingCollectionSharder(RemoteSharder):
     """Put every ``EmbeddingCollection`` of a model on the embedding servers.
 
     The arguments, and which optimizer a table gets, are those of
@@ -282,27 +264,26 @@ class RemoteEmbeddingCollectionSharder(
         RemoteEmbeddingCollectionSharder(client, Adam(1e-3), staleness=1)])``
     """
 
-    kind = (EmbeddingCollection, ShardedRemoteEmbeddingCollection)
+    module_type = EmbeddingCollection
+    sharded_type = ShardedRemoteEmbeddingCollection
     host_lookup = SequenceLookup
 
 
-class _ThroughBags(PlannedSharder[Module, Sharded]):
+class _BagsHolderSharder(PlannedSharder):
     def __init__(self, bags: RemoteEmbeddingBagCollectionSharder) -> None:
         super().__init__()
         self._bags = bags
 
-    def shardable_parameters(self, module: Module) -> dict[str, nn.Parameter]:
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         return self._bags.shardable_parameters(self.tables_in(module))
 
     def put_on_servers(
-        self, module: Module, env: ShardingEnv, device: torch.device
+        self, module: nn.Module, env: ShardingEnv, device: torch.device
     ) -> Any:
         return self._bags.put_on_servers(module, env, device)
 
 
-class RemoteFusedEmbeddingBagCollectionSharder(
-    _ThroughBags[FusedEmbeddingBagCollection, ShardedRemoteEmbeddingBagCollection]
-):
+class RemoteFusedEmbeddingBagCollectionSharder(_BagsHolderSharder):
     """Put every ``FusedEmbeddingBagCollection`` of a model on the embedding servers.
 
     Its optimizer goes there too; see ``sharding/collection.py``.
@@ -313,18 +294,10 @@ class RemoteFusedEmbeddingBagCollectionSharder(
             model has other bag collections.
     """
 
-    @property
-    def module_type(self) -> type[FusedEmbeddingBagCollection]:
-        """Which modules this sharder takes."""
-        return FusedEmbeddingBagCollection
+    module_type = FusedEmbeddingBagCollection
 
 
-class RemoteFeatureProcessedEmbeddingBagCollectionSharder(
-    _ThroughBags[
-        FeatureProcessedEmbeddingBagCollection,
-        ShardedRemoteFeatureProcessedEmbeddingBagCollection,
-    ]
-):
+class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_BagsHolderSharder):
     """Put the bags of every ``FeatureProcessedEmbeddingBagCollection`` on the servers.
 
     The feature processors stay in the model.
@@ -339,31 +312,22 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(
         ``sharders=[bags, RemoteFeatureProcessedEmbeddingBagCollectionSharder(bags)]``
     """
 
-    # Planners refuse others for these modules, lest row-wise shards lose the positions
-    # of ids. Here they are not lost: the processors get the whole batch.
+    module_type = FeatureProcessedEmbeddingBagCollection
+
+    # Planners refuse others for these modules, because row-wise shards would lose the
+    # positions of ids. Here the processors get the whole batch.
     sharding_type = ShardingType.TABLE_WISE.value
 
-    @property
-    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """Which modules this sharder takes."""
-        return FeatureProcessedEmbeddingBagCollection
-
-    def tables_in(
-        self, module: FeatureProcessedEmbeddingBagCollection
-    ) -> EmbeddingBagCollection:
+    def tables_in(self, module: nn.Module) -> TableCollection:
         """Return the bags of a module."""
         return processed_bags(module)
 
     def put_on_servers(
-        self,
-        module: FeatureProcessedEmbeddingBagCollection,
-        env: ShardingEnv,
-        device: torch.device,
+        self, module: nn.Module, env: ShardingEnv, device: torch.device
     ) -> Any:
         """Put the bags on the servers, with the processors before them."""
         made = ShardedRemoteFeatureProcessedEmbeddingBagCollection
-        bags = self.tables_in(module)
-        sharded = self._bags.put_on_servers(bags, env, device, made)
+        sharded = self._bags.put_on_servers(self.tables_in(module), env, device, made)
         sharded.use_processors(module)
         return sharded
 
@@ -381,9 +345,8 @@ def remote_sharders(
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 
-    The arguments, and what is raised, are those of
-    :class:`persia_torchrec.RemoteSharder`; ``tables`` may name tables of collections of
-    any kind.
+    Arguments and errors are those of :class:`persia_torchrec.RemoteSharder`; ``tables``
+    may name tables of collections of any kind.
 
     Returns:
         A list, for ``DistributedModelParallel`` and for planners. Its ``flush``,
@@ -422,10 +385,10 @@ def remote_sharders(
 
 
 class RemoteSharders(TableControl, list[ModuleSharder[nn.Module]]):
-    """A list of sharders, of which the first has all tables; see above."""
+    """A list of sharders, and what they do together; the first has all their tables."""
 
     def __init__(
-        self, first: RemoteSharder[Any, Any], sharders: Iterable[ModuleSharder[Any]]
+        self, first: RemoteSharder, sharders: Iterable[ModuleSharder[Any]]
     ) -> None:
         list.__init__(self, sharders)
         TableControl.__init__(self, first.remote_tables, first.timeout_s)

@@ -2,11 +2,9 @@
 
     dense feature, label   any shape
     pooled slot            (B, D)          its columns of the pooled array
-    raw slot               (B, F, D + 1)   a vector for each position; the last channel
-                                           is 1.0 where an id stands, and 0.0, as all
-                                           others, where none does
-
-The model gets one for each slot that the batch has, in the order of the batch.
+    raw slot               (B, F, D + 1)   a vector per position; the last channel is a
+                                           mask: 1.0 where there is an id, else 0.0, as
+                                           is the whole vector
 
 Dimension key:
     B: samples
@@ -32,8 +30,8 @@ Slots = dict[str, torch.Tensor]
 def dense_tensor(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return an array as a tensor on a device.
 
-    On the CPU the tensor shares the array's memory, unless that cannot be written to,
-    as that of a batch made of bytes.
+    On the CPU the tensor shares the array's memory, unless that is read-only, as that
+    of a batch made of bytes.
     """
     writable = array if array.flags.writeable else array.copy()
     return torch.from_numpy(writable).to(device, non_blocking=True)
@@ -45,22 +43,14 @@ def slot_tensors(
     outputs: Sequence[torch.Tensor],
     places: Sequence[Positions],
 ) -> Slots:
-    """Give each slot of a batch its tensor.
+    """Give each slot of a batch its tensor, in the batch's order and autograd graph.
 
     Args:
         slots: all that there are, in any order.
-        names: of the slots that the batch has, in its order, which is also that of the
-            columns and of the raw slots.
-        outputs: float32 ``(B, T)``, and ``(N, D)`` for each raw slot: what a
-            ``SlotsLookup`` gave.
+        names: of the batch's slots, in the order of columns and raw slots.
+        outputs: what a ``SlotsLookup`` gave: float32 ``(B, T)``, and ``(N, D)`` for
+            each raw slot.
         places: int32 ``(B, F)`` for each raw slot: the vector of each position.
-
-    Returns:
-        float32, in the order of ``names``, on the device of the outputs, in their
-        autograd graph.
-
-    Raises:
-        BatchError: a name is none of a slot.
     """
     slot_of = {slot.name: slot for slot in slots}
     require_slots(names, [*slot_of])
@@ -77,10 +67,9 @@ def slot_tensors(
 
 
 def pad_raw(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:
-    """Give each position of a raw slot its vector, and the mask channel.
+    """Give each position of a raw slot its vector and the mask; ``(B, F, D + 1)``.
 
-    Takes rows, and int32 ``(B, F)``: which row each position has, from 1; 0 is an empty
-    position. Returns float32 ``(B, F, D + 1)``.
+    ``places_BF`` is int32: which row, from 1; 0 is an empty position.
     """
     padded = functional.pad(rows_ND, (0, 0, 1, 0))
     vectors_BFD = functional.embedding(places_BF, padded)

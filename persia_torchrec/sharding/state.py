@@ -1,20 +1,13 @@
-"""Tables on the servers, and state dicts of torch: entries, and tensors either way.
+"""Tables on the servers and state dicts of torch: entries, and tensors both ways.
 
-    model.state_dict()    holds a str in place of each table: see state_entry
+    model.state_dict()    holds a str in place of each table, see ``add_entries``
     load_tables           tensors of an ordinary checkpoint -> servers
     read_table            servers -> tensors, to save, serve or train as any other model
 
-A table that was trained without servers is a tensor: row ``i`` has the id ``i``. So it
-is in TorchRec, where ``EmbeddingBagCollection`` calls it ``embedding_bags.NAME.weight``
-and ``EmbeddingCollection`` ``embeddings.NAME.weight``, and in ``nn.Embedding`` and
-``nn.EmbeddingBag``. With the state of its optimizer, training continues on the servers
-as if nothing had happened. Tensors are read block by block, so that those of
-``torch.load(path, mmap=True)`` may be larger than memory.
-
-Which ids? If the earlier lookups used the ids that the later ones use, a row's number
-is its id. A model that hashed raw ids to ``[0, num_embeddings)`` looked up hashed ids:
-keep hashing, and nothing changes; or stop hashing, and give with ``ids`` the raw id
-that each row is to belong to.
+Tensors are read block by block, so that those of ``torch.load(path, mmap=True)`` may be
+larger than memory. Row ``i`` of a tensor has the id ``i``, if earlier and later lookups
+use the same ids. Where a model hashed raw ids to ``[0, num_embeddings)``, keep hashing,
+and nothing changes; or stop, and give the raw id of each row.
 
 Dimension key:
     N: rows of a table
@@ -26,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -43,7 +35,6 @@ from persia_torchrec.client.transfer import (
     rows_per_block,
 )
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.sharding.collection import table_configs
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
 from persia_torchrec.store.embedding_store import build_initial_rows
@@ -57,31 +48,7 @@ torch's."""
 _BAGS, _SEQUENCES = "embedding_bags", "embeddings"
 """What TorchRec's two kinds of collections call their tables together."""
 
-_STEP = "step"
-
 _BEGINNING = "on the embedding servers, not in this state: "
-
-
-# In place of tables in a state dict.
-
-
-def state_entry(table: str) -> str:
-    """Return what stands in a state dict for the weights of a table.
-
-    A str goes through ``torch.save``, ``torch.load(weights_only=True)`` and
-    ``torch.distributed.checkpoint`` as it is, and code that takes it for a tensor
-    fails.
-    """
-    return (
-        f"{_BEGINNING}the rows of table {table!r}. save_checkpoint and load_checkpoint "
-        "of persia_torchrec keep them with the dense half; plain_state_dict and "
-        "read_table return them as tensors, load_weights of the sharder takes tensors."
-    )
-
-
-def is_state_entry(value: object) -> bool:
-    """Return whether a value of a state dict stands for a table on the servers."""
-    return isinstance(value, str) and value.startswith(_BEGINNING)
 
 
 class HoldsEntries(Protocol):
@@ -94,9 +61,23 @@ class HoldsEntries(Protocol):
 def add_entries(
     module: HoldsEntries, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Put an entry for each table into the state of a model; a hook for torch."""
+    """Put an entry for each table into the state of a model; a hook for torch.
+
+    An entry is a str: torch saves and loads it as it is, also with ``weights_only`` and
+    ``torch.distributed.checkpoint``, and code that takes it for a tensor fails.
+    """
     for key, table in module.tables_by_key().items():
-        state_dict[prefix + key] = state_entry(table)
+        state_dict[prefix + key] = (
+            f"{_BEGINNING}the rows of table {table!r}. save_checkpoint and "
+            "load_checkpoint of persia_torchrec keep them with the dense half; "
+            "plain_state_dict and read_table return them as tensors, load_weights of "
+            "the sharder takes tensors."
+        )
+
+
+def is_state_entry(value: object) -> bool:
+    """Return whether a value of a state dict stands for a table on the servers."""
+    return isinstance(value, str) and value.startswith(_BEGINNING)
 
 
 def take_entries(
@@ -110,8 +91,7 @@ def take_entries(
 ) -> None:
     """Take the entries out of a state before the rest is loaded; a hook for torch.
 
-    Raises:
-        ConfigError: there are weights of a table, which would be lost.
+    Weights in place of an entry are an error, because they would be lost.
     """
     for key, table in module.tables_by_key().items():
         entry = state_dict.pop(prefix + key, None)
@@ -123,12 +103,8 @@ def take_entries(
                 f"on the embedding servers. Received: {type(entry).__name__}. Call "
                 "load_weights(state_dict) of the sharder, or load_tables(client, "
                 f"state_dict, [{table!r}]), to write them there; then load the dense "
-                "half with strict=False, from a state without the keys of tables on "
-                "the servers."
+                "half with strict=False, without the keys of such tables."
             )
-
-
-# From tensors.
 
 
 def load_tables(
@@ -236,7 +212,6 @@ def _local_shards(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Return each shard that is here, after the number of its first row."""
     if not isinstance(tensor, ShardedTensor):
         return [(0, tensor)]
-    shards = []
     size = tuple(tensor.metadata().size)
     for shard in tensor.local_shards():
         if tuple(shard.tensor.shape[1:]) != size[1:]:
@@ -244,12 +219,11 @@ def _local_shards(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
                 "Sharded tensors must be sharded by rows. Received: a shard of "
                 f"{tuple(shard.tensor.shape)} of {size}. Gather it."
             )
-        shards.append((shard.metadata.shard_offsets[0], shard.tensor))
-    return shards
+    return [(s.metadata.shard_offsets[0], s.tensor) for s in tensor.local_shards()]
 
 
 def _find(table: str, entries: Mapping[str, Any], where: str) -> Any:
-    """Return the entry of a table, by any of the keys that it may have."""
+    """Return the only entry of a table, by any of the keys that it may have."""
     own = [f"{parent}.{table}.weight" for parent in (_BAGS, _SEQUENCES)]
     keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
     keys += [key for key in (*own, f"{table}.weight", table) if key in entries]
@@ -274,7 +248,7 @@ def _find_state(
         )
     tensors = []
     for name, value in _find(table, entries, "optimizer_state").items():
-        if name.rpartition(".")[2] == _STEP:
+        if name.rpartition(".")[2] == "step":
             step = int(value) if step is None else step
         else:
             tensors.append(value)
@@ -286,14 +260,11 @@ def _find_state(
     return tensors, step
 
 
-# To tensors.
-
-
 class TableTensors(NamedTuple):
-    """A whole table, as an ordinary checkpoint has it.
+    """A whole table, as an ordinary checkpoint has it, on the CPU.
 
     Attributes:
-        weights: float32 ``(N, D)``, on the CPU.
+        weights: float32 ``(N, D)``.
         state: float32 ``(N, S)``: optimizer state, in the layout of its optimizer.
         is_present: bool ``(N,)``: which rows were on the servers.
         step: how many updates the table has had.
@@ -315,16 +286,16 @@ def read_table(
 ) -> TableTensors:
     """Return a table of the servers as ordinary tensors, row by row.
 
-    Flush the sharder first: updates on their way are not in it. Training may continue;
-    what an export then holds says ``EmbeddingClient.export``.
+    Flush the sharder first: updates on their way are not in it. Training may continue,
+    see ``EmbeddingClient.export``.
 
     Args:
         client: of the servers, which know the table.
         table: its name.
         num_rows: N; a tensor has a length, which a table of the servers has not.
         ids: the id of each row; by default a row's number.
-        missing: what a row is whose id the servers do not have, because it never came
-            or was evicted: what it would start with, weights and state, or zeros.
+        missing: what a row is whose id the servers do not have: its initial weights
+            and state, or zeros.
 
     Raises:
         BatchError: the servers have an id that belongs to none of the rows, or ids
@@ -332,12 +303,28 @@ def read_table(
         ServerError: a server failed, refused, or did not answer in time.
     """
     spec = client.table(table)
-    rows = _RowsOfIds(table, ids_of_rows(ids, 0, num_rows))
+    ids_N = ids_of_rows(ids, 0, num_rows)
+    order = np.argsort(ids_N, kind="stable")  # linear if they are sorted
+    sorted_N = ids_N[order]
+    repeated = sorted_N[1:][sorted_N[1:] == sorted_N[:-1]]
+    if len(repeated):
+        raise BatchError(
+            f"Table {table!r}: each row must have an id of its own. "
+            f"Received: {repeated[0]} for several."
+        )
     width = spec.dim + spec.num_state_floats
     floats = np.zeros((num_rows, width), dtype=np.float32)
     is_present = np.zeros(num_rows, dtype=np.bool_)
     for block in client.export(table):
-        numbers = rows.find(block.ids)
+        found = np.searchsorted(sorted_N, block.ids)
+        is_unknown = found == np.searchsorted(sorted_N, block.ids, side="right")
+        if is_unknown.any():
+            raise BatchError(
+                f"Table {table!r}: every id on the servers must belong to one of the "
+                f"{num_rows} rows. Received: id {block.ids[is_unknown][0]}. Give "
+                "num_rows beyond the largest id, or with ids the id of each row."
+            )
+        numbers = order[found]
         floats[numbers, : spec.dim] = block.weights
         floats[numbers, spec.dim :] = block.state
         is_present[numbers] = True
@@ -345,7 +332,7 @@ def read_table(
         absent = np.flatnonzero(~is_present)
         for start in range(0, len(absent), BLOCK_ROWS):
             numbers = absent[start : start + BLOCK_ROWS]
-            floats[numbers] = build_initial_rows(spec, rows.ids[numbers])
+            floats[numbers] = build_initial_rows(spec, ids_N[numbers])
     weights, state = torch.from_numpy(floats).split([spec.dim, width - spec.dim], dim=1)
     return TableTensors(
         weights.contiguous(),
@@ -394,37 +381,3 @@ def plain_state_dict(
                 missing=missing,
             ).weights
     return tensors
-
-
-class _RowsOfIds:
-    """Finds the rows of a table that ids belong to."""
-
-    def __init__(self, table: str, ids: Ids) -> None:
-        self.ids = ids
-        self._table = table
-        is_sorted = bool((ids[1:] > ids[:-1]).all())
-        self._order = None if is_sorted else np.argsort(ids)
-        self._sorted = ids if self._order is None else ids[self._order]
-        repeated = self._sorted[1:][self._sorted[1:] == self._sorted[:-1]]
-        if len(repeated):
-            raise BatchError(
-                f"Table {table!r}: each row must have an id of its own. "
-                f"Received: {repeated[0]} for several."
-            )
-
-    def find(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """Return the number of the row of each id.
-
-        Raises:
-            BatchError: an id has none.
-        """
-        found = np.searchsorted(self._sorted, ids)
-        is_known = found < len(self._sorted)
-        is_known[is_known] = self._sorted[found[is_known]] == ids[is_known]
-        if not is_known.all():
-            raise BatchError(
-                f"Table {self._table!r}: every id on the servers must belong to one of "
-                f"the {len(self.ids)} rows. Received: id {ids[~is_known][0]}. Give "
-                "num_rows beyond the largest id, or with ids the id of each row."
-            )
-        return found if self._order is None else self._order[found]

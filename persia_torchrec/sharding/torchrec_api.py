@@ -25,7 +25,7 @@ GROWTH_TRACKER = "_growth_tracker"
 
 
 def backward_pass() -> int:
-    """Return the number of the backward pass that runs in this thread; -1 of none.
+    """Return the number of the backward pass that runs in this thread; -1 if none.
 
     torch's own hooks tell backward passes apart by it.
     """
@@ -91,14 +91,11 @@ def embedding_kernels(sharded: Any) -> list[BaseEmbedding]:
 
 
 class ParametersInTurn(dict[str, nn.Parameter]):
-    """Parameters that say, while a planner iterates over them, whose turn it is.
+    """Parameters by table that say whose turn it is in a planner's iteration.
 
     The planner asks a sharder once per table for sharding types and kernels, but does
-    not say for which table: it asks while it iterates over ``items()``.
-
-    Args:
-        parameters: by table.
-        begin_turn: called with the name of each table, and with None at the end.
+    not say for which table: it asks while it iterates over ``items()``. ``begin_turn``
+    is called with the name of each table, and with None at the end.
     """
 
     def __init__(

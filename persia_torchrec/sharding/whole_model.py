@@ -1,21 +1,19 @@
 """What a sharder cannot see: the whole model around the collections that it shards.
 
-    require_sharders     no collection is left behind as a dense copy on each trainer
+    require_sharders     no collection stays behind as a dense copy on each trainer
     join                 trainers whose data end unevenly
     describe_placement   what lies where
 
-TorchRec hands a sharder its own modules only. Whatever no sharder takes stays as it is
-and is copied to every trainer, as dense parameters are. For a collection that is a
-mistake as a rule: it was sharded by default, until ``sharders=[...]`` replaced the list
-of defaults. So a whole model is checked when a ``DistributedModelParallel`` gets it, by
-torch's hook for modules that get children; where nothing is on the servers, nothing is
-said.
+TorchRec hands a sharder its own modules only, and copies what no sharder takes to every
+trainer. For a collection that is usually a mistake: it was sharded by default, until
+``sharders=[...]`` replaced the defaults. So a model with tables on the servers is
+checked when a ``DistributedModelParallel`` gets it.
 """
 
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -57,32 +55,26 @@ _Local: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 def watch_models() -> None:
     """Check from now on every model that a ``DistributedModelParallel`` gets.
 
-    It stays for the life of the process, and costs a call and a type check for each
-    module that gets a child.
+    torch calls the hook for each module of the process that gets a child.
     """
-    register_module_module_registration_hook(_when_registered)
 
+    def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(parent, DistributedModelParallel) and child is not None:
+            require_sharders(child, {s.module_type for s in parent.sharders})
 
-def _when_registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if isinstance(parent, DistributedModelParallel) and child is not None:
-        require_sharders(child, {sharder.module_type for sharder in parent.sharders})
+    register_module_module_registration_hook(check)
 
 
 def require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
-    """Refuse a model of which a collection stayed behind when others were sharded.
+    """Refuse a sharded model with tables on the servers and collections left behind.
 
-    Args:
-        model: sharded.
-        taken: the types of modules that its sharders take; collections of these may
-            stay as they are, if the plan says so.
-
-    Raises:
-        ConfigError: some tables are on the servers, and a collection has no sharder;
-            or a managed collision module, of which each trainer has its own, maps the
-            ids of tables on the servers.
+    Collections of the types in ``taken``, those that its sharders take, may stay as
+    they are if the plan says so. A managed collision module that maps the ids of tables
+    on the servers must be the only one: each trainer has its own.
     """
     if not _remote_collections(model):
         return
+    num_trainers = dist.get_world_size() if dist.is_initialized() else 1
     for path, module in model.named_modules():
         if type(module) in _SHARDED_BY_DEFAULT and type(module) not in taken:
             raise ConfigError(
@@ -92,22 +84,17 @@ def require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
                 "...), which takes them all; or add TorchRec's own sharder of it to "
                 "the list, to leave it to TorchRec."
             )
-        if isinstance(module, BaseManagedCollisionEmbeddingCollection):
-            _require_one_trainer(path, module)
+        collides = isinstance(module, BaseManagedCollisionEmbeddingCollection)
+        if collides and num_trainers > 1 and _remote_collections(module):
+            raise ConfigError(
+                "Ids of tables on the servers must mean the same on all trainers. "
+                f"Received: the {type(module).__name__} {path!r}, which maps ids on "
+                f"each trainer by itself, and {num_trainers} trainers. Leave the "
+                "managed collision module out: the servers take raw 64-bit ids."
+            )
 
 
-def _require_one_trainer(path: str, module: nn.Module) -> None:
-    are_several = dist.is_initialized() and dist.get_world_size() > 1
-    if are_several and _remote_collections(module):
-        raise ConfigError(
-            "Ids of tables on the servers must mean the same on all trainers. "
-            f"Received: the {type(module).__name__} {path!r}, which maps ids on each "
-            f"trainer by itself, and {dist.get_world_size()} trainers. Leave the "
-            "managed collision module out: the servers take raw 64-bit ids."
-        )
-
-
-def _remote_collections(model: nn.Module) -> list[ShardedRemoteCollection[Any, Any]]:
+def _remote_collections(model: nn.Module) -> list[ShardedRemoteCollection]:
     return [m for m in model.modules() if isinstance(m, ShardedRemoteCollection)]
 
 
@@ -115,12 +102,11 @@ def _remote_collections(model: nn.Module) -> list[ShardedRemoteCollection[Any, A
 def join(model: nn.Module) -> Iterator[None]:
     """Train inside this block where trainers' data may not end at the same batch.
 
-    A trainer that comes to the end of the block, even without a batch, does not hold
-    the others up any more: it answers the all-reduces of their dense gradients, and
-    the servers do without its gradients in the joint updates. The block ends when all
-    trainers are there; the dense model of the last one, and its loss scale, are then
-    those of all, and the next steps are joint again. Gradients are divided by the
-    number of all trainers throughout, as in
+    A trainer at the end of the block, even without a batch, no longer delays the
+    others: it answers the all-reduces of their dense gradients, and joint updates
+    proceed without its gradients. The block ends when all trainers are there; all then
+    have the dense model and the loss scale of the last one, and the next steps are
+    joint again. Gradients are divided by the number of all trainers throughout, as in
     ``torch.nn.parallel.DistributedDataParallel.join``.
 
     An exception ends the block at once, on this trainer alone.
@@ -146,25 +132,19 @@ def join(model: nn.Module) -> Iterator[None]:
             "was wrapped with it. Give DistributedModelParallel(data_parallel_wrapper="
             "DefaultDataParallelWrapper(static_graph=False))."
         )
-    agreements = {
-        c.agreement: None for c in collections if c.agreement and c.agreement.is_used
-    }
-    joinables: list[Joinable] = [*replicas[:1], *agreements]
-    are_several = (
-        bool(joinables) and dist.get_world_size(joinables[0].join_process_group) > 1
-    )
-    with (
-        Join(joinables, divide_by_initial_world_size=True)
-        if are_several
-        else contextlib.nullcontext()
-    ):
+    agreements = dict.fromkeys(c.remote_tables.agreement for c in collections)
+    joinables: list[Joinable] = [a for a in agreements if a and a.is_used]
+    joinables[:0] = replicas[:1]
+    with contextlib.ExitStack() as stack:
+        if joinables and dist.get_world_size(joinables[0].join_process_group) > 1:
+            stack.enter_context(Join(joinables, divide_by_initial_world_size=True))
         yield
         for collection in collections:
             collection.pipeline.leave()
 
 
 def describe_placement(model: nn.Module) -> str:
-    """Say in a table what lies where in a sharded model.
+    """Return a table of what lies where in a sharded model.
 
     TorchRec's plan names every table too, but cannot say "on the servers": there, such
     a table is a row_wise one of a single row.
@@ -173,7 +153,7 @@ def describe_placement(model: nn.Module) -> str:
         model: a ``DistributedModelParallel``, or a part of it.
 
     Returns:
-        One line per table of the model: its collection's path; its name; its place,
+        One line per table of the model: its collection's path; its name; where it is,
         "servers" or how TorchRec shards it; the ranks that hold it; its rows, "any" on
         the servers, where a table has no length; its dim; the name of its optimizer:
         "the model's" is the one that the training loop steps, "fused" that of a fused
@@ -190,22 +170,13 @@ def describe_placement(model: nn.Module) -> str:
         remote = module.remote if isinstance(module, MixedCollection) else module
         if isinstance(remote, ShardedRemoteCollection) and remote not in described:
             described.add(remote)
-            lines.extend(_describe_remote(path, remote))
+            for spec in remote.spec.tables:
+                where, optimizer = ("servers", "-", "any"), type(spec.optimizer)
+                dim = str(spec.dim)
+                lines.append((path, spec.name, *where, dim, optimizer.__name__))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _describe_remote(
-    path: str, module: ShardedRemoteCollection[Any, Any]
-) -> Iterator[tuple[str, ...]]:
-    for spec in module.tables:
-        optimizer = type(spec.optimizer).__name__
-        yield path, spec.name, "servers", "-", "any", str(spec.dim), optimizer
+    row = "  ".join(f"{{:{width}}}" for width in widths)
+    return "\n".join(row.format(*line).rstrip() for line in lines)
 
 
 def _describe_local(path: str, module: _Local) -> Iterator[tuple[str, ...]]:

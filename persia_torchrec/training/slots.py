@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -50,11 +49,13 @@ def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
     )
 
 
-class ShardedSlots(ShardedRemoteCollection[Slots, Slots]):
+class ShardedSlots(ShardedRemoteCollection):
     """PERSIA's slots on the embedding servers; gives a float32 tensor per slot.
 
     Of the slots that the batch has, in its order.
     """
+
+    unsharded_module_type = EmbeddingBagCollection
 
     def compute(self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]) -> Slots:
         """Wait for the embeddings of each slot; see ``sharding/slot_tensors.py``."""
@@ -62,21 +63,12 @@ class ShardedSlots(ShardedRemoteCollection[Slots, Slots]):
         handle, outputs = pulled.handle, self.embeddings(pulled)
         slots = [
             Slot(name=feature.name, dim=dim, num_places=feature.num_places)
-            for feature, dim in zip(self._spec.features, self._spec.dims(), strict=True)
+            for feature, dim in zip(self.spec.features, self.spec.dims(), strict=True)
         ]
         return slot_tensors(slots, handle.slots, outputs, handle.places)
 
-    def output_dist(self, ctx: RemoteContext, output: Slots) -> LazyAwaitable[Slots]:
-        """Return the output: it is there."""
-        return LazyNoWait(output)
 
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        """What this module was before it was sharded."""
-        return EmbeddingBagCollection
-
-
-class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
+class SlotsSharder(CollectionSharder):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
     The gradient of each trainer is applied by itself, as in PERSIA: embedding
@@ -91,7 +83,8 @@ class SlotsSharder(CollectionSharder[EmbeddingBagCollection, ShardedSlots]):
         timeout_s: seconds that a pull or a push may take.
     """
 
-    kind = (EmbeddingBagCollection, ShardedSlots)
+    module_type = EmbeddingBagCollection
+    sharded_type = ShardedSlots
 
     def __init__(
         self,

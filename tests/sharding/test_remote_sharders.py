@@ -97,7 +97,7 @@ class Two(nn.Module):
 
 
 def is_on_servers(model):
-    return {t.name for module in remote_modules(model) for t in module.tables}
+    return {t.name for module in remote_modules(model) for t in module.spec.tables}
 
 
 class TestRemoteSharders:
