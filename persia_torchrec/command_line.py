@@ -84,7 +84,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
         options = _options(kinds[field.name], repeat="repeat" in field.metadata)
         options |= {"default": argparse.SUPPRESS, "help": _help(field, docs)}
         if "positional" in field.metadata:
-            if field.default is not MISSING:
+            if not field.default is field.default_factory is MISSING:
                 options["nargs"] = "?"
             parser.add_argument(field.name, **options)
         else:

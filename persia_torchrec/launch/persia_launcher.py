@@ -86,7 +86,9 @@ def parser() -> argparse.ArgumentParser:
 class NnWorker:
     """Train: run the user's script."""
 
-    file: str | None = field(default=None, metadata={"positional": True})
+    file: str | None = field(
+        default_factory=env.nn_worker_entry, metadata={"positional": True}
+    )
     """The script [PERSIA_NN_WORKER_ENTRY]"""
 
     nproc_per_node: int = 1
@@ -101,9 +103,7 @@ class NnWorker:
     def words(self) -> list[str]:
         """Return torchrun's command line, which starts the scripts."""
         refuse_inference("NN worker", env.global_config_path())
-        script = _require(
-            self.file, env.nn_worker_entry(), "FILE, or PERSIA_NN_WORKER_ENTRY"
-        )
+        script = _require_file(self.file, "FILE, or PERSIA_NN_WORKER_ENTRY")
         for name in ("nproc_per_node", "nnodes"):
             _require_positive(name, getattr(self, name))
         if not 0 <= self.node_rank < self.nnodes:
@@ -173,15 +173,15 @@ class _Replica:
 class DataLoader(_Replica):
     """Send the training data."""
 
-    file: str | None = field(default=None, metadata={"positional": True})
+    file: str | None = field(
+        default_factory=env.data_loader_entry, metadata={"positional": True}
+    )
     """The script [PERSIA_DATALOADER_ENTRY]"""
 
     def words(self) -> list[str]:
         """Return the command line of the script."""
         refuse_inference("data loader", env.global_config_path())
-        script = _require(
-            self.file, env.data_loader_entry(), "FILE, or PERSIA_DATALOADER_ENTRY"
-        )
+        script = _require_file(self.file, "FILE, or PERSIA_DATALOADER_ENTRY")
         env.require_job_store("A data loader")
         self.export()
         return ["-m", "persia_torchrec.launch.script", "loader", script]
@@ -189,10 +189,10 @@ class DataLoader(_Replica):
 
 @dataclass(frozen=True, kw_only=True)
 class _Service(_Replica):
-    embedding_config: str | None = None
+    embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
 
-    global_config: str | None = None
+    global_config: str | None = field(default_factory=env.global_config_path)
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
 
     imports: tuple[str, ...] = field(
@@ -203,15 +203,11 @@ class _Service(_Replica):
 
     def paths(self) -> tuple[str, str]:
         """Return the paths of both files, of a job or of inference without one."""
-        slots = _require(
-            self.embedding_config,
-            env.embedding_config_path(),
-            "--embedding-config, or PERSIA_EMBEDDING_CONFIG",
+        slots = _require_file(
+            self.embedding_config, "--embedding-config, or PERSIA_EMBEDDING_CONFIG"
         )
-        path = _require(
-            self.global_config,
-            env.global_config_path(),
-            "--global-config, or PERSIA_GLOBAL_CONFIG",
+        path = _require_file(
+            self.global_config, "--global-config, or PERSIA_GLOBAL_CONFIG"
         )
         in_job = env.job_store() is not None
         if inference_settings(path, in_job=in_job) is None:
@@ -307,8 +303,7 @@ COMMANDS: dict[str, type[Any]] = {
 }
 
 
-def _require(path: str | None, by_environment: str | None, name: str) -> str:
-    path = path or by_environment
+def _require_file(path: str | None, name: str) -> str:
     if path is None:
         raise ConfigError(f"{name}, must name the file. Received: neither.")
     return path

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -53,7 +52,7 @@ class ServingFlags:
     model: str = "jit_dense.pt"
     """File in that folder: the dense model as TorchScript."""
 
-    embedding_config: Path | None = None
+    embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
 
     workers: tuple[str, ...] = ()
@@ -135,7 +134,7 @@ def _open_reader(
 ) -> Iterator[SlotsReader]:
     """Open a reader over embedding workers, or over servers of its own."""
     if not addresses:
-        path = flags.embedding_config or env.embedding_config_path()
+        path = flags.embedding_config
         if path is None:
             raise ConfigError(
                 "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed."

@@ -54,10 +54,10 @@ from persia_torchrec.worker.serving import (
 class WorkerFlags:
     """Run one embedding worker, in a job or without one."""
 
-    index: int | None = None
+    index: int = field(default_factory=env.get_replica_index)
     """Which worker [REPLICA_INDEX]"""
 
-    num_workers: int | None = None
+    num_workers: int = field(default_factory=env.get_replica_size)
     """Of how many [REPLICA_SIZE]"""
 
     servers: tuple[str, ...] = ()
@@ -72,10 +72,10 @@ class WorkerFlags:
     port: int = 0
     """Port to listen on; 0 takes a free one."""
 
-    embedding_config: Path | None = None
+    embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
 
-    global_config: Path | None = None
+    global_config: str | None = field(default_factory=env.global_config_path)
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
 
     imports: tuple[str, ...] = field(
@@ -87,14 +87,17 @@ class WorkerFlags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker; return the process's exit status."""
-    flags = parse_flags(WorkerFlags, argv, prog="python -m persia_torchrec.worker")
     keep_freed_memory()
-    return run_service("persia_torchrec.worker", lambda: _serve(flags))
+    prog = "python -m persia_torchrec.worker"
+    return run_service(
+        "persia_torchrec.worker",
+        lambda: _serve(parse_flags(WorkerFlags, argv, prog=prog)),
+    )
 
 
 def _serve(flags: WorkerFlags) -> None:
-    path = flags.global_config or env.global_config_path()
-    infer = inference_settings(path, in_job=env.job_store() is not None)
+    in_job = env.job_store() is not None
+    infer = inference_settings(flags.global_config, in_job=in_job)
     if flags.servers:
         with Lifetime() as life:
             _run(flags, life, flags.servers)
@@ -111,8 +114,7 @@ def _serve(flags: WorkerFlags) -> None:
             "An embedding worker",
             ", or pass --servers, or a global_config.yml with job_type: Infer",
         )
-        index = env.get_replica_index() if flags.index is None else flags.index
-        size = flags.num_workers or env.get_replica_size()
+        index, size = flags.index, flags.num_workers
         with JobMember.join("worker", index, size, store=store) as member:
             _run(flags, member, ())
 
@@ -122,18 +124,16 @@ def _run(
 ) -> None:
     """Serve until the end; the servers of a job are in its address book."""
     import_settings(flags.imports)
-    index = env.get_replica_index() if flags.index is None else flags.index
-    slots_path = flags.embedding_config or env.embedding_config_path()
+    slots_path = flags.embedding_config
     if slots_path is None:
         raise ConfigError("--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed.")
     if isinstance(life, JobMember):
-        schema = tell_slots(life.book, Path(slots_path), warns=index == 0)
+        schema = tell_slots(life.book, Path(slots_path), warns=flags.index == 0)
     else:
         schema = load_embedding_config(slots_path)
-    path = flags.global_config or env.global_config_path()
     settings = GlobalSettings()
-    if path is not None:
-        settings = load_global_config(path, warns=bool(flags.servers))
+    if flags.global_config is not None:
+        settings = load_global_config(flags.global_config, warns=bool(flags.servers))
     with telling_of_compilation(life.tell_compiling):
         warm_up()
     metrics = settings.common.metrics
@@ -145,7 +145,7 @@ def _run(
         settings.embedding_worker.buffered_data_expired_sec,
     )
     process = WorkerProcess(lookup, buffer)
-    with pushing_metrics(process, lookup, index, metrics):
+    with pushing_metrics(process, lookup, flags.index, metrics):
         service = Service(
             "embedding worker",
             process.answer,
