@@ -43,9 +43,9 @@ class ShardDump:
         folder: of the checkpoint.
         store: of the server.
         server: settings of the server, with its ``shard`` and ``num_shards``.
-        log: where in the log of increments the dump begins; None without a log.
 
     Attributes:
+        log: where in the log of increments the dump begins; None without a log.
         error: what made it fail; None so far.
         result: for the manifest, once the file is complete.
     """
@@ -55,7 +55,6 @@ class ShardDump:
         folder: Folder,
         store: EmbeddingStore,
         server: Mapping[str, Any],
-        log: LogPosition | None = None,
     ) -> None:
         if not folder.exists():
             raise CheckpointError(
@@ -65,7 +64,7 @@ class ShardDump:
         self._folder = folder
         self._store = store
         self._server = server
-        self._log = log
+        self.log: LogPosition | None = None
         self._name = shard_name(server["shard"], server["num_shards"])
         self._tables = self._describe_tables(len(store.tables))
         self._export = RowExport(store.memory)
@@ -145,7 +144,7 @@ class ShardDump:
                 del chunk
                 self._writer_cpu_s = time.thread_time()
             written = writer.end()
-        saved = SavedShard(self._name, *written, self._tick, self._server, self._log)
+        saved = SavedShard(self._name, *written, self._tick, self._server, self.log)
         return DumpResult(self._tables, saved)
 
     def _next_chunk(self) -> RawRows | None:

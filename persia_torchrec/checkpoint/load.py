@@ -144,12 +144,7 @@ class IncrementImport:
         self.num_rows = 0
         known = {spec.name: spec for spec in store.tables}
         _require_same_rows(_describe(part.head), part.head.tables, known)
-        specs = []
-        for spec in (table.spec for table in part.head.tables):
-            known_spec = known.get(spec.name, spec)
-            admission = spec.admission if follows else known_spec.admission
-            specs.append(replace(known_spec, admission=admission))
-        self._numbers = store.add_tables(specs)
+        self._numbers = _add_tables(store, part.head.tables, follows=follows)
         self._steps = self._work()
 
     def advance(self) -> bool:
@@ -312,22 +307,21 @@ class ShardLoad:
 
     def _fill(self) -> None:
         store, memory = self._store, self._store.memory
-        known = {spec.name for spec in store.tables}
         saved = self._manifest.tables
-        store.add_tables([table.spec for table in saved if table.name not in known])
+        numbers = _add_tables(store, saved, follows=False)
         if self._replaces:
             store.clear()
             memory.tick = 0
-        number_of = {spec.name: number for number, spec in enumerate(store.tables)}
-        numbers = np.array([number_of[table.name] for table in saved], dtype=np.uint16)
-        for table in saved:
-            state = memory.states[number_of[table.name]]
+        number_of = {}
+        for table, number in zip(saved, numbers, strict=True):
+            number_of[table.name] = number
+            state = memory.states[number]
             state.num_updates = max(state.num_updates, table.num_updates)
         rows_in = RowImport(
             memory,
             store.capacity_rows,
             self._uses,
-            numbers[self._table_of],
+            np.array(numbers, dtype=np.uint16)[self._table_of],
             self._frequencies,
         )
         first = 0
@@ -409,6 +403,22 @@ class ShardLoad:
                 f"{sorted(missing)}; it has {sorted(saved)}. To load it all the same, "
                 "and leave the others as they are, use replace=False."
             )
+
+
+def _add_tables(
+    store: EmbeddingStore, tables: Sequence[SavedTable], *, follows: bool
+) -> list[int]:
+    """Add tables that the store does not know; return the number of each table.
+
+    Settings of known tables stay, but for the admission of those that follow.
+    """
+    known = {spec.name: spec for spec in store.tables}
+    specs = []
+    for spec in (table.spec for table in tables):
+        known_spec = known.get(spec.name, spec)
+        admission = spec.admission if follows else known_spec.admission
+        specs.append(replace(known_spec, admission=admission))
+    return store.add_tables(specs)
 
 
 def _describe(head: IncrementHead) -> str:

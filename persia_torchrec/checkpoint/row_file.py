@@ -47,8 +47,10 @@ class SavedTable(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         TableSpec.from_json(self.description)
-        if self.num_updates < 0:
-            raise ValueError(f"num_updates must be >= 0, not {self.num_updates}")
+        if not 0 <= self.num_updates < 2**63:
+            raise ValueError(
+                f"num_updates must be in [0, 2**63), not {self.num_updates}"
+            )
 
     @classmethod
     def build(

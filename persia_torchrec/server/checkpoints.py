@@ -101,9 +101,9 @@ class Checkpoints:
         match request:
             case BeginDump(task, url):
                 self._require_idle()
-                log = self._increments.begin_dump(url)
                 server = msgspec.to_builtins(self._config)
-                self._dump = ShardDump(Folder(url), self._store, server, log)
+                self._dump = ShardDump(Folder(url), self._store, server)
+                self._dump.log = self._increments.begin_dump(url)
                 self._load, self._task = None, task
             case BeginCheck(task, url, replaces, logs):
                 self._require_idle()

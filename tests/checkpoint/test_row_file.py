@@ -1,8 +1,11 @@
 """Shard files: what is written is read, and anything else is refused."""
 
 import io
+import json
 import struct
+import zlib
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,6 +32,9 @@ TABLES = tuple(
     SavedTable.build(spec, 7, has_metadata=spec.has_metadata) for spec in SPECS
 )
 HEAD = ShardHead(shard=1, num_shards=3, tables=TABLES)
+KEYS_OF_A_TABLE = [
+    ["tables", 0, key] for key in ("spec", "num_updates", "has_metadata")
+]
 blocks = st.lists(
     st.tuples(st.integers(0, len(TABLES) - 1), st.integers(1, 9)), max_size=8
 )
@@ -110,6 +116,27 @@ def test_random_bytes_are_no_shard_file(data):
         read(data)
     with pytest.raises(CheckpointError, match="some/file"):
         read(b"PTRCROWS\1\0\0\0" + data)
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 1.5, -1, [], {}, [1], True])
+@pytest.mark.parametrize(
+    "path", [[], ["shard"], ["num_shards"], ["tables"], ["tables", 0], *KEYS_OF_A_TABLE]
+)
+def test_a_header_with_a_wrong_type_is_refused_by_name(path, wrong):
+    value = json.loads(msgspec.json.encode(HEAD))
+    if path:
+        parent = value
+        for key in path[:-1]:
+            parent = parent[key]
+        if type(parent[path[-1]]) is type(wrong) and path[-1] != "shard":
+            return  # of the right type
+        parent[path[-1]] = wrong
+    else:
+        value = wrong
+    text = json.dumps(value).encode()
+    begin = struct.pack("<8sIII", b"PTRCROWS", 1, len(text), zlib.crc32(text))
+    with pytest.raises(CheckpointError, match=r"some/file is damaged\. .*header"):
+        read(begin + text)
 
 
 def test_more_bytes_after_the_end_are_refused():
