@@ -150,9 +150,6 @@ class TableRequest(NamedTuple):
 
         Returns:
             float32 ``(U, W)`` per table, read-only; views of the reply if there is one.
-
-        Raises:
-            FrameError: a reply has another number of frames, or another length.
         """
         shapes = [
             (len(split.ids), width)
@@ -309,11 +306,7 @@ class PushOutcome(NamedTuple):
 
     @classmethod
     def read(cls, replies: Iterable[Frames]) -> "PushOutcome":
-        """Read the replies to a push; return the outcome on all servers.
-
-        Raises:
-            FrameError: a reply tells of no outcome.
-        """
+        """Read the replies to a push; return the outcome on all servers."""
         outcomes = [
             parse_json(body_of(frames), _Outcome, "The reply to an update", FrameError)
             for frames in replies

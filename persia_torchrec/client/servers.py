@@ -139,10 +139,6 @@ class Servers:
             what: the request in words, for errors.
             answer: what an answer must be, see ``decode_json``.
             timeout_s: as of :meth:`send`.
-
-        Raises:
-            FrameError: an answer is another value.
-            ServerError: a server failed, refused, or did not answer in time.
         """
         bodies = itertools.repeat([encode_json(value)])
         replies = self.send(Header(kind), bodies, what, timeout_s)

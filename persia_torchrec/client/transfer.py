@@ -171,9 +171,6 @@ def write_blocks(
     Args:
         blocks: taken as the servers proceed.
         write: sends a block.
-
-    Raises:
-        ServerError: a server failed, refused, or did not answer in time.
     """
     in_flight: deque[Sequence[Reply]] = deque()
     num_rows = 0

@@ -129,11 +129,7 @@ def check_bags(bags: Mapping[str, Bags]) -> int:
 
 
 def encode_bags(bags: Mapping[str, Bags]) -> Frames:
-    """Return a batch as three frames; equal batches give equal bytes.
-
-    Raises:
-        BatchError: the features do not fit, see :func:`check_bags`.
-    """
+    """Return a batch as three frames; equal batches give equal bytes."""
     check_bags(bags)
     shapes = [[name, len(bag.ids), len(bag.lengths)] for name, bag in bags.items()]
     lengths = np.concatenate([_NO_LENGTHS, *(bag.lengths for bag in bags.values())])

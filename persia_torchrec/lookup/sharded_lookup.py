@@ -205,32 +205,20 @@ class ShardedLookup(ABC):
         self.client.add_tables(specs)
 
     def learn_tables(self) -> None:
-        """Learn the tables from the servers, if some are unknown; change none.
-
-        Raises:
-            ServerError: a server failed, or did not answer in time.
-        """
+        """Learn the tables from the servers, if some are unknown; change none."""
         try:
             self.dims()
         except ConfigError:
             self.client.learn_tables()
 
     def change_tables(self, change: TableChange) -> None:
-        """Change the settings of this lookup's tables on the servers.
-
-        Raises:
-            ServerError: a server refuses, failed, or did not answer in time.
-        """
+        """Change the settings of this lookup's tables on the servers."""
         known = [self.client.table(name) for name in self._all.tables]
         if changed := changed_tables(known, change):
             self.client.add_tables(changed)
 
     def dims(self) -> list[int]:
-        """Return the dim of each feature.
-
-        Raises:
-            ConfigError: a table is not known yet.
-        """
+        """Return the dim of each feature."""
         return [self.client.table(feature.table).dim for feature in self.features]
 
     @abstractmethod
@@ -268,10 +256,6 @@ class ShardedLookup(ABC):
 
         Returns:
             What the model is given, and what :meth:`push` needs.
-
-        Raises:
-            BatchError: features are missing, unknown, or do not fit together.
-            ServerError: a server failed, refused, or did not answer in time.
         """
         with self._timed("lookup_total_time_cost_sec"):
             with self._timed("lookup_preprocess_time_cost_sec"):

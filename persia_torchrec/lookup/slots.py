@@ -158,9 +158,6 @@ def build_tables(
         config: which ids get rows, how these start, and how far weights may go.
         optimizer: of the tables that ``settings`` gives no other.
         settings: of single tables, by feature group; they win over ``config``.
-
-    Raises:
-        ConfigError: settings of an unknown group, or out of their range.
     """
     settings = settings or {}
     require_known_tables(settings, (group.name for group in schema.groups))
@@ -282,11 +279,7 @@ class SlotsLookup(ShardedLookup):
         return outputs, batch
 
     def update(self, batch: RoutedBatch, grads: Outputs) -> PushOutcome:
-        """Push the gradients of a training batch, and wait until they are applied.
-
-        Raises:
-            PersiaError: as :meth:`push`, or a server failed.
-        """
+        """Push the gradients of a training batch, and wait until they are applied."""
         with self._timed("update_gradient_time_cost_sec"):
             replies = self.push(batch, grads)
             outcome = PushOutcome.read(reply.frames() for reply in replies)
@@ -297,11 +290,7 @@ class SlotsLookup(ShardedLookup):
     def select(
         self, bags: Mapping[str, Bags]
     ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
-        """Return the slots of a batch; see :meth:`ShardedLookup.select`.
-
-        Raises:
-            BatchError: a slot is unknown, or there is none.
-        """
+        """Return the slots of a batch; see :meth:`ShardedLookup.select`."""
         require_slots(list(bags), [feature.key for feature in self.features])
         feature_of = {feature.key: feature for feature in self.features}
         features = BatchFeatures([feature_of[key] for key in bags])
@@ -327,13 +316,7 @@ class SlotsLookup(ShardedLookup):
                 yield features.specs[f].name, piece
 
     def hello(self) -> LookupHello:
-        """Tell all slots, and how many rows the servers hold.
-
-        Raises:
-            ConfigError: the tables are not known yet.
-            ServerError: a server failed, refused (it loads a checkpoint), or did not
-                answer in time.
-        """
+        """Tell all slots, and how many rows the servers hold."""
         slots = tuple(
             Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.features, self.dims(), strict=True)

@@ -45,11 +45,7 @@ class Trainers:
         self._next = first
 
     def join(self) -> None:
-        """Introduce this trainer to the servers, which then notice if it is lost.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
-        """
+        """Introduce this trainer to the servers, which then notice if it is lost."""
         self._client.join(self._next, self._who)
         atexit.register(self._end_with_the_process)
 
@@ -58,9 +54,6 @@ class Trainers:
 
         Args:
             why: for the errors of trainers that wait for one.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
         """
         atexit.unregister(self._end_with_the_process)
         self._client.join(self._next, self._who, why)
@@ -101,9 +94,5 @@ class Trainers:
         return share
 
     def leave(self, share: Share) -> None:
-        """Tell the servers that a share will not come, nor a later one of its group.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
-        """
+        """Tell the servers that a share will not come, nor a later one of its group."""
         self._client.leave(share)

@@ -380,11 +380,7 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
     def set_num_pullers(
         self, *, training: int | None = None, evaluation: int | None = None
     ) -> None:
-        """Change how many batches may be pulled at once; running pulls proceed.
-
-        Raises:
-            ConfigError: a number is below 1.
-        """
+        """Change how many batches may be pulled at once; running pulls proceed."""
         if training is not None:
             self._training.set_num_threads(training)
         if evaluation is not None:
@@ -409,9 +405,6 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
             ids: the batch, as the lookup takes it.
             training: whether its gradients will be pushed.
             given: the batch as the caller has it, for ``PrefetchedBatch.source``.
-
-        Raises:
-            PersiaError: an earlier push failed, or the pipeline is closed.
         """
         self.raise_error()
         batch: PrefetchedBatch[Handle]
@@ -433,9 +426,6 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
         Batches so far count still. Those after it belong to the joint steps of a new
         round, in which all trainers take part again, each when it has left this one.
         Does nothing where trainers do not update jointly.
-
-        Raises:
-            PersiaError: an earlier push failed, or the pipeline is closed.
         """
         self.raise_error()
         self._put_leave()

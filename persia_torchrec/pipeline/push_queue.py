@@ -186,9 +186,6 @@ class PushQueue(Generic[Handle]):
         """Change the settings of tables behind the pushes so far; returns at once.
 
         When many changes wait, it first waits for the oldest.
-
-        Raises:
-            PersiaError: an earlier push failed, or the queue is closed.
         """
         self.raise_error()
         if len(self._changes) == _MAX_CHANGES:
@@ -199,11 +196,7 @@ class PushQueue(Generic[Handle]):
         return call.done
 
     def flush(self) -> None:
-        """Wait until everything so far is applied.
-
-        Raises:
-            PersiaError: some of it failed, or was not acknowledged in time.
-        """
+        """Wait until everything so far is applied."""
         with self._lock:
             waiting = list(self._in_flight)
         for done in waiting:

@@ -137,11 +137,7 @@ class RemoteWorkers:
         return first
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
-        """Make every worker, and through it every server, know the tables.
-
-        Raises:
-            ServerError: a worker or a server refuses, or does not answer.
-        """
+        """Make every worker, and through it every server, know the tables."""
         header = Header(Kind.ADD_TABLES)
         body: Frames = [encode_json([spec.to_json() for spec in specs])]
         for worker in range(self.num_workers):
@@ -154,9 +150,6 @@ class RemoteWorkers:
         """Change the settings of the tables that were added.
 
         Updates are not in order with it: wait for those that must come before.
-
-        Raises:
-            ServerError: a worker or a server refuses, or does not answer.
         """
         if changed := changed_tables(self._tables.values(), change):
             self.add_tables(changed)
@@ -171,10 +164,6 @@ class RemoteWorkers:
 
         Returns:
             The reference, or None when the worker's buffer is full.
-
-        Raises:
-            BatchError: a feature's dtypes or lengths do not fit.
-            ServerError: the worker refuses the batch, or does not answer in time.
         """
         header = Header(Kind.BUFFER_IDS, stream=loader)
         reply = self._send(worker, header, encode_bags(bags), "ids")

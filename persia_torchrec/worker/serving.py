@@ -78,10 +78,6 @@ def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> Embedding
     Args:
         store: where the address book is, as ``env.job_store()`` tells.
         timeout_s: seconds to wait for the first worker.
-
-    Raises:
-        DiscoveryError: none has come within ``timeout_s``.
-        JobError: the job has failed meanwhile.
     """
     book = AddressBook.join(*store)
     try:
