@@ -1,6 +1,7 @@
 """Embedding servers in threads, one trainer, and models whose tables they hold."""
 
 import threading
+import weakref
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +24,7 @@ from persia_torchrec import (
     EmbeddingClient,
     RemoteEmbeddingBagCollectionSharder,
 )
+from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 from tests.servers import DEADLINE_S
@@ -70,6 +72,48 @@ class Servers:
             assert not thread.is_alive()
 
 
+class PatientClient(EmbeddingClient):
+    """A client that reads rows and counters after the lookups begun before.
+
+    A model answers before its lookup is done, so that a row which the lookup makes may
+    be missing when a test reads it. Here it cannot be.
+    """
+
+    batches: "weakref.WeakSet[PrefetchedBatch]"
+
+    def watch(self, pipeline: BatchPipeline) -> None:
+        """Wait for the lookups of a pipeline from now on."""
+        start = pipeline.start
+
+        def watched(*args, **kwargs):
+            batch = start(*args, **kwargs)
+            self.batches.add(batch)
+            return batch
+
+        pipeline.start = watched
+
+    def read_numbers(self, *args):
+        self.wait_for_lookups()
+        return super().read_numbers(*args)
+
+    def counters(self):
+        self.wait_for_lookups()
+        return super().counters()
+
+    def wait_for_lookups(self) -> None:
+        """Wait for all lookups but those that wait for a permit themselves."""
+        for batch in list(self.batches):
+            semaphore = batch.semaphore
+            while not batch.is_here(0.01):
+                is_out = batch.permit in semaphore._out
+                if (
+                    batch.is_training
+                    and not is_out
+                    and len(semaphore._out) >= (semaphore.num)
+                ):
+                    break
+
+
 class RemoteJob:
     """Servers, a client of them, and this process as the only trainer."""
 
@@ -87,9 +131,10 @@ class RemoteJob:
 
     def __enter__(self) -> Self:
         self.servers.__enter__()
-        self.client = EmbeddingClient.connect(
+        self.client = PatientClient.connect(
             self.servers.addresses, timeout_s=self._timeout_s
         )
+        self.client.batches = weakref.WeakSet()
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         return self
 
@@ -131,6 +176,8 @@ class RemoteJob:
     def adopt(self, model: DistributedModelParallel) -> None:
         """Close what a model started, at the end of the job."""
         self._models.append(model)
+        for module in remote_modules(model):
+            self.client.watch(module.pipeline)
 
     def read(self, table: str, ids: list[int] | range) -> np.ndarray:
         """Return weights and state of ids that may be written as int64."""
