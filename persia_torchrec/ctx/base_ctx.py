@@ -16,8 +16,7 @@ from persia_torchrec.data.loader import (
     enter_context,
     leave_context,
 )
-from persia_torchrec.data.stream import ReferencedBatch
-from persia_torchrec.embedding.data import BatchRest, PersiaBatch
+from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.serving.embeddings import ConcurrentLookups
 from persia_torchrec.sharding.slot_tensors import dense_tensor
@@ -147,16 +146,15 @@ class LookupCtx(BaseCtx):
         """
         num_workers = min(settings.num_workers, self.threadpool_worker_size)
         settings = replace(settings, num_workers=num_workers)
-        rest = batch.rest if isinstance(batch, ReferencedBatch) else batch
         is_training = (
             isinstance(self.embeddings, Engine)
-            and rest.requires_grad
+            and batch.requires_grad
             and self.preprocess_mode is PreprocessMode.TRAIN
         )
         pull = self.embeddings.start_pull(
             batch, is_training=is_training, settings=settings
         )
-        return _training_batch(rest, pull, is_training=is_training)
+        return _training_batch(batch, pull, is_training=is_training)
 
     def note_wait(self, seconds: float) -> None:
         """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
@@ -312,13 +310,13 @@ class LookupCtx(BaseCtx):
 
 
 def _training_batch(
-    rest: BatchRest | PersiaBatch, pull: Any, *, is_training: bool
+    batch: PersiaBatch | ReferencedBatch, pull: Any, *, is_training: bool
 ) -> PersiaTrainingBatch:
     return PersiaTrainingBatch(
         pull=pull,
-        non_id_type_features=tuple(rest.non_id_type_features),
-        labels=tuple(rest.labels),
+        non_id_type_features=tuple(batch.non_id_type_features),
+        labels=tuple(batch.labels),
         is_training=is_training,
-        meta=rest.meta,
-        batch_id=rest.batch_id,
+        meta=batch.meta,
+        batch_id=batch.batch_id,
     )

@@ -9,9 +9,8 @@ from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.data.loader import entered_context
-from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.slots import LookupHello, wait_until_ready
 from persia_torchrec.pipeline.worker_client import RemoteWorkers

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from persia_torchrec import env
-from persia_torchrec.data.stream import BatchReceiver, Inbox, ReferencedBatch
-from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.data.stream import BatchReceiver, Inbox
+from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.discovery import AddressBook
 from persia_torchrec.wire.ports import local_address

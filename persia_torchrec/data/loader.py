@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from persia_torchrec.data.dataset import IterableDatasetBase, in_background
-from persia_torchrec.data.stream import ReferencedBatch
-from persia_torchrec.embedding.data import Label, NonIDTypeFeature, PersiaBatch
+from persia_torchrec.embedding.data import (
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+    ReferencedBatch,
+)
 from persia_torchrec.errors import ConfigError
 
 

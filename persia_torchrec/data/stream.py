@@ -25,11 +25,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from persia_torchrec.embedding.data import (
-    BatchRest,
     PersiaBatch,
+    ReferencedBatch,
     decode_rest,
     encode_rest,
 )
@@ -47,23 +46,6 @@ from persia_torchrec.wire.transport import Connections
 
 _PUT_TIMEOUT_S = 0.5
 _MAX_LOADERS_AT_ONCE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ReferencedBatch:
-    """A batch without its ids, and where these wait.
-
-    Attributes:
-        worker: number of the embedding worker that has the ids.
-        loader: number of the data loader that left them there.
-        reference: what the worker called them.
-        rest: dense features, labels and the others.
-    """
-
-    worker: int
-    loader: int
-    reference: int
-    rest: BatchRest
 
 
 class Inbox:
@@ -201,8 +183,9 @@ class BatchReceiver:
             raise FrameError(f"A trainer answers no such message: {header}.")
         worker, source, reference = decode_json(frames[:2], tuple[int, int, int])
         # Copied: a frame is read-only, and torch wants memory that can be written.
-        rest = decode_rest(bytearray(frames[2]))
-        batch = ReferencedBatch(worker, source, reference, rest)
+        batch = decode_rest(
+            bytearray(frames[2]), worker=worker, loader=source, reference=reference
+        )
         came = self._inbox.put(loader, num_loaders, batch, _PUT_TIMEOUT_S)
         return [encode_json(came)]
 

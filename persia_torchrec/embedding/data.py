@@ -308,18 +308,18 @@ class PersiaBatch:
         header = reader.header
         try:
             features = [_read_ids(reader, ids, header.batch_size) for ids in header.ids]
-            rest = _read_rest(reader)
+            dense, labels, meta = _read_rest(reader)
             batch = cls(
                 features,
-                rest.non_id_type_features,
-                rest.labels,
-                batch_size=rest.batch_size,
-                requires_grad=rest.requires_grad,
-                meta=rest.meta,
+                dense,
+                labels,
+                batch_size=header.batch_size,
+                requires_grad=header.requires_grad,
+                meta=meta,
             )
         except BatchError as exc:
             raise _invalid(exc) from exc
-        batch.batch_id = rest.batch_id
+        batch.batch_id = header.batch_id
         reader.expect_end()
         return batch
 
@@ -359,8 +359,17 @@ class PersiaBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchRest:
-    """What a batch is without its ids, which have gone to an embedding worker."""
+class ReferencedBatch:
+    """A batch without its ids, which wait at an embedding worker."""
+
+    worker: int
+    """Number of the embedding worker."""
+
+    loader: int
+    """Number of the data loader that left the ids there."""
+
+    reference: int
+    """What the worker called them."""
 
     batch_size: int
     """Samples."""
@@ -381,29 +390,48 @@ class BatchRest:
     """Its number among all batches of all data loaders."""
 
 
-def encode_rest(batch: PersiaBatch | BatchRest) -> bytes:
+def encode_rest(batch: PersiaBatch) -> bytes:
     """Return the batch without its ids as bytes."""
     return _encode(batch, ())
 
 
-def decode_rest(data: Buffer) -> BatchRest:
+def decode_rest(
+    data: Buffer, *, worker: int, loader: int, reference: int
+) -> ReferencedBatch:
     """Read what :func:`encode_rest` wrote; the arrays are views of the bytes.
+
+    Args:
+        data: the bytes.
+        worker: where the ids wait, see :class:`ReferencedBatch`; so are the others.
+        loader: the same.
+        reference: the same.
 
     Raises:
         FrameError: as :meth:`PersiaBatch.from_bytes` does.
     """
     reader = SectionReader(data)
-    if reader.header.ids:
+    header = reader.header
+    if header.ids:
         raise FrameError("The rest of a batch must be without ids.")
     try:
-        rest = _read_rest(reader)
+        dense, labels, meta = _read_rest(reader)
     except BatchError as exc:
         raise _invalid(exc) from exc
     reader.expect_end()
-    return rest
+    return ReferencedBatch(
+        worker=worker,
+        loader=loader,
+        reference=reference,
+        batch_size=header.batch_size,
+        non_id_type_features=dense,
+        labels=labels,
+        requires_grad=header.requires_grad,
+        meta=meta,
+        batch_id=header.batch_id,
+    )
 
 
-def _encode(batch: PersiaBatch | BatchRest, features: Sequence[IDFeature]) -> bytes:
+def _encode(batch: PersiaBatch, features: Sequence[IDFeature]) -> bytes:
     dense = batch.non_id_type_features
     header = BatchHeader(
         batch_id=batch.batch_id,
@@ -441,24 +469,17 @@ def _read_ids(reader: SectionReader, ids: IdsHeader, batch_size: int) -> IDFeatu
     return IDTypeFeature.from_flat(ids.name, array, lengths)
 
 
-def _read_rest(reader: SectionReader) -> BatchRest:
-    """Read all but the ids; the arguments are read in the order of the sections."""
+def _read_rest(
+    reader: SectionReader,
+) -> tuple[tuple[NonIDTypeFeature, ...], tuple[Label, ...], bytes | None]:
+    """Read dense features, labels and meta, in the order of the sections."""
     header = reader.header
-    return BatchRest(
-        batch_size=header.batch_size,
-        batch_id=header.batch_id,
-        requires_grad=header.requires_grad,
-        non_id_type_features=tuple(
-            NonIDTypeFeature(_read_dense(reader, dense), dense.name)
-            for dense in header.dense
-        ),
-        labels=tuple(
-            Label(_read_dense(reader, label), label.name) for label in header.labels
-        ),
-        meta=None
-        if header.meta_bytes is None
-        else bytes(reader.read(header.meta_bytes, "meta")),
-    )
+    dense = [NonIDTypeFeature(_read_dense(reader, d), d.name) for d in header.dense]
+    labels = [Label(_read_dense(reader, d), d.name) for d in header.labels]
+    meta = None
+    if header.meta_bytes is not None:
+        meta = bytes(reader.read(header.meta_bytes, "meta"))
+    return tuple(dense), tuple(labels), meta
 
 
 def _read_dense(reader: SectionReader, dense: DenseHeader) -> Dense:

@@ -17,8 +17,8 @@ import numpy as np
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import body_of, stamp
-from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.decoding import parse_json
+from persia_torchrec.embedding.data import ReferencedBatch
 from persia_torchrec.errors import ConfigError, FrameError, WireError
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs

@@ -20,8 +20,7 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.data.loader import LookupSettings
-from persia_torchrec.data.stream import ReferencedBatch
-from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import Outputs

@@ -22,10 +22,9 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config import EmbeddingSchema
 from persia_torchrec.data.loader import LookupSettings
-from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import Bags

@@ -11,7 +11,7 @@ from functools import partial
 from persia_torchrec import env
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.config import MetricsSettings, load_global_config
-from persia_torchrec.data.stream import ReferencedBatch
+from persia_torchrec.embedding.data import ReferencedBatch
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.lookup.sharded_lookup import Outputs

@@ -14,8 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec.config import EmbeddingSchema
-from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.embedding import EmbeddingConfig
+from persia_torchrec.embedding.data import ReferencedBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.lookup.slots import Slot, build_features, build_tables

@@ -79,7 +79,7 @@ def test_a_trainer_is_known_once_it_begins_to_iterate(book, monkeypatch):
     for number, batch in enumerate((batch_of([1]), batch_of([1], [2]))):
         batch.batch_id = 2 * number + 1
         assert sender.send(1, batch, 0, number)
-    assert sizes([next(batches).rest, next(batches).rest]) == [1, 2]
+    assert sizes([next(batches), next(batches)]) == [1, 2]
     sender.close()
 
 

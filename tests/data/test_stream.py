@@ -82,7 +82,7 @@ def test_all_but_the_ids_arrives(trainers):
     assert trainers.sender().send(0, sent, *ORIGIN)
     received = trainers.inboxes[0].take(DEADLINE_S, in_order=False)
     assert (received.worker, received.loader, received.reference) == (2, 0, 99)
-    rest = received.rest
+    rest = received
     assert (rest.batch_size, rest.batch_id, rest.meta) == (3, 5, b"\x00from a file")
     assert rest.requires_grad
     for parts, expected in (
@@ -98,7 +98,7 @@ def test_all_but_the_ids_arrives(trainers):
 def test_what_arrives_can_become_tensors_that_are_written_to(trainers):
     trainers.sender().send(0, batch_of(), *ORIGIN)
     received = trainers.inboxes[0].take(DEADLINE_S, in_order=False)
-    for part in (*received.rest.non_id_type_features, *received.rest.labels):
+    for part in (*received.non_id_type_features, *received.labels):
         torch.from_numpy(part.data).zero_()
 
 
@@ -109,9 +109,9 @@ def test_a_full_trainer_says_so_and_takes_the_batch_later():
         assert sender.send(0, first, *ORIGIN)
         assert not sender.send(0, second, *ORIGIN)
         (inbox,) = trainers.inboxes
-        assert inbox.take(DEADLINE_S, in_order=True).rest.batch_id == 0
+        assert inbox.take(DEADLINE_S, in_order=True).batch_id == 0
         assert sender.send(0, second, *ORIGIN)
-        assert inbox.take(DEADLINE_S, in_order=True).rest.batch_id == 1
+        assert inbox.take(DEADLINE_S, in_order=True).batch_id == 1
 
 
 def test_every_trainer_learns_of_the_end_of_every_loader():
@@ -122,7 +122,7 @@ def test_every_trainer_learns_of_the_end_of_every_loader():
         for sender in senders:
             sender.end()
         last = trainers.inboxes[1].take(DEADLINE_S, in_order=True)
-        assert last.rest.batch_id == 1
+        assert last.batch_id == 1
         for inbox in trainers.inboxes:
             assert inbox.take(DEADLINE_S, in_order=True) is None
 

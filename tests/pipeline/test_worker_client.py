@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.data.stream import ReferencedBatch
+from persia_torchrec.embedding.data import ReferencedBatch
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import (
     BatchError,
@@ -72,7 +72,9 @@ def remote(workers):
 
 def waiting(worker, loader, reference):
     """Return a batch whose ids wait; what else it has does not matter."""
-    return ReferencedBatch(worker, loader, reference, rest=None)
+    rest = {"batch_size": 1, "non_id_type_features": (), "labels": ()}
+    rest |= {"requires_grad": False, "meta": None, "batch_id": 0}
+    return ReferencedBatch(worker=worker, loader=loader, reference=reference, **rest)
 
 
 def number(batch):

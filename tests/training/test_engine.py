@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from persia_torchrec.data.loader import LookupSettings
-from persia_torchrec.data.stream import ReferencedBatch
 from persia_torchrec.distributed import DDPOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import decode_rest, encode_rest
@@ -64,8 +63,8 @@ def test_a_batch_is_pulled_from_where_its_ids_wait(job, engine):
     batch = batch_of([1], [1, 2])
     bags = build_bags({feature.name: feature for feature in batch.id_type_features})
     reference = loader.buffer(0, 4, bags)
-    rest = decode_rest(bytearray(encode_rest(batch)))
-    referenced = ReferencedBatch(0, 4, reference, rest)
+    data = bytearray(encode_rest(batch))
+    referenced = decode_rest(data, worker=0, loader=4, reference=reference)
     pull = engine.start_pull(referenced, is_training=False)
     assert engine.embed(pull)[0].tolist() == [[0.0] * 4] * 2
     assert len(job.buffers[0]) == 0
