@@ -24,7 +24,7 @@ from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.wire.gateway import push_metrics
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import TRAINING, Header, Kind
-from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.transport import Listener, Wakeup
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class EmbeddingServer:
 
     def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
         self.config = config
-        self._listener = Listener(config.host, config.port, greeting=greeting)
+        self._wakeup = Wakeup()
+        self._listener = Listener(config.host, config.port, self._wakeup, greeting)
         try:
             self.shard = Shard(config, self._listener)
         except BaseException:
@@ -114,13 +115,17 @@ class EmbeddingServer:
             shard.apply_all_updates()
             shard.joint_steps.refuse_all("The server was shut down.")
         finally:
+            shard.stopping.set()  # a signal that comes now must not wait for a lock
             shard.checkpoints.close()
             self.snapshots.close(shard.counters())
             self._listener.close()
+            self._wakeup.close()
 
     def stop(self) -> None:
         """Make :meth:`serve` return soon. Any thread may call it, more than once."""
-        self.shard.stopping.set()
+        if not self.shard.stopping.is_set():
+            self.shard.stopping.set()
+            self._wakeup.wake()
 
     def _serve_once(self, shard: Shard) -> None:
         tasks, wait_ms = shard.checkpoints, _IDLE_POLL_MS
