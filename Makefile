@@ -56,12 +56,12 @@ lint: $(STAMP)  ## format, lint, types, import rules
 	$(BIN)/lint-imports --no-logo
 
 unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
-	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
 	rm -rf $(COVERAGE)
 	mkdir -p $(COVERAGE)
-	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage run -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage run -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
 	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage combine --quiet $(COVERAGE)
 	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage report
 
