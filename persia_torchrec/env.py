@@ -138,25 +138,18 @@ def set_within(variables: Mapping[str, str]) -> Iterator[None]:
 def job_id() -> str:
     """Return the id of this process's job, ``PERSIA_JOB_ID``; empty when unset.
 
-    Every process of a job has the same one, and no other job has it. If it is unset,
-    the coordinator draws one, and the others take that of the job that they find.
+    The coordinator draws one then, and the others take that of the job that they find.
     """
     return _text("PERSIA_JOB_ID") or ""
 
 
 def job_store() -> JobStore | None:
-    """Return host and port of the job's address book, and the job's id.
+    """Return host and port of the job's address book; None: there is no job.
 
     A scheduler that knows the host only when the job runs writes it to a variable of
     its own, whose name ``PERSIA_STORE_HOST_ENV`` gives; while that variable is unset,
     as it may be on the first machine itself, the host is ``localhost``. Of several
     hosts, as in Slurm's ``node[03-07],node12``, it is the first.
-
-    Returns:
-        None when ``PERSIA_STORE_PORT`` is unset: the process does not belong to a job.
-
-    Raises:
-        ConfigError: the port is not in ``[1, 65535]``.
     """
     if _text("PERSIA_STORE_PORT") is None:
         return None
@@ -207,10 +200,7 @@ def is_started_by_torchrun() -> bool:
 
 
 def embedding_config_path() -> str | None:
-    """Return the path of ``embedding_config.yml``, ``PERSIA_EMBEDDING_CONFIG``.
-
-    A trainer without one takes the slots of the embedding workers.
-    """
+    """Return the path of ``embedding_config.yml``, ``PERSIA_EMBEDDING_CONFIG``."""
     return _text("PERSIA_EMBEDDING_CONFIG")
 
 
@@ -235,11 +225,7 @@ def data_dir() -> str | None:
 
 
 def embedding_worker_services() -> list[str]:
-    """Return the addresses in ``EMBEDDING_WORKER_SERVICE``, none when it is unset.
-
-    Raises:
-        ConfigError: one of several is empty.
-    """
+    """Return the addresses in ``EMBEDDING_WORKER_SERVICE``, none when it is unset."""
     text = _text("EMBEDDING_WORKER_SERVICE")
     addresses = [] if text is None else [part.strip() for part in text.split(",")]
     if not all(addresses):
@@ -253,11 +239,7 @@ def embedding_worker_services() -> list[str]:
 def metrics_gateway() -> tuple[str, int] | None:
     """Return host and port of the pushgateway, ``PERSIA_METRICS_GATEWAY_ADDR``.
 
-    Returns:
-        None when it is unset: metrics are not pushed. An IPv6 address has no brackets.
-
-    Raises:
-        ConfigError: it is not ``host:port``.
+    None when it is unset: metrics are not pushed. An IPv6 address has no brackets.
     """
     text = _text("PERSIA_METRICS_GATEWAY_ADDR")
     if text is None:
@@ -293,14 +275,7 @@ def reject_unsupported_variables() -> None:
 
 
 def log_level(default: str = "INFO") -> str:
-    """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it.
-
-    Args:
-        default: the level when it is unset.
-
-    Raises:
-        ConfigError: it is none of ``LOG_LEVELS``.
-    """
+    """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it."""
     level = (_text("LOG_LEVEL") or default).upper()
     if level not in LOG_LEVELS:
         raise ConfigError(

@@ -90,8 +90,8 @@ class PersiaServiceCtx:
         if global_config is None and global_config_path is None:
             global_config = _DEFAULT_GLOBAL_CONFIG
         self._configs = [
-            _one_of("embedding_config", embedding_config, embedding_config_path),
-            _one_of("global_config", global_config, global_config_path),
+            _choose("embedding_config", embedding_config, embedding_config_path),
+            _choose("global_config", global_config, global_config_path),
         ]
         self._work = {
             "loader": _check_work("data_loader_func", data_loader_func),
@@ -221,7 +221,7 @@ _ROLES = ("loader", "trainer", "worker", "server")
 _NEEDS = {"data_loader_replica_num": "loader", "nproc_per_node": "trainer"}
 
 
-def _one_of(
+def _choose(
     name: str, content: Config | None, path: str | Path | None
 ) -> Config | Path:
     if (content is None) == (path is None):

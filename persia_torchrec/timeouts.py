@@ -32,5 +32,11 @@ PERMIT_S = 3600.0
 SEND_BATCH_S = 900.0
 """A worker and a trainer take a batch of a data loader; full buffers make it wait."""
 
+JOINT_UPDATE_S = 600.0
+"""All trainers have sent their gradients of a joint step."""
+
+COMPILING_S = 900.0
+"""By how much a deadline is extended at most while a process compiles its loops."""
+
 CHECKPOINT_S = 3600.0
 """All servers have written or loaded a checkpoint."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.codec import ServerHello, body_of
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import (
@@ -21,7 +22,6 @@ from persia_torchrec.wire.messages import (
     decode_json,
     encode_json,
 )
-from persia_torchrec.wire.patience import MAX_COMPILING_S
 from persia_torchrec.wire.transport import Connections
 from persia_torchrec.wire.transport import Reply as Reply
 
@@ -66,7 +66,7 @@ class Servers:
                 f"Received: the str {addresses!r}; is [{addresses!r}] meant?"
             )
         connections = Connections("embedding server", addresses, greeting=greeting)
-        give_up_s = time.monotonic() + MAX_COMPILING_S
+        give_up_s = time.monotonic() + timeouts.COMPILING_S
 
         def ask(server: int) -> Reply:
             return connections.submit(

@@ -51,11 +51,7 @@ _OR_INFERENCE = ", or give a global_config.yml with job_type: Infer"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Replace this process by that of a role.
-
-    Raises:
-        SystemExit: that is impossible; the message says why.
-    """
+    """Replace this process by that of a role, or exit with a message."""
     try:
         given = vars(parser().parse_args(argv))
         env.reject_unsupported_variables()

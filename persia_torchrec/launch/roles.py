@@ -22,12 +22,7 @@ APP_NAME = "persia"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings:
-    """What all roles of one job have in common.
-
-    Raises:
-        ConfigError: a path or the interpreter is missing, the port is out of its
-            range, or a variable cannot be passed on.
-    """
+    """What all roles of one job have in common."""
 
     embedding_config: str
     """Path of ``embedding_config.yml``, where the roles run."""
@@ -108,16 +103,13 @@ class JobSettings:
         *,
         gpus: int = 0,
     ) -> specs.Role:
-        """Build one role, which runs a module of this package.
-
-        Its variables are a dict of its own: torchx adds to it.
-        """
+        """Build a role that runs a module of this package."""
         return specs.Role(
             name=name,
             image=self.image,
             entrypoint=self.python,
             args=["-m", f"persia_torchrec.{module}", *arguments],
-            env={**self._variables(num_replicas), **self.env},
+            env={**self._variables(num_replicas), **self.env},  # torchx adds to it
             num_replicas=num_replicas,
             resource=specs.Resource(cpu=-1, gpu=gpus, memMB=-1),
         )

@@ -108,11 +108,9 @@ def run_member(
 def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a script in this process as ``python SCRIPT ARGUMENTS...`` would.
 
-    Returns when the script ends, or exits with status 0.
-
     Raises:
-        SystemExit: there is no such file, or the script exits with another status or
-            a message.
+        SystemExit: there is no such file, or the script exits with a status other than
+            0 or with a message.
     """
     if not Path(script).exists():
         raise SystemExit(
@@ -140,11 +138,7 @@ def set_up_rendezvous(
     A trainer's rank is its replica index. Its local rank is its position among the
     trainers with the same host name, so that each takes a device of its own. Trainer 0
     tells address and port of the process group. Waits until every trainer of the job
-    has called this.
-
-    Raises:
-        ConfigError: ``rank`` is not in ``[0, world_size)``.
-        DiscoveryError: some trainer did not come within ``timeout_s``.
+    has called this, or raises DiscoveryError.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(

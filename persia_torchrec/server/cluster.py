@@ -15,12 +15,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self
 
+from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS
-from persia_torchrec.wire.patience import MAX_COMPILING_S
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def _wait_until_ready(
         if line == "compiling":
             logger.info("%s compiles its loops, once for this machine", name)
             begun = time.monotonic()
-            line = lines.get(timeout=MAX_COMPILING_S)
+            line = lines.get(timeout=timeouts.COMPILING_S)
             deadline += time.monotonic() - begun
         if line == "compiled":
             line = lines.get(timeout=max(deadline - time.monotonic(), _LINE_S))

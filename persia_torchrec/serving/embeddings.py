@@ -52,10 +52,8 @@ class LookedUp(NamedTuple):
 class SlotsReader:
     """Looks batches up for inference. Any thread may call any method.
 
-    Args:
-        lookup: in this process, or by embedding workers; the reader does not close it.
-        device: of the tensors.
-        status: returns how fresh the rows are, for ``GET /health``.
+    The lookup is in this process, or by embedding workers; the reader does not close
+    it. ``status`` returns how fresh the rows are, for ``GET /health``.
     """
 
     def __init__(
@@ -70,11 +68,7 @@ class SlotsReader:
         self._slots: tuple[Slot, ...] | None = None
 
     def hello(self) -> LookupHello:
-        """Ask whether all that a lookup needs is ready.
-
-        Raises:
-            PersiaError: it is not; the message says what.
-        """
+        """Return slots and rows; raise PersiaError if something is not ready."""
         hello = self._lookup.hello()
         self._slots = hello.slots
         return hello
@@ -88,13 +82,7 @@ class SlotsReader:
         return self._slots or self.hello().slots
 
     def look_up(self, batch: PersiaBatch | ReferencedBatch) -> LookedUp:
-        """Look a batch up.
-
-        Raises:
-            BatchError: an ID feature of the batch is not a slot, or its ids are held by
-                an embedding worker of a training job.
-            ServerError: a worker or a server failed, or did not answer in time.
-        """
+        """Look a batch up, or raise BatchError or ServerError."""
         if isinstance(batch, ReferencedBatch):
             raise BatchError(
                 "A batch for inference must have its ids. Received: a batch of a "
@@ -121,11 +109,7 @@ class SlotsReader:
 class ConcurrentLookups:
     """Looks up several batches of a ``DataLoader`` at once, by a reader.
 
-    Any thread may call any method.
-
-    Args:
-        reader: looks up; it bounds how long a lookup may take.
-        timeout_s: seconds to wait for the lookup of a batch and of those before it.
+    Any thread may call any method. ``timeout_s`` is for a batch and those before it.
     """
 
     def __init__(self, reader: SlotsReader, *, timeout_s: float) -> None:
@@ -193,15 +177,10 @@ def host_checkpoint(
     incremental_dir: str | None = None,
     imports: Sequence[str] = (),
 ) -> Iterator[SlotsReader]:
-    """Load a checkpoint into servers on this machine, for the time of a block.
+    """Load a checkpoint, or the latest of a folder, into servers of this machine.
 
-    Args:
-        path: of a checkpoint's folder, or of one with several, for its latest.
-        schema: the slots.
-        device: of the tensors.
-        num_servers: processes over which the rows are sharded.
-        incremental_dir: follow what a training writes there.
-        imports: modules that the servers import, with settings of the training's.
+    They live for the time of a block, follow the increments of a folder, and import
+    modules with settings of the training's.
     """
     with EmbeddingCluster.of_checkpoint(
         os.fspath(path),

@@ -28,6 +28,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
@@ -119,7 +120,7 @@ class RemoteSharder(CollectionSharder):
         tables: Mapping[str, TableSettings] | None = None,
         gradient_division: bool = True,
         update: Literal["joint", "each"] = "joint",
-        joint_timeout_s: float = 600.0,
+        joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
     ) -> None:
         if update not in ("joint", "each"):
             raise ConfigError(
@@ -341,7 +342,7 @@ def remote_sharders(
     tables: Mapping[str, TableSettings] | None = None,
     gradient_division: bool = True,
     update: Literal["joint", "each"] = "joint",
-    joint_timeout_s: float = 600.0,
+    joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
 ) -> "RemoteSharders":
     """Return the sharders that put every collection of a model on the servers.
 

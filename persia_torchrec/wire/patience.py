@@ -7,8 +7,7 @@ heartbeats, by lines to its parent process, and by rejecting clients with
 ``NotReadyError``.
 """
 
-MAX_COMPILING_S = 900.0
-"""The most by which a deadline is extended."""
+from persia_torchrec import timeouts
 
 _BEATS_S = 5.0
 """More than between two heartbeats of a process that compiles on a busy host."""
@@ -20,13 +19,13 @@ class Patience:
     Owned by the thread that waits, which checks it several times per second.
 
     Args:
-        deadline: as ``now``; extended by ``MAX_COMPILING_S`` at most.
+        deadline: as ``now``; extended by ``timeouts.COMPILING_S`` at most.
         now: of ``time.monotonic()``.
     """
 
     def __init__(self, deadline: float, now: float) -> None:
         self._deadline = deadline
-        self._last_deadline = deadline + MAX_COMPILING_S
+        self._last_deadline = deadline + timeouts.COMPILING_S
         self._last_look = now
         self._num_beats: int | None = None
         self._compiles_until = 0.0
