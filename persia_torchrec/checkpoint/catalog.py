@@ -82,6 +82,10 @@ class Manifest:
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
 
+    def __post_init__(self) -> None:
+        for table in self.tables:
+            _ = table.spec  # a ConfigError if it is not valid
+
     @property
     def capacity_rows(self) -> int | None:
         """Rows that all servers together could hold; None if that is unknown."""

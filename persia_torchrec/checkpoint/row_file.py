@@ -13,6 +13,7 @@ the file and the byte offset.
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import CheckpointError
+from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.row_columns import RowColumns, RowShape
 from persia_torchrec.store.tables import TableState
@@ -46,7 +47,6 @@ class SavedTable(msgspec.Struct, frozen=True):
     has_metadata: bool
 
     def __post_init__(self) -> None:
-        TableSpec.from_json(self.description)
         if not 0 <= self.num_updates < 2**63:
             raise ValueError(
                 f"num_updates must be in [0, 2**63), not {self.num_updates}"
@@ -57,8 +57,7 @@ class SavedTable(msgspec.Struct, frozen=True):
         cls, spec: TableSpec, num_updates: int, *, has_metadata: bool
     ) -> "SavedTable":
         """Describe a table."""
-        description = msgspec.json.decode(msgspec.json.encode(spec.to_json()))
-        return cls(description, num_updates, has_metadata)
+        return cls(_describe(spec), num_updates, has_metadata)
 
     @classmethod
     def from_state(cls, state: TableState) -> "SavedTable":
@@ -69,7 +68,7 @@ class SavedTable(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """Its name."""
-        return str(self.description["name"])
+        return str(self.description.get("name"))
 
     @property
     def spec(self) -> TableSpec:
@@ -80,6 +79,14 @@ class SavedTable(msgspec.Struct, frozen=True):
     def shape(self) -> RowShape:
         """The shape of its columns."""
         return RowShape.of(self.spec, has_metadata=self.has_metadata)
+
+
+@lru_cache(maxsize=1024)  # a server describes the same tables every few seconds
+def _describe(spec: TableSpec) -> dict[str, Any]:
+    description: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(spec.to_json())
+    )
+    return description
 
 
 class ShardHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +229,10 @@ class RowFileReader(Generic[Head]):
         if zlib.crc32(text) != checksum:
             raise self._damaged("a header with another checksum")
         self.head: Head = parse_json(text, head_type, "header", self._damaged)
-        self._shapes = [table.shape for table in self.head.tables]
+        try:
+            self._shapes = [table.shape for table in self.head.tables]
+        except ConfigError as exc:
+            raise self._damaged(f"header: tables: {exc}") from exc
 
     def blocks(self) -> Iterator[tuple[int, RowColumns | Ids]]:
         """Yield the table's number, and its rows or ids that are gone, of each block.

@@ -142,7 +142,7 @@ def test_no_manifest_is_written_if_a_file_has_another_length(path, size_bytes):
         ({"version": 2}, r"version: .*2"),
         ({"format": "x"}, r"format: .*x"),
         ({"tables": [{"spec": {}}]}, r"tables\[0\] must have the key 'num_updates'"),
-        ({"tables": [{**TABLE, "spec": {}}]}, r"tables\[0\]: .* needs an optimizer"),
+        ({"tables": [{**TABLE, "spec": {}}]}, "needs an optimizer"),
         ({"tables": [{**TABLE, "num_updates": -1}]}, r"num_updates must be in "),
         ({"tables": 1}, "tables must be a list. Received: 1"),
         ({"shards": [{"file": "x"}]}, r"shards\[0\] must have the key 'num_rows'"),
