@@ -23,7 +23,7 @@ from persia_torchrec.config.differences import (
     is_of_embedding_config,
 )
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.server.config import ServerConfig, config_of_job
+from persia_torchrec.server.config import ServerConfig, apply_global_config
 
 SLOTS = """
 feature_index_prefix_bit: 12
@@ -458,7 +458,7 @@ def test_servers_write_increments_where_the_file_says_so(
     text = GLOBAL.replace("job_type: Train", f"job_type: {job_type}")
     text = text.replace("update: false", f"update: {is_on}")
     text += "  incremental_interval_seconds: 3\n"
-    config = config_of_job(ServerConfig(), global_config(text))
+    config = apply_global_config(ServerConfig(), global_config(text))
     assert config.incremental_dir == expected
     assert config.capacity_rows == 1_000_000
     assert config.incremental_buffer_rows == 5

@@ -28,7 +28,7 @@ from persia_torchrec.config import (
 )
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.server.config import ServerConfig, config_of_job
+from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.service_main import (
     ChildLifetime,
@@ -124,7 +124,7 @@ def _config(flags: dict[str, Any], path: str | Path | None, host: str) -> Server
     config = ServerConfig(shard=flags["shard"], num_shards=flags["num_shards"])
     if path is not None:
         settings = load_global_config(path, warns=config.shard == 0)
-        config = config_of_job(config, settings)
+        config = apply_global_config(config, settings)
     return replace(config, **{"host": host, **flags})
 
 

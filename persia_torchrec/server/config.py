@@ -105,7 +105,7 @@ class ServerConfig:
         )
 
 
-def config_of_job(config: ServerConfig, settings: GlobalSettings) -> ServerConfig:
+def apply_global_config(config: ServerConfig, settings: GlobalSettings) -> ServerConfig:
     """Return the settings of a server, completed by those of ``global_config.yml``.
 
     Args:
