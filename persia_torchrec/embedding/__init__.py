@@ -21,8 +21,7 @@ from persia_torchrec.embedding.initializer import (
     TruncatedNormal,
     Uniform,
 )
-from persia_torchrec.embedding.setting import Admission, Initializer
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.embedding.setting import Admission, Initializer, Setting
 
 __all__ = [
     "Admission",
@@ -42,7 +41,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class EmbeddingConfig:
+class EmbeddingConfig(Setting):
     """What every table has in common: how rows start, and how far they may go.
 
     Args:
@@ -78,11 +77,7 @@ class EmbeddingConfig:
         self._require(
             "admit_probability", 0 <= self.admit_probability <= 1, "in [0, 1]"
         )
-        self._require(
-            "weight_bound",
-            math.isfinite(self.weight_bound) and self.weight_bound >= 0,
-            "finite and >= 0, where 0 switches the bound off",
-        )
+        self._require_non_negative("weight_bound")
 
     @property
     def initializer(self) -> Initializer:
@@ -95,10 +90,3 @@ class EmbeddingConfig:
         if self.admit_probability == 1:
             return AdmitAll()
         return AdmitProbability(self.admit_probability)
-
-    def _require(self, name: str, holds: bool, must: str) -> None:
-        if not holds:
-            raise ConfigError(
-                f"EmbeddingConfig: {name} must be {must}. "
-                f"Received: {getattr(self, name)!r}."
-            )

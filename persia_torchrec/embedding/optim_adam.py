@@ -98,7 +98,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class _Moments(Optimizer):
-    """Hold the arguments of those whose weight decay stays out of the means."""
+    """Hold what those share whose weight decay stays out of the means."""
 
     lr: float = 1e-3
     _: KW_ONLY
@@ -109,6 +109,10 @@ class _Moments(Optimizer):
     def __post_init__(self) -> None:
         self._require_non_negative("lr", "eps", "weight_decay")
         self._require_betas(self.betas)
+
+    def num_state_floats(self, dim: int) -> int:
+        """Return ``2 * dim``."""
+        return 2 * dim
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,6 @@ class AdamW(_Moments):
     }
 
     weight_decay: float = field(default=1e-2, kw_only=True)
-
-    def num_state_floats(self, dim: int) -> int:
-        """Return ``2 * dim``."""
-        return 2 * dim
 
     def kernel(self) -> Kernel:
         """Return :func:`step_adam`."""
@@ -236,10 +236,6 @@ class LAMB(_Moments):
     kind: ClassVar[str] = "lamb"
     fbgemm: ClassVar[str] = "lamb"
     torch_twins: ClassVar = {"torchrec.optim.LAMB": _MEANS}
-
-    def num_state_floats(self, dim: int) -> int:
-        """Return ``2 * dim``."""
-        return 2 * dim
 
     def kernel(self) -> Kernel:
         """Return :func:`step_lamb`."""
