@@ -39,8 +39,10 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import event
 from numba.core.caching import FunctionCache
+from numba.core.errors import NumbaError
 
 from persia_torchrec import intrinsics
+from persia_torchrec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,21 @@ def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P,
     """
     loop.__qualname__ = f"{loop.__name__}_{kernel.__module__}.{kernel.__qualname__}"
     return _compiled(loop, _FAST, stamp=_kernel_stamp(kernel))
+
+
+def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
+    """Compile a loop, or load it, for arguments of these types, without running it.
+
+    Raises:
+        ConfigError: it cannot be compiled; the message is the compiler's.
+    """
+    try:
+        cast("Any", loop).compile(tuple(map(numba.typeof, arguments)))
+    except NumbaError as exc:
+        raise ConfigError(
+            "A kernel must be made of what numba compiles: numbers, pointers, NumPy's "
+            f"and math's functions. Received: {loop.__qualname__}: {exc}"
+        ) from exc
 
 
 def sources_stamp(folder: Path) -> str:

@@ -13,7 +13,12 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import inlined_kernel, read_only, specialized
+from persia_torchrec.compiled import (
+    compile_for,
+    inlined_kernel,
+    read_only,
+    specialized,
+)
 from persia_torchrec.embedding.setting import Admission, Kernel
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
@@ -119,6 +124,9 @@ class TableState:
         engine: as given.
         admission: decides which ids get a row; None when all do.
         insert: the loop that makes its rows; see :func:`build_insert`.
+
+    Raises:
+        ConfigError: the kernel of a setting cannot be compiled.
     """
 
     def __init__(
@@ -144,12 +152,15 @@ class TableState:
         layout[SEED] = spec.seed
         self.insert = build_insert(spec.initializer.kernel())
         no_rows = np.empty((0, spec.dim), dtype=np.float32)
-        self.insert(layout, _NO_IDS, _NO_SLOTS, _NO_INDICES, no_rows, _NO_SLOTS.copy())
+        slots = _NO_SLOTS.copy()
+        compile_for(
+            self.insert, layout, _NO_IDS, _NO_SLOTS, _NO_INDICES, no_rows, slots
+        )
         self._bound = np.float32(spec.weight_bound or np.inf)
         if engine is None:
             self._update = build_update(spec.optimizer.kernel())
-            numbers = self._step_numbers()
-            self._update(layout, _NO_IDS, _NO_SLOTS, read_only(no_rows), numbers)
+            grads, numbers = read_only(no_rows), self._step_numbers()
+            compile_for(self._update, layout, _NO_IDS, _NO_SLOTS, grads, numbers)
 
     @property
     def has_metadata(self) -> bool:

@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -314,6 +316,25 @@ def test_rows_start_as_the_initializer_of_their_table_says(initializer):
     weights = draw(3 ^ 6, 5, initializer)
     expected = np.concatenate([weights, np.full(5, 0.25, dtype=np.float32)])
     assert store.read(0, ids_of(3)).tobytes() == expected.tobytes()
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_the_store_as_it_was():
+    @dataclass(frozen=True)
+    class Broken(SGD):
+        def kernel(self):
+            return step_by_name
+
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="user", dim=3, optimizer=SGD(0.1)))
+    broken = TableSpec(name="item", dim=3, optimizer=Broken(0.1))
+    with pytest.raises(ConfigError, match=r"kernel must .*update_.*step_by_name"):
+        store.add_table(broken)
+    assert [table.name for table in store.tables] == ["user"]
+    look_up(store, 0, ids_of(3))
+
+
+def step_by_name(p, w, s, g, dim):
+    w[0] = getattr(g, "name" + str(dim))
 
 
 def test_more_rows_than_fit_cannot_be_written():
