@@ -150,7 +150,7 @@ class CollectionSharder(TableControl, PlannedSharder):
         device: torch.device,
         sharded_type: type[ShardedRemoteCollection] | None = None,
     ) -> Any:
-        """See the base; makes a ``sharded_type`` other than its own if given one."""
+        """Put the tables on the servers; return a module of ``sharded_type``."""
         sharded_type = sharded_type or self.sharded_type
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
@@ -159,7 +159,7 @@ class CollectionSharder(TableControl, PlannedSharder):
         if env.world_size > 1:
             self.remote_tables.meet(env.process_group, device)
         self.join_trainers(pipeline, env, device)
-        # A table of two collections stands in the optimizer of the first.
+        # A table of two collections is in the optimizer of the first.
         keys = {f"{sharded_type.weights_in}.{name}.weight": name for name in tables}
         sharded = sharded_type(
             pipeline,

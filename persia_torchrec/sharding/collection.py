@@ -23,15 +23,11 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import (
-    BaseEmbeddingConfig,
-    DataType,
-    PoolingType,
-)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -44,22 +40,11 @@ from persia_torchrec.embedding.initializer import Constant, Normal, Uniform
 from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import Initializer, Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.lookup.bags import FeatureSpec, Pooling
+from persia_torchrec.lookup.bags import POOLINGS, FeatureSpec
 from persia_torchrec.sharding.torchrec_api import optimizers_in_backward, set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
 TableCollection: TypeAlias = EmbeddingBagCollectionInterface | EmbeddingCollection
-
-_POOLINGS: dict[PoolingType, Pooling] = {
-    PoolingType.SUM: "sum",
-    PoolingType.MEAN: "mean",
-}
-
-_WEIGHT_DTYPES: dict[DataType, WeightDtype] = {
-    DataType.FP32: "fp32",
-    DataType.FP16: "fp16",
-    DataType.BF16: "bf16",
-}
 
 _INITIALIZERS: dict[object, Callable[..., Initializer]] = {
     torch.nn.init.uniform_: lambda a=0.0, b=1.0: Uniform(float(a), float(b)),
@@ -129,7 +114,7 @@ def describe_collection(
     configs = table_configs(module)
     are_sequences = isinstance(module, EmbeddingCollection)
     for config in configs:
-        if not are_sequences and config.pooling not in _POOLINGS:
+        if not are_sequences and config.pooling.value.lower() not in POOLINGS:
             raise ConfigError(
                 f"Table {config.name!r}: pooling must be SUM or MEAN. "
                 f"Received: {config.pooling}."
@@ -140,7 +125,7 @@ def describe_collection(
             name=columns[config.name, f],
             key=key,
             table=config.name,
-            pooling="sum" if are_sequences else _POOLINGS[config.pooling],
+            pooling="sum" if are_sequences else config.pooling.value.lower(),
         )
         for config in configs
         for f, key in enumerate(config.feature_names)
@@ -204,7 +189,8 @@ def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
 def _describe_table(
     config: BaseEmbeddingConfig, optimizer: Optimizer, settings: TableSettings
 ) -> TableSpec:
-    if config.data_type not in _WEIGHT_DTYPES:
+    weight_dtype = config.data_type.value.lower()
+    if weight_dtype not in get_args(WeightDtype):
         raise ConfigError(
             f"Table {config.name!r}: data_type must be FP32, FP16 or BF16, in which "
             f"the servers hold weights. Received: data_type={config.data_type}."
@@ -217,7 +203,7 @@ def _describe_table(
             optimizer=optimizer,
             initializer=settings.initializer or _initializer(config),
             seed=int.from_bytes(digest, "little"),  # by name, and so the same anywhere
-            weight_dtype=_WEIGHT_DTYPES[config.data_type],
+            weight_dtype=weight_dtype,
         )
     )
 

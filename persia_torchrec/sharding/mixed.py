@@ -238,10 +238,7 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
 
     def copy(self, device: torch.device) -> NoReturn:
         """Refuse, as the remote module does."""
-        raise ConfigError(
-            "A collection with tables on the embedding servers cannot be copied to "
-            "another device. Build a second DistributedModelParallel there."
-        )
+        self.remote.copy(device)
 
     def _joined(self, local: Awaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
         started = ctx.remote_input.wait().wait()

@@ -281,8 +281,8 @@ class ShardedRemoteCollection(
     def copy(self, device: torch.device) -> NoReturn:
         """Refuse: a copy would push the same batches twice."""
         raise ConfigError(
-            "A collection on the embedding servers cannot be copied to another device. "
-            "Build a second DistributedModelParallel there."
+            "A collection with tables on the embedding servers cannot be copied to "
+            "another device. Build a second DistributedModelParallel there."
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:

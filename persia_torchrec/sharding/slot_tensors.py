@@ -2,9 +2,8 @@
 
     dense feature, label   any shape
     pooled slot            (B, D)          its columns of the pooled array
-    raw slot               (B, F, D + 1)   a vector per position; the last channel is a
-                                           mask: 1.0 where there is an id, else 0.0, as
-                                           is the whole vector
+    raw slot               (B, F, D + 1)   a vector per position; last channel is 1.0
+                                           where there is an id; else all are 0.0
 
 Dimension key:
     B: samples

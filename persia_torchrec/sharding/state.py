@@ -130,10 +130,10 @@ def load_tables(
             dtype, ``(N, D)``, on any device.
         tables: names of the tables to fill; the others are left alone.
         optimizer_state: of the same tables. The tensors of a table, ``(N,)`` or
-            ``(N, k)``, are put side by side in their order and must be what the table's
+            ``(N, k)``, are concatenated in their order and must be what the table's
             optimizer keeps: Adagrad's sum, Adam's ``exp_avg`` and ``exp_avg_sq``. A
-            ``step`` among them is Adam's ``t``. Without it, new rows get the initial
-            state, and rows that are there keep theirs.
+            ``step`` among them is Adam's ``t``. Without ``optimizer_state``, new rows
+            get the initial state, and existing rows keep theirs.
         ids: of the rows of single tables, by name; by default a row's number.
         step: how many updates the tables have had, where the state does not tell, as
             that of TorchRec's fused optimizers does not.
@@ -172,7 +172,7 @@ def load_tables(
 
 
 class _TensorRows:
-    """Tensors of the same rows, side by side, read as float32 slice by slice."""
+    """Tensors of the same rows, concatenated, read as float32 slice by slice."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -292,9 +292,9 @@ def read_table(
     Args:
         client: of the servers, which know the table.
         table: its name.
-        num_rows: N; a tensor has a length, which a table of the servers has not.
+        num_rows: N; a tensor has a length, a table of the servers does not.
         ids: the id of each row; by default a row's number.
-        missing: what a row is whose id the servers do not have: its initial weights
+        missing: what stands for a row that the servers do not have: its initial weights
             and state, or zeros.
 
     Raises:
@@ -353,8 +353,8 @@ def plain_state_dict(
 
     Args:
         client: of the servers, which know the tables.
-        model: with TorchRec's ordinary collections, as it is before it is sharded; only
-            their names and lengths are used, so it may be on the meta device.
+        model: with TorchRec's ordinary collections, before it is sharded; only their
+            names and lengths are used, so it may be on the meta device.
         ids: of the rows of single tables, by name; by default a row's number.
         missing: as of :func:`read_table`.
 

@@ -69,8 +69,8 @@ def require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
     """Refuse a sharded model with tables on the servers and collections left behind.
 
     Collections of the types in ``taken``, those that its sharders take, may stay as
-    they are if the plan says so. A managed collision module that maps the ids of tables
-    on the servers must be the only one: each trainer has its own.
+    they are if the plan says so. Several trainers must not map the ids of such tables
+    by managed collision modules, of which each has its own.
     """
     if not _remote_collections(model):
         return
