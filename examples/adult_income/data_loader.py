@@ -50,7 +50,7 @@ def batches(
 
 
 def main() -> None:
-    """Send this loader's share of the training rows."""
+    """Send every n-th batch of the training rows, for n loaders."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", default=data_dir(), help="folder of adult.data")
     data = obtain_adult(parser.parse_args().data_dir)
@@ -58,14 +58,14 @@ def main() -> None:
     level = logging.WARNING if data.is_made_up else logging.INFO
     logger.log(level, "data: %s", data.source)
 
-    share = batches(
+    own_batches = batches(
         data.train,
         requires_grad=True,
         first=get_replica_index(),
         step=get_replica_size(),
     )
     with DataCtx() as ctx:
-        for batch in share:
+        for batch in own_batches:
             ctx.send_data(batch)
 
 

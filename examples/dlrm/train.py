@@ -33,10 +33,10 @@ from persia_torchrec import (
 )
 
 NUM_EMBEDDINGS = 100_000
-"""Rows a table in plain TorchRec; on the servers it only scales the initial weights."""
+"""Rows per table in plain TorchRec; on servers only a scale of the initial weights."""
 
 TEST_EVERY = 20
-"""Without ``--test``, one batch of so many is kept for the test."""
+"""Without ``--test``, one batch of this many is kept for the test."""
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def in_this_process(model: DLRMTrain, lr: float) -> DistributedModelParallel:
 def on_servers(
     model: DLRMTrain, lr: float, addresses: list[str], staleness: int
 ) -> DistributedModelParallel:
-    """Put the tables on embedding servers: rows by raw id, made at first sight."""
+    """Put the tables on embedding servers: a row per raw id, created by its lookup."""
     adagrad = Adagrad(lr, initial_accumulator_value=0, vectorwise_shared=True)
     client = EmbeddingClient.connect(addresses)
     sharder = RemoteEmbeddingBagCollectionSharder(client, adagrad, staleness)
@@ -81,7 +81,7 @@ def within_tables(data: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def train(model: DistributedModelParallel, data: Iterator[Batch], lr: float) -> None:
-    """Take one step a batch; the lookup of the next begins meanwhile."""
+    """Take one step per batch; the lookup of the next one overlaps."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = torch.optim.Adam(dense.values(), lr)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
@@ -107,7 +107,7 @@ def evaluate(model: DistributedModelParallel, data: Iterator[Batch]) -> float:
     return float(binary_auroc(torch.cat(logits), torch.cat(labels).int()))
 
 
-def data_of(arguments: argparse.Namespace, *, is_test: bool) -> Iterator[Batch]:
+def open_batches(arguments: argparse.Namespace, *, is_test: bool) -> Iterator[Batch]:
     """Return the batches to train on, or to test with."""
     size = arguments.batch_size
     if not arguments.train:
@@ -140,8 +140,8 @@ def main() -> None:
                 cluster = EmbeddingCluster.local(2, capacity=arguments.capacity)
                 addresses = stack.enter_context(cluster).addresses
             model = on_servers(model, arguments.lr, addresses, arguments.staleness)
-        train(model, data_of(arguments, is_test=False), arguments.dense_lr)
-        auc = evaluate(model, data_of(arguments, is_test=True))
+        train(model, open_batches(arguments, is_test=False), arguments.dense_lr)
+        auc = evaluate(model, open_batches(arguments, is_test=True))
     dist.destroy_process_group()
     print(f"test AUC {auc:.6f}", flush=True)
 
@@ -151,16 +151,16 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train DLRM on click logs.")
     add = parser.add_argument
     add("--train", nargs="+", default=[], help="files, plain or .gz [made-up lines]")
-    add("--test", nargs="+", default=[], help="files [a part of the others]")
+    add("--test", nargs="+", default=[], help="files [one batch of 20 of the others]")
     add("--rows", type=int, default=200_000, help="made-up lines [200000]")
-    add("--batch-size", type=int, default=1024, help="samples a step [1024]")
+    add("--batch-size", type=int, default=1024, help="samples per step [1024]")
     add("--dim", type=int, default=16, help="of the embeddings [16]")
     add("--dcn", action="store_true", help="DLRM-DCN instead of DLRM")
     add("--lr", type=float, default=0.05, help="of the tables' rowwise Adagrad [0.05]")
     add("--dense-lr", type=float, default=1e-3, help="of the dense Adam [0.001]")
     add("--servers", nargs="+", help="tcp://HOST:PORT of each [two, started here]")
-    add("--capacity", type=int, default=10_000_000, help="rows a server [10000000]")
-    add("--staleness", type=int, default=8, help="batches under way at most [8]")
+    add("--capacity", type=int, default=10_000_000, help="rows per server [10000000]")
+    add("--staleness", type=int, default=8, help="batches in flight at most [8]")
     add("--seed", type=int, default=0, help="of the dense weights [0]")
     add("--plain", action="store_true", help="plain TorchRec, tables in this process")
     return parser
