@@ -222,16 +222,16 @@ def _wait_until_ready(
             lines.put(line)
 
     threading.Thread(target=read, name="server start", daemon=True).start()
-    name = f"embedding server {shard}"
+    name, line = f"embedding server {shard}", "compiled"
     try:
-        line = lines.get(timeout=max(deadline - time.monotonic(), _LINE_S))
-        if line == "compiling":
-            logger.info("%s compiles its loops, once for this machine", name)
+        while line in ("compiling", "compiled"):
             begun = time.monotonic()
-            line = lines.get(timeout=timeouts.COMPILING_S)
-            deadline += time.monotonic() - begun
-        if line == "compiled":
-            line = lines.get(timeout=max(deadline - time.monotonic(), _LINE_S))
+            if line == "compiled":
+                line = lines.get(timeout=max(deadline - begun, _LINE_S))
+            else:
+                logger.info("%s compiles its loops, once for this machine", name)
+                line = lines.get(timeout=timeouts.COMPILING_S)
+                deadline += time.monotonic() - begun
     except queue.Empty:
         raise ServerError("not ready in time.", server=name) from None
     word, _, address = line.partition(" ")
