@@ -441,10 +441,6 @@ class EmbeddingStore:
             "gradients_refused": self._num_refused,
         }
 
-    def ids_oldest_first(self) -> list[tuple[int, int]]:
-        """Return ``(table, id)`` of every row, the next to leave first."""
-        return self.memory.ids_oldest_first()
-
     def _read_slots(self, table: int, slots_N: Slots) -> Floats:
         state = self.memory.states[table]
         width = state.spec.dim + state.spec.num_state_floats

@@ -59,7 +59,7 @@ NOT_FOUND = np.uint64(2**64 - 1)
 
 _ENTRIES_PER_LINE = 8
 _MIN_LINES = 32
-_OVERFLOW_LINES = 8192
+OVERFLOW_LINES = 8192
 _LOAD_TO_GROW = 0.56
 _FINAL_LOAD = 0.58
 _GROWTH = 1.25
@@ -99,7 +99,7 @@ class Index:
 
     def clear(self) -> None:
         """Take out all entries."""
-        num_lines = self._limit + _OVERFLOW_LINES
+        num_lines = self._limit + OVERFLOW_LINES
         self.lines = reserve(_ENTRIES_PER_LINE * num_lines).reshape(num_lines, -1)
         self.cursor = np.array(
             [_MIN_LINES, _MIN_LINES, 0, 0, self._limit], dtype=np.uint64
@@ -109,20 +109,6 @@ class Index:
     def size_bytes(self) -> int:
         """Bytes of the lines in use."""
         return int(self.cursor[NEW]) * int(_LINE)
-
-    def check(self) -> None:
-        """Raise AssertionError if an entry could not be found from its home."""
-        lines = self.lines[: int(self.cursor[NEW]) + _OVERFLOW_LINES]
-        at, column = np.nonzero(lines)
-        assert len(at) == int(self.cursor[ENTRIES])
-        hashes = lines[at, column] >> _S32
-        moved = hashes >= self.cursor[BOUNDARY]
-        num_lines = np.where(moved, self.cursor[NEW], self.cursor[OLD])
-        homes = ((hashes * num_lines) >> _S32).astype(np.int64)
-        num_full_before = np.concatenate([[0], np.cumsum((lines != 0).all(axis=1))])
-        assert (homes <= at).all()
-        full_between = num_full_before[at] - num_full_before[homes]
-        assert (full_between == at - homes).all()
 
 
 class IndexAt(NamedTuple):

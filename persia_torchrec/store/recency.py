@@ -157,14 +157,6 @@ class RecencyLogs:
         """Bytes of the logs in use."""
         return 4 * int(self.directory[:, TAIL].sum())
 
-    def current_rows(self, arenas: Words) -> list[tuple[int, int]]:
-        """Return ``(arena, slot)`` of every row in use, the next to leave first."""
-        directory = self.directory.copy()
-        rows = []
-        while (row := pop_oldest(directory, arenas)) != NONE:
-            rows.append((int(row) >> 32, int(row) % 2**32))
-        return rows
-
 
 @inlined
 def classify(frequency: np.uint64) -> np.uint64:

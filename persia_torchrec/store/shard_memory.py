@@ -20,7 +20,6 @@ from persia_torchrec.store.rows import (
     INSERTED,
     MISSES,
     NUM_TALLIES,
-    OWNER_SHIFT,
     REJECTED,
     ROWS,
     STORE,
@@ -162,14 +161,6 @@ class ShardMemory:
             "bytes": int(rows.sum()) + self.index.size_bytes + self.logs.size_bytes,
             **{name: int(self.tally[at]) for name, at in _COUNTERS.items()},
         }
-
-    def ids_oldest_first(self) -> list[tuple[int, int]]:
-        """Return ``(table, id)`` of every row, the next to leave first."""
-        rows = []
-        for arena, slot in self.logs.current_rows(self.directory):
-            id_, meta = self.arenas[arena].words[slot, :2]
-            rows.append((int(meta >> OWNER_SHIFT) - 1, int(id_)))
-        return rows
 
     def _set_addresses(self) -> None:
         logs = self.logs.directory

@@ -27,7 +27,7 @@ from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.row_export import gather_rows
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
-from tests.store.consistency import check_store
+from tests.store.consistency import check_store, ids_oldest_first
 from tests.store.test_row_moves import (
     TABLES,
     assert_same,
@@ -168,9 +168,9 @@ def test_increments_that_come_twice_change_nothing(done, eviction):
         put_in(copy, increment)
     for increment in source.increments:  # all of them once more, from the first on
         put_in(copy, increment)
-    assert sorted(copy.ids_oldest_first()) == sorted(source.store.ids_oldest_first())
+    assert sorted(ids_oldest_first(copy)) == sorted(ids_oldest_first(source.store))
     for number in range(len(SPECS)):
-        of_table = [i for t, i in copy.ids_oldest_first() if t == number]
+        of_table = [i for t, i in ids_oldest_first(copy) if t == number]
         mine, others = (s.read(number, ids_of(*of_table)) for s in (copy, source.store))
         assert mine.tobytes() == others.tobytes()
 
@@ -208,10 +208,10 @@ def test_several_servers_take_their_parts_of_an_increment(done, num_shards):
     for shard, copy in enumerate(copies):
         for increment in source.increments:
             put_in(copy, increment, shard, num_shards)
-    rows = source.store.ids_oldest_first()
-    assert sorted(r for c in copies for r in c.ids_oldest_first()) == sorted(rows)
+    rows = ids_oldest_first(source.store)
+    assert sorted(r for c in copies for r in ids_oldest_first(c)) == sorted(rows)
     for shard, copy in enumerate(copies):
-        for table, id_ in copy.ids_oldest_first():
+        for table, id_ in ids_oldest_first(copy):
             assert is_of_shard(ids_of(id_), shard, num_shards).all()
             mine, others = (s.read(table, ids_of(id_)) for s in (copy, source.store))
             assert mine.tobytes() == others.tobytes()
@@ -223,7 +223,7 @@ def test_a_smaller_server_keeps_what_was_used_last():
     use(source.store, 0, list(range(12)))
     small = store_of(5, specs=SPECS)
     put_in(small, source.cut())
-    assert small.ids_oldest_first() == [(0, id_) for id_ in range(7, 12)]
+    assert ids_oldest_first(small) == [(0, id_) for id_ in range(7, 12)]
     update(source.store, 0, [1, 8])  # 1 has no row there, and gets one
     put_in(small, source.cut())
     assert small.num_rows == 5
@@ -314,7 +314,7 @@ def test_rows_that_have_expired_leave_the_copy_too():
     for _ in range(4):
         update(source.store, table, [2])
     source.store.sweep(100)
-    assert source.store.ids_oldest_first() == [(table, 2)]
+    assert ids_oldest_first(source.store) == [(table, 2)]
     put_in(copy, source.cut())
     assert_same(copy, source.store)
 

@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from persia_torchrec.store.index import BOUNDARY, ENTRIES, NEW, OLD, OVERFLOW_LINES
 from persia_torchrec.store.lookup import find_slots
+from persia_torchrec.store.recency import NONE, pop_oldest
 from persia_torchrec.store.rows import ARENA, FREE, OWNER_SHIFT, TICK_MASK, USED
 
 
@@ -10,7 +12,7 @@ def check_store(store):
     """Raise AssertionError if index, rows and recency do not agree."""
     memory = store.memory
     assert memory.num_rows <= store.capacity_rows
-    memory.index.check()
+    check_index(memory.index)
     num_found = 0
     for number, table in enumerate(memory.states):
         arena = int(table.layout[ARENA])
@@ -22,7 +24,7 @@ def check_store(store):
         num_found += len(slots)
     assert num_found == memory.num_rows
     check_free_slots(memory)
-    next_to_leave = memory.logs.current_rows(memory.directory)
+    next_to_leave = rows_oldest_first(memory.logs, memory.directory)
     assert len(next_to_leave) == len(set(next_to_leave)) == memory.num_rows
     for arena, slot in next_to_leave:
         assert memory.arenas[arena].words[slot, 1] != 0
@@ -43,3 +45,37 @@ def check_free_slots(memory):
         num_used += int(line[USED])
         num_free += len(free)
     assert num_used == memory.num_rows + num_free
+
+
+def check_index(index):
+    """Raise AssertionError if an entry could not be found from its home."""
+    lines = index.lines[: int(index.cursor[NEW]) + OVERFLOW_LINES]
+    at, column = np.nonzero(lines)
+    assert len(at) == int(index.cursor[ENTRIES])
+    hashes = lines[at, column] >> np.uint64(32)
+    moved = hashes >= index.cursor[BOUNDARY]
+    num_lines = np.where(moved, index.cursor[NEW], index.cursor[OLD])
+    homes = ((hashes * num_lines) >> np.uint64(32)).astype(np.int64)
+    num_full_before = np.concatenate([[0], np.cumsum((lines != 0).all(axis=1))])
+    assert (homes <= at).all()
+    full_between = num_full_before[at] - num_full_before[homes]
+    assert (full_between == at - homes).all()
+
+
+def rows_oldest_first(logs, arenas):
+    """Return ``(arena, slot)`` of every row in use, the next to leave first."""
+    directory = logs.directory.copy()
+    rows = []
+    while (row := pop_oldest(directory, arenas)) != NONE:
+        rows.append((int(row) >> 32, int(row) % 2**32))
+    return rows
+
+
+def ids_oldest_first(store):
+    """Return ``(table, id)`` of every row, the next to leave first."""
+    memory = store.memory
+    rows = []
+    for arena, slot in rows_oldest_first(memory.logs, memory.directory):
+        id_, meta = memory.arenas[arena].words[slot, :2]
+        rows.append((int(meta >> OWNER_SHIFT) - 1, int(id_)))
+    return rows

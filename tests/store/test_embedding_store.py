@@ -22,7 +22,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.table import TableSpec
 from tests.reference import ReferenceStore, uniform_weights
 from tests.servers import ids_of
-from tests.store.consistency import check_store
+from tests.store.consistency import check_store, ids_oldest_first
 from tests.store.kernels import draw
 from tests.strategies import id_arrays, ids_of_one_hash
 
@@ -156,7 +156,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def same_rows_in_the_same_order(self):
         check_store(self.fast)
-        assert self.fast.ids_oldest_first() == self.slow.next_to_leave()
+        assert ids_oldest_first(self.fast) == self.slow.next_to_leave()
         counters = self.fast.counters()
         assert counters.pop("bytes") > 0
         assert counters == self.slow.counters()
@@ -202,7 +202,7 @@ def test_many_requests_agree_with_the_reference_too():
     del counters["bytes"]
     assert counters == slow.counters()
     assert counters["evictions"] > 1000
-    assert fast.ids_oldest_first() == slow.next_to_leave()
+    assert ids_oldest_first(fast) == slow.next_to_leave()
 
 
 @given(id_arrays(), st.integers(1, 100), st.randoms(use_true_random=False))
@@ -226,9 +226,9 @@ def test_a_lookup_that_is_not_for_training_changes_nothing():
     looked = look_up(store, 0, ids_of(1, 3), training=False)
     assert np.array_equal(looked[0], rows[0])
     assert not looked[1].any()
-    assert store.ids_oldest_first() == [(0, 1), (0, 2)]
+    assert ids_oldest_first(store) == [(0, 1), (0, 2)]
     look_up(store, 0, ids_of(3))
-    assert store.ids_oldest_first() == [(0, 2), (0, 3)]
+    assert ids_oldest_first(store) == [(0, 2), (0, 3)]
 
 
 @pytest.mark.parametrize("has_hints", [True, False])
@@ -259,7 +259,7 @@ def test_the_gradient_of_an_evicted_id_is_counted_and_moves_nothing():
     moved = store.read(0, ids_of(1, 2, 3)) - before
     np.testing.assert_allclose(moved, [[0, 0], [0, 0], [-1, -2]], rtol=1e-6)
     assert store.counters()["gradients_missed"] == 1
-    assert store.ids_oldest_first() == [(0, 2), (0, 3)]
+    assert ids_oldest_first(store) == [(0, 2), (0, 3)]
 
 
 def test_an_id_that_comes_twice_is_updated_twice():

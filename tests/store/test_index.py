@@ -37,6 +37,7 @@ from persia_torchrec.store.rows import (
     rows_at,
 )
 from persia_torchrec.table import TableSpec
+from tests.store.consistency import check_index
 from tests.strategies import ids_of_one_hash
 
 LAST_HASH = 2**32 - 1
@@ -136,7 +137,7 @@ class Rows:
 
     def check(self) -> None:
         """Every entry can be reached, and there is room enough to find it soon."""
-        self.index.check()
+        check_index(self.index)
         old, new, boundary, num_entries, limit = self.cursor
         assert old <= new <= limit
         assert old == new or boundary != 0

@@ -26,6 +26,7 @@ from persia_torchrec.store.recency import (
     touch,
 )
 from persia_torchrec.store.rows import Arena, RowsAt, free_slot, locate_row
+from tests.store.consistency import rows_oldest_first
 
 NUM_SLOTS = 40
 NUM_CLASSES = 3
@@ -79,7 +80,7 @@ class Rows:
         free_slot(self.directory, *map(np.uint64, place))
 
     def order(self) -> list[RowAt]:
-        return self.logs.current_rows(self.directory)
+        return rows_oldest_first(self.logs, self.directory)
 
     def words(self, class_: int = 0) -> int:
         return int(self.logs.directory[class_, TAIL])

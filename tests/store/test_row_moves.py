@@ -13,7 +13,7 @@ from persia_torchrec.store.row_import import RowImport
 from persia_torchrec.store.rows import STATE, WEIGHTS
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
-from tests.store.consistency import check_store
+from tests.store.consistency import check_store, ids_oldest_first
 
 # "a" and "c" share an arena.
 TABLES = [
@@ -104,8 +104,8 @@ def copy_of(store, **settings):
 
 
 def assert_same(one, other):
-    rows = one.ids_oldest_first()
-    assert rows == other.ids_oldest_first()
+    rows = ids_oldest_first(one)
+    assert rows == ids_oldest_first(other)
     for number, spec in enumerate(one.tables):
         ids = ids_of(*(id_ for table, id_ in rows if table == number))
         assert one.read(number, ids).tobytes() == other.read(number, ids).tobytes()
@@ -158,7 +158,7 @@ def slots_of(store):
     """Return where each row is, by table and id."""
     return {
         (table, id_): int(store.find(table, ids_of(id_))[0])
-        for table, id_ in store.ids_oldest_first()
+        for table, id_ in ids_oldest_first(store)
     }
 
 
@@ -217,7 +217,7 @@ def test_a_smaller_store_leaves_out_what_would_leave_first(eviction):
     use(store, 1, [8])
     small = store_of(7, eviction)
     assert import_into(small, exported(store), 99) == 7
-    assert small.ids_oldest_first() == store.ids_oldest_first()[-7:]
+    assert ids_oldest_first(small) == ids_oldest_first(store)[-7:]
     assert small.counters()["evictions"] == 0
     assert small.memory.tick == 99
 
@@ -228,14 +228,14 @@ def test_rows_put_over_others_count_as_used_later_and_take_their_room():
     update(store, 0, [3])
     use(other, 0, [2, 5, 7, 1])
     assert import_into(store, exported(other), 5) == 4
-    assert store.ids_oldest_first() == [(0, id_) for id_ in (3, 4, 2, 5, 7, 1)]
+    assert ids_oldest_first(store) == [(0, id_) for id_ in (3, 4, 2, 5, 7, 1)]
     use(store, 0, [9])
-    assert [id_ for _, id_ in store.ids_oldest_first()] == [4, 2, 5, 7, 1, 9]
+    assert [id_ for _, id_ in ids_oldest_first(store)] == [4, 2, 5, 7, 1, 9]
     store = store_of(6, specs=TABLES[:1])
     use(store, 0, [11, 12, 13, 14, 15, 16])
     import_into(store, exported(other), 5)
     check_store(store)
-    assert [id_ for _, id_ in store.ids_oldest_first()] == [15, 16, 2, 5, 7, 1]
+    assert [id_ for _, id_ in ids_oldest_first(store)] == [15, 16, 2, 5, 7, 1]
 
 
 def test_a_request_after_the_import_is_newer_than_all_rows():

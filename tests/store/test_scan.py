@@ -9,7 +9,7 @@ from persia_torchrec.errors import StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
-from tests.store.consistency import check_store
+from tests.store.consistency import check_store, ids_oldest_first
 
 # All rows are of one width and share an arena, but those of "wide".
 TABLES = [
@@ -86,9 +86,9 @@ def test_a_row_that_lives_on_is_met_once_whatever_happens_meanwhile(store):
 
 def test_a_walk_counts_and_changes_nothing(store):
     look_up(store, 0, np.arange(9, dtype=np.uint64))
-    before = store.counters(), store.ids_oldest_first()
+    before = store.counters(), ids_oldest_first(store)
     scan_all(store, 0, 4)
-    assert (store.counters(), store.ids_oldest_first()) == before
+    assert (store.counters(), ids_oldest_first(store)) == before
     check_store(store)
 
 

@@ -6,7 +6,7 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
-from tests.store.consistency import check_store
+from tests.store.consistency import check_store, ids_oldest_first
 
 
 class Stores:
@@ -32,7 +32,7 @@ class Stores:
         self.store.update(table, ids_of(*ids), np.full(shape, grad, dtype=np.float32))
 
     def rows(self, table):
-        return sorted(i for t, i in self.store.ids_oldest_first() if t == table)
+        return sorted(i for t, i in ids_oldest_first(self.store) if t == table)
 
     def sweep(self, max_rows=7):
         """Sweep to the end of a pass; return the number of slices."""
@@ -212,12 +212,12 @@ def test_rows_of_a_full_lfu_store_expire_and_leave_room_for_others():
     stores.use(1, 3, 4)
     stores.now_s += 6
     stores.sweep()
-    assert stores.store.ids_oldest_first() == [(1, 3), (1, 4)]
+    assert ids_oldest_first(stores.store) == [(1, 3), (1, 4)]
     stores.use(0, 1, 5)
     assert stores.store.counters()["evictions"] == 0
     stores.use(0, 1)
     stores.use(1, 6)
-    assert stores.store.ids_oldest_first() == [(1, 4), (0, 5), (1, 6), (0, 1)]
+    assert ids_oldest_first(stores.store) == [(1, 4), (0, 5), (1, 6), (0, 1)]
     assert stores.store.counters()["evictions"] == 1
     assert stores.expired() == [0, 2, 0]
     check_store(stores.store)
