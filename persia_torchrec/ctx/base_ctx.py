@@ -159,7 +159,7 @@ class LookupCtx(BaseCtx):
     def note_wait(self, seconds: float) -> None:
         """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
         if isinstance(self.embeddings, Engine):  # only trainers have metrics
-            self.embeddings.note_wait(seconds)
+            self.embeddings.loader_wait_s = seconds
 
     def prepare_features(
         self, batch: PersiaTrainingBatch

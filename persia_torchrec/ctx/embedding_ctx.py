@@ -1,7 +1,5 @@
 """What training and evaluation share: a model, and the embeddings of its job."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -25,7 +23,7 @@ from persia_torchrec.training.checkpoint import (
     script_bytes,
     state_bytes,
 )
-from persia_torchrec.training.engine import Engine, connect_to_job
+from persia_torchrec.training.engine import Engine, connect_to_job, reconfigure
 
 _NO_TABLES = (
     "Received: servers without any. They come with the first TrainCtx of the job, or "
@@ -304,7 +302,7 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.client, self._workers = connect_to_job(RemoteWorkers)
+        self.client, self._workers = connect_to_job()
         self._job_reader = _JobReader(self._workers, self.client, device)
         super().__init__(self._job_reader, timeout_s=2 * timeouts.TRAINING_REQUEST_S)
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
@@ -330,15 +328,7 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
                 f"An embedding config must be of tables. {_NO_TABLES} "
                 "Call configure_embedding_parameter_servers when they are there."
             )
-        changed = [
-            replace(
-                spec,
-                initializer=config.initializer,
-                admission=config.admission,
-                weight_bound=config.weight_bound,
-            )
-            for spec in specs
-        ]
+        changed = [reconfigure(spec, config) for spec in specs]
         if changed != specs:
             self._workers.add_tables(changed)
 

@@ -182,7 +182,7 @@ class TrainCtx(EmbeddingCtx):
             self.dense_optimizer.step()
         else:
             loss = self._backward_scaled(loss, self._scaler)
-        self.embeddings.after_step()
+        self.embeddings.replication.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
         return loss
@@ -278,16 +278,10 @@ class TrainCtx(EmbeddingCtx):
     def _backward_scaled(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler
     ) -> torch.Tensor:
-        scaled = scaler.scale(loss)
-        scale = scaler.get_scale()
-        self.embeddings.set_loss_scale(scale)
-        num_skipped = self.embeddings.num_skipped
-        scaled.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        scaled, scale = scaler.scale(loss), scaler.get_scale()
+        has_skipped = self.embeddings.backward(scaled, scale)
         scaler.step(self.dense_optimizer)
-        if self.embeddings.has_skipped(since=num_skipped):
-            scaler.update(scale / self._update_factor)
-        else:
-            scaler.update()
+        scaler.update(scale / self._update_factor if has_skipped else None)
         return scaled
 
     def _begin(self) -> None:

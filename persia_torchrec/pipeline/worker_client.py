@@ -7,8 +7,10 @@ for by its reference there; other batches go to the workers round-robin.
 
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -19,10 +21,11 @@ from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import body_of, stamp
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.embedding.data import ReferencedBatch
-from persia_torchrec.errors import ConfigError, FrameError, WireError
+from persia_torchrec.errors import ConfigError, FrameError, PersiaError, WireError
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.lookup.slots import LookupHello
+from persia_torchrec.metrics import Observations
 from persia_torchrec.routing.dedup import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
@@ -39,6 +42,20 @@ from persia_torchrec.wire.messages import (
 )
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.wire.transport import Connections
+
+_FORWARD = "forward_client_time_cost_sec"
+_FORWARD_ERROR = "forward_error"
+_BACKWARD = "backward_client_time_cost_sec"
+WAIT = "get_train_batch_time_cost_more_than_1ms_sec"
+
+# PERSIA's metrics of its NN workers. What PERSIA has as the value of the last batch is
+# here the mean of the batches since the last push.
+_HELPS = {
+    _FORWARD: "a lookup by an embedding worker",
+    _FORWARD_ERROR: "lookups that failed",
+    _BACKWARD: "an update by an embedding worker, until it is applied",
+    WAIT: "waiting for a training batch and its rows, where it took more than 1 ms",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +103,7 @@ class RemoteWorkers:
 
     Attributes:
         num_workers: how many workers there are.
+        observed: latencies of pulls and pushes, and failures, for a trainer's metrics.
     """
 
     def __init__(
@@ -102,6 +120,8 @@ class RemoteWorkers:
         self.num_workers = len(self._connections)
         self._timeout_s = timeout_s
         self._precision = precision
+        self.observed = Observations(_HELPS)
+        self.observed.count(_FORWARD_ERROR, 0)
         self._num_direct = itertools.count()
         self._tables: dict[str, TableSpec] = {}
 
@@ -182,6 +202,18 @@ class RemoteWorkers:
                 order of the batch.
             number: which batch of which stream, when it is for training.
         """
+        try:
+            with self.observed.timed(_FORWARD):
+                return self._pull(source, number)
+        except PersiaError:
+            self.observed.count(_FORWARD_ERROR)
+            raise
+
+    def _pull(
+        self,
+        source: ReferencedBatch | Mapping[str, Bags],
+        number: BatchNumber | None,
+    ) -> tuple[Outputs, RemoteBatch]:
         assert number is None or number.share is None, "no joint steps through workers"
         if isinstance(source, ReferencedBatch):
             worker = source.worker
@@ -218,8 +250,15 @@ class RemoteWorkers:
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""
         header = stamp(Header(Kind.BACKWARD, precision=self._precision), handle.number)
+        began_s = time.perf_counter()
         frames: Frames = [encode_floats(grad, self._precision) for grad in grads]
-        return [self._send(handle.worker, header, frames, "update")]
+        reply = self._send(handle.worker, header, frames, "update")
+        reply.add_done_callback(partial(self._note_update, began_s))
+        return [reply]
+
+    def _note_update(self, began_s: float, reply: Reply) -> None:
+        if reply.exception() is None:
+            self.observed.observe(_BACKWARD, time.perf_counter() - began_s)
 
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
         """Tell that a training batch gets no gradients."""

@@ -10,9 +10,10 @@ by its main thread; only :meth:`Engine.start_pull` may be called by another.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.config import (
+    EmbeddingSchema,
+    MetricsSettings,
+    load_global_config,
+)
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding import EmbeddingConfig
@@ -29,31 +34,27 @@ from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.lookup.slots import require_slots, wait_until_ready
+from persia_torchrec.metrics import Reading
 from persia_torchrec.pipeline.pipeline import PrefetchedBatch
-from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
+from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints
 from persia_torchrec.training.data_parallel import build_replication, init_process_group
-from persia_torchrec.training.measured import (
-    MeasuredWorkers,
-    Measures,
-    metrics_settings,
-)
 from persia_torchrec.training.slots import ShardedSlots, SlotsSharder, make_collection
 from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.gateway import push_metrics
 
 Pull = PrefetchedBatch[RemoteBatch]
-Workers = TypeVar("Workers", bound=RemoteWorkers)
+
+_SHORT_WAIT_S = 1e-3
 
 
 class HybridModel(nn.Module):
     """A user's dense model with its embeddings before it.
 
-    Args:
-        embeddings: one table per feature group, on the meta device.
-        dense: takes a list of dense tensors and a list of embedding tensors, these in
-            the order of the batch.
+    ``embeddings`` has one table per feature group, on the meta device; ``dense`` takes
+    dense tensors, and embedding tensors in the order of the batch.
     """
 
     def __init__(self, embeddings: nn.Module, dense: nn.Module) -> None:
@@ -72,22 +73,7 @@ class HybridModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Settings of one trainer's engine.
-
-    Attributes:
-        schema: the slots.
-        optimizer: of the tables that ``tables`` gives no other.
-        embedding_config: how rows start, and how far weights may go.
-        device: of the dense model.
-        distributed: how the trainers keep their dense models alike.
-        backward_buffer_size: updates that may wait when there is no staleness bound.
-        tables: settings of single tables, by feature group.
-        backward_workers_size: updates that may be sent and not acknowledged.
-        grad_update_buffer_size: updates whose gradients may be in memory: those that
-            wait, and those sent.
-        lookup_emb_directly: whether batches of this process are looked up, or only
-            those of data loaders.
-    """
+    """Settings of one trainer's engine; ``TrainCtx`` says what they mean."""
 
     schema: EmbeddingSchema
     optimizer: Optimizer
@@ -104,23 +90,17 @@ class EngineConfig:
 class Engine:
     """One trainer's connections, and its model inside DMP.
 
-    Args:
-        model: the user's dense model, on ``config.device``.
-        config: see :class:`EngineConfig`.
-
-    Raises:
-        ConfigError: this process belongs to no job.
-        DiscoveryError: workers or servers did not register in time.
-        ServerError: a worker or a server refuses the tables.
+    ``model`` is the user's dense model, on ``config.device``. The caller sets
+    ``loader_wait_s``, the seconds that it waited for the batch it trains on next.
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self._config = config
         self._settings: LookupSettings | None = None
-        settings = metrics_settings()
-        self._measures = Measures()
-        self.client, self._workers = connect_to_job(MeasuredWorkers)
-        self._workers.observed = self._measures.observed
+        self.device = config.device
+        self.loader_wait_s = 0.0
+        metrics = _metrics_settings()
+        self.client, self._workers = connect_to_job()
         init_process_group(config.distributed, config.device)
         self.sharder = SlotsSharder(
             self._workers,
@@ -130,32 +110,26 @@ class Engine:
             config.tables,
             timeout_s=timeouts.TRAINING_REQUEST_S,
         )
-        hybrid = HybridModel(make_collection(config.schema), model)
-        self._replication = build_replication(config.distributed, model)
+        self._hybrid = HybridModel(make_collection(config.schema), model)
+        self.replication = build_replication(config.distributed, model)
         self.dmp = DistributedModelParallel(
-            hybrid,
+            self._hybrid,
             device=config.device,
             sharders=[self.sharder],
-            data_parallel_wrapper=self._replication,
+            data_parallel_wrapper=self.replication,
         )
-        self._hybrid = hybrid
         # Trainers that average weights have each a loss scale of its own.
         self._agreement = (
-            self.sharder.agreement if self._replication.averages_gradients else None
+            self.sharder.agreement if self.replication.averages_gradients else None
         )
-        sharded = hybrid.embeddings
+        sharded = self._hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
         sharded.pipeline.bound(
             held=config.grad_update_buffer_size, sent=config.backward_workers_size
         )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
-        self._pushes = self._measures.push(settings, self._totals)
-
-    @property
-    def device(self) -> torch.device:
-        """Of the dense model."""
-        return self._config.device
+        self._pushes = push_metrics("nn_worker", env.get_rank(), metrics, self._read)
 
     @contextlib.contextmanager
     def in_step(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
@@ -168,12 +142,8 @@ class Engine:
         """
         if self._agreement is not None:
             self._agreement.scaler = scaler
-        with self._replication.in_step(), join(self.dmp):
+        with self.replication.in_step(), join(self.dmp):
             yield
-
-    def after_step(self) -> None:
-        """Do what has to follow a step of the dense optimizer, on all trainers."""
-        self._replication.after_step()
 
     def start_pull(
         self,
@@ -184,16 +154,8 @@ class Engine:
     ) -> Pull:
         """Begin to pull a batch; returns at once.
 
-        Args:
-            batch: with its ids, or with the reference to where they wait.
-            is_training: make missing rows, and expect a backward pass.
-            settings: of the loader that the batch comes from.
-
-        Raises:
-            BatchError: an ID feature of the batch is not a slot.
-            ConfigError: other settings than before while batches are under way, or a
-                batch of this process where only those of data loaders are looked up.
-            PersiaError: an earlier push failed.
+        One that ``is_training`` makes missing rows, and expects a backward pass. A
+        staleness bound other than before is refused while batches are under way.
         """
         if isinstance(batch, PersiaBatch) and not self._config.lookup_emb_directly:
             raise ConfigError(
@@ -216,40 +178,29 @@ class Engine:
 
     def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model; its backward pass updates both halves."""
-        self._measures.wait_for(pull.wait)
+        self._wait_for(pull)
         return self.dmp(non_id_tensors, pull)
 
     def embed(self, pull: Pull) -> list[torch.Tensor]:
         """Wait for a batch's embeddings, a tensor per slot; see ``slot_tensors.py``."""
-        self._measures.wait_for(pull.wait)
+        self._wait_for(pull)
         return self._hybrid.embed(pull)
 
-    def note_wait(self, seconds: float) -> None:
-        """Note how long the loader made the trainer wait for its next batch."""
-        self._measures.note_wait(seconds)
+    def backward(self, scaled_loss: torch.Tensor, scale: float) -> bool:
+        """Run the backward pass of a loss times ``scale``.
 
-    def set_loss_scale(self, scale: float) -> None:
-        """Divide the gradients that go to the servers by the scale of the loss.
-
-        Under a scale other than 1 a gradient that is not finite is left out.
+        The servers get the gradients divided by the scale, but none that is not finite
+        under a scale other than 1. Returns whether one was not finite, on any trainer
+        whose dense gradients are averaged with this one's: these call it together.
         """
         self._sharded.gradient_scale = 1 / scale
         self._sharded.skip_non_finite = scale != 1
-
-    def has_skipped(self, since: int) -> bool:
-        """Return whether any trainer's gradients were not finite; all call it together.
-
-        ``since`` is ``num_skipped`` before the backward pass.
-        """
-        has_skipped = self.num_skipped > since
-        if self._agreement is None:
-            return has_skipped
-        return self._agreement.any(has_skipped)
-
-    @property
-    def num_skipped(self) -> int:
-        """Batches so far whose gradients were not finite."""
-        return self._sharded.num_skipped
+        num_skipped = self._sharded.num_skipped
+        scaled_loss.backward()
+        has_skipped = self._sharded.num_skipped > num_skipped
+        return (
+            has_skipped if self._agreement is None else self._agreement.any(has_skipped)
+        )
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.
@@ -259,31 +210,17 @@ class Engine:
 
         def change(spec: TableSpec) -> TableSpec:
             own = self._config.tables.get(spec.name, TableSettings())
-            return replace(own, optimizer=None).apply_to(  # its rate may have moved
-                replace(
-                    spec,
-                    initializer=config.initializer,
-                    admission=config.admission,
-                    weight_bound=config.weight_bound,
-                )
-            )
+            own = replace(own, optimizer=None)  # its rate may have moved
+            return own.apply_to(reconfigure(spec, config))
 
         self.sharder.change_tables(change)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until workers and servers answer and have their tables.
-
-        Raises:
-            RequestTimeoutError: they did not in time; the message says what is missing.
-        """
+        """Wait until workers and servers answer and have their tables."""
         wait_until_ready(self._workers.hello, timeout_s)
 
     def flush(self) -> None:
-        """Wait until every update so far is applied.
-
-        Raises:
-            PersiaError: one of them failed.
-        """
+        """Wait until every update so far is applied, or raise why one failed."""
         self._sharded.pipeline.flush()
 
     def close(self) -> None:
@@ -295,13 +232,27 @@ class Engine:
         self._workers.close()
         self.client.close()
 
-    def _totals(self) -> dict[str, int]:
-        pipeline = self._sharded.pipeline
-        return {
-            "gradients_missed": pipeline.tally.total.num_missed,
-            "gradients_refused": pipeline.tally.total.num_refused,
-            "batches_skipped": self.num_skipped,
+    def _wait_for(self, pull: Pull) -> None:
+        began_s = time.perf_counter()
+        is_training = pull.wait().is_training
+        waited_s = self.loader_wait_s + time.perf_counter() - began_s
+        self.loader_wait_s = 0.0
+        if is_training and waited_s > _SHORT_WAIT_S:
+            self._workers.observed.observe(WAIT, waited_s)
+
+    def _read(self) -> list[Reading]:
+        """Return all metrics of this trainer; the pushing thread calls it."""
+        total = self._sharded.pipeline.tally.total
+        totals = {
+            "gradients_missed": total.num_missed,
+            "gradients_refused": total.num_refused,
+            "batches_skipped": self._sharded.num_skipped,
         }
+        own = (
+            Reading(f"persia_{name}", number, "of this trainer's pushes", "counter")
+            for name, number in totals.items()
+        )
+        return [*self._workers.observed.read(), *own]
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
         if not is_training:
@@ -317,19 +268,18 @@ class Engine:
         self._settings = settings
 
 
-def connect_to_job(
-    make_workers: Callable[..., Workers],
-) -> tuple[EmbeddingClient, Workers]:
-    """Connect to the embedding servers and the embedding workers of this job.
+def reconfigure(spec: TableSpec, config: EmbeddingConfig) -> TableSpec:
+    """Return a table whose rows start as ``config`` says, and go as far."""
+    return replace(
+        spec,
+        initializer=config.initializer,
+        admission=config.admission,
+        weight_bound=config.weight_bound,
+    )
 
-    Args:
-        make_workers: ``RemoteWorkers``, or a subclass.
 
-    Raises:
-        ConfigError: this process belongs to no job.
-        DiscoveryError: workers or servers did not register in time.
-        JobMismatchError: another job has the port.
-    """
+def connect_to_job() -> tuple[EmbeddingClient, RemoteWorkers]:
+    """Connect to the embedding servers and the embedding workers of this job."""
     book = AddressBook.join(*env.require_job_store("A context"))
     with contextlib.closing(book):
         servers = book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
@@ -339,4 +289,15 @@ def connect_to_job(
         "greeting": book.greeting,
     }
     client = EmbeddingClient.connect(servers, **settings)
-    return client, make_workers(workers, **settings)
+    return client, RemoteWorkers(workers, **settings)
+
+
+def _metrics_settings() -> MetricsSettings:
+    """Return ``metrics_config`` of the file that the environment names, or defaults.
+
+    A trainer needs nothing else of that file: without a gateway it is not read.
+    """
+    gateway, path = env.metrics_gateway(), env.global_config_path()
+    if path is None or gateway is None:
+        return MetricsSettings()
+    return load_global_config(path, warns=False).common.metrics

@@ -7,7 +7,6 @@ import pytest
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
 from persia_torchrec.data.stream import BatchReceiver, Inbox
 from persia_torchrec.errors import RemoteError
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.training.engine import connect_to_job
 from persia_torchrec.wire.greeting import Greeting
 from tests.local_job import LocalJob, batch_of
@@ -34,7 +33,7 @@ def test_a_trainer_is_refused_by_servers_and_by_workers(job, refused):
     with refused, job.train_ctx():
         pass
     with refused:
-        connect_to_job(RemoteWorkers)[1].hello()
+        connect_to_job()[1].hello()
 
 
 def test_an_evaluation_outside_of_the_job_is_refused(job, refused):
