@@ -39,13 +39,6 @@ class BaseCtx:
             once, at least 1; a ``DataLoader`` may allow fewer by its ``num_workers``.
         device_id: CUDA device of tensors, which becomes torch's current one; None is
             the CPU.
-
-    Attributes:
-        threadpool_worker_size: as given.
-        device_id: as given.
-
-    Raises:
-        ConfigError: a number is out of its range, or there is no such device.
     """
 
     def __init__(
@@ -56,7 +49,13 @@ class BaseCtx:
         self.device_id = device_id
         self._device = torch.device("cpu")
         if device_id is not None:
-            self._device = _cuda_device(device_id)
+            num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if not 0 <= device_id < num_devices:
+                raise ConfigError(
+                    "device_id must be a CUDA device of this machine, in "
+                    f"[0, {num_devices}). Received: {device_id}."
+                )
+            self._device = torch.device("cuda", device_id)
             torch.cuda.set_device(device_id)
 
     def __enter__(self) -> Self:
@@ -88,21 +87,8 @@ def cnt_ctx() -> BaseCtx | None:
     return context if isinstance(context, BaseCtx) else None
 
 
-def _cuda_device(device_id: int) -> torch.device:
-    if not torch.cuda.is_available() or not 0 <= device_id < torch.cuda.device_count():
-        raise ConfigError(
-            f"device_id must be a CUDA device of this machine, in "
-            f"[0, {torch.cuda.device_count()}). Received: {device_id}."
-        )
-    return torch.device("cuda", device_id)
-
-
 def require_at_least_1(**numbers: int) -> None:
-    """Check arguments that count something.
-
-    Raises:
-        ConfigError: one is below 1; the message names it.
-    """
+    """Refuse a count below 1; the message names it."""
     for name, number in numbers.items():
         if number < 1:
             raise ConfigError(f"{name} must be >= 1. Received: {number}.")
@@ -123,13 +109,7 @@ class PreprocessMode(enum.Enum):
 
 
 class LookupCtx(BaseCtx):
-    """Look up embeddings and run the dense model on them.
-
-    Attributes:
-        preprocess_mode: what to make of batches.
-        model: the dense model, or None.
-        embeddings: where they come from; gradients can get to an engine alone.
-    """
+    """Look up embeddings and run the dense model, if there is one, on them."""
 
     preprocess_mode: PreprocessMode
     model: nn.Module | None
@@ -138,12 +118,7 @@ class LookupCtx(BaseCtx):
     def start_lookup(
         self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
     ) -> PersiaTrainingBatch:
-        """Begin to look up a batch; a ``DataLoader`` calls this.
-
-        Args:
-            batch: with its ids, or with the reference to where they wait.
-            settings: of the loader; this context may allow fewer lookups at once.
-        """
+        """Begin to look up a batch; a ``DataLoader`` calls this."""
         num_workers = min(settings.num_workers, self.threadpool_worker_size)
         settings = replace(settings, num_workers=num_workers)
         is_training = (
@@ -157,7 +132,7 @@ class LookupCtx(BaseCtx):
         return _training_batch(batch, pull, is_training=is_training)
 
     def note_wait(self, seconds: float) -> None:
-        """Learn how long a ``DataLoader`` made its caller wait; it calls this."""
+        """Learn how long a ``DataLoader`` made its caller wait for a batch."""
         if isinstance(self.embeddings, Engine):  # only trainers have metrics
             self.embeddings.loader_wait_s = seconds
 
@@ -187,14 +162,7 @@ class LookupCtx(BaseCtx):
     def forward(
         self, batch: PersiaTrainingBatch
     ) -> tuple[Any, list[torch.Tensor] | None]:
-        """Run the model on a batch.
-
-        Returns:
-            What the model returns, a tensor as a rule; and the labels, or None.
-
-        Raises:
-            ConfigError: this context has no model.
-        """
+        """Run the model on a batch; return its output and the labels, or None."""
         model = self._require_model()
         non_id_tensors, embeddings, labels = self.prepare_features(batch)
         return model(non_id_tensors, embeddings), labels
@@ -204,12 +172,7 @@ class LookupCtx(BaseCtx):
     ) -> PersiaTrainingBatch:
         """Begin to look up a batch of this process, for evaluation.
 
-        Args:
-            persia_batch: with its ids.
-            device_id: the context's own device; another is refused.
-
-        Raises:
-            ConfigError: another device than the context's.
+        ``device_id`` may only be the context's own.
         """
         device = self.embeddings.device
         if device_id is not None and device_id != device.index:
@@ -223,15 +186,9 @@ class LookupCtx(BaseCtx):
     def get_embedding_from_bytes(
         self, data: bytes, device_id: int | None = None
     ) -> PersiaTrainingBatch:
-        """Begin to look up a batch that was made bytes, for evaluation.
+        """Begin to look up a batch from ``PersiaBatch.to_bytes``, for evaluation.
 
-        Args:
-            data: what ``PersiaBatch.to_bytes`` returned.
-            device_id: the context's own device; another is refused.
-
-        Raises:
-            FrameError: these bytes are no batch.
-            ConfigError: another device than the context's.
+        ``device_id`` may only be the context's own.
         """
         return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
 
@@ -251,10 +208,6 @@ class LookupCtx(BaseCtx):
             dst_dir: folder, made if it is missing, or a URL that fsspec knows.
             file_name: in that folder.
             is_jit: write a model as TorchScript instead.
-
-        Raises:
-            CheckpointError: it cannot be written.
-            ConfigError: TorchScript does not take the model.
         """
         if not is_first():
             return

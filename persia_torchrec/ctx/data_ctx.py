@@ -31,11 +31,6 @@ class DataCtx(BaseCtx):
             1. One is: ``send_data`` waits for the answer to each.
         device_id: CUDA device that becomes torch's current one, for a script that makes
             its batches there; what is sent are arrays in the memory of the CPU.
-
-    Raises:
-        ConfigError: this process belongs to no job, or is none of its loaders, or a
-            setting cannot work.
-        DiscoveryError: workers or trainers did not register in time.
     """
 
     def __init__(
@@ -70,9 +65,7 @@ class DataCtx(BaseCtx):
         ``batch_id % number of trainers``. Sets the batch's ``batch_id``.
 
         Raises:
-            BatchError: the features are not those of the embedding config.
             DataflowError: a buffer stayed full for 15 minutes.
-            ServerError: a worker or a trainer refuses the batch, or does not answer.
         """
         worker = self._num_sent % self._workers.num_workers
         batch_id = self._num_sent * self._num_loaders + self._loader

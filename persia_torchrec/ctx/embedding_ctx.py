@@ -4,19 +4,12 @@ import torch
 from torch import nn
 
 from persia_torchrec import timeouts
-from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.data.loader import entered_context
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.slots import LookupHello, wait_until_ready
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.serving.embeddings import (
-    ConcurrentLookups,
-    LookedUp,
-    SlotsReader,
-)
+from persia_torchrec.serving.embeddings import ConcurrentLookups
 from persia_torchrec.training.checkpoint import (
     ContextCheckpoints,
     is_first,
@@ -82,9 +75,6 @@ class EmbeddingCtx(LookupCtx):
         """Wait until all embedding servers answer, and the workers with their tables.
 
         Outside a ``TrainCtx`` it does not wait for tables that are not made yet.
-
-        Raises:
-            RequestTimeoutError: they did not in time; the message says what is missing.
         """
         self.embeddings.wait_until_ready(timeout_s)
 
@@ -103,13 +93,7 @@ class EmbeddingCtx(LookupCtx):
 
         Outside a ``TrainCtx`` it holds for all tables that the servers have, and until
         a trainer sends settings of its own: with the next change of a learning rate.
-
-        Args:
-            embedding_config: the new settings of every table; within a ``TrainCtx`` but
-                for those that its ``tables`` gave it.
-
-        Raises:
-            PersiaError: a server refuses, or an earlier update failed.
+        Within a ``TrainCtx`` what its ``tables`` gave a table stays.
         """
         self.embeddings.configure(embedding_config)
 
@@ -156,9 +140,7 @@ class EmbeddingCtx(LookupCtx):
 
         Raises:
             CheckpointError: it cannot be written, or an earlier dump failed.
-            ConfigError: TorchScript does not take the model, or the path or a name is
-                no good.
-            ServerError: a server failed.
+            ConfigError: TorchScript does not take the model, or a name is no good.
         """
         files = self._dense_files(
             dense_filename, jit_dense_filename if with_jit_model else None
@@ -205,18 +187,13 @@ class EmbeddingCtx(LookupCtx):
         self.embeddings.checkpoints.load(src_dir, {}, blocking=blocking)
 
     def wait_for_dump_embedding(self) -> None:
-        """Wait until no dump is under way.
-
-        Raises:
-            PersiaError: the last one failed; it is told once.
-        """
+        """Wait until no dump is under way; raise once why the last one failed."""
         self.embeddings.checkpoints.wait_for_dump()
 
     def wait_for_load_embedding(self) -> None:
         """Wait until no load is under way; all ranks call it together.
 
-        Raises:
-            CheckpointError: the last one failed; it is told once.
+        Raises once why the last one failed.
         """
         self.embeddings.checkpoints.wait_for_load()
 
@@ -286,39 +263,38 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
     """Reads the embeddings of a job, in a process that does not train them.
 
     It has connections of its own and sends no gradients: lookups and new settings go to
-    the embedding workers; sizes, clearing and checkpoints to the servers. Its lookups
-    may come from any thread.
-
-    Args:
-        device: where tensors are wanted.
-
-    Attributes:
-        client: of the servers.
-        checkpoints: dumps and loads of what they hold.
-
-    Raises:
-        ConfigError: this process belongs to no job.
-        DiscoveryError: workers or servers did not register in time.
+    the embedding workers; sizes, clearing and checkpoints to the servers.
     """
+
+    takes_references = True
 
     def __init__(self, device: torch.device) -> None:
         self.client, self._workers = connect_to_job()
-        self._job_reader = _JobReader(self._workers, self.client, device)
-        super().__init__(self._job_reader, timeout_s=2 * timeouts.TRAINING_REQUEST_S)
+        super().__init__(
+            self._workers, device, timeout_s=2 * timeouts.TRAINING_REQUEST_S
+        )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
 
+    def hello(self) -> LookupHello:
+        """Return slots and rows; raise ConfigError if there are no tables yet."""
+        try:
+            return super().hello()
+        except RemoteError as exc:
+            if self.client.learn_tables():
+                raise
+            raise ConfigError(
+                f"A lookup needs the tables of the slots. {_NO_TABLES}"
+            ) from exc
+
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the servers answer, and the workers too once there are tables.
+        """Wait until the servers answer, and the workers too once there are tables."""
 
-        Raises:
-            RequestTimeoutError: they did not in time; the message says what is missing.
-        """
-        wait_until_ready(self._ask, timeout_s)
+        def ask() -> LookupHello:
+            if self.client.learn_tables():
+                return self.hello()
+            return LookupHello((), tuple(self.client.num_rows()))
 
-    def _ask(self) -> LookupHello:
-        if self.client.learn_tables():
-            return self._job_reader.hello()
-        return LookupHello((), tuple(self.client.num_rows()))
+        wait_until_ready(ask, timeout_s)
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers."""
@@ -341,32 +317,3 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
         self.checkpoints.close()
         self._workers.close()
         self.client.close()
-
-
-class _JobReader(SlotsReader):
-    """Looks batches of a job up, also those whose ids a data loader has sent."""
-
-    def __init__(
-        self, workers: RemoteWorkers, client: EmbeddingClient, device: torch.device
-    ) -> None:
-        super().__init__(workers, device)
-        self._workers = workers
-        self._client = client
-
-    def hello(self) -> LookupHello:
-        try:
-            return super().hello()
-        except RemoteError as exc:
-            if self._client.learn_tables():
-                raise
-            raise ConfigError(
-                f"A lookup needs the tables of the slots. {_NO_TABLES}"
-            ) from exc
-
-    def look_up(self, batch: PersiaBatch | ReferencedBatch) -> LookedUp:
-        """Look a batch up: by its ids, or by the reference to where they wait."""
-        if isinstance(batch, PersiaBatch):
-            return super().look_up(batch)
-        slots = self.slots()
-        outputs, handle = self._workers.pull(batch, None)
-        return LookedUp(slots, handle.slots, outputs, handle.places)

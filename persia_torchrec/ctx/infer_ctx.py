@@ -8,7 +8,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.serving.embeddings import ConcurrentLookups, SlotsReader
+from persia_torchrec.serving.embeddings import ConcurrentLookups
 from persia_torchrec.wire.ports import tcp_address
 
 
@@ -31,12 +31,11 @@ class InferCtx(LookupCtx):
         device_id: CUDA device of tensors; None is the CPU.
         timeout_s: seconds that a lookup may take.
 
-    Raises:
-        ConfigError: no address, or one that cannot be read, or no such device.
-
     Example:
         ``with InferCtx(["127.0.0.1:7000"], model) as ctx: ctx.wait_for_serving()``
     """
+
+    embeddings: ConcurrentLookups
 
     def __init__(
         self,
@@ -60,20 +59,17 @@ class InferCtx(LookupCtx):
         self.model = model
         addresses = [tcp_address(a) for a in embedding_worker_address_list]
         self._workers = RemoteWorkers(addresses, timeout_s=timeout_s)
-        self._reader = SlotsReader(self._workers, self._device)
-        self.embeddings = ConcurrentLookups(self._reader, timeout_s=2 * timeout_s + 5)
+        self.embeddings = ConcurrentLookups(
+            self._workers, self._device, timeout_s=2 * timeout_s + 5
+        )
 
     def wait_for_serving(self, timeout_s: float = timeouts.READY_S) -> None:
-        """Wait until all workers and their servers answer and have their tables.
-
-        Raises:
-            RequestTimeoutError: they did not in time; the message says what is missing.
-        """
-        self._reader.wait_until_ready(timeout_s)
+        """Wait until all workers and their servers answer and have their tables."""
+        self.embeddings.wait_until_ready(timeout_s)
 
     def get_embedding_size(self) -> list[int]:
         """Return how many rows each embedding server holds."""
-        return list(self._reader.hello().num_rows)
+        return list(self.embeddings.hello().num_rows)
 
     def close(self) -> None:
         """Close the connections; workers and servers live on. May be called twice."""

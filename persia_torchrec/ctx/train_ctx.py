@@ -75,7 +75,6 @@ class TrainCtx(EmbeddingCtx):
     Raises:
         ConfigError: a setting that cannot work, or this process belongs to no job.
         DiscoveryError: workers or servers did not register in time.
-        ServerError: a server refuses the tables.
     """
 
     model: nn.Module
@@ -99,9 +98,16 @@ class TrainCtx(EmbeddingCtx):
         *,
         tables: Mapping[str, TableSettings] | None = None,
     ) -> None:
-        _check_precision(
-            device_id, grad_scalar_update_factor, mixed_precision=mixed_precision
-        )
+        if grad_scalar_update_factor <= 1:
+            raise ConfigError(
+                "grad_scalar_update_factor must be > 1. "
+                f"Received: {grad_scalar_update_factor}."
+            )
+        if mixed_precision and device_id is None:
+            raise ConfigError(
+                "mixed_precision must be False on the CPU: it needs a CUDA device. "
+                "Pass mixed_precision=False, or a device_id."
+            )
         require_at_least_1(
             backward_buffer_size=backward_buffer_size,
             backward_workers_size=backward_workers_size,
@@ -138,11 +144,7 @@ class TrainCtx(EmbeddingCtx):
     def forward(
         self, batch: PersiaTrainingBatch
     ) -> tuple[Any, list[torch.Tensor] | None]:
-        """Run the model on a batch.
-
-        Returns:
-            What the model returns, a tensor as a rule; and the labels, or None.
-        """
+        """Run the model on a batch; return its output and the labels, or None."""
         non_id_tensors, labels = self._dense_tensors(batch)
         enabled = self._scaler is not None
         with torch.autocast(self.embeddings.device.type, enabled=enabled):
@@ -171,7 +173,6 @@ class TrainCtx(EmbeddingCtx):
             The loss, scaled under mixed precision.
 
         Raises:
-            ConfigError: ``embedding_gradient_check_frequency`` is below 1.
             PersiaError: an earlier update failed, or was not acknowledged in time.
         """
         require_at_least_1(
@@ -181,17 +182,17 @@ class TrainCtx(EmbeddingCtx):
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self.dense_optimizer.step()
         else:
-            loss = self._backward_scaled(loss, self._scaler)
+            loss, scale = self._scaler.scale(loss), self._scaler.get_scale()
+            has_skipped = self.embeddings.backward(loss, scale)
+            self._scaler.step(self.dense_optimizer)
+            self._scaler.update(scale / self._update_factor if has_skipped else None)
         self.embeddings.replication.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
         return loss
 
     def summary(self) -> TrainingSummary:
-        """Return what became of this trainer's batches so far: how stale rows were.
-
-        The end of the block logs it.
-        """
+        """Return how stale the rows of this trainer's batches were; the end logs it."""
         return self.embeddings.sharder.summary()
 
     def dump_checkpoint(  # type: ignore[override]  # PERSIA names them otherwise here
@@ -216,9 +217,6 @@ class TrainCtx(EmbeddingCtx):
             opt_filename: of the dense optimizer's state.
             blocking: False lets the servers write while training continues.
             with_jit_model: write the model as TorchScript too.
-
-        Raises:
-            PersiaError: as ``EmbeddingCtx.dump_checkpoint``.
         """
         files = self._dense_files(
             dense_model_filename, jit_dense_model_filename if with_jit_model else None
@@ -256,9 +254,6 @@ class TrainCtx(EmbeddingCtx):
             dense_model_filename: of the model's state.
             opt_filename: of the dense optimizer's state.
             blocking: False returns before the servers are done.
-
-        Raises:
-            CheckpointError: as ``EmbeddingCtx.load_checkpoint``.
         """
         targets: dict[str, Target] = {
             dense_model_filename: self.model,
@@ -275,17 +270,7 @@ class TrainCtx(EmbeddingCtx):
         if self._scaler is not None and training["grad_scaler"]:
             self._scaler.load_state_dict(training["grad_scaler"])
 
-    def _backward_scaled(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler
-    ) -> torch.Tensor:
-        scaled, scale = scaler.scale(loss), scaler.get_scale()
-        has_skipped = self.embeddings.backward(scaled, scale)
-        scaler.step(self.dense_optimizer)
-        scaler.update(scale / self._update_factor if has_skipped else None)
-        return scaled
-
     def _begin(self) -> None:
-        """Begin to step with the other trainers, which do so too."""
         self._in_step = self.embeddings.in_step(self._scaler)
         self._in_step.__enter__()
 
@@ -320,15 +305,3 @@ def _in_full_precision(output: Any) -> Any:
         make = getattr(output, "_make", type(output))  # a named tuple has one
         return make(map(_in_full_precision, output))
     return output
-
-
-def _check_precision(
-    device_id: int | None, factor: float, *, mixed_precision: bool
-) -> None:
-    if factor <= 1:
-        raise ConfigError(f"grad_scalar_update_factor must be > 1. Received: {factor}.")
-    if mixed_precision and device_id is None:
-        raise ConfigError(
-            "mixed_precision must be False on the CPU: it needs a CUDA device. "
-            "Pass mixed_precision=False, or a device_id."
-        )

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -56,6 +56,9 @@ class SlotsReader:
     it. ``status`` returns how fresh the rows are, for ``GET /health``.
     """
 
+    takes_references: ClassVar[bool] = False
+    """Whether ids may wait with a worker: only those of one's own job have them."""
+
     def __init__(
         self,
         lookup: SlotsLookup | RemoteWorkers,
@@ -83,15 +86,18 @@ class SlotsReader:
 
     def look_up(self, batch: PersiaBatch | ReferencedBatch) -> LookedUp:
         """Look a batch up, or raise BatchError or ServerError."""
-        if isinstance(batch, ReferencedBatch):
+        source: Any = batch
+        if isinstance(batch, PersiaBatch):
+            features = {feature.name: feature for feature in batch.id_type_features}
+            require_slots(list(features), [slot.name for slot in self.slots()])
+            source = build_bags(features)
+        elif not self.takes_references:
             raise BatchError(
                 "A batch for inference must have its ids. Received: a batch of a "
                 "StreamingDataset, whose ids an embedding worker of a job holds."
             )
         slots = self.slots()
-        features = {feature.name: feature for feature in batch.id_type_features}
-        require_slots(list(features), [slot.name for slot in slots])
-        outputs, handle = self._lookup.pull(build_bags(features), None)
+        outputs, handle = self._lookup.pull(source, None)
         return LookedUp(slots, handle.slots, outputs, handle.places)
 
     def to_tensors(self, looked_up: LookedUp) -> list[torch.Tensor]:
@@ -106,23 +112,24 @@ class SlotsReader:
         return list(tensors.values())
 
 
-class ConcurrentLookups:
-    """Looks up several batches of a ``DataLoader`` at once, by a reader.
+class ConcurrentLookups(SlotsReader):
+    """Looks up several batches of a ``DataLoader`` at once.
 
-    Any thread may call any method. ``timeout_s`` is for a batch and those before it.
+    ``timeout_s`` is for a batch and those before it.
     """
 
-    def __init__(self, reader: SlotsReader, *, timeout_s: float) -> None:
-        self._reader = reader
+    def __init__(
+        self,
+        lookup: SlotsLookup | RemoteWorkers,
+        device: torch.device,
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(lookup, device)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._num_threads = 1  # guarded by _lock
         self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self._reader.device
 
     def start_pull(
         self,
@@ -138,14 +145,14 @@ class ConcurrentLookups:
         assert not is_training, "a reader changes nothing"
         if settings is None:
             looked_up: Future[LookedUp] = Future()
-            looked_up.set_result(self._reader.look_up(batch))
+            looked_up.set_result(self.look_up(batch))
             return looked_up
         with self._lock:
             if settings.num_workers != self._num_threads:
                 self._num_threads = settings.num_workers
                 self._pool.shutdown(wait=True)
                 self._pool = ThreadPoolExecutor(self._num_threads, "lookups")
-            return self._pool.submit(self._reader.look_up, batch)
+            return self._pool.submit(self.look_up, batch)
 
     def embed(self, pull: Future[LookedUp]) -> list[torch.Tensor]:
         """Wait for a batch; return its embeddings, a tensor per slot."""
@@ -160,7 +167,7 @@ class ConcurrentLookups:
                 f"a batch must be looked up within {self._timeout_s:g} s",
                 server="embeddings",
             ) from exc
-        return self._reader.to_tensors(looked_up)
+        return self.to_tensors(looked_up)
 
     def close(self) -> None:
         """Begin no further lookup. May be called twice."""
