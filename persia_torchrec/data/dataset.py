@@ -31,9 +31,6 @@ class IterableDatasetBase(ABC):
     Args:
         buffer_size: batches that may wait to be looked up, at least 1; of a
             StreamingDataset, of each data loader.
-
-    Raises:
-        ConfigError: ``buffer_size`` is below 1.
     """
 
     def __init__(self, buffer_size: int = 10) -> None:
@@ -45,11 +42,9 @@ class IterableDatasetBase(ABC):
     def batches(
         self, timeout_s: float, *, in_order: bool
     ) -> Iterator[PersiaBatch | ReferencedBatch]:
-        """Yield the batches of one pass.
+        """Yield the batches of one pass, waiting ``timeout_s`` for each.
 
-        Args:
-            timeout_s: seconds to wait for a batch.
-            in_order: in the order in which the data loaders numbered them.
+        ``in_order`` is the order in which the data loaders numbered them.
         """
 
 
@@ -77,16 +72,11 @@ class StreamingDataset(IterableDatasetBase):
 
     def __init__(self, buffer_size: int = 10) -> None:
         super().__init__(buffer_size)
-        self._receiver: BatchReceiver | None = None
+        self._is_used = False
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
-        """Yield the batches as they come.
-
-        Raises:
-            ConfigError: this process belongs to no job, or this is the second pass.
-            DataflowError: nothing came for ``timeout_s``.
-        """
-        if self._receiver is not None:
+        """Yield the batches as they come; raise DataflowError if none comes in time."""
+        if self._is_used:
             raise ConfigError(
                 "A StreamingDataset can be iterated over once: what was received is "
                 "gone. Let the data loaders send the data again to a new job."
@@ -97,23 +87,17 @@ class StreamingDataset(IterableDatasetBase):
         rank, world_size = env.get_rank(), env.get_world_size()
         inbox = Inbox(self.buffer_size, rank, world_size)
         book = AddressBook.join(*store)
-        host = local_address(store.host)
-        self._receiver = BatchReceiver(inbox, host, book.greeting)
-        book.register("trainer", rank, world_size, self._receiver.address)
+        receiver = BatchReceiver(inbox, local_address(store.host), book.greeting)
+        self._is_used = True
+        book.register("trainer", rank, world_size, receiver.address)
         book.close()
-        return self._take_all(inbox, self._receiver, timeout_s, in_order=in_order)
 
-    @staticmethod
-    def _take_all(
-        inbox: Inbox,
-        receiver: BatchReceiver,
-        timeout_s: float,
-        *,
-        in_order: bool,
-    ) -> Iterator[ReferencedBatch]:
-        while (batch := inbox.take(timeout_s, in_order=in_order)) is not None:
-            yield batch
-        receiver.close()
+        def take_all() -> Iterator[ReferencedBatch]:
+            while (batch := inbox.take(timeout_s, in_order=in_order)) is not None:
+                yield batch
+            receiver.close()
+
+        return take_all()
 
 
 def in_background(
@@ -125,14 +109,8 @@ def in_background(
     """Yield the items, made by a thread that is up to ``capacity`` ahead.
 
     An exception of the iterator is raised where its item would have come. When the
-    caller stops early, so does the thread, at the next item.
-
-    Args:
-        items: iterated over by the thread.
-        capacity: items that may wait, at least 1.
-        name: of the thread.
-        note_wait: is told how many seconds each item was waited for, before it is
-            yielded.
+    caller stops early, so does the thread, at the next item. ``note_wait`` is told how
+    many seconds each item was waited for, before it is yielded.
 
     Example:
         >>> list(in_background(range(3), 2, "numbers"))

@@ -46,14 +46,7 @@ class PersiaTrainingBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookupSettings:
-    """How far lookups may be ahead of the training.
-
-    Attributes:
-        forward_buffer_size: batches looked up ahead.
-        num_workers: batches looked up at once.
-        embedding_staleness: training batches that may be between lookup and update;
-            None: as many as the buffers hold.
-    """
+    """How far lookups may be ahead of the training: arguments of a ``DataLoader``."""
 
     forward_buffer_size: int
     num_workers: int
@@ -121,9 +114,6 @@ class DataLoader:
         embedding_staleness: training batches that may be between lookup and update, at
             least 1; 1 is the schedule without stale rows. None: as many as the buffers
             hold.
-
-    Raises:
-        ConfigError: a number is out of its range.
     """
 
     def __init__(
@@ -154,20 +144,15 @@ class DataLoader:
         )
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
-        """Yield the batches of one pass over the dataset.
-
-        Raises:
-            ConfigError: no context is entered.
-            DataflowError: no batch came in time.
-        """
+        """Yield the batches of one pass; raise DataflowError if none comes in time."""
         context = entered_context()
         if context is None:
             raise ConfigError(
                 "A DataLoader must be iterated over inside a context. "
                 "Use `with TrainCtx(...):` or `with eval_ctx(...):` around the loop."
             )
-        batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
         settings = self._settings
+        batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
         started = (context.start_lookup(batch, settings) for batch in batches)
-        ahead = self._settings.forward_buffer_size
+        ahead = settings.forward_buffer_size
         return in_background(started, ahead, "lookups ahead", context.note_wait)

@@ -49,12 +49,9 @@ _MAX_LOADERS_AT_ONCE = 16
 
 
 class Inbox:
-    """Queues of batches, one per loader. Any thread may call any method.
+    """Queues of ``capacity`` batches, one per loader. Any thread may call any method.
 
-    Args:
-        capacity: batches of one loader that may wait.
-        rank: of this trainer, which gets the batches ``rank + n * world_size``.
-        world_size: number of trainers.
+    The trainer ``rank`` gets the batches ``rank + n * world_size``.
     """
 
     def __init__(self, capacity: int, rank: int, world_size: int) -> None:
@@ -69,11 +66,7 @@ class Inbox:
     def put(
         self, loader: int, num_loaders: int, batch: ReferencedBatch, timeout_s: float
     ) -> bool:
-        """Add a batch; wait for room up to ``timeout_s``, and return whether it came.
-
-        Raises:
-            DataflowError: the loaders do not agree on how many they are.
-        """
+        """Add a batch; return whether there was room for it within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._learn(num_loaders)
@@ -95,12 +88,7 @@ class Inbox:
     def take(self, timeout_s: float, *, in_order: bool) -> ReferencedBatch | None:
         """Return the next batch, or None when all loaders have ended.
 
-        Args:
-            timeout_s: seconds to wait.
-            in_order: in the order of the batches' numbers; otherwise as they came.
-
-        Raises:
-            DataflowError: nothing came in time.
+        ``in_order`` is the order of the batches' numbers.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -108,12 +96,13 @@ class Inbox:
                 loader = self._next_in_order() if in_order else self._any_loader()
                 if loader is not None:
                     break
-                if self._is_over():
+                num_ended = len(self._ended)
+                if num_ended == self._num_loaders and not any(self._queues.values()):
                     return None
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise DataflowError(
                         f"A data loader must send a batch within {timeout_s:g} s. "
-                        f"Received: nothing. Ended: {len(self._ended)} of "
+                        f"Received: nothing. Ended: {num_ended} of "
                         f"{self._num_loaders or 'an unknown number of'} loaders."
                     )
             batch = self._queues[loader].popleft()
@@ -148,16 +137,9 @@ class Inbox:
         fullest = max(self._queues, key=lambda n: len(self._queues[n]), default=None)
         return fullest if fullest is not None and self._queues[fullest] else None
 
-    def _is_over(self) -> bool:
-        return len(self._ended) == self._num_loaders and not any(self._queues.values())
-
 
 class BatchReceiver:
-    """The trainer's end: fills an inbox with what data loaders of its job send.
-
-    Raises:
-        WireError: the address of ``host`` cannot be listened on.
-    """
+    """The trainer's end: fills an inbox with what data loaders of its job send."""
 
     def __init__(self, inbox: Inbox, host: str, greeting: Greeting = NO_JOB) -> None:
         self._inbox = inbox
@@ -207,14 +189,10 @@ class BatchSender:
         greeting: Greeting = NO_JOB,
     ) -> None:
         self._connections = Connections("trainer", addresses, greeting=greeting)
+        self.num_trainers = len(addresses)
         self._loader = loader
         self._num_loaders = num_loaders
         self._timeout_s = timeout_s
-
-    @property
-    def num_trainers(self) -> int:
-        """How many trainers there are."""
-        return len(self._connections)
 
     def send(
         self, trainer: int, batch: PersiaBatch, worker: int, reference: int
@@ -222,21 +200,13 @@ class BatchSender:
         """Send a batch but for its ids; return whether the trainer had room for it.
 
         The ids wait at an embedding worker under ``reference``.
-
-        Raises:
-            ServerError: the trainer refuses it, or does not answer in time.
         """
-        origin = [worker, self._loader, reference]
-        frames: Frames = [encode_json(origin), encode_rest(batch)]
-        answer = self._ask(trainer, Kind.BATCH, batch.batch_id or 0, frames)
-        return answer is True
+        origin = encode_json([worker, self._loader, reference])
+        frames: Frames = [origin, encode_rest(batch)]
+        return self._ask(trainer, Kind.BATCH, batch.batch_id or 0, frames) is True
 
     def end(self) -> None:
-        """Tell every trainer that this loader has no more batches.
-
-        Raises:
-            ServerError: a trainer does not answer in time.
-        """
+        """Tell every trainer that this loader has no more batches."""
         for trainer in range(self.num_trainers):
             self._ask(trainer, Kind.END_OF_DATA, 0, [encode_json(None)])
 

@@ -9,11 +9,6 @@ PERSIA's ids are uint64, torch's int64; they are the same 64 bits, viewed the on
 the other and never converted by value: the id 2**64 - 1 is -1 on torch's side. Ids that
 a ``KeyedJaggedTensor`` holds in fewer bits are int64 ids of the same value first.
 
-A ``KeyedJaggedTensor`` holds the ids of all features of a batch: the values of the
-first feature, then of the second, and the lengths of all bags in the same order. It may
-also have a weight for each id, and keep samples that are equal in a feature once. A
-``TensorDict`` holds a nested tensor, or a ``JaggedTensor``, for each feature instead.
-
 Both ways give equal batches. The tensors share the arrays' memory where they can.
 TorchRec's train pipelines take a ``TorchRecBatch`` as it is: it can be moved to a
 device.
@@ -61,11 +56,7 @@ class JaggedBatch:
     features: dict[str, Bags]
 
     def weights(self) -> torch.Tensor:
-        """Return the weights of all ids, in their order, in the autograd graph.
-
-        Raises:
-            BatchError: it has none.
-        """
+        """Return the weights of all ids, in their order, in the autograd graph."""
         weights: torch.Tensor | None = self.kjt.weights_or_none()
         if weights is None:
             raise BatchError(
@@ -88,11 +79,7 @@ class JaggedBatch:
 
 
 def from_tensor_dict(batch: TensorDict, keys: Sequence[str]) -> KeyedJaggedTensor:
-    """Join features of a ``TensorDict``.
-
-    Raises:
-        BatchError: it lacks a key.
-    """
+    """Join features of a ``TensorDict``: nested tensors, or ``JaggedTensor``s."""
     received = list(map(str, batch.keys()))
     for key in keys:
         if key not in received:
@@ -103,13 +90,7 @@ def from_tensor_dict(batch: TensorDict, keys: Sequence[str]) -> KeyedJaggedTenso
 def to_keyed_jagged_tensor(
     features: Sequence[IDTypeFeature | IDTypeFeatureWithSingleID],
 ) -> KeyedJaggedTensor:
-    """Join the ID features of a batch.
-
-    Args:
-        features: at least one, all of the same number of samples.
-
-    Returns:
-        int64 values and int32 lengths on the CPU, with the features' names as keys.
+    """Join the ID features of a batch, at least one: int64 values, int32 lengths.
 
     Example:
         >>> ids = [np.array([7, 8], dtype=np.uint64), np.array([], dtype=np.uint64)]
@@ -132,19 +113,9 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags
     Where the features have different numbers of samples, because equal ones are kept
     once, they are repeated as ``inverse_indices`` says: then all have B.
 
-    Args:
-        kjt: values of int64, or of fewer bits, on any device; weights are not read.
-        keys: the features wanted; others are left out.
-
-    Returns:
-        For each key its ids and lengths. The ids are views of the tensor where it is
-        int64 and on the CPU; the lengths, which the backward pass needs again, are
-        copies.
-
-    Raises:
-        BatchError: a key is missing or comes twice, the values are no such integers,
-            the features have different numbers of samples without ``inverse_indices``
-            that fit, or the lengths do not sum up to the number of ids.
+    The values are int64, or of fewer bits, on any device; weights are not read. The ids
+    are views of the tensor where it is int64 and on the CPU; the lengths, which the
+    backward pass needs again, are copies.
     """
     values = kjt.values()
     if values.dtype not in _ID_DTYPES:
@@ -189,7 +160,7 @@ def _missing(key: str, keys: Iterable[str]) -> BatchError:
 
 
 def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
-    """Return which kept sample each sample is, by key."""
+    """Return which kept sample each sample is, by key, int64 ``(B,)``."""
     inverse = kjt.inverse_indices_or_none()
     if inverse is None or not set(kjt.keys()) <= set(inverse[0]):
         strides = dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))
@@ -203,7 +174,6 @@ def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
 
 
 def _repeated(key: str, jagged: Bags, samples_B: npt.NDArray[np.int64]) -> Bags:
-    """Return a feature with its bags repeated."""
     assert isinstance(jagged.place, slice)
     num_kept = len(jagged.lengths)
     if len(samples_B) and not (samples_B.min() >= 0 and samples_B.max() < num_kept):
@@ -247,11 +217,13 @@ class TorchRecBatch(Pipelineable):  # type: ignore[misc]  # TorchRec's are Any t
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TorchRecBatch":
         """Return the batch with its tensors on a device."""
+        dense, labels = (
+            tuple(tensor.to(device, non_blocking=non_blocking) for tensor in tensors)
+            for tensors in (self.dense_features, self.labels)
+        )
+        id_features = self.id_features.to(device, non_blocking)
         return replace(
-            self,
-            id_features=self.id_features.to(device, non_blocking),
-            dense_features=_to(self.dense_features, device, non_blocking),
-            labels=_to(self.labels, device, non_blocking),
+            self, id_features=id_features, dense_features=dense, labels=labels
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -273,8 +245,10 @@ def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
     """
     return TorchRecBatch(
         id_features=to_keyed_jagged_tensor(batch.id_type_features),
-        dense_features=tuple(_tensors(batch.non_id_type_features)),
-        labels=tuple(_tensors(batch.labels)),
+        dense_features=tuple(
+            torch.from_numpy(feature.data) for feature in batch.non_id_type_features
+        ),
+        labels=tuple(torch.from_numpy(label.data) for label in batch.labels),
         dense_names=tuple(feature.name for feature in batch.non_id_type_features),
         label_names=tuple(label.name for label in batch.labels),
         requires_grad=batch.requires_grad,
@@ -290,8 +264,7 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
     which means the same. Tensors on the CPU are not copied.
 
     Raises:
-        BatchError: the ids are weighted or not int64, a tensor has a dtype that a
-            ``PersiaBatch`` cannot have, or the parts do not fit one another.
+        BatchError: the ids have weights, or a dtype is none of a ``PersiaBatch``'s.
     """
     kjt = batch.id_features
     if kjt.weights_or_none() is not None:
@@ -320,10 +293,6 @@ def _id_feature(name: str, jagged: Bags) -> IDFeature:
     return IDTypeFeature.from_flat(name, jagged.ids, jagged.lengths)
 
 
-def _tensors(parts: Iterable[NdarrayDataBase]) -> Iterable[torch.Tensor]:
-    return (torch.from_numpy(part.data) for part in parts)
-
-
 def _arrays(
     kind: type[D], tensors: Sequence[torch.Tensor], names: Sequence[str] | None
 ) -> list[D]:
@@ -332,22 +301,11 @@ def _arrays(
             f"Every {kind.KIND} must have a name, or none of them. "
             f"Received: {len(names)} names for {len(tensors)}."
         )
-    return [
-        kind(_array(tensor, kind.KIND), None if names is None else names[position])
-        for position, tensor in enumerate(tensors)
-    ]
-
-
-def _array(tensor: torch.Tensor, kind: str) -> npt.NDArray[np.generic]:
-    if tensor.dtype == torch.bfloat16:  # the one that NumPy does not know
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors):  # not in NumPy
         raise BatchError(
-            f"A {kind} cannot be of bfloat16. Received: a tensor of it. Use "
+            f"A {kind.KIND} cannot be of bfloat16. Received: a tensor of it. Use "
             "tensor.float()."
         )
-    return tensor.detach().cpu().numpy()
-
-
-def _to(
-    tensors: Sequence[torch.Tensor], device: torch.device, non_blocking: bool
-) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.to(device, non_blocking=non_blocking) for tensor in tensors)
+    named: Sequence[str | None] = [None] * len(tensors) if names is None else names
+    arrays = (tensor.detach().cpu().numpy() for tensor in tensors)
+    return [kind(array, name) for array, name in zip(arrays, named, strict=True)]
