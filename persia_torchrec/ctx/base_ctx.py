@@ -1,7 +1,6 @@
 """What contexts share: entering and leaving, lookups, the model on embeddings."""
 
 import enum
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,11 +8,11 @@ import torch
 from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.data.dataset import require_at_least_1
 from persia_torchrec.data.loader import (
     LookupSettings,
     PersiaTrainingBatch,
-    current_context,
-    enter_context,
+    entered,
     leave_context,
 )
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
@@ -61,7 +60,7 @@ class BaseCtx:
     def __enter__(self) -> Self:
         """Make this the current context; see :func:`cnt_ctx`."""
         self._begin()
-        enter_context(self)
+        entered.append(self)
         return self
 
     def __exit__(
@@ -75,23 +74,16 @@ class BaseCtx:
         self._end(exc)
 
     def _begin(self) -> None:
-        """Do what must be done before the block."""
+        """Prepare the block."""
 
     def _end(self, exc: BaseException | None) -> None:
-        """Do what must be done after the block, which may have raised."""
+        """Clean up after the block, which may have raised."""
 
 
 def cnt_ctx() -> BaseCtx | None:
     """Return the context that was entered last and not left, or None."""
-    context = current_context()
+    context = entered[-1] if entered else None
     return context if isinstance(context, BaseCtx) else None
-
-
-def require_at_least_1(**numbers: int) -> None:
-    """Refuse a count below 1; the message names it."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise ConfigError(f"{name} must be >= 1. Received: {number}.")
 
 
 class PreprocessMode(enum.Enum):
@@ -120,7 +112,7 @@ class LookupCtx(BaseCtx):
     ) -> PersiaTrainingBatch:
         """Begin to look up a batch; a ``DataLoader`` calls this."""
         num_workers = min(settings.num_workers, self.threadpool_worker_size)
-        settings = replace(settings, num_workers=num_workers)
+        settings = settings._replace(num_workers=num_workers)
         is_training = (
             isinstance(self.embeddings, Engine)
             and batch.requires_grad
@@ -231,13 +223,9 @@ class LookupCtx(BaseCtx):
     ) -> None:
         """Load the state of a model or an optimizer from a file.
 
-        Args:
-            torch_instance: what is loaded into; it stays on its device.
-            src_dir: of the file itself, as PERSIA has it: folder and name.
-            map_location: as ``torch.load`` takes it; the CPU by default.
-
-        Raises:
-            CheckpointError: there is no such file, or it does not fit.
+        ``src_dir`` is the file itself, as PERSIA has it: folder and name.
+        ``map_location`` is as ``torch.load`` takes it, by default the CPU; the
+        instance stays on its device.
         """
         path, _, name = src_dir.rpartition("/")
         state = read_state(Folder(path or "."), name, map_location)

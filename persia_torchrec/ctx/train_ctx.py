@@ -8,8 +8,9 @@ from torch import nn
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.config import EmbeddingSchema, load_embedding_config
-from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode, require_at_least_1
+from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
+from persia_torchrec.data.dataset import require_at_least_1
 from persia_torchrec.data.loader import PersiaTrainingBatch
 from persia_torchrec.distributed import (
     DistributedBaseOption,
@@ -209,14 +210,6 @@ class TrainCtx(EmbeddingCtx):
         As ``EmbeddingCtx.dump_checkpoint``, and two files more: ``opt.pt`` is the dense
         optimizer's state_dict, ``training.pt`` the loss scale and the learning rates of
         the embeddings. Call it between :meth:`backward` and the next :meth:`forward`.
-
-        Args:
-            dst_dir: a folder that trainers and servers share, or a URL.
-            dense_model_filename: of the model's state.
-            jit_dense_model_filename: of the model as TorchScript.
-            opt_filename: of the dense optimizer's state.
-            blocking: False lets the servers write while training continues.
-            with_jit_model: write the model as TorchScript too.
         """
         files = self._dense_files(
             dense_model_filename, jit_dense_model_filename if with_jit_model else None
@@ -247,13 +240,6 @@ class TrainCtx(EmbeddingCtx):
         As ``EmbeddingCtx.load_checkpoint``, and the dense optimizer, the loss scale and
         the learning rates of the embeddings too. Call it before the ``DataLoader``
         begins.
-
-        Args:
-            src_dir: what :meth:`dump_checkpoint` was given, or the path of one.
-            map_location: as ``torch.load`` takes it; the CPU by default.
-            dense_model_filename: of the model's state.
-            opt_filename: of the dense optimizer's state.
-            blocking: False returns before the servers are done.
         """
         targets: dict[str, Target] = {
             dense_model_filename: self.model,
@@ -295,7 +281,7 @@ def _slots() -> EmbeddingSchema:
 
 
 def _in_full_precision(output: Any) -> Any:
-    """Turn the halves in a tensor, or in a tuple, list or dict of them, to float32."""
+    """Turn half precision in a tensor, or in a tuple, list or dict, to float32."""
     if isinstance(output, torch.Tensor):
         is_half = output.dtype in (torch.float16, torch.bfloat16)
         return output.float() if is_half else output

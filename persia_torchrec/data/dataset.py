@@ -25,6 +25,13 @@ T = TypeVar("T")
 _CHECK_S = 0.1
 
 
+def require_at_least_1(**numbers: int | None) -> None:
+    """Refuse a number below 1; the message names it."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} must be >= 1. Received: {number}.")
+
+
 class IterableDatasetBase(ABC):
     """What a ``DataLoader`` reads.
 
@@ -34,8 +41,7 @@ class IterableDatasetBase(ABC):
     """
 
     def __init__(self, buffer_size: int = 10) -> None:
-        if buffer_size < 1:
-            raise ConfigError(f"buffer_size must be >= 1. Received: {buffer_size}.")
+        require_at_least_1(buffer_size=buffer_size)
         self.buffer_size = buffer_size
 
     @abstractmethod
@@ -72,11 +78,11 @@ class StreamingDataset(IterableDatasetBase):
 
     def __init__(self, buffer_size: int = 10) -> None:
         super().__init__(buffer_size)
-        self._is_used = False
+        self._receiver: BatchReceiver | None = None
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
         """Yield the batches as they come; raise DataflowError if none comes in time."""
-        if self._is_used:
+        if self._receiver is not None:
             raise ConfigError(
                 "A StreamingDataset can be iterated over once: what was received is "
                 "gone. Let the data loaders send the data again to a new job."
@@ -88,7 +94,7 @@ class StreamingDataset(IterableDatasetBase):
         inbox = Inbox(self.buffer_size, rank, world_size)
         book = AddressBook.join(*store)
         receiver = BatchReceiver(inbox, local_address(store.host), book.greeting)
-        self._is_used = True
+        self._receiver = receiver
         book.register("trainer", rank, world_size, receiver.address)
         book.close()
 

@@ -11,9 +11,13 @@ is the only thing in this package that is known without being passed on.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from persia_torchrec.data.dataset import IterableDatasetBase, in_background
+from persia_torchrec.data.dataset import (
+    IterableDatasetBase,
+    in_background,
+    require_at_least_1,
+)
 from persia_torchrec.embedding.data import (
     Label,
     NonIDTypeFeature,
@@ -44,8 +48,7 @@ class PersiaTrainingBatch:
     batch_id: int | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LookupSettings:
+class LookupSettings(NamedTuple):
     """How far lookups may be ahead of the training: arguments of a ``DataLoader``."""
 
     forward_buffer_size: int
@@ -66,12 +69,8 @@ class LookupContext(Protocol):
         """Learn how long a loader made its caller wait for the next batch."""
 
 
-_entered: list[object] = []
-
-
-def enter_context(context: object) -> None:
-    """Make a context the current one, to which loaders belong if it looks up."""
-    _entered.append(context)
+entered: list[object] = []
+"""Contexts, the current one last; loaders belong to the last one that looks up."""
 
 
 def leave_context(context: object) -> None:
@@ -79,23 +78,18 @@ def leave_context(context: object) -> None:
 
     One that only sends may be entered and left by another thread of this process.
     """
-    if context not in _entered:
+    if context not in entered:
         return
-    index = _entered.index(context)
-    within = _entered[index + 1 :]
+    index = entered.index(context)
+    within = entered[index + 1 :]
     if isinstance(context, LookupContext):
         within = [other for other in within if not isinstance(other, LookupContext)]
-    _entered[index:] = within
-
-
-def current_context() -> object | None:
-    """Return the innermost context, or None."""
-    return _entered[-1] if _entered else None
+    entered[index:] = within
 
 
 def entered_context() -> LookupContext | None:
     """Return the innermost context that looks up, or None."""
-    looking_up = (c for c in reversed(_entered) if isinstance(c, LookupContext))
+    looking_up = (c for c in reversed(entered) if isinstance(c, LookupContext))
     return next(looking_up, None)
 
 
@@ -125,15 +119,12 @@ class DataLoader:
         reproducible: bool = False,
         embedding_staleness: int | None = None,
     ) -> None:
-        numbers = {
-            "forward_buffer_size": forward_buffer_size,
-            "timeout_ms": timeout_ms,
-            "num_workers": num_workers,
-            "embedding_staleness": embedding_staleness,
-        }
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ConfigError(f"{name} must be >= 1. Received: {number}.")
+        require_at_least_1(
+            forward_buffer_size=forward_buffer_size,
+            timeout_ms=timeout_ms,
+            num_workers=num_workers,
+            embedding_staleness=embedding_staleness,
+        )
         self.dataset = dataset
         self._timeout_s = timeout_ms / 1000
         self._reproducible = reproducible

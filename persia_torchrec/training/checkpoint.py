@@ -1,8 +1,7 @@
 """Checkpoints of both halves: the dense model, and the rows on the servers.
 
-A TorchRec user's ``save_checkpoint`` writes the dense half by torch's own distributed
-checkpoint, ``DENSE`` below; PERSIA's contexts write few plain files, as ``torch.save``
-and ``torch.jit.save`` do, by ``ContextCheckpoints``:
+A TorchRec user's dense half is a checkpoint of torch's own, ``DENSE`` below; that of
+PERSIA's contexts is a few files of ``torch.save`` and ``torch.jit.save``:
 
     path/
       checkpoint-00000001/           each takes the next number
@@ -26,7 +25,7 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -59,11 +58,10 @@ from persia_torchrec.sharding.state import is_state_entry
 
 T = TypeVar("T")
 
+Target = nn.Module | torch.optim.Optimizer
+
 _CANCEL_S = 30.0
 """What a failed save waits for the servers to end theirs."""
-
-Files = Mapping[str, bytes]
-Target = nn.Module | torch.optim.Optimizer
 
 _CLOSE_S = 10.0
 
@@ -85,7 +83,7 @@ def save_checkpoint(
     step: int | None = None,
     timeout_s: float = timeouts.CHECKPOINT_S,
 ) -> SavedCheckpoint:
-    """Write the dense half and the servers' half as one checkpoint.
+    """Write the dense half and the servers' half as one checkpoint; return it.
 
     Every trainer of the process group calls it, between two steps: a batch whose rows
     are pulled, and whose gradient is not pushed yet, is in neither half.
@@ -102,9 +100,6 @@ def save_checkpoint(
         step: of the training, kept in the manifest.
         timeout_s: seconds that the servers may take.
 
-    Returns:
-        The checkpoint; every trainer gets the same.
-
     Raises:
         CheckpointError: a trainer or a server failed; there is no new checkpoint.
 
@@ -112,7 +107,12 @@ def save_checkpoint(
         ``save_checkpoint("runs/7", {"model": model, "optimizer": optimizer}, client,
         [sharder], step=1000)``
     """
-    everywhere(lambda: _flush_all(sharders))
+
+    def flush() -> None:
+        for sharder in [sharders] if isinstance(sharders, Flushing) else sharders:
+            sharder.flush()
+
+    everywhere(flush)
     folder = Folder(at_first(lambda: begin_checkpoint(path).url))
     servers = None
     if _rank() == 0:
@@ -128,7 +128,12 @@ def save_checkpoint(
 
     def complete() -> SavedCheckpoint:
         assert servers is not None  # rank 0 does this
-        manifest = dataclasses.replace(servers.wait(), dense=DenseHalf(_begun(state)))
+        begun = tuple(
+            name
+            for name, value in state.items()
+            if isinstance(value, torch.optim.Optimizer) and value.state
+        )
+        manifest = dataclasses.replace(servers.wait(), dense=DenseHalf(begun))
         manifest.write(folder)
         return SavedCheckpoint.of(folder, manifest)
 
@@ -177,20 +182,6 @@ def load_checkpoint(
     return saved
 
 
-def _flush_all(sharders: Flushing | Iterable[Flushing]) -> None:
-    for sharder in [sharders] if isinstance(sharders, Flushing) else sharders:
-        sharder.flush()
-
-
-def _begun(state: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the names of the optimizers that have state."""
-    return tuple(
-        name
-        for name, value in state.items()
-        if isinstance(value, torch.optim.Optimizer) and value.state
-    )
-
-
 class _DenseOnly:
     """Leaves out the entries of tables on the servers, which save their own rows."""
 
@@ -205,37 +196,34 @@ class _DenseOnly:
 
 
 class _SavePlanner(_DenseOnly, DefaultSavePlanner):
-    """Saves the dense half."""
+    pass
 
 
 class _LoadPlanner(_DenseOnly, DefaultLoadPlanner):
-    """Loads the dense half; the entries of other tables stay."""
+    pass
 
 
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
     folder.make()
-    try:
-        save_state(
-            state,
-            checkpoint_id=folder.url,
-            planner=_SavePlanner(),
-            no_dist=not dist.is_initialized(),
-        )
-    except CheckpointException as exc:  # no Exception, and of all trainers
-        raise CheckpointError(f"Saving the dense half to {folder.url}: {exc}") from exc
+    with _dense_half(folder) as where:
+        save_state(state, planner=_SavePlanner(), **where)
 
 
 def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> None:
     for name in begun:
         if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
             _make_state(optimizer)
-    no_dist = not dist.is_initialized()
+    with _dense_half(folder) as where:
+        load_state(state, planner=_LoadPlanner(), **where)
+
+
+@contextlib.contextmanager
+def _dense_half(folder: Folder) -> Iterator[dict[str, Any]]:
+    """Yield where torch saves or loads; raise its errors as ours."""
     try:
-        load_state(
-            state, checkpoint_id=folder.url, planner=_LoadPlanner(), no_dist=no_dist
-        )
+        yield {"checkpoint_id": folder.url, "no_dist": not dist.is_initialized()}
     except CheckpointException as exc:  # no Exception, and of all trainers
-        raise CheckpointError(f"Loading the dense half of {folder.url}: {exc}") from exc
+        raise CheckpointError(f"The dense half in {folder.url}: {exc}") from exc
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -269,11 +257,7 @@ def _rank() -> int:
 
 
 def at_first(work: Callable[[], T]) -> T:
-    """Let rank 0 do something; return to every trainer what it returns.
-
-    Raises:
-        CheckpointError: it failed, at every trainer.
-    """
+    """Let rank 0 do something; return or raise at every trainer what it does."""
     outcome: list[Any] = [None, None]
     if _rank() == 0:
         outcome = _try_work(work)
@@ -285,11 +269,7 @@ def at_first(work: Callable[[], T]) -> T:
 
 
 def everywhere(work: Callable[[], None]) -> None:
-    """Do something at every trainer, and wait until all have done it.
-
-    Raises:
-        CheckpointError: it failed at one of them; the message names all that failed.
-    """
+    """Do something at every trainer; raise at all, once all are done, what failed."""
     outcome = _try_work(work)
     errors: list[Any] = [outcome[1]]
     if dist.is_initialized():
@@ -316,11 +296,7 @@ class ContextCheckpoints:
     """Dumps and loads of one trainer's contexts; its main thread calls them.
 
     One dump is under way at most, and one load; what becomes of them is told to the
-    call that waits, or to the next one.
-
-    Args:
-        client: of the servers; only rank 0 uses it.
-        flush: waits until every update of this trainer is applied.
+    call that waits, or to the next one. Only rank 0 uses the client.
     """
 
     def __init__(self, client: EmbeddingClient, flush: Callable[[], None]) -> None:
@@ -331,7 +307,11 @@ class ContextCheckpoints:
         self._is_loading = False
 
     def dump(
-        self, path: str | os.PathLike[str], files: Files, *, blocking: bool
+        self,
+        path: str | os.PathLike[str],
+        files: Mapping[str, bytes],
+        *,
+        blocking: bool,
     ) -> None:
         """Write a checkpoint; ranks other than 0 wait for their updates only.
 
@@ -373,12 +353,7 @@ class ContextCheckpoints:
     ) -> Folder:
         """Load rows, and each file into what is given for it; all ranks call this.
 
-        Returns:
-            The complete checkpoint that rank 0 has found.
-
-        Raises:
-            ConfigError: there are several trainers, outside of a ``TrainCtx``, and
-                they have no process group.
+        Returns the complete checkpoint that rank 0 has found.
         """
         if env.get_world_size() > 1 and not dist.is_initialized():
             raise ConfigError(
@@ -442,11 +417,7 @@ def state_bytes(state: object) -> bytes:
 
 
 def script_bytes(model: nn.Module) -> bytes:
-    """Return a model as TorchScript, for ``torch.jit.load``.
-
-    Raises:
-        ConfigError: ``torch.jit.script`` does not take the model.
-    """
+    """Return a model as TorchScript, for ``torch.jit.load``."""
     buffer = io.BytesIO()
     try:
         with warnings.catch_warnings():
@@ -462,15 +433,11 @@ def script_bytes(model: nn.Module) -> bytes:
     return buffer.getvalue()
 
 
-def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
+def read_state(folder: Folder, name: str, map_location: str | None = None) -> Any:
     """Return what :func:`state_bytes` wrote to a file.
 
     It is read to ``map_location``; by default to the CPU, from where
     ``load_state_dict`` copies to the device of model and optimizer.
-
-    Raises:
-        CheckpointError: there is no such file, or it is damaged, or holds more than
-            tensors, numbers and text.
     """
     if folder.file_size(name) is None:
         raise CheckpointError(
@@ -479,9 +446,8 @@ def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
             "alone is for load_embedding."
         )
     data = io.BytesIO(folder.read(name))
-    where: Any = "cpu" if map_location is None else map_location
     try:
-        return torch.load(data, map_location=where, weights_only=True)
+        return torch.load(data, map_location=map_location or "cpu", weights_only=True)
     except Exception as exc:  # what a damaged file makes the reader raise has no list
         raise CheckpointError(
             f"{folder.file_path(name)} must be a file of torch.save. Received: {exc}."
@@ -489,11 +455,7 @@ def read_state(folder: Folder, name: str, map_location: object = None) -> Any:
 
 
 def apply_state(target: Target, state: Any, path: str) -> None:
-    """Load a state dictionary into a model or an optimizer.
-
-    Raises:
-        CheckpointError: it is of another model or optimizer.
-    """
+    """Load a state dictionary into a model or an optimizer."""
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as exc:

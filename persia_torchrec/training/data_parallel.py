@@ -95,12 +95,7 @@ class Replication(DataParallelWrapper):
 
 
 class ReducedGradients(DefaultDataParallelWrapper, Replication):
-    """Averages gradients in the backward pass.
-
-    Args:
-        hook: averages a bucket of gradients; None is torch's own all-reduce.
-        bucket_bytes: gradients that are sent at once.
-    """
+    """Averages gradients in the backward pass, by torch's all-reduce or a hook."""
 
     def __init__(
         self, hook: Hook | None = None, bucket_bytes: int = 25 * 1024**2
@@ -131,10 +126,7 @@ class AveragedWeights(Replication, Joinable):
     The dense optimizer's state stays each trainer's own. A trainer at the end of its
     data brings the weights that it ended with, and those of the averages since, to
     every average of the others; at the end of the block all have the average of all.
-
-    Args:
-        dense: the trainer's copy of the model.
-        period: steps from one average to the next.
+    ``period`` is the number of steps from one average to the next.
     """
 
     averages_gradients: ClassVar[bool] = False
@@ -267,13 +259,7 @@ def build_replication(option: DistributedBaseOption, dense: nn.Module) -> Replic
 
 
 def init_process_group(option: DistributedBaseOption, device: torch.device) -> None:
-    """Join the trainers to torch's process group, unless the script has done so.
-
-    Raises:
-        ConfigError: the option's backend cannot serve the device, or its file is
-            there already.
-        DiscoveryError: the first trainer did not make the file in time.
-    """
+    """Join the trainers to torch's process group, unless the script has done so."""
     if dist.is_initialized():
         return
     backend = option.backend_for(device.type)
@@ -291,8 +277,8 @@ def init_process_group(option: DistributedBaseOption, device: torch.device) -> N
     dist.init_process_group(
         backend,
         store=store,
-        rank=rank if store is not None else -1,
-        world_size=world_size if store is not None else -1,
+        rank=-1 if store is None else rank,
+        world_size=-1 if store is None else world_size,
         timeout=_COLLECTIVE_TIMEOUT,
     )
 

@@ -64,11 +64,7 @@ class HybridModel(nn.Module):
 
     def forward(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model on one batch."""
-        return self.dense(non_id_tensors, self.embed(pull))
-
-    def embed(self, pull: Pull) -> list[torch.Tensor]:
-        """Wait for a batch's embeddings, a tensor per slot; see ``slot_tensors.py``."""
-        return list(self.embeddings(pull).values())
+        return self.dense(non_id_tensors, list(self.embeddings(pull).values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,19 +106,18 @@ class Engine:
             config.tables,
             timeout_s=timeouts.TRAINING_REQUEST_S,
         )
-        self._hybrid = HybridModel(make_collection(config.schema), model)
+        hybrid = HybridModel(make_collection(config.schema), model)
         self.replication = build_replication(config.distributed, model)
         self.dmp = DistributedModelParallel(
-            self._hybrid,
+            hybrid,
             device=config.device,
             sharders=[self.sharder],
             data_parallel_wrapper=self.replication,
         )
         # Trainers that average weights have each a loss scale of its own.
-        self._agreement = (
-            self.sharder.agreement if self.replication.averages_gradients else None
-        )
-        sharded = self._hybrid.embeddings
+        averages = self.replication.averages_gradients
+        self._agreement = self.sharder.agreement if averages else None
+        sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
         sharded.pipeline.bound(
@@ -184,7 +179,7 @@ class Engine:
     def embed(self, pull: Pull) -> list[torch.Tensor]:
         """Wait for a batch's embeddings, a tensor per slot; see ``slot_tensors.py``."""
         self._wait_for(pull)
-        return self._hybrid.embed(pull)
+        return list(self._sharded(pull).values())
 
     def backward(self, scaled_loss: torch.Tensor, scale: float) -> bool:
         """Run the backward pass of a loss times ``scale``.
@@ -198,9 +193,9 @@ class Engine:
         num_skipped = self._sharded.num_skipped
         scaled_loss.backward()
         has_skipped = self._sharded.num_skipped > num_skipped
-        return (
-            has_skipped if self._agreement is None else self._agreement.any(has_skipped)
-        )
+        if self._agreement is None:
+            return has_skipped
+        return self._agreement.any(has_skipped)
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.

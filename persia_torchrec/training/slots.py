@@ -1,9 +1,7 @@
 """PERSIA's slots as a TorchRec collection, and the sharder that puts it on the servers.
 
-The collection is an ordinary ``EmbeddingBagCollection`` on the meta device, one table
-per feature group. What its configuration cannot say (prefixes, the root scaling, how
-PERSIA draws initial weights) the sharder takes from the YAML file itself, and its
-pulls go through the embedding workers of the job.
+What the configuration of a collection cannot say (prefixes, the root scaling, how
+PERSIA draws initial weights) the sharder takes from the YAML file itself.
 """
 
 from collections.abc import Mapping
@@ -50,10 +48,7 @@ def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
 
 
 class ShardedSlots(ShardedRemoteCollection):
-    """PERSIA's slots on the embedding servers; gives a float32 tensor per slot.
-
-    Of the slots that the batch has, in its order.
-    """
+    """PERSIA's slots on the servers; gives float32 tensors in the batch's order."""
 
     unsharded_module_type = EmbeddingBagCollection
 
@@ -72,15 +67,8 @@ class SlotsSharder(CollectionSharder):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
     The gradient of each trainer is applied by itself, as in PERSIA: embedding
-    gradients add up over trainers, while the dense ones are averaged.
-
-    Args:
-        workers: connections to the embedding workers.
-        schema: the slots.
-        config: how rows start, and how far weights may go.
-        optimizer: of the tables that ``settings`` gives no other.
-        settings: of single tables, by feature group.
-        timeout_s: seconds that a pull or a push may take.
+    gradients add up over trainers, while the dense ones are averaged. ``settings`` of
+    single tables, by feature group, win over ``config`` and ``optimizer``.
     """
 
     module_type = EmbeddingBagCollection

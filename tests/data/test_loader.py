@@ -2,7 +2,7 @@ import pytest
 
 from persia_torchrec.data import DataLoader, IterableDataset, PersiaTrainingBatch
 from persia_torchrec.data.loader import (
-    enter_context,
+    entered,
     entered_context,
     leave_context,
 )
@@ -52,7 +52,7 @@ class Context:
 @pytest.fixture
 def context():
     context = Context()
-    enter_context(context)
+    entered.append(context)
     yield context
     leave_context(context)
 
@@ -111,7 +111,7 @@ def test_an_error_of_the_dataset_reaches_the_loop(context):
 
 def test_a_loader_belongs_to_the_innermost_context(context):
     inner = Context()
-    enter_context(inner)
+    entered.append(inner)
     assert entered_context() is inner
     pulls(DataLoader(Batches(2)))
     leave_context(inner)
@@ -122,8 +122,8 @@ def test_a_loader_belongs_to_the_innermost_context(context):
 
 def test_leaving_a_context_leaves_those_within_it():
     outer, inner = Context(), Context()
-    enter_context(outer)
-    enter_context(inner)
+    entered.append(outer)
+    entered.append(inner)
     leave_context(outer)
     leave_context(inner)
     assert entered_context() is None

@@ -1,5 +1,4 @@
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,7 +96,7 @@ def test_gradients_whose_rows_are_gone_are_counted(tmp_path, monkeypatch):
         LocalJob(tmp_path, monkeypatch, capacity_rows=4) as job,
         engine_of(job) as engine,
     ):
-        settings = replace(SETTINGS, embedding_staleness=2)
+        settings = SETTINGS._replace(embedding_staleness=2)
         late, other = (
             engine.start_pull(batch, is_training=True, settings=settings)
             for batch in (batch_of([1, 2]), batch_of(list(range(100, 140))))
@@ -109,7 +108,7 @@ def test_gradients_whose_rows_are_gone_are_counted(tmp_path, monkeypatch):
 
 
 def test_without_a_bound_as_many_batches_are_under_way_as_the_buffers_hold(job, engine):
-    settings = replace(SETTINGS, embedding_staleness=None)
+    settings = SETTINGS._replace(embedding_staleness=None)
     pulls = [
         engine.start_pull(batch_of([number]), is_training=True, settings=settings)
         for number in range(5)  # 3 forward and 2 backward
@@ -123,7 +122,7 @@ def test_without_a_bound_as_many_batches_are_under_way_as_the_buffers_hold(job, 
 def test_the_bound_does_not_change_while_a_batch_is_under_way(engine):
     pull = engine.start_pull(batch_of([1]), is_training=True, settings=SETTINGS)
     pull.wait()
-    wider = replace(SETTINGS, embedding_staleness=7)
+    wider = SETTINGS._replace(embedding_staleness=7)
     with pytest.raises(ConfigError, match=r"while no batch is in flight\. Received: 1"):
         engine.start_pull(batch_of([1]), is_training=True, settings=wider)
     engine.run([], pull).sum().backward()
@@ -133,7 +132,7 @@ def test_the_bound_does_not_change_while_a_batch_is_under_way(engine):
 def test_settings_of_a_loader_for_evaluation_do_not_touch_the_training(engine):
     pull = engine.start_pull(batch_of([1]), is_training=True, settings=SETTINGS)
     pull.wait()
-    other = replace(SETTINGS, embedding_staleness=7, num_workers=3)
+    other = SETTINGS._replace(embedding_staleness=7, num_workers=3)
     engine.embed(engine.start_pull(batch_of([1]), is_training=False, settings=other))
     engine.run([], pull).sum().backward()
     assert engine._settings == SETTINGS
