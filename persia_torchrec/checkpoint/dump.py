@@ -7,9 +7,8 @@ The queue is bounded, and the server's thread never waits for it: while it is fu
 dump has nothing to do on the server's thread.
 """
 
-import logging
+import contextlib
 import queue
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from typing import Any
 from persia_torchrec.checkpoint.catalog import LogPosition, SavedShard, shard_name
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
+from persia_torchrec.checkpoint.task import BackgroundTask
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_export import RawRows, RowExport, split_by_table
-
-logger = logging.getLogger(__name__)
 
 _MAX_CHUNKS = 4
 _CHECK_S = 0.1
@@ -36,58 +34,47 @@ class DumpResult:
     shard: SavedShard
 
 
-class ShardDump:
-    """A dump of one server. The server's thread calls all methods.
+class ShardDump(BackgroundTask):
+    """A dump of one server: ``dumping``, then ``dumped`` or ``failed``.
+
+    The server's thread calls all methods.
 
     Args:
         folder: of the checkpoint.
         store: of the server.
-        server: settings of the server, with its ``shard`` and ``num_shards``.
+        server: its settings, for the manifest.
 
     Attributes:
         log: where in the log of increments the dump begins; None without a log.
-        error: what made it fail; None so far.
         result: for the manifest, once the file is complete.
     """
 
     def __init__(
-        self,
-        folder: Folder,
-        store: EmbeddingStore,
-        server: Mapping[str, Any],
+        self, folder: Folder, store: EmbeddingStore, server: Mapping[str, Any]
     ) -> None:
         if not folder.exists():
             raise CheckpointError(
                 f"The folder {folder.url} must exist. Received: it does not. Give a "
                 "path that all servers and trainers share."
             )
+        self._name = shard_name(server["shard"], server["num_shards"])
+        super().__init__(folder.file_path(self._name))
         self._folder = folder
         self._store = store
         self._server = server
         self.log: LogPosition | None = None
-        self._name = shard_name(server["shard"], server["num_shards"])
         self._tables = self._describe_tables(len(store.tables))
         self._export = RowExport(store.memory)
         self._chunks: queue.Queue[RawRows | None] = queue.Queue(_MAX_CHUNKS)
-        self._cancelled = threading.Event()
         self._has_copied_all = False
         self._tick = 0
         self._writer_cpu_s = self._charged_cpu_s = 0.0
-        self.error: Exception | None = None
         self.result: DumpResult | None = None
-        self._thread = threading.Thread(target=self._run, name="dump", daemon=True)
-        self._thread.start()
-
-    @property
-    def phase(self) -> str:
-        """``dumping``, ``dumped`` or ``failed``."""
-        if self.result is not None:
-            return "dumped"
-        return "dumping" if self.error is None else "failed"
+        self._start("dumping", self._write, "dumped")
 
     @property
     def progress(self) -> float:
-        """The fraction of the slots that are copied, in [0, 1]."""
+        """The fraction of the slots that are copied."""
         return self._export.progress
 
     @property
@@ -114,26 +101,18 @@ class ShardDump:
         self._charged_cpu_s, since_s = cpu_s, cpu_s - self._charged_cpu_s
         return since_s
 
-    def cancel(self, why: str) -> None:
-        """Give the dump up, unless it is complete. May be called twice."""
-        if self.result is None and self.error is None:
+    def end_early(self, why: str) -> None:
+        """Give the dump up, unless it is over."""
+        if self.phase == "dumping":
             self.error = CheckpointError(f"The dump ended early: {why}.")
-        self._cancelled.set()
-        self._thread.join(timeout=10)
+            self.phase = "failed"
+        self.cancel()
 
     def _describe_tables(self, num_tables: int) -> tuple[SavedTable, ...]:
         states = self._store.memory.states[:num_tables]
         return tuple(map(SavedTable.from_state, states))
 
-    def _run(self) -> None:
-        try:
-            self.result = self._write()
-        except Exception as exc:  # reported by the attribute
-            if not isinstance(exc, CheckpointError):
-                logger.exception("writing %s failed", self._name)
-            self.error = self.error or exc
-
-    def _write(self) -> DumpResult:
+    def _write(self) -> None:
         shard, num_shards = self._server["shard"], self._server["num_shards"]
         head = ShardHead(shard=shard, num_shards=num_shards, tables=self._tables)
         with self._folder.created(self._name) as file:
@@ -145,12 +124,10 @@ class ShardDump:
                 self._writer_cpu_s = time.thread_time()
             written = writer.end()
         saved = SavedShard(self._name, *written, self._tick, self._server, self.log)
-        return DumpResult(self._tables, saved)
+        self.result = DumpResult(self._tables, saved)
 
     def _next_chunk(self) -> RawRows | None:
-        while not self._cancelled.is_set():
-            try:
+        while True:
+            self._require_not_cancelled()
+            with contextlib.suppress(queue.Empty):
                 return self._chunks.get(timeout=_CHECK_S)
-            except queue.Empty:
-                continue
-        raise CheckpointError(f"{self._folder.file_path(self._name)}: cancelled.")

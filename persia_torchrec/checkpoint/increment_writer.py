@@ -2,15 +2,12 @@
 
     server's thread                                  this thread
       journal --FlushRequest--> inbox  ------------> dirty set: each changed id once
-      gathers their rows <---- GatherRequest -------    |
+      copies their rows <------ GatherRequest ------    |
                          -----------------------------> checksum --> file, number + 1
 
-The server's thread never waits for this one: it hands over what the journal noted, and
-copies rows when it has time. All queues are bounded.
-
-An increment begins when something has changed and the previous one is written, so a
-slow file system makes increments larger and fewer. A failure ends the log: no
-increment is ever left out.
+The server's thread never waits for this one, and all queues are bounded. An increment
+begins when something has changed and the previous one is written, so a slow file system
+makes increments larger and fewer. A failure ends the log: none is ever left out.
 
 Dimension key:
     U: ids of one table, each once
@@ -23,9 +20,10 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -64,19 +62,15 @@ _CHECK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DirtyIds:
-    """The ids of one table whose rows have changed.
-
-    Attributes:
-        ids: uint64 ``(U,)``, each once; read-only.
-        latest: uint64 ``(U,)``, when each was last used, such that the maximum of
-            several is the last: the tick of the request, and in the lowest 24 bits the
-            largest offset minus the offset in it. 0 where it was not used.
-        have_left: bool ``(U,)``, whether its row left at some moment; it may be back.
-    """
+    """The ids of one table whose rows have changed, each once; ``(U,)`` each."""
 
     ids: Ids
     latest: Uses
+    """When each was last used, such that the maximum of several is the last: the tick
+    of the request, and in the lowest 24 bits the largest offset minus the offset in it.
+    0 where it was not used."""
     have_left: Bools
+    """Whether its row left at some moment; it may be back."""
 
     @property
     def uses(self) -> Uses:
@@ -87,7 +81,7 @@ class DirtyIds:
         return len(self.ids)
 
     def split(self, num_ids: int) -> Iterator["DirtyIds"]:
-        """Yield all of it, ``num_ids`` at a time."""
+        """Yield all of it in slices."""
         for start in range(0, len(self), num_ids):
             part = slice(start, start + num_ids)
             yield DirtyIds(self.ids[part], self.latest[part], self.have_left[part])
@@ -99,11 +93,6 @@ class DirtySet:
     def __init__(self) -> None:
         self.tables: dict[int, DirtyIds] = {}
         self.was_cleared = False
-
-    @property
-    def num_ids(self) -> int:
-        """Ids of all tables."""
-        return sum(map(len, self.tables.values()))
 
     def add(self, changes: Changes) -> None:
         """Add what a journal noted next."""
@@ -146,22 +135,16 @@ def _merge(pieces: Sequence[DirtyIds]) -> DirtyIds:
     return DirtyIds(read_only(unique.ids), latest_U, have_left_U)
 
 
-class FlushRequest(NamedTuple):
-    """What a journal noted, and the head of an increment that would begin then."""
-
-    changes: Changes
-    head: IncrementHead
+FlushRequest = tuple[Changes, IncrementHead]
+"""What a journal noted, and the head of an increment that would begin then."""
 
 
-class GatherRequest(NamedTuple):
-    """Rows that the server's thread is to copy."""
+@dataclass(slots=True)
+class GatherRequest:
+    """Rows that the server's thread is to copy; ``found``: which ids have one."""
 
     table: int
-    dirty: DirtyIds
-
-
-class _GatheredRows(NamedTuple):
-    request: GatherRequest
+    ids: DirtyIds
     rows: RowColumns
     found: Bools
 
@@ -176,10 +159,12 @@ class IncrementWriter:
         max_ids: different ids of these that one increment may have, or some more.
 
     Attributes:
-        log: this one.
         number: of the increment that is being written, or will be next.
-        num_rows: rows written.
-        num_bytes: bytes written.
+        inbox: takes flush requests.
+        dumps: takes the folder of each dump that begins, and the first increment that
+            applies to it. Increments that no complete dump needs are deleted.
+        ending: set to write what is left, and end the thread.
+        num_rows, num_bytes: written.
         error: what made it fail; None so far.
     """
 
@@ -192,31 +177,24 @@ class IncrementWriter:
         self.error: Exception | None = None
         self._folder = folder.child(log.name)
         self._max_ids = max_ids
-        self._inbox: queue.Queue[FlushRequest] = queue.Queue(max_requests)
-        self._dumps: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self._to_gather: queue.Queue[GatherRequest] = queue.Queue(_MAX_REQUESTS)
-        # At most as many requests are open as this queue holds: put never blocks.
-        self._gathered: queue.Queue[_GatheredRows] = queue.Queue(_MAX_REQUESTS)
+        self.inbox: queue.Queue[FlushRequest] = queue.Queue(max_requests)
+        self.dumps: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.ending = threading.Event()
+        # At most _MAX_REQUESTS are in both queues together.
+        self._to_gather: queue.SimpleQueue[tuple[int, DirtyIds]] = queue.SimpleQueue()
+        self._gathered: queue.SimpleQueue[GatherRequest] = queue.SimpleQueue()
         self._dirty = DirtySet()
         self._head: IncrementHead | None = None
         self._num_flushes = 0  # in the next increment
         self._known_dumps: list[tuple[str, int]] = []
-        self._ending = threading.Event()
         self._cancelled = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="increments", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether :meth:`flush` may be called."""
-        return not self._inbox.full()
 
     @property
     def is_writing(self) -> bool:
         """Whether a flush request is not written yet."""
-        return self._inbox.unfinished_tasks > 0
+        return self.inbox.unfinished_tasks > 0
 
     @property
     def wants_rows(self) -> bool:
@@ -228,43 +206,29 @@ class IncrementWriter:
         """Whether nothing more will be written."""
         return not self._thread.is_alive()
 
-    def flush(self, request: FlushRequest) -> None:
-        """Hand over what has changed; there must be room."""
-        self._inbox.put_nowait(request)
-
     def gather(self, memory: ShardMemory) -> bool:
         """Copy the next rows that are wanted; return False if there are none."""
         try:
-            request = self._to_gather.get_nowait()
+            table, ids = self._to_gather.get_nowait()
         except queue.Empty:
             return False
-        found = gather_rows(memory, request.table, request.dirty.ids)
-        self._gathered.put_nowait(_GatheredRows(request, *found))
+        found = gather_rows(memory, table, ids.ids)
+        self._gathered.put(GatherRequest(table, ids, *found))
         return True
-
-    def note_dump(self, url: str, number: int) -> None:
-        """A dump into a folder begins; increments from a number on apply to it.
-
-        Increments older than the latest complete dump before it are deleted.
-        """
-        self._dumps.put((url, number))
-
-    def end(self) -> None:
-        """Write what is left; :attr:`is_over` turns true when that is done."""
-        self._ending.set()
 
     def cancel(self) -> None:
         """Give up what is not written, without waiting for the thread."""
         self._cancelled.set()
-        _drain(self._inbox)
+        _drain(self.inbox)
 
     def _run(self) -> None:
         try:
-            _lower_priority()
+            if sys.platform == "linux":  # a thread has a priority of its own there
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._folder.make()
             self.log.write(self._folder)
             while True:
-                is_last = self._ending.is_set()
+                is_last = self.ending.is_set()
                 self._take_flushes(_CHECK_S)
                 if self._head is not None:
                     self._write_next(self._head)
@@ -291,43 +255,44 @@ class IncrementWriter:
         self.num_bytes += written.size_bytes
         self.number += 1
         for _ in range(num_flushes):
-            self._inbox.task_done()
-        self._prune(_drain(self._dumps))
+            self.inbox.task_done()
+        self._prune(_drain(self.dumps))
 
     def _write(self, dirty: DirtySet, head: IncrementHead) -> Written:
+        requests = deque(
+            (table, part)
+            for table, ids in dirty.tables.items()
+            for part in ids.split(
+                max(_REQUEST_BYTES // head.tables[table].shape.row_bytes, 1)
+            )
+        )
+        num_open = 0
         with self._folder.created(increment_name(head.number)) as file:
             writer = RowFileWriter(file, head)
-            for (table, ids), rows, found_N in self._gather_all(_split(dirty, head)):
-                rows.uses[:] = ids.uses[found_N]
-                writer.write_rows(table, rows)
-                writer.write_gone(table, ids.ids[~found_N & ids.have_left])
+            while requests or num_open:
+                while requests and num_open < _MAX_REQUESTS:
+                    self._to_gather.put(requests.popleft())
+                    num_open += 1
+                with contextlib.suppress(queue.Empty):
+                    copied = self._gathered.get(timeout=_CHECK_S)
+                    num_open -= 1
+                    ids, found_N = copied.ids, copied.found
+                    copied.rows.uses[:] = ids.uses[found_N]
+                    writer.write_rows(copied.table, copied.rows)
+                    has_gone_N = ~found_N & ids.have_left
+                    writer.write_gone(copied.table, ids.ids[has_gone_N])
+                self._take_flushes(0)
             return writer.end()
-
-    def _gather_all(self, requests: Iterator[GatherRequest]) -> Iterator[_GatheredRows]:
-        """Send requests, a few ahead, and yield the rows as they come."""
-        num_open = 0
-        request = next(requests, None)
-        while request is not None or num_open:
-            while request is not None and num_open < _MAX_REQUESTS:
-                self._to_gather.put_nowait(request)
-                num_open += 1
-                request = next(requests, None)
-            with contextlib.suppress(queue.Empty):
-                gathered = self._gathered.get(timeout=_CHECK_S)
-                num_open -= 1
-                yield gathered
-            self._take_flushes(0)
 
     def _take_flushes(self, timeout_s: float) -> None:
         """Add the flush requests that have come to the next increment."""
         if self._cancelled.is_set():
             raise _CancelledError
         with contextlib.suppress(queue.Empty):
-            while self._dirty.num_ids < self._max_ids:
-                request = self._inbox.get(timeout_s > 0, timeout_s)
+            while sum(map(len, self._dirty.tables.values())) < self._max_ids:
+                changes, self._head = self.inbox.get(timeout_s > 0, timeout_s)
                 timeout_s = 0
-                self._dirty.add(request.changes)
-                self._head = request.head
+                self._dirty.add(changes)
                 self._num_flushes += 1
 
     def _prune(self, begun: list[tuple[str, int]]) -> None:
@@ -351,25 +316,12 @@ class IncrementWriter:
         self._known_dumps = [dump for dump in self._known_dumps if dump[1] >= first]
 
 
-def _split(dirty: DirtySet, head: IncrementHead) -> Iterator[GatherRequest]:
-    for table, ids in dirty.tables.items():
-        row_bytes = head.tables[table].shape.row_bytes
-        for part in ids.split(max(_REQUEST_BYTES // row_bytes, 1)):
-            yield GatherRequest(table, part)
-
-
 def _drain(items: "queue.Queue[T] | queue.SimpleQueue[T]") -> list[T]:
     taken = []
     with contextlib.suppress(queue.Empty):
         while True:
             taken.append(items.get_nowait())
     return taken
-
-
-def _lower_priority() -> None:
-    """Let other threads run first, where a thread has a priority of its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class _CancelledError(Exception):

@@ -20,13 +20,11 @@ Dimension key:
     R: rows of an increment that are of this server
 """
 
-import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,6 +47,7 @@ from persia_torchrec.checkpoint.row_file import (
     ShardHead,
     Written,
 )
+from persia_torchrec.checkpoint.task import BackgroundTask
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
@@ -59,14 +58,10 @@ from persia_torchrec.store.row_import import RowChanges, RowImport
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 Bools = npt.NDArray[np.bool_]
 Offsets = npt.NDArray[np.int64]
-
-Phase = Literal["checking", "checked", "loading", "loaded", "failed"]
 
 _SLICE_ROWS = 2048
 
@@ -89,7 +84,7 @@ class Target(NamedTuple):
         ]
 
     def owns(self, ids_N: Ids) -> Bools:
-        """Return for each id whether it is this server's; bool ``(N,)``."""
+        """Return which ids are this server's; bool ``(N,)``."""
         return is_of_shard(ids_N, self.shard, self.num_shards)
 
 
@@ -105,7 +100,7 @@ class IncrementPart:
 
     @classmethod
     def select(cls, increment: Increment, target: Target) -> "IncrementPart":
-        """Take a server's part; any thread may call this."""
+        """Take a server's part."""
         blocks: dict[int, list[list[npt.NDArray[Any]]]] = {}
         for table, rows in increment.rows:
             is_own_N = target.owns(rows.ids)
@@ -124,16 +119,10 @@ class IncrementPart:
 
 
 class IncrementImport:
-    """One increment on its way into a store. The store's owner calls it.
+    """One increment on its way into a store; ``num_rows`` are written so far.
 
-    Args:
-        store: gets the rows, and the tables that it does not know.
-        part: of the store's server.
-        follows: take over what an id without a row reads; every other setting of a
-            known table stays.
-
-    Attributes:
-        num_rows: rows written so far.
+    The store's owner calls it. With ``follows``, its tables take over what an id
+    without a row reads.
     """
 
     def __init__(
@@ -142,8 +131,7 @@ class IncrementImport:
         self._store = store
         self._part = part
         self.num_rows = 0
-        known = {spec.name: spec for spec in store.tables}
-        _require_same_rows(_describe(part.head), part.head.tables, known)
+        _require_same_rows(_describe(part.head), part.head.tables, store.tables)
         self._numbers = _add_tables(store, part.head.tables, follows=follows)
         self._steps = self._work()
 
@@ -153,11 +141,17 @@ class IncrementImport:
 
     def _work(self) -> Iterator[bool]:
         store, head = self._store, self._part.head
-        if head.was_cleared:
-            yield from self._drop_rows_of_server(head.shard, head.num_shards)
+        for table in range(len(store.tables)) if head.was_cleared else ():
+            start: int | None = 0
+            while start is not None:
+                found = store.scan(table, start, _SLICE_ROWS)
+                is_dropped_N = is_of_shard(found.ids, head.shard, head.num_shards)
+                store.remove(table, found.ids[is_dropped_N])
+                start = found.next_slot
+                yield True
         for table, ids_N in self._part.gone:
-            for start in range(0, len(ids_N), _SLICE_ROWS):
-                ids = ids_N[start : start + _SLICE_ROWS]
+            for first in range(0, len(ids_N), _SLICE_ROWS):
+                ids = ids_N[first : first + _SLICE_ROWS]
                 store.remove(self._numbers[table], ids)
                 yield True
         states = store.memory.states
@@ -172,16 +166,6 @@ class IncrementImport:
             previous = 0 if head.was_cleared else states[number].num_updates
             states[number].num_updates = max(previous, saved.num_updates)
 
-    def _drop_rows_of_server(self, shard: int, num_shards: int) -> Iterator[bool]:
-        for table in range(len(self._store.tables)):
-            start: int | None = 0
-            while start is not None:
-                found = self._store.scan(table, start, _SLICE_ROWS)
-                is_dropped_N = is_of_shard(found.ids, shard, num_shards)
-                self._store.remove(table, found.ids[is_dropped_N])
-                start = found.next_slot
-                yield True
-
 
 class Loaded(msgspec.Struct, frozen=True):
     """What a server has loaded."""
@@ -194,21 +178,18 @@ class Loaded(msgspec.Struct, frozen=True):
     """Increments that were applied to them."""
 
 
-class ShardLoad:
-    """Loads one server's part of a checkpoint, in one thread per phase.
+class ShardLoad(BackgroundTask):
+    """Loads one server's part of a checkpoint: ``result``, at the end.
+
+    Its phases are ``checking``, ``checked``, ``loading``, and ``loaded`` or ``failed``.
+    It owns the store while ``loading``.
 
     Args:
         folder: of the checkpoint.
         shard: number of this server, and how many there are.
-        store: of the server. :meth:`load` owns it until ``phase`` is no longer
-            ``loading``.
+        store: of the server.
         replaces: drop what the store holds; otherwise rows are added to it.
         logs: of the training that dumped the checkpoint, to apply all increments.
-
-    Attributes:
-        phase: how far it has come.
-        error: what made it fail; None so far.
-        result: what it has loaded, at the end.
     """
 
     def __init__(
@@ -220,6 +201,7 @@ class ShardLoad:
         replaces: bool = True,
         logs: Folder | None = None,
     ) -> None:
+        super().__init__(f"Loading {folder.url}")
         self._folder = folder
         self._target = Target(*shard, store.capacity_rows, store.is_lfu)
         self._store = store
@@ -227,11 +209,8 @@ class ShardLoad:
         self._logs = logs
         self._increments: list[LogPosition] = []
         self._num_read = self._num_to_read = 0
-        self._cancelled = threading.Event()
-        self.phase: Phase = "checking"
-        self.error: Exception | None = None
         self.result: Loaded | None = None
-        self._thread = self._start(self._check, "checked")
+        self._start("checking", self._check, "checked")
 
     @property
     def base(self) -> Base:
@@ -245,7 +224,7 @@ class ShardLoad:
 
     @property
     def progress(self) -> float:
-        """The fraction of the work that is done, in [0, 1]."""
+        """The fraction of the work that is done."""
         if self.phase == "loaded":
             return 1.0
         return min(self._num_read / max(self._num_to_read, 1), 1.0)
@@ -253,36 +232,20 @@ class ShardLoad:
     def load(self) -> None:
         """Begin the second phase; the first must be over: ``checked``."""
         assert self.phase == "checked"
-        self.phase = "loading"
-        self._thread = self._start(self._load, "loaded")
-
-    def cancel(self) -> None:
-        """Give up, and wait for the thread. May be called twice."""
-        self._cancelled.set()
-        self._thread.join(timeout=10)
-
-    def _start(self, work: Callable[[], None], phase: Phase) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except Exception as exc:  # reported by the attribute
-                if not isinstance(exc, CheckpointError):
-                    logger.exception("loading %s failed", self._folder.url)
-                self.error, self.phase = exc, "failed"
-            else:
-                self.phase = phase
-
-        thread = threading.Thread(target=run, name="load", daemon=True)
-        thread.start()
-        return thread
+        self._start("loading", self._load, "loaded")
 
     def _check(self) -> None:
         """Read everything, and remember the uses of the rows of this server."""
         manifest = self._manifest = Manifest.read(self._folder)
-        known = {spec.name: spec for spec in self._store.tables}
-        _require_same_rows(self._folder.url, manifest.tables, known)
-        if self._replaces:
-            self._require_all_tables(manifest)
+        _require_same_rows(self._folder.url, manifest.tables, self._store.tables)
+        saved_names = {table.name for table in manifest.tables}
+        missing = {spec.name for spec in self._store.tables} - saved_names
+        if missing and self._replaces:
+            raise CheckpointError(
+                f"{self._folder.url} must have all tables of this server. It lacks "
+                f"{sorted(missing)}; it has {sorted(saved_names)}. To load it all the "
+                "same, and leave the others as they are, use replace=False."
+            )
         if self._logs is not None:
             self._check_increments(self._logs, manifest)
         uses, tables, frequencies = [], [], []
@@ -347,8 +310,7 @@ class ShardLoad:
                 f"{self._folder.url}. Received: {len(logs.names())} folders, none for "
                 "some server. Load the checkpoint without increments."
             )
-        specs = [*(table.spec for table in manifest.tables), *self._store.tables]
-        known = {spec.name: spec for spec in specs}
+        known = [*(table.spec for table in manifest.tables), *self._store.tables]
         for position in self._target.select(end.positions):
             log = logs.child(position.log)
             numbers = [n for n in list_increments(log) if n >= position.number]
@@ -368,17 +330,13 @@ class ShardLoad:
         assert self._logs is not None  # increments are named
         return read_increment(self._logs.child(position.log), position.number)
 
-    def _require_not_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise CheckpointError(f"Loading {self._folder.url}: cancelled.")
-
     def _read_rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
         """Yield table, rows, and which rows are this server's, of all blocks."""
         for saved in self._files:
             path = self._folder.file_path(saved.file)
             with self._folder.opened(saved.file) as file:
                 reader = RowFileReader(file, path, ShardHead)
-                specs = {table.name: table.spec for table in self._manifest.tables}
+                specs = [table.spec for table in self._manifest.tables]
                 _require_same_rows(path, reader.head.tables, specs, all_known=True)
                 previous = self._num_read
                 for number, rows in reader.blocks():
@@ -393,16 +351,6 @@ class ShardLoad:
                         f"{path} must be the file of its manifest, {expected}. "
                         f"Received: {reader.written}."
                     )
-
-    def _require_all_tables(self, manifest: Manifest) -> None:
-        saved = {table.name for table in manifest.tables}
-        missing = {spec.name for spec in self._store.tables} - saved
-        if missing:
-            raise CheckpointError(
-                f"{self._folder.url} must have all tables of this server. It lacks "
-                f"{sorted(missing)}; it has {sorted(saved)}. To load it all the same, "
-                "and leave the others as they are, use replace=False."
-            )
 
 
 def _add_tables(
@@ -428,14 +376,12 @@ def _describe(head: IncrementHead) -> str:
 def _require_same_rows(
     where: str,
     tables: Sequence[SavedTable],
-    known: Mapping[str, TableSpec],
+    known_specs: Iterable[TableSpec],
     *,
     all_known: bool = False,
 ) -> None:
-    """Refuse tables whose rows look otherwise than those of the known tables.
-
-    With ``all_known``, refuse other tables, too.
-    """
+    """Refuse tables whose rows differ; with ``all_known``, unknown tables, too."""
+    known = {spec.name: spec for spec in known_specs}
     for spec in (table.spec for table in tables):
         received = spec.describe_rows()
         expected = received if not all_known else "no rows there"
@@ -464,7 +410,7 @@ def _with_metadata(rows: RowColumns, state: TableState) -> RowColumns:
 
 
 def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:
-    """Return how often each row was looked up; once, where that is unknown."""
+    """Return the uses of each row; 1 where that is unknown."""
     if rows.metadata.shape[1]:
         return np.ascontiguousarray(rows.metadata[:, 0])
     return np.ones(len(rows), dtype=np.uint32)

@@ -143,7 +143,7 @@ class Checkpoints:
     def cancel(self, why: str) -> None:
         """End a dump; end a load, unless it has begun to fill the store."""
         if self._dump is not None:
-            self._dump.cancel(why)
+            self._dump.end_early(why)
         if self._load is not None and not self.is_loading:
             self._load.cancel()
             self._load = None

@@ -1,14 +1,10 @@
 """Write the increments of a training server, in the background of its requests.
 
-The journal of the store notes which rows change. After an interval, or a number of ids,
-its notes go to the thread that writes the log, which asks for the rows; the serving
-thread copies them when it is idle. While requests for rows arrive, that takes a tenth
-of a CPU.
-
-A failed write ends the log, which is counted and logged; training continues. A new log
-starts after RETRY_S, once the blocked write has returned. Followers must then reload
-from the next checkpoint. A load of a checkpoint also ends the log; the next one can be
-followed from that checkpoint.
+After an interval, or a number of ids, the notes of the store's journal go to the thread
+that writes the log, which asks for the rows. A failed write ends the log; training
+continues. A new log starts after RETRY_S, once the blocked write has returned.
+Followers must then reload from the next checkpoint. A load of a checkpoint also ends
+the log; the next one can be followed from that checkpoint.
 """
 
 import logging
@@ -16,7 +12,7 @@ import time
 
 from persia_torchrec.checkpoint.catalog import LogPosition
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_writer import FlushRequest, IncrementWriter
+from persia_torchrec.checkpoint.increment_writer import IncrementWriter
 from persia_torchrec.checkpoint.increments import Base, Log
 from persia_torchrec.checkpoint.row_file import IncrementHead, SavedTable
 from persia_torchrec.errors import CheckpointError
@@ -60,15 +56,12 @@ class Increments:
             self.resume(Base("empty"))
 
     def begin_dump(self, url: str) -> LogPosition | None:
-        """A dump into a folder begins; return the position of the log, if there is one.
-
-        The manifest keeps it.
-        """
+        """Note that a dump into a folder begins; return the log's position, if any."""
         writer = self._writer
         if writer is None:
             return None
         number = writer.number  # the writer's thread counts up meanwhile
-        writer.note_dump(url, number)
+        writer.dumps.put((url, number))
         return LogPosition(writer.log.name, number)
 
     def suspend(self) -> None:
@@ -146,8 +139,8 @@ class Increments:
         deadline = time.monotonic() + _CLOSE_S
         while not writer.is_over and time.monotonic() < deadline:
             if self._store.journal.is_empty:
-                writer.end()
-            elif writer.has_room:
+                writer.ending.set()
+            elif not writer.inbox.full():
                 self._flush(writer)
             if not writer.gather(self._store.memory):
                 time.sleep(0.001)
@@ -174,7 +167,7 @@ class Increments:
         journal, config = self._store.journal, self._config
         is_full = journal.num_ids >= config.incremental_buffer_rows
         waited_s = self._activity.clock() - self._flushed_s
-        if is_full and not writer.has_room:
+        if is_full and writer.inbox.full():
             reason = (
                 f"{config.incremental_queue} flush requests wait to be written to "
                 f"{self._folder.url}, as many as may wait. Use a faster file system, "
@@ -183,7 +176,7 @@ class Increments:
             self._fail(writer, CheckpointError(reason))
             return False
         is_due = is_full or waited_s >= config.incremental_interval_s
-        return writer.has_room and is_due
+        return is_due and not writer.inbox.full()
 
     def _flush(self, writer: IncrementWriter) -> None:
         self._flushed_s = self._activity.clock()
@@ -200,4 +193,4 @@ class Increments:
             was_cleared=False,
             tables=tuple(map(SavedTable.from_state, memory.states)),
         )
-        writer.flush(FlushRequest(self._store.journal.cut(), head))
+        writer.inbox.put_nowait((self._store.journal.cut(), head))

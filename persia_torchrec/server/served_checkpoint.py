@@ -4,21 +4,18 @@
        a thread reads           what the training has changed since, if the server
        the files, twice         follows it; lookups are answered once it is ready
 
-It takes the place of :class:`~persia_torchrec.server.checkpoints.Checkpoints`. Only
-:meth:`ServedCheckpoint.work` changes the rows: clients cannot, and no row expires,
-since training is what keeps a row alive. With an ``incremental_dir`` the server follows
-the training (``checkpoint/follower.py``): it applies one increment after the other, in
-slices between requests, and replaces its store when it has to continue from another
-checkpoint.
-
-After a restart the server has the same incarnation as long as its tables are the same,
-so its clients need no restart. The rows of a training server would be lost.
+Only :meth:`ServedCheckpoint.work` changes the rows: clients cannot, and no row expires,
+since training is what keeps a row alive. It applies one increment after the other, in
+slices between requests, and replaces the store when it continues from another
+checkpoint. After a restart the server has the same incarnation as long as its tables
+are the same, so its clients need no restart.
 """
 
 import hashlib
 import json
 import logging
 import time
+from collections import Counter
 
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
@@ -35,7 +32,6 @@ from persia_torchrec.checkpoint.load import (
     Target,
 )
 from persia_torchrec.errors import CheckpointError, PersiaError, StoreError
-from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.cpu_budget import Activity, CpuBudget
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -52,12 +48,8 @@ _LOADING_POLL_MS = 20
 class ServedCheckpoint:
     """Loads a server's part of a checkpoint, and follows its training.
 
-    The serving thread owns it. The load begins with the first :meth:`work`.
-
-    Attributes:
-        incarnation: the same after each start with the same tables.
-        is_loading: whether rows cannot be looked up yet.
-        is_active: whether :meth:`work` may have something to do.
+    It has the methods of ``Checkpoints``. The serving thread owns it. The load begins
+    with the first :meth:`work`.
     """
 
     def __init__(
@@ -78,7 +70,7 @@ class ServedCheckpoint:
         self._has_stopped = False
         self._created_s = 0.0  # of the increment that is being applied
         self._budget = CpuBudget(_CPU_FRACTION, activity)
-        self._metrics = Metrics()
+        self._counts = Counter[str]()
 
     def not_loaded(self) -> StoreError:
         """Return the error of lookups while ``is_loading``."""
@@ -99,7 +91,7 @@ class ServedCheckpoint:
             "increments_put_in": 0,
             "increment_rows_put_in": 0,
             "increment_delay_ms": 0,
-            **self._metrics.snapshot(),
+            **self._counts,
             "following_errors": self._follower.num_errors,
             "following_reloads": self._follower.num_reloads,
             "following_lost": int(self._follower.is_lost),
@@ -190,9 +182,12 @@ class ServedCheckpoint:
             return
         self._increment = None
         delay_s = time.time() - self._created_s  # noqa: TID251  # the writer's clock
-        self._metrics.set_gauge("increment_delay_ms", max(int(1000 * delay_s), 0))
-        self._metrics.count("increments_put_in")
-        self._metrics.count("increment_rows_put_in", increment.num_rows)
+        counts, delay_ms = self._counts, max(int(1000 * delay_s), 0)
+        counts["increment_delay_ms"] = delay_ms
+        most_ms = max(counts["increment_delay_ms_max"], delay_ms)
+        counts["increment_delay_ms_max"] = most_ms
+        counts["increments_put_in"] += 1
+        counts["increment_rows_put_in"] += increment.num_rows
 
     def _take(self, event: FollowerEvent | None) -> None:
         match event:
@@ -221,7 +216,7 @@ class ServedCheckpoint:
         follower.end()
         self._has_stopped = True
         self._increment = None
-        self._metrics.count("following_stopped")
+        self._counts["following_stopped"] += 1
         self.is_loading = False
 
 

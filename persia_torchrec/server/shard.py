@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
-from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.cpu_budget import Activity
@@ -45,18 +44,7 @@ logger = logging.getLogger(__name__)
 class Shard:
     """One shard. Owned by the serving thread.
 
-    Args:
-        config: of the server.
-        listener: sends acknowledgements of updates.
-
     Attributes:
-        store: the rows.
-        checkpoints: dumps and loads, or the checkpoint that is served.
-        activity: when rows were last asked for.
-        open_batches: looked up, and not updated yet.
-        joint_steps: collects the updates of several trainers.
-        counts: what happens, by name of the counter.
-        stages: where the time goes.
         updates: that wait; each list is applied as one.
         num_overtaking: messages since the last update was applied, while some wait.
         stopping: set when the server is to stop; any thread may.
@@ -71,10 +59,8 @@ class Shard:
         self.checkpoints = tasks(config, self.store, self.activity)
         self.open_batches = OpenBatches()
         self.counts: Counter[str] = Counter()
-        self._metrics = Metrics()
         self.stages = Stages()
         self.joint_steps = JointSteps(
-            self._metrics,
             self.queue,
             self._refuse_update,
             is_connected=listener.is_connected,
@@ -87,7 +73,7 @@ class Shard:
         self._max_queued = 0
 
     def queue(self, updates: list[Update]) -> None:
-        """Queue updates that are applied as one."""
+        """Queue updates that are applied together."""
         self.updates.append(updates)
         self._max_queued = max(self._max_queued, len(self.updates))
 
@@ -154,7 +140,7 @@ class Shard:
             "updates_queued": len(self.updates),
             "updates_queued_max": self._max_queued,
             **self.counts,
-            **self._metrics.snapshot(),
+            **self.joint_steps.counters(),
             **self.stages.counters(),
             **self.open_batches.counters(),
             **self.checkpoints.counters(),
@@ -195,11 +181,7 @@ class Shard:
     ) -> list[Floats]:
         """Read weights or gradients, float32 ``(N, D)`` per table.
 
-        Args:
-            tables: which rows.
-            frame: with their numbers.
-            precision: of the numbers.
-            has_state: the rows are ``(N, D + S)``, weights and optimizer state.
+        With ``has_state``, ``(N, D + S)``: weights and optimizer state.
         """
         states = self.store.memory.states
         shapes, num_floats = [], 0
@@ -234,17 +216,12 @@ class Request(NamedTuple):
 
 
 class RequestKind(NamedTuple):
-    """How one kind of request is answered.
-
-    Attributes:
-        kind: its number on the wire.
-        answer: reads the request, and returns the frames after the reply's header; None
-            if the reply comes later.
-        needs_rows: refused while a checkpoint is loaded; counts as activity.
-        in_inference: answered by servers that serve a checkpoint, too.
-    """
+    """How one kind of request is answered."""
 
     kind: Kind
     answer: Callable[[Shard, Request], Frames | None]
+    """Returns the frames after the reply's header; None if the reply comes later."""
     needs_rows: bool = True
+    """Refused while a checkpoint is loaded; counts as activity."""
     in_inference: bool = False
+    """Answered by servers that serve a checkpoint, too."""

@@ -1,28 +1,19 @@
 """Gradients that wait to be applied, and the joint steps of several trainers.
 
-A trainer's gradient of a step is summed over its own batch. Where trainers update
-jointly, the server adds up what each of them sends for the same row, in the order of
-their ranks, so that the sum does not depend on the order of arrival, and the optimizer
-sees one gradient per row: that of the mean, or the sum, of all trainers' losses.
+Where trainers update jointly, the server adds up what each of them sends for the same
+row, in the order of their ranks, so that the sum does not depend on the order of
+arrival, and the optimizer sees one gradient per row.
 
     share of rank 0 --.
     share of rank 1 ---+--> complete --> applied as one update --> all acknowledged
     rank 2 has left --'
 
-A trainer gives its share of a step with its gradients, or gives it up with an update
-without any. A trainer without more data leaves: later steps do not wait for it. A
-trainer that crashed does neither, so a step that has waited for a while checks whether
-the connections of the missing trainers are alive. The step is refused if one is lost,
-or after a timeout; the message names who is missing. Its group is broken from then on:
-later shares are refused at once, since trainers that lost a step are not in step any
-more. A trainer that ended after its last share, and is not waited for, is no fault.
-
-The last shares of a trainer may wait to be read when its connection is lost. So it
-counts as lost only when its connection has been away for ``_GRACE_S``, and the server
-has read every message since, or has not managed to within ``_MAX_UNREAD_S``.
-
-Waiting gradients are bounded in bytes. A lookup of step n + 1 comes after the
-acknowledgement of step n if each trainer waits for its own: that is the only barrier.
+A trainer without gradients gives its share with an empty update, and one without more
+data leaves. A step that waits for a trainer whose connection is lost, or longer than
+its timeout, is refused, and so are all later shares of its group. The last shares of a
+trainer may wait to be read when its connection is lost: so it counts as lost only after
+``_GRACE_S``, and when the server has read every message since, or has not managed to
+within ``_MAX_UNREAD_S``.
 
 Dimension key:
     N: ids of one table in one trainer's update
@@ -41,7 +32,6 @@ import numpy as np
 
 from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.errors import BatchError, PersiaError, StoreError
-from persia_torchrec.metrics import Metrics
 from persia_torchrec.routing.dedup import Positions, unique_ids
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.open_batches import Batch, LookupSlots, Slots
@@ -99,9 +89,7 @@ def build_gradients(
 ) -> Iterator[TableGradients]:
     """Yield the gradients of updates that are applied together, table by table.
 
-    Args:
-        updates: a single one, or one per trainer in the order of their ranks.
-        slots: of the lookups of each; those that are used are taken out.
+    The updates are in the order of their ranks, each with the slots of its lookups.
     """
     pieces: dict[int, list[TableGradients]] = {}
     for update, kept in zip(updates, slots, strict=True):
@@ -149,26 +137,20 @@ def _add(inverse_N: Positions, grads_ND: Floats, out_UD: Floats) -> None:
 
 @dataclass(slots=True)
 class Member:
-    """A trainer of a group, as far as the server knows it.
-
-    Attributes:
-        peer: where its messages come from.
-        who: its process and host; empty where it has not said.
-        ended: why it gives no more shares; empty as long as it may.
-        lost_s: when its connection was first seen to be lost.
-    """
+    """A trainer of a group, as far as the server knows it."""
 
     peer: bytes
     who: str = ""
+    """Its process and host; empty if it has not said."""
     ended: str = ""
+    """Why it gives no more shares; empty as long as it may."""
     lost_s: float = math.inf
+    """When its connection was first seen to be lost."""
 
     def describe(self, rank: int) -> str:
         """Return what an error says of it."""
-        why = self.ended or "its connection was lost"
-        return (
-            f"rank {rank} ({self.who}: {why})" if self.who else f"rank {rank} ({why})"
-        )
+        who = f"{self.who}: " if self.who else ""
+        return f"rank {rank} ({who}{self.ended or 'its connection was lost'})"
 
 
 @dataclass(slots=True)
@@ -177,12 +159,9 @@ class _Step:
 
     since_s: float
     timeout_s: float
+    deadline_s: float
     num_ranks: int
     updates: dict[int, Update] = field(default_factory=dict)
-
-    @property
-    def deadline_s(self) -> float:
-        return self.since_s + self.timeout_s
 
 
 @dataclass(slots=True)
@@ -209,21 +188,15 @@ class JointSteps:
     """Collects the shares of joint steps. Owned by the serving thread.
 
     Args:
-        metrics: gets the gauges ``joint_steps`` and ``joint_bytes``, what waits now,
-            and the counter ``joint_steps_broken``.
         apply: called with the updates of a complete step, in the order of their ranks.
         refuse: called with an update that will not be applied, and the reason.
         is_connected: tells whether the connection of a peer is alive.
         max_bytes: of ids and gradients that may wait.
         clock: monotonic seconds.
-
-    Attributes:
-        num_steps: steps that wait.
     """
 
     def __init__(
         self,
-        metrics: Metrics,
         apply: Callable[[list[Update]], None],
         refuse: Callable[[Update, PersiaError], None],
         *,
@@ -231,25 +204,22 @@ class JointSteps:
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._metrics = metrics
         self._apply = apply
         self._refuse = refuse
         self._is_connected = is_connected
         self._max_bytes = max_bytes
         self._clock = clock
         self._groups: OrderedDict[int, _Group] = OrderedDict()
-        self.num_steps = 0
-        self._num_bytes = 0
+        self.num_steps = self._max_steps = 0  # that wait
+        self._num_bytes = self._most_bytes = 0
+        self._num_broken = 0
         self._next_check_s = math.inf
         self._all_read_s = -math.inf
-        metrics.count("joint_steps_broken", 0)
-        self._publish()
 
     def join(self, share: Share, member: Member) -> list[str]:
-        """Register a rank, or that it has ended; the last call for a rank counts.
+        """Register a rank, or that it has ended; return which other ranks are gone.
 
-        Returns:
-            Which other ranks of its group are gone.
+        The last call for a rank counts.
         """
         members = self._get_group(share.group).members
         members[share.rank] = member
@@ -261,22 +231,26 @@ class JointSteps:
         ]
 
     def add(self, share: Share, update: Update) -> None:
-        """Take a trainer's share of a step, or refuse it.
-
-        Refused are a second share of a rank, or one after it has left; a share of
-        another number of ranks; one for which there is no room; and every share of a
-        broken group.
-        """
+        """Take a trainer's share of a step, or refuse it."""
         group = self._get_group(share.group)
         try:
             _require_in_step(group, share)
-            self._require_room(share, group, update)
+            if self._num_bytes + update.size_bytes > self._max_bytes:
+                why = (
+                    f"Joint steps may keep {self._max_bytes} bytes of gradients "
+                    f"waiting. Received: {self._num_bytes} bytes, and "
+                    f"{update.size_bytes} more of rank {share.rank}. Raise "
+                    "joint_update_bytes of the server, or lower the staleness."
+                )
+                self._break(group, why)
+                raise StoreError(why)
         except PersiaError as exc:
             self._refuse(update, exc)
             return
         group.members.setdefault(share.rank, Member(update.peer)).peer = update.peer
         if share.step not in group.steps:
-            step = _Step(self._clock(), share.timeout_ms / 1000, share.num_ranks)
+            now_s, timeout_s = self._clock(), share.timeout_ms / 1000
+            step = _Step(now_s, timeout_s, now_s + timeout_s, share.num_ranks)
             group.steps[share.step] = step
             check_s = min(step.deadline_s, step.since_s + _CHECK_S)
             self._next_check_s = min(self._next_check_s, check_s)
@@ -286,10 +260,7 @@ class JointSteps:
         self._apply_complete(group, [share.step])
 
     def leave(self, share: Share) -> None:
-        """Stop waiting for a rank, from the share's step on.
-
-        It is expected in the next group, which all join when they have left.
-        """
+        """Stop waiting for a rank, from the share's step on, until the next group."""
         group = self._get_group(share.group)
         if member := group.members.get(share.rank):
             next_group = self._get_group(share.group + 1)
@@ -352,31 +323,19 @@ class JointSteps:
         group = self._groups.setdefault(number, _Group())
         self._groups.move_to_end(number)
         if len(self._groups) > _MAX_GROUPS:
-            oldest = next(
-                (n for n, other in self._groups.items() if not other.steps), number
-            )
+            idle = (n for n, other in self._groups.items() if not other.steps)
+            oldest = next(idle, number)
             if oldest != number:
                 del self._groups[oldest]
         return group
-
-    def _require_room(self, share: Share, group: _Group, update: Update) -> None:
-        if self._num_bytes + update.size_bytes <= self._max_bytes:
-            return
-        why = (
-            f"Joint steps may keep {self._max_bytes} bytes of gradients waiting. "
-            f"Received: {self._num_bytes} bytes, and {update.size_bytes} more of rank "
-            f"{share.rank}. Raise joint_update_bytes of the server, or lower the "
-            "staleness."
-        )
-        self._break(group, why)
-        raise StoreError(why)
 
     def _apply_complete(self, group: _Group, steps: Iterable[int]) -> None:
         for step in steps:
             if not group.missing(step):
                 updates = self._take(group, step)
                 self._apply([updates[rank] for rank in sorted(updates)])
-        self._publish()
+        self._max_steps = max(self._max_steps, self.num_steps)
+        self._most_bytes = max(self._most_bytes, self._num_bytes)
 
     def _take(self, group: _Group, step: int) -> dict[int, Update]:
         updates = group.steps.pop(step).updates
@@ -386,15 +345,20 @@ class JointSteps:
 
     def _break(self, group: _Group, why: str) -> None:
         group.broken = why
-        self._metrics.count("joint_steps_broken", len(group.steps))
+        self._num_broken += len(group.steps)
         for step in sorted(group.steps):
             for update in self._take(group, step).values():
                 self._refuse(update, StoreError(why))
-        self._publish()
 
-    def _publish(self) -> None:
-        self._metrics.set_gauge("joint_steps", self.num_steps)
-        self._metrics.set_gauge("joint_bytes", self._num_bytes)
+    def counters(self) -> dict[str, int]:
+        """Return what waits now, the most that waited, and how many steps failed."""
+        return {
+            "joint_steps": self.num_steps,
+            "joint_steps_max": self._max_steps,
+            "joint_bytes": self._num_bytes,
+            "joint_bytes_max": self._most_bytes,
+            "joint_steps_broken": self._num_broken,
+        }
 
 
 def _require_in_step(group: _Group, share: Share) -> None:

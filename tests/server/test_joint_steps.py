@@ -4,7 +4,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.metrics import Metrics
 from persia_torchrec.server.updates import JointSteps, Member, Update
 from persia_torchrec.wire.messages import Header, Kind, Share, TableIds
 
@@ -17,9 +16,7 @@ class Collected:
         self.refused: dict[bytes, str] = {}
         self.now = 0.0
         self.lost: set[bytes] = set()
-        self.metrics = Metrics()
         self.steps = JointSteps(
-            self.metrics,
             lambda updates: self.applied.append([update.peer for update in updates]),
             lambda update, exc: self.refused.update({update.peer: str(exc)}),
             is_connected=lambda peer: peer not in self.lost,
@@ -105,7 +102,7 @@ def test_a_step_that_waits_too_long_is_refused_and_the_missing_ranks_are_named()
     assert collected.refused.keys() == {b"a", b"b5", b"b6"}
     for why in collected.refused.values():
         assert re.search(r"Step 5 .* all 3 .*: none of rank 1, 2 within 10 s", why)
-    assert collected.metrics.snapshot()["joint_steps_broken"] == 1
+    assert collected.steps.counters()["joint_steps_broken"] == 1
     assert collected.steps.num_steps == 0
 
 
@@ -314,5 +311,5 @@ def test_every_share_is_applied_once_or_refused(data):
         for step in range(1, 6)
     )
     assert sorted(collected.applied) == [step for step in expected if step]
-    assert collected.metrics.snapshot().get("joint_bytes", 0) == 0
+    assert collected.steps.counters()["joint_bytes"] == 0
     assert collected.steps.num_steps == 0
