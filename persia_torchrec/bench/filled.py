@@ -168,7 +168,9 @@ class FilledServer(Filled):
         return self._pull(ids_N, self._last)
 
     def _update(self, ids_N: Ids, grads_ND: Floats) -> None:
-        self.num_missed += self.client.missed(self._push(ids_N, grads_ND, self._last))
+        self.num_missed += self.client.outcome(
+            self._push(ids_N, grads_ND, self._last)
+        ).num_missed
 
     def _read(self, ids_N: Ids) -> Floats:
         return self.client.read(self.spec.name, ids_N)
@@ -197,7 +199,7 @@ class FilledServer(Filled):
         seconds, pulled = timed(lambda: list(pulls()))
         for numbers_N, rows_ND, name in zip(requests, pulled, names, strict=True):
             self.expected.check("lookup", numbers_N, rows_ND)
-            self.client.missed(self.client.push([], [], name))
+            self.client.outcome(self.client.push([], [], name))
         return seconds
 
     def stream(self, requests: Sequence[Numbers]) -> float:
@@ -218,14 +220,16 @@ class FilledServer(Filled):
                 k - num_acknowledged >= IN_FLIGHT
                 or all(reply.done() for reply in replies[0])
             ):
-                self.num_missed += self.client.missed(replies.popleft())
+                self.num_missed += self.client.outcome(replies.popleft()).num_missed
                 num_acknowledged += 1
             for ahead in batches[len(pulls) : num_acknowledged + IN_FLIGHT]:
                 num_before.append(num_acknowledged)
                 pulls.append(self._threads.submit(self._pull, ahead.ids, ahead.name))
             pulls[k].result()
             replies.append(self._push(batch.ids, batch.grads, batch.name))
-        self.num_missed += sum(self.client.missed(reply) for reply in replies)
+        self.num_missed += sum(
+            self.client.outcome(reply).num_missed for reply in replies
+        )
         seconds = time.perf_counter() - start
         self._check_stream(batches, [pull.result() for pull in pulls], num_before)
         for numbers_N in requests:

@@ -160,7 +160,7 @@ def train_arm(
         optimizer.step()
         assert rows_UD.grad is not None
         grads_UD = arm.round_gradients(rows_UD.grad.numpy())
-        client.missed(client.push(tables, [grads_UD], number, precision=arm.precision))
+        client.outcome(client.push(tables, [grads_UD], number, precision=arm.precision))
         losses.append(loss.item())
         num_rows += len(batch.ids)
     measured = (_wire_bytes(client) - before) / num_rows

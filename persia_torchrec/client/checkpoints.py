@@ -76,12 +76,7 @@ class SavedCheckpoint:
 
 
 class Task(Generic[T]):
-    """A dump or a load in the background. Any thread may call any method.
-
-    Args:
-        name: of the thread.
-        work: what it does, given the task.
-    """
+    """A dump or a load in the background. Any thread may call any method."""
 
     def __init__(self, name: str, work: "Callable[[Task[T]], T]") -> None:
         self._progress = 0.0
@@ -105,15 +100,9 @@ class Task(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """Wait for the end; return the result.
 
-        Args:
-            timeout_s: seconds to wait at most; the work itself continues. By default as
-                long as it may take.
-
-        Raises:
-            CheckpointError: it failed, or was cancelled.
-            ServerError: a server failed, refused, or did not answer; the message names
-                it.
-            TimeoutError: it is still running.
+        After ``timeout_s`` seconds, by default never, it raises TimeoutError and the
+        work continues. It raises CheckpointError or ServerError when the work has
+        failed, or was cancelled.
         """
         return self._outcome.result(timeout_s)
 
@@ -122,11 +111,7 @@ class Task(Generic[T]):
         self._cancelled.set()
 
     def pause(self, seconds: float, progress: float) -> None:
-        """Report progress, and wait until it is cancelled at most; its own thread does.
-
-        Raises:
-            CheckpointError: it was cancelled before.
-        """
+        """Report progress and wait, until it is cancelled at most."""
         self._progress = progress
         if self._cancelled.is_set():
             raise CheckpointError("It was cancelled.")
@@ -143,10 +128,8 @@ class Checkpoints:
     """Dumps and loads what the servers hold. Any thread may call any method.
 
     Every path is one that this process and all servers see, a shared file system or a
-    URL that fsspec knows.
-
-    Args:
-        servers: all of the job.
+    URL that fsspec knows. Without a checkpoint, or a folder for one, there is a
+    CheckpointError. ``timeout_s`` is seconds that the whole task may take.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -185,27 +168,15 @@ class Checkpoints:
     ) -> Task[SavedCheckpoint]:
         """Begin to write a checkpoint of all servers, while they continue serving.
 
-        It takes a new folder in ``path`` and is complete when its manifest is there;
-        previous checkpoints stay. Weights, optimizer state, the optimizers' steps,
-        metadata and the order in which rows would leave are in it; what admissions have
-        counted of ids without a row is not.
+        It takes a new folder in ``path``, made if it is missing, and is complete when
+        its manifest is there; previous checkpoints stay. Weights, optimizer state, the
+        optimizers' steps, metadata and the order in which rows would leave are in it;
+        what admissions have counted of ids without a row is not.
 
         Every row that lives from the beginning to the end is in it once, as it was at
-        one moment in between. Updates acknowledged before the call are in it.
-
-        Args:
-            path: of a folder, made if it is missing.
-            step: of the training, kept in the manifest.
-            timeout_s: seconds that it may take.
-            add_files: writes what else belongs to the checkpoint into its new folder,
-                before the servers begin; what it raises, this raises.
-
-        Returns:
-            The task; the checkpoint is complete only if it ends without an error.
-
-        Raises:
-            CheckpointError: the folder cannot be made.
-            ConfigError: the path is a URL that fsspec does not know.
+        one moment in between. Updates acknowledged before the call are in it. The
+        manifest keeps ``step``. ``add_files`` writes what else belongs to the
+        checkpoint into its new folder, before the servers begin.
         """
         folder = begin_checkpoint(path)
         if add_files is not None:
@@ -225,16 +196,9 @@ class Checkpoints:
         step: int | None = None,
         timeout_s: float = timeouts.CHECKPOINT_S,
     ) -> Task[Manifest]:
-        """Begin to write the servers' files only: a part of a larger checkpoint.
+        """Begin to write only the servers' files into a folder that is there already.
 
-        Args:
-            folder: new, and there already.
-            step: of the training.
-            timeout_s: seconds that it may take.
-
-        Returns:
-            The task, which ends with the manifest; to write it completes the
-            checkpoint.
+        The task ends with the manifest; to write it completes the larger checkpoint.
         """
         return Task("dump", lambda t: self._write_files(t, folder, step, timeout_s))
 
@@ -267,10 +231,6 @@ class Checkpoints:
                 training that came last from it ended. A load without it begins such a
                 training.
             timeout_s: seconds that it may take.
-
-        Raises:
-            CheckpointError: there is no complete checkpoint.
-            ConfigError: the path is a URL that fsspec does not know.
         """
         folder = find_checkpoint(path)
         manifest = Manifest.read(folder)
@@ -315,13 +275,8 @@ class Checkpoints:
     ) -> list[R]:
         """Make all servers do one step after the other, each when all have done it.
 
-        Returns:
-            The result of each server after the last step, of this ``kind``.
-
-        Raises:
-            RemoteError: one of them failed; the others give up.
-            RequestTimeoutError: one of them is not done in time.
-            WireError: a result is of another kind.
+        Returns the result of each server after the last step. If one fails, or is not
+        done in time, the others give up.
         """
         number = secrets.randbits(53)
         states: list[TaskState] = []

@@ -1,9 +1,9 @@
 """A client of all embedding servers: one request becomes one message per server.
 
-The ids of a request come grouped by shard (see ``routing/shard.py``); each server is
-sent its part of every table in one message, and the replies are merged in the order of
-the grouped ids. Every server gets a message, also when none of the ids are its own: so
-every server counts the same batches.
+The ids of a request are grouped by shard; each server is sent its part of every table
+in one message, and the replies are merged in the order of the grouped ids. Every server
+gets a message, also when none of the ids are its own, so that all count the same
+batches.
 
 Dimension key:
     U: unique ids of one table
@@ -68,10 +68,9 @@ from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 class EmbeddingClient:
     """Pull rows from the servers and push gradients to them.
 
-    Any thread may call any method. Use :meth:`connect`.
-
-    Args:
-        servers: where the rows are.
+    Any thread may call any method. Use :meth:`connect`. A table that has not been added
+    is a ConfigError, shapes that do not fit are a BatchError, and a server that fails,
+    refuses or does not answer in time is a ServerError that names it.
 
     Attributes:
         checkpoints: dumps and loads of what all servers hold.
@@ -107,7 +106,6 @@ class EmbeddingClient:
         Raises:
             ConfigError: an address cannot be read, or the servers are not the shards
                 of one job in their order.
-            RequestTimeoutError: a server does not answer.
             WireError: what answers is not an embedding server of this version.
         """
         return cls(Servers.connect(addresses, timeout_s, greeting))
@@ -116,12 +114,8 @@ class EmbeddingClient:
         """Make tables known to every server, or change the settings of known ones.
 
         A server does all of it or nothing. Earlier pushes are applied with the previous
-        settings, later ones with the new settings.
-
-        Raises:
-            RemoteError: a server has a table of this name with another dim or another
-                layout of optimizer state; the message names both.
-            RequestTimeoutError: a server does not answer.
+        settings, later ones with the new settings. A table that a server has with
+        another dim or another layout of optimizer state is refused.
         """
         names = ", ".join(spec.name for spec in specs)
         answers = self._servers.ask(
@@ -134,15 +128,10 @@ class EmbeddingClient:
         self._add(know_tables(specs, answers))
 
     def learn_tables(self) -> list[TableSpec]:
-        """Ask the servers for their tables, and know those that all of them have.
-
-        Returns:
-            These tables, as they are on the first server.
+        """Know the tables that all servers have; return them as on the first server.
 
         Raises:
             ConfigError: servers differ in the dim of a table.
-            ServerError: a server failed, or did not answer in time.
-            FrameError: an answer tells of no tables.
         """
         what = "asking for tables"
         answers = self._servers.ask(Kind.HELLO, None, what, answer=TableList)
@@ -171,17 +160,12 @@ class EmbeddingClient:
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables on every server, as a schedule does.
 
-        Earlier pushes are applied with the previous rate, later ones with the new rate.
-        (So it is for this client; another trainer's pushes get the new rate as soon as
-        it is set.)
+        Earlier pushes are applied with the previous rate, later ones with the new rate;
+        another trainer's pushes get the new rate as soon as it is set.
 
         Args:
             lr: the new rate.
             tables: names of tables; all that were added by default.
-
-        Raises:
-            ConfigError: a table has not been added, or its optimizer refuses the rate.
-            ServerError: a server failed, refused, or did not answer in time.
         """
         names = list(self._tables if tables is None else tables)
         specs = [self.table(name) for name in names]
@@ -191,19 +175,11 @@ class EmbeddingClient:
             )
 
     def table(self, name: str) -> TableSpec:
-        """Return a table that was added.
-
-        Raises:
-            ConfigError: it was not.
-        """
+        """Return a table that was added."""
         return self.known_table(name).spec
 
     def known_table(self, name: str) -> KnownTable:
-        """Return a table that was added, and what the servers say of it.
-
-        Raises:
-            ConfigError: it was not added.
-        """
+        """Return a table that was added, and what the servers say of it."""
         table = self._tables.get(name)
         if table is None:
             raise ConfigError(
@@ -211,14 +187,6 @@ class EmbeddingClient:
                 f"{sorted(self._tables)}. Call add_tables first."
             )
         return table
-
-    def wants_counts(self, table: str) -> bool:
-        """Return whether training pulls of a table should come with counts.
-
-        Raises:
-            ConfigError: it has not been added.
-        """
-        return self.known_table(table).wants_counts
 
     def split(self, ids_U: Ids) -> ShardedIds:
         """Group unique ids by the server that holds them."""
@@ -241,18 +209,12 @@ class EmbeddingClient:
             precision: how the rows travel.
             counts: uint32 ``(U,)`` per table, in the order of its grouped ids: how
                 often each occurs in the batch. Sent if one of the tables wants them
-                (see :meth:`wants_counts`) and the batch is for training. None, for all
+                (see ``KnownTable``) and the batch is for training. None, for all
                 tables or for one, counts every id once.
 
         Returns:
             float32 ``(U, D)`` per table, in the order of its grouped ids. They cannot
             be written to: they may be views of the message that was received.
-
-        Raises:
-            BatchError: one server's part is too large, or counts do not fit the ids.
-            ConfigError: a table has not been added.
-            ServerError: a server failed, refused, or did not answer in time; the
-                message names server and tables.
         """
         known = [self.known_table(name) for name, _ in tables]
         header = Header(Kind.LOOKUP, precision=precision)
@@ -289,12 +251,7 @@ class EmbeddingClient:
 
         Returns:
             One reply per server, which comes when the update is applied; for
-            :meth:`outcome` or :meth:`missed`.
-
-        Raises:
-            BatchError: the shape of a gradient is not that of the rows, or one server's
-                part is too large.
-            RequestTimeoutError: too many requests are pending.
+            :meth:`outcome`.
         """
         known = [self.known_table(name) for name, _ in tables]
         for table, (_, ids), grads_UD in zip(known, tables, grads, strict=True):
@@ -330,9 +287,6 @@ class EmbeddingClient:
 
         Returns:
             Which other trainers of the group are gone, and why; empty if none is.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
         """
         value = {"who": who[:MAX_MEMBER_CHARS], "ended": ended[:MAX_MEMBER_CHARS]}
         bodies = itertools.repeat([encode_json(value), share.encode()])
@@ -342,28 +296,13 @@ class EmbeddingClient:
         return answers[0]
 
     def leave(self, share: Share) -> None:
-        """Give no share of a joint step, nor of later ones; the others proceed without.
-
-        Args:
-            share: the first that will not come.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
-        """
+        """Give no share of a joint step, nor of later ones; the others proceed."""
         bodies = itertools.repeat([share.encode()])
         for reply in self._servers.send(Header(Kind.LEAVE), bodies, "leave"):
             reply.frames()
 
-    def missed(self, replies: Sequence[Reply]) -> int:
-        """Return the missed ids of :meth:`outcome`: those that had no row any more."""
-        return self.outcome(replies).num_missed
-
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
-        """Wait for the replies to a push; return what was not applied, of all servers.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
-        """
+        """Wait for the replies to a push; return what was not applied anywhere."""
         return PushOutcome.read(reply.frames() for reply in replies)
 
     def write(
@@ -377,28 +316,14 @@ class EmbeddingClient:
             weights: float32 ``(U, D)``.
             state: float32 ``(U, S)``, as :meth:`read` returns it after the weights.
                 None leaves the state of a row, and a new row gets the initial one.
-
-        Raises:
-            BatchError: the shapes do not fit.
-            ServerError: a server failed, refused, or did not answer in time.
         """
         self.fill(table, [RowBlock(ids, weights, state)])
 
     def fill(self, table: str, blocks: Iterable[RowBlock]) -> int:
-        """Write the rows of a whole table, block by block; see :func:`blocks_of`.
+        """Write the rows of a whole table, block by block; return how many there were.
 
         Rows are made admitted or not; where there are more than fit, the last stay.
-
-        Args:
-            table: name of the table.
-            blocks: what to write; taken as the servers proceed.
-
-        Returns:
-            How many rows were written.
-
-        Raises:
-            BatchError: the shapes do not fit.
-            ServerError: a server failed, refused, or did not answer in time.
+        Blocks, as of :func:`blocks_of`, are taken as the servers proceed.
         """
 
         def write(block: RowBlock) -> list[Reply]:
@@ -412,35 +337,20 @@ class EmbeddingClient:
         return write_blocks(blocks, write)
 
     def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterator[RowBlock]:
-        """Return all rows of a table, of all servers, block by block.
+        """Return all rows of a table with optimizer state, in no order of the ids.
 
         Training may proceed meanwhile. A row that is there all the time is returned
         exactly once, as it is when its block is read; one that is made or evicted
-        meanwhile may be returned or not, and twice if it leaves and comes back.
-
-        Args:
-            table: name of the table.
-            block_rows: rows per block at most. One block per server is in memory.
-
-        Returns:
-            Blocks with optimizer state, in no order of the ids.
-
-        Raises:
-            BatchError: ``block_rows`` is below 1.
-            ServerError: a server failed or did not answer in time; when it happens.
+        meanwhile may be returned or not, and twice if it leaves and comes back. One
+        block per server, of at most ``block_rows`` rows, is in memory.
         """
         return export_blocks(self._servers, self.known_table(table), block_rows)
 
     def step(self, table: str, step: int | None = None) -> int:
         """Return how many updates a table has had: the ``t`` of Adam and its kin.
 
-        Args:
-            table: name of the table.
-            step: continue counting from here, as a warm start does. Updates on their
-                way count before it.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
+        With ``step`` it continues counting from there, as a warm start does; updates on
+        their way count before it.
         """
         numbers = self.known_table(table).numbers
         bodies = ([encode_json({"table": n, "step": step})] for n in numbers)
@@ -452,15 +362,8 @@ class EmbeddingClient:
     def read(self, table: str, ids: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes nothing.
 
-        Args:
-            table: name of the table.
-            ids: uint64 ``(U,)``.
-
-        Returns:
-            float32 ``(U, D + S)``; zeros for an id that has no row.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
+        Takes uint64 ``(U,)``; gives float32 ``(U, D + S)``, zeros for an id without a
+        row.
         """
         spec = self.table(table)
         return self.read_numbers(
@@ -470,18 +373,9 @@ class EmbeddingClient:
     def metadata(self, table: str, ids: Ids) -> Metadata:
         """Return how often ids were seen, and when last updated; changes nothing.
 
-        Args:
-            table: name of a table that keeps metadata, by its settings or because the
-                servers evict the least frequently used.
-            ids: uint64 ``(U,)``.
-
-        Returns:
-            uint32 ``(U,)`` per field, in the order of ``ids``; 0 for an id without a
-            row.
-
-        Raises:
-            RemoteError: the table keeps no metadata.
-            ServerError: a server failed, refused, or did not answer in time.
+        Takes uint64 ``(U,)``; gives uint32 ``(U,)`` per field, 0 for an id without a
+        row. The table must keep metadata, by its settings or because the servers evict
+        the least frequently used.
         """
         columns = self.read_numbers(Kind.METADATA, table, ids, METADATA_COLUMNS)
         return Metadata(*np.ascontiguousarray(columns.view(np.uint32).T))
@@ -520,11 +414,7 @@ class EmbeddingClient:
             self._tables.update(tables)
 
     def _send(self, header: Header, request: TableRequest) -> list[Reply]:
-        """Send every server its part of a request.
-
-        Raises:
-            BatchError: one server's part is too large.
-        """
+        """Send every server its part of a request, unless a part is too large."""
         names = ", ".join([repr(table.spec.name) for table in request.tables])
         what = f"{header.kind.name.lower()} of table {names}"
         precision, share = header.precision, request.share
@@ -547,19 +437,10 @@ class EmbeddingClient:
         ]
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
-        """Ask the servers for some numbers of ids, by any kind of request.
+        """Return ``width`` numbers of 4 bytes per id, by any kind of request.
 
-        Args:
-            kind: answered with an array of ``(N, width)`` numbers per table.
-            table: name of the table.
-            ids: uint64 ``(U,)``.
-            width: numbers of 4 bytes per id.
-
-        Returns:
-            float32 ``(U, width)``, in the order of ``ids``; a view of other numbers.
-
-        Raises:
-            ServerError: a server failed, refused, or did not answer in time.
+        The result is float32 ``(U, width)``, in the order of ``ids``; a view of other
+        numbers.
         """
         request = TableRequest([self.known_table(table)], [self.split(ids)], [width])
         replies = self._send(Header(kind), request)
@@ -570,11 +451,7 @@ class EmbeddingClient:
 def _checked_counts(
     tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None] | None
 ) -> Sequence[Counts | None] | None:
-    """Return counts if they are one per id.
-
-    Raises:
-        BatchError: the dtype or the shape of one is another.
-    """
+    """Return counts if they are one per id."""
     for (name, split), counts_U in zip(tables, counts or (), strict=bool(counts)):
         if counts_U is None:
             continue

@@ -47,9 +47,8 @@ _NO_COUNTS = np.empty(0, dtype=np.uint32)
 class BatchNumber:
     """Which batch a request belongs to: a stream, and a number within it.
 
-    Attributes:
-        share: of which joint step its update is one trainer's share; None when it is
-            applied by itself, whatever other trainers do.
+    ``share`` tells of which joint step its update is one trainer's share; None when it
+    is applied by itself, whatever other trainers do.
     """
 
     stream: int
@@ -64,13 +63,7 @@ class BatchNumber:
 
 @dataclass(frozen=True, slots=True)
 class KnownTable:
-    """A table that all servers have.
-
-    Attributes:
-        spec: its settings.
-        numbers: its number on each server.
-        wants_counts: whether training pulls should come with counts.
-    """
+    """A table that all servers have, with its number on each of them."""
 
     spec: TableSpec
     numbers: tuple[int, ...]
@@ -130,9 +123,6 @@ class TableRequest(NamedTuple):
             what: the request, in words.
             precision: how rows travel.
             max_request_ids: ids that each server accepts.
-
-        Raises:
-            BatchError: one server's part is too large.
         """
         row_bytes = [width * size_of(precision) for width in self.widths]
         for server, max_ids in enumerate(max_request_ids):
@@ -146,10 +136,9 @@ class TableRequest(NamedTuple):
                 )
 
     def merge(self, replies: Sequence[Frames], precision: Precision) -> list[Floats]:
-        """Merge the rows that all servers sent.
+        """Merge the rows of all servers: float32 ``(U, W)`` per table, read-only.
 
-        Returns:
-            float32 ``(U, W)`` per table, read-only; views of the reply if there is one.
+        They are views of the reply if there is one.
         """
         shapes = [
             (len(split.ids), width)
@@ -206,25 +195,14 @@ def _joined(pieces: Sequence[Floats]) -> Floats:
 
 
 def body_of(frames: Frames) -> Frame:
-    """Return the one frame after a reply's header.
-
-    Raises:
-        FrameError: there is none, or several.
-    """
+    """Return the one frame after a reply's header."""
     if len(frames) != 2:
         raise FrameError(f"The reply must have 2 frames. Received: {len(frames)}.")
     return frames[1]
 
 
 class ServerHello(msgspec.Struct):
-    """What a server says of itself when a client connects.
-
-    Attributes:
-        shard: which shard it is.
-        num_shards: of how many.
-        incarnation: which start of the server.
-        max_request_ids: ids that it accepts in a request.
-    """
+    """What a server says of itself when a client connects."""
 
     shard: int
     num_shards: int
@@ -233,13 +211,7 @@ class ServerHello(msgspec.Struct):
 
 
 class AddedTable(msgspec.Struct):
-    """What a server says of a table that it has.
-
-    Attributes:
-        number: of the table on this server.
-        wants_counts: whether training pulls should come with counts.
-        spec: see ``TableSpec.to_json``.
-    """
+    """What a server says of a table that it has."""
 
     number: int
     wants_counts: bool
@@ -257,12 +229,7 @@ def know_tables(
 ) -> dict[str, KnownTable]:
     """Return tables that all servers have, by name.
 
-    Args:
-        specs: the tables.
-        answers: what each server says of them, in their order.
-
-    Raises:
-        WireError: a server tells of another number of tables.
+    ``answers`` is what each server says of them, in the order of ``specs``.
     """
     for answer in answers:
         if len(answer) != len(specs):
@@ -334,8 +301,7 @@ def staleness_histogram(
 ) -> npt.NDArray[np.int64]:
     """Add up the ``staleness_0``, ``staleness_1``, ... of each server's counters.
 
-    Returns:
-        int64, one element per staleness, up to the largest that any server has seen.
+    One element per staleness, up to the largest that any server has seen.
     """
     prefix, total = "staleness_", {0: 0}
     for of_server in counters:

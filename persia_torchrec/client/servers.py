@@ -35,12 +35,6 @@ class Servers:
         connections: to the servers, in the order of their shards.
         hellos: of each server.
         timeout_s: seconds that any request may take.
-
-    Attributes:
-        connections: as given.
-        incarnations: which start of each server is meant.
-        max_request_ids: ids that each server accepts in a request.
-        names: of the servers, for errors.
     """
 
     def __init__(
@@ -131,15 +125,7 @@ class Servers:
         answer: Any = Any,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Send every server the same JSON value; return the answer of each.
-
-        Args:
-            kind: of the messages.
-            value: that each carries.
-            what: the request in words, for errors.
-            answer: what an answer must be, see ``decode_json``.
-            timeout_s: as of :meth:`send`.
-        """
+        """Send every server the same JSON value; return the ``answer`` of each."""
         bodies = itertools.repeat([encode_json(value)])
         replies = self.send(Header(kind), bodies, what, timeout_s)
         return [decode_json(reply.frames(), answer) for reply in replies]

@@ -140,11 +140,7 @@ def ids_of_rows(ids: IdsOfRows, start: int, stop: int) -> Ids:
 
 
 def rows_to_write(spec: TableSpec, block: RowBlock) -> tuple[Floats, int]:
-    """Return a block as a WRITE carries it: its rows and the header's flags.
-
-    Raises:
-        BatchError: the shapes do not fit the table.
-    """
+    """Return a block as a WRITE carries it: its rows and the header's flags."""
     num = len(block.ids)
     if block.weights.shape != (num, spec.dim):
         raise BatchError(
@@ -166,12 +162,7 @@ def rows_to_write(spec: TableSpec, block: RowBlock) -> tuple[Floats, int]:
 def write_blocks(
     blocks: Iterable[RowBlock], write: Callable[[RowBlock], Sequence[Reply]]
 ) -> int:
-    """Write blocks one after the other, few in memory; return how many rows there were.
-
-    Args:
-        blocks: taken as the servers proceed.
-        write: sends a block.
-    """
+    """Write blocks one after the other, few in memory; return their number of rows."""
     in_flight: deque[Sequence[Reply]] = deque()
     num_rows = 0
     for block in blocks:
@@ -192,16 +183,7 @@ def _wait(replies: Sequence[Reply]) -> None:
 def export_blocks(
     servers: Servers, table: KnownTable, block_rows: int
 ) -> Iterator[RowBlock]:
-    """Walk the rows of a table on all servers; see ``EmbeddingClient.export``.
-
-    Args:
-        servers: each has at most one block in flight, or waiting to be taken.
-        table: the table.
-        block_rows: rows per block at most.
-
-    Raises:
-        BatchError: ``block_rows`` is below 1.
-    """
+    """Walk the rows of a table; each server has at most one block in flight."""
     if block_rows < 1:
         raise BatchError(f"A block must have at least 1 row. Received: {block_rows}.")
     spec = table.spec
@@ -233,11 +215,7 @@ class _Next(msgspec.Struct):
 
 
 def _read_export(frames: Frames, spec: TableSpec) -> tuple[RowBlock, int | None]:
-    """Read a reply to EXPORT; return its rows, and where the next ones begin.
-
-    Raises:
-        FrameError: the frames are others, or do not fit one another.
-    """
+    """Read a reply to EXPORT; return its rows, and where the next ones begin."""
     if len(frames) != 4:
         raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
     ids, width = array_of(frames[2], np.uint64), spec.dim + spec.num_state_floats

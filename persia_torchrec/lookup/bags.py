@@ -92,15 +92,7 @@ class Bags(NamedTuple):
 
 
 def check_bags(bags: Mapping[str, Bags]) -> int:
-    """Check that the features of a batch fit together; return their number of samples.
-
-    Args:
-        bags: by name of the feature, at least one.
-
-    Raises:
-        BatchError: a dtype or a shape is wrong, lengths are negative or do not sum up
-            to the number of ids, or the features differ in their number of samples.
-    """
+    """Check that the features of a batch fit together; return B."""
     num_samples = 0
     for name, (ids, lengths, _) in bags.items():
         if ids.dtype != np.uint64 or ids.ndim != 1:
@@ -138,14 +130,7 @@ def encode_bags(bags: Mapping[str, Bags]) -> Frames:
 
 
 def decode_bags(frames: Sequence[Frame]) -> dict[str, Bags]:
-    """Read the frames that :func:`encode_bags` made; the arrays are views of them.
-
-    The features have the order in which they were sent.
-
-    Raises:
-        FrameError: these are not such frames.
-        BatchError: the features do not fit, see :func:`check_bags`.
-    """
+    """Read the frames of :func:`encode_bags`; the arrays are views of them."""
     if len(frames) != 3:
         raise FrameError(f"A batch of bags has 3 frames. Received: {len(frames)}.")
     shapes = parse_json(frames[0], list[tuple[str, int, int]], "Frame 0", FrameError)

@@ -53,11 +53,7 @@ _EXPONENT_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
 
 
 class LookupMeasures(Observations):
-    """The numbers of one lookup. Any thread may call any method but ``read``.
-
-    Args:
-        features: of the lookup.
-    """
+    """The numbers of one lookup. Any thread may call any method but ``read``."""
 
     def __init__(self, features: Sequence[FeatureSpec]) -> None:
         super().__init__(_HELPS)

@@ -86,15 +86,7 @@ class FeatureBags(NamedTuple):
 
 
 def pool(features: Sequence[FeatureBags], num_samples: int) -> Floats:
-    """Pool the bags of all features of a batch.
-
-    Args:
-        features: in the order of their columns; their rows are not changed.
-        num_samples: B, the same for all.
-
-    Returns:
-        float32 ``(B, T)``, C-contiguous.
-    """
+    """Pool the bags of all features, in their order; float32 ``(B, T)``."""
     width = sum([feature.rows.shape[1] for feature in features])
     out_BT = np.empty((num_samples, width), dtype=np.float32)
     plan_F7, _kept = _plan(features)
@@ -103,27 +95,16 @@ def pool(features: Sequence[FeatureBags], num_samples: int) -> Floats:
 
 
 def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
-    """Add the gradient of each bag to those of the rows in it.
+    """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it.
 
-    Args:
-        grads_BT: float32 ``(B, T)``.
-        features: in the order of their columns; their ``rows`` are added to, and may
-            be the same array where features share a table.
+    Features that share a table may have the same array of rows.
     """
     plan_F7, _kept = _plan(features)
     _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
 
 
 def pool_weighted(bags: FeatureBags, weights_L: Floats) -> Floats:
-    """Pool the weighted bags of one feature.
-
-    Args:
-        bags: of the feature.
-        weights_L: float32 ``(L,)``.
-
-    Returns:
-        float32 ``(B, D)``.
-    """
+    """Pool the bags of one feature with weights ``(L,)``; float32 ``(B, D)``."""
     inverse_L, lengths_B = read_only(bags.inverse), read_only(bags.lengths)
     pooling = POOLINGS.index(bags.pooling)
     rows_UD = read_only(bags.rows)
@@ -133,13 +114,7 @@ def pool_weighted(bags: FeatureBags, weights_L: Floats) -> Floats:
 def weighted_gradients(
     grads_BD: Floats, bags: FeatureBags, weights_L: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the gradients of the rows, ``(U, D)``, and of the weights, ``(L,)``.
-
-    Args:
-        grads_BD: float32 ``(B, D)``, of the pooled bags.
-        bags: as they were pooled.
-        weights_L: float32 ``(L,)``.
-    """
+    """Return the gradients of the rows, ``(U, D)``, and of the weights, ``(L,)``."""
     return _weighted_gradients(
         read_only(grads_BD),
         read_only(bags.rows),
@@ -153,10 +128,6 @@ def weighted_gradients(
 def gather(rows_UD: Floats, inverse_L: Positions) -> Floats:
     """Return the row of each id, float32 ``(L, D)``.
 
-    Args:
-        rows_UD: float32 ``(U, D)``.
-        inverse_L: int32 ``(L,)``, which row each id is.
-
     Example:
         >>> rows_UD = np.array([[1, 2], [3, 4]], dtype=np.float32)
         >>> gather(rows_UD, np.array([1, 1, 0], dtype=np.int32)).tolist()
@@ -166,13 +137,7 @@ def gather(rows_UD: Floats, inverse_L: Positions) -> Floats:
 
 
 def scatter_add(grads_LD: Floats, inverse_L: Positions, out_UD: Floats) -> None:
-    """Add the gradient of each id to that of its row.
-
-    Args:
-        grads_LD: float32 ``(L, D)``.
-        inverse_L: int32 ``(L,)``, which row each id is.
-        out_UD: float32 ``(U, D)``, added to.
-    """
+    """Add the gradient of each id to that of its row."""
     _scatter_add(read_only(grads_LD), read_only(inverse_L), out_UD)
 
 

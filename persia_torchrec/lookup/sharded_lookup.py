@@ -62,11 +62,8 @@ Timed = Callable[[str], AbstractContextManager[object]]
 class BatchFeatures:
     """The features of a batch, and how their ids are routed.
 
-    Args:
-        specs: in the order of the outputs, or of their columns.
-
     Attributes:
-        specs: as given.
+        specs: in the order of the outputs, or of their columns.
         tables: names of the tables of these features, each once.
         table_of: for each feature, the index of its table.
         by_table: indices of the features in the order of their tables.
@@ -118,12 +115,7 @@ class RoutedBatch:
     def bags(
         self, rows: Sequence[Floats], features: Iterable[int] | None = None
     ) -> list[FeatureBags]:
-        """Return the bags of features over rows, or over sums of their gradients.
-
-        Args:
-            rows: float32 ``(U, D)`` per table.
-            features: indices of features; all of them by default.
-        """
+        """Return the bags of features (all of them) over rows or sums of gradients."""
         specs, table_of = self.features.specs, self.features.table_of
         return [
             FeatureBags(
@@ -158,14 +150,6 @@ class ShardedLookup(ABC):
             more than once, as a feature that a table names twice.
         precision: how rows and gradients travel.
         timed: measures the stages of a lookup.
-
-    Attributes:
-        client: as given.
-        features: as given.
-        table_of: for each feature, the index of its table.
-
-    Raises:
-        ConfigError: no feature, or two different ones of the same name.
     """
 
     def __init__(
@@ -192,11 +176,7 @@ class ShardedLookup(ABC):
             warm_up()
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
-        """Make the tables known to the servers; see ``EmbeddingClient.add_tables``.
-
-        Raises:
-            ConfigError: a feature's table is not among them.
-        """
+        """Make the tables known to the servers; see ``EmbeddingClient.add_tables``."""
         missing = set(self._all.tables) - {spec.name for spec in specs}
         if missing:
             raise ConfigError(
@@ -227,21 +207,14 @@ class ShardedLookup(ABC):
 
     @abstractmethod
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
-        """Make what the model is given out of the unique rows.
+        """Make what the model is given out of the unique rows, ``(U, D)`` per table.
 
-        Args:
-            rows: float32 ``(U, D)`` per table of the batch; not to be written to.
-            batch: which of these rows each id is.
+        The rows are not to be written to.
         """
 
     @abstractmethod
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Return the gradient of the unique rows, float32 ``(U, D)`` per table.
-
-        Args:
-            grads: of the outputs, of their shapes.
-            batch: which row each id is.
-        """
+        """Return the gradient of the unique rows, float32 ``(U, D)`` per table."""
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
@@ -273,15 +246,8 @@ class ShardedLookup(ABC):
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a training batch; returns before they are applied.
 
-        Args:
-            batch: what :meth:`pull` returned.
-            grads: float32, of the outputs, of their shapes.
-
-        Returns:
-            Replies of the servers, for ``PushOutcome.read``.
-
-        Raises:
-            BatchError: the shape of a gradient is not its output's.
+        The gradients are float32, of the shapes of the outputs; the replies are for
+        ``PushOutcome.read``.
         """
         assert batch.number is not None, "a batch that was not pulled for training"
         expected, received = self.shapes(batch), [grad.shape for grad in grads]
@@ -302,14 +268,7 @@ class ShardedLookup(ABC):
     def select(
         self, bags: Mapping[str, Bags]
     ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
-        """Return the features of a batch, the bags of each, and the places of raw ones.
-
-        Args:
-            bags: by key of the features; their arrays are checked already.
-
-        Raises:
-            BatchError: features are missing or unknown.
-        """
+        """Return the features of a batch, the bags of each, and places of raw ones."""
         if bags.keys() != self._keys:
             raise BatchError(
                 f"A batch must have the features {sorted(self._keys)}. Received: "
@@ -371,10 +330,7 @@ def _stack_hashes(bags: Bags, feature: FeatureSpec) -> Bags:
 
 
 class PooledLookup(ShardedLookup):
-    """Pools the bags of a batch; its one output is float32 ``(B, T)``.
-
-    All features stand side by side, each in its own columns.
-    """
+    """Pools the bags of a batch; its one output is float32 ``(B, T)``."""
 
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
         """Return the shape of the one output."""
@@ -421,8 +377,7 @@ class RowsLookup(ShardedLookup):
     """Gives the unique rows; its outputs are float32 ``(U, D)``, one per table.
 
     For pooling where the model is, as on a GPU: each row crosses the way there once,
-    however often its id is in the batch. The outputs cannot be written to: they may be
-    views of the message that was received.
+    however often its id is in the batch. The outputs cannot be written to.
     """
 
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:

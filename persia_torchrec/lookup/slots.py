@@ -75,9 +75,8 @@ class Slot:
 class LookupHello:
     """The answer of a lookup that is ready, for clients that know only its address.
 
-    Attributes:
-        slots: all that a batch may have.
-        num_rows: of each embedding server, in the order of their shards.
+    It has all slots, and the rows of each embedding server in the order of their
+    shards.
     """
 
     slots: tuple[Slot, ...]
@@ -91,12 +90,8 @@ class LookupHello:
 def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> LookupHello:
     """Ask a lookup whether it is ready until it is.
 
-    Args:
-        ask: returns its answer, or raises why it is not ready.
-        timeout_s: seconds to continue asking; the last question may end later.
-
-    Raises:
-        RequestTimeoutError: it was not in time; the last reason follows.
+    ``ask`` returns its answer, or raises why it is not ready. The last question may end
+    after ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
     never = threading.Event()
@@ -112,11 +107,7 @@ def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> Lookup
 
 
 def require_slots(received: Sequence[str], expected: Sequence[str]) -> None:
-    """Check that the ID features of a batch are slots, any of them and no others.
-
-    Raises:
-        BatchError: a slot is unknown, or there is none.
-    """
+    """Check that the ID features of a batch are slots, any of them and no others."""
     unknown = set(received).difference(expected)
     if unknown or not received:
         raise BatchError(
@@ -151,14 +142,7 @@ def build_tables(
     optimizer: Optimizer,
     settings: Mapping[str, TableSettings] | None = None,
 ) -> tuple[TableSpec, ...]:
-    """Return one table per feature group.
-
-    Args:
-        schema: the slots.
-        config: which ids get rows, how these start, and how far weights may go.
-        optimizer: of the tables that ``settings`` gives no other.
-        settings: of single tables, by feature group; they win over ``config``.
-    """
+    """Return one table per feature group; ``settings`` by group win over the others."""
     settings = settings or {}
     require_known_tables(settings, (group.name for group in schema.groups))
     return tuple(
@@ -204,10 +188,6 @@ class RawIds(NamedTuple):
 def build_raw_ids(bags: Bags, num_places: int) -> RawIds:
     """Give the ids of each sample their places.
 
-    Args:
-        bags: of the slot.
-        num_places: F, at least 1.
-
     Example:
         >>> ids = np.array([7, 8, 8, 9, 9], dtype=np.uint64)
         >>> raw = build_raw_ids(Bags(ids, np.array([2, 0, 3], dtype=np.int32)), 2)
@@ -244,14 +224,6 @@ class SlotsLookup(ShardedLookup):
     Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` per raw slot,
     of the slots that the batch has, in the order of the batch. The batch that ``pull``
     returns has the names of these slots, and the places of the raw ones.
-
-    Args:
-        client: of the servers; the lookup does not close it.
-        features: one per slot.
-        measures: measures the lookup, if it is measured.
-
-    Attributes:
-        measures: as given.
     """
 
     def __init__(
@@ -267,12 +239,7 @@ class SlotsLookup(ShardedLookup):
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
     ) -> tuple[Outputs, RoutedBatch]:
-        """Fetch the rows of a batch; see :meth:`ShardedLookup.pull`.
-
-        Args:
-            bags: by slot, at least one, in the order of the batch.
-            number: as there.
-        """
+        """Fetch the rows of a batch; see :meth:`ShardedLookup.pull`."""
         outputs, batch = super().pull(bags, number)
         if self.measures is not None:
             self.measures.note_ids(bags, batch)

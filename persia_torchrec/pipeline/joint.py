@@ -3,11 +3,8 @@
 Every trainer numbers its training batches in the order in which it starts them; the
 batches of the same number make up a joint step, as in TorchRec, where the n-th forward
 pass of each rank is one collective. So every trainer must start as many, or leave.
-
-Trainers that have left, each at its own number, come together again in the next group
-(the number of the group plus one), where all begin at step 1.
-
-The servers notice when the connection of a trainer is lost. A process that ends by
+Trainers that have left come together again in the next group, where all begin at step
+1. The servers notice when the connection of a trainer is lost; a process that ends by
 itself tells them why, so that the others hear it too.
 """
 
@@ -31,10 +28,8 @@ _FAREWELL_S = 1.0
 class Trainers:
     """Numbers the joint steps of one collection. Its pipeline locks it.
 
-    Args:
-        client: of the servers.
-        first: this trainer's share of the first step. All trainers of the collection,
-            and no others, agree on its group; its timeout is that of a step.
+    ``first`` is this trainer's share of the first step. All trainers of the collection,
+    and no others, agree on its group; its timeout is that of a step.
     """
 
     def __init__(self, client: EmbeddingClient, first: Share) -> None:
@@ -50,11 +45,7 @@ class Trainers:
         atexit.register(self._end_with_the_process)
 
     def end(self, why: str) -> None:
-        """Tell the servers that no share will come any more.
-
-        Args:
-            why: for the errors of trainers that wait for one.
-        """
+        """Tell the servers, for trainers that wait, why no share will come any more."""
         atexit.unregister(self._end_with_the_process)
         self._client.join(self._next, self._who, why)
 
@@ -85,10 +76,7 @@ class Trainers:
             self._client.push([], [], batch)
 
     def next_group(self) -> Share:
-        """Begin with the next group; return the first share that the old one lacks.
-
-        Hand it to :meth:`leave`.
-        """
+        """Begin with the next group; return the share that the previous one lacks."""
         share = self._next
         self._next = share._replace(group=share.group + 1, step=1)
         return share

@@ -6,14 +6,9 @@
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
 bound (see ``staleness.py``); evaluation pulls take none and have threads of their own,
-so that they never wait behind a training pull that waits for a permit. Pushes are sent
-in the order of ``push`` and acknowledged in the background. A change of tables goes
-through their queue: it waits for the acknowledgements of those before it.
-
-A training batch whose embeddings are dropped without a push (no backward pass
-came, or it raised) is given up: the servers are told, and the permit comes back.
-
-An error of a background push is raised by the next call, whichever it is.
+so that they never wait behind a training pull that waits for a permit. A training batch
+whose embeddings are dropped without a push (no backward pass came, or it raised) is
+given up: the servers are told, and the permit comes back.
 """
 
 import threading
@@ -53,10 +48,7 @@ Handle = TypeVar("Handle")
 
 
 class Lookup(Updates[Handle], Protocol[Source, Handle]):
-    """Something that pulls batches and pushes their gradients.
-
-    A ``ShardedLookup`` of this process, or the way to workers that have one.
-    """
+    """Pulls batches and pushes their gradients, in this process or through workers."""
 
     def pull(
         self, source: Source, number: BatchNumber | None
@@ -81,9 +73,6 @@ class PrefetchedBatch(Generic[Handle]):
     Attributes:
         outputs: float32, C-contiguous: what the lookup gave, once the batch is here.
         handle: what else the lookup knows of the batch then.
-        is_training: whether it can be pushed.
-        given: as above.
-        permit: of the batch, from ``semaphore``.
     """
 
     outputs: Outputs
@@ -109,11 +98,7 @@ class PrefetchedBatch(Generic[Handle]):
 
     @property
     def source(self) -> Any:
-        """The batch as torch has it.
-
-        Raises:
-            BatchError: its pull began otherwise, as by a reference to its ids.
-        """
+        """The batch as torch has it; an error if its pull began by a reference."""
         if self.given is None:
             raise BatchError(
                 "A collection that uses weights, or returns indices, must be given a "
@@ -125,21 +110,13 @@ class PrefetchedBatch(Generic[Handle]):
         """Do nothing: ``wait`` records streams; the ids are the batch's own."""
 
     def is_here(self, timeout_s: float = 0) -> bool:
-        """Return whether the batch is here, or failed; does not hold it.
-
-        Args:
-            timeout_s: seconds to wait for it.
-        """
+        """Return whether the batch is here, or failed; does not hold it."""
         return self._arrived.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait for the batch, to push it from this thread's backward pass.
 
-        Args:
-            timeout_s: seconds that it may take; as long as requests may by default.
-
-        Raises:
-            PersiaError: what went wrong, as ServerError or StalenessError.
+        By default it may take as long as requests may.
         """
         if self.is_training:
             self.semaphore.hold(self.permit)
@@ -158,12 +135,8 @@ class PrefetchedBatch(Generic[Handle]):
     def push(self, grads: Outputs) -> None:
         """Send the gradients of ``outputs``; waits for the servers at staleness 0.
 
-        Args:
-            grads: float32, of the shapes of ``outputs``; not to be changed any more.
-
-        Raises:
-            BatchError: this batch was pushed before, or was not pulled for training.
-            PersiaError: an earlier push failed, or, at staleness 0, this one.
+        They are float32, of the shapes of ``outputs``, and not to be changed any more.
+        It also raises the error of an earlier push.
         """
         if self._give_up is None or not self._give_up.detach():
             raise BatchError(
@@ -174,10 +147,7 @@ class PrefetchedBatch(Generic[Handle]):
         self._pipeline.put(Push(self.handle, grads, self.permit, self.semaphore))
 
     def give_up(self) -> None:
-        """Make room for another batch: no gradients will come.
-
-        Does nothing after a push. A batch that is dropped gives itself up.
-        """
+        """Give up: no gradients will come. Does nothing after a push."""
         if self._give_up is not None and self._give_up.detach():
             self.permit.let_go()
             push: Push[Handle]
@@ -229,9 +199,6 @@ class _Pulls:
     One thread at a time takes the oldest batch and its permit. If each batch waited for
     itself, a later one could get the permit that an earlier one needs, and the trainer,
     which waits for the earlier one, would never give it back.
-
-    Args:
-        name: of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -244,11 +211,7 @@ class _Pulls:
         self._is_closing = False  # guarded by _changed
 
     def set_num_threads(self, num: int) -> None:
-        """Change how many batches may be pulled at once; running pulls proceed.
-
-        Raises:
-            ConfigError: ``num`` is below 1.
-        """
+        """Change how many batches may be pulled at once; running pulls proceed."""
         if num < 1:
             raise ConfigError(f"At least one puller is needed. Received: {num}.")
         with self._changed:
@@ -258,11 +221,7 @@ class _Pulls:
                 self._start_threads()
 
     def submit(self, batch: PrefetchedBatch[Any]) -> None:
-        """Have a batch pulled.
-
-        Raises:
-            StalenessError: too many wait for their turn.
-        """
+        """Have a batch pulled; refused if too many wait for their turn."""
         with self._changed:
             if len(self._waiting) >= _MAX_WAITING:
                 raise StalenessError(
@@ -332,12 +291,8 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
         timeout_s: seconds that a wait for an acknowledgement may take.
 
     Attributes:
-        lookup: as given.
         semaphore: the permits; replaced when the bound changes.
         trainers: those that this one updates with, if it does.
-
-    Raises:
-        ConfigError: ``staleness`` is negative.
     """
 
     def __init__(
@@ -359,10 +314,6 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
         """Change the bound; only while no training batch is in flight.
 
         Waits for the pushes so far, and a moment for batches that are being given up.
-
-        Raises:
-            ConfigError: ``staleness`` is negative, or batches are in flight.
-            PersiaError: an earlier push failed.
         """
         _require_staleness(staleness)
         self.flush()
@@ -387,11 +338,7 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
             self._evaluation.set_num_threads(evaluation)
 
     def set_trainers(self, trainers: Trainers) -> None:
-        """Make every update a share of a joint step; before the first batch.
-
-        Args:
-            trainers: those that this one updates with; handed over.
-        """
+        """Make every update a share of a joint step; before the first batch."""
         with self._starting:
             self.trainers = trainers
             self.timeout_s += trainers.timeout_s
@@ -424,8 +371,7 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
         """Let the joint steps of other trainers proceed without this one, from now on.
 
         Batches so far count still. Those after it belong to the joint steps of a new
-        round, in which all trainers take part again, each when it has left this one.
-        Does nothing where trainers do not update jointly.
+        group, in which all trainers take part again, each when it has left this one.
         """
         self.raise_error()
         self._put_leave()

@@ -2,10 +2,8 @@
 
     put(push) -> queue -> pushing thread: sum per row, send ...  acknowledged: settled
 
-A change of tables goes through the same queue: it waits for the acknowledgements of the
-pushes before it. So does the message that this trainer leaves the others. An error of a
-push is raised by the next call, whichever it is.
-
+A change of tables goes through the same queue, and waits for the acknowledgements of
+the pushes before it. An error of a push is raised by the next call, whichever it is.
 Besides the permits two bounds give back-pressure: on the pushes whose gradients are in
 memory, for which ``put`` waits, and on those that are sent and not acknowledged, for
 which the pushing thread waits.
@@ -87,12 +85,9 @@ class PushQueue(Generic[Handle]):
 
     Only :meth:`change_tables` is for one thread at a time.
 
-    Args:
-        updates: where batches are pushed to.
-        timeout_s: seconds that a wait for an acknowledgement may take.
-
     Attributes:
-        timeout_s: the same; not to be changed while a push is in flight.
+        timeout_s: seconds that a wait for an acknowledgement may take; not to be
+            changed while a push is in flight.
         tally: what became of the pushes.
         waits_for_ack: whether ``put`` waits for the acknowledgement.
     """
@@ -126,9 +121,6 @@ class PushQueue(Generic[Handle]):
         Args:
             held: that are waiting, or sent and not acknowledged.
             sent: that are sent and not acknowledged.
-
-        Raises:
-            ConfigError: a number is below 1.
         """
         if held < 1 or sent < 1:
             raise ConfigError(
@@ -151,11 +143,8 @@ class PushQueue(Generic[Handle]):
     def put(self, push: Push[Handle]) -> None:
         """Send the gradients of an open batch.
 
-        Where as many are held as may be, it first waits for an acknowledgement.
-
-        Raises:
-            PersiaError: an earlier push failed, or this one if it is waited for, or
-                the queue is closed, or no acknowledgement came in time.
+        Where as many are held as may be, it first waits for an acknowledgement. It also
+        raises the error of an earlier push.
         """
         with self._lock:
             if len(self._held) >= self._max_held:
@@ -204,11 +193,7 @@ class PushQueue(Generic[Handle]):
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the first error of a push so far, if there is one, or that of closing.
-
-        Raises:
-            PersiaError: as it says.
-        """
+        """Raise the first error of a push so far, or that of closing, if any."""
         with self._lock:
             error = self._error
             if error is None and self._is_closed:

@@ -1,9 +1,8 @@
 """The bound on staleness, and what became of the batches under it.
 
-The bound is a counting semaphore with owners.
-
-A training batch takes a permit before its rows are pulled and gives it back when its
-update has been acknowledged by every server. With ``n`` permits,
+The bound is a counting semaphore with owners. A training batch takes a permit before
+its rows are pulled and gives it back, exactly once, when every server has acknowledged
+its update, or when it has failed or was dropped. With ``n`` permits,
 
     batches pulled - batches acknowledged <= n        at every moment,
 
@@ -13,23 +12,15 @@ is the schedule of ordinary training: each batch sees all updates before it.
 A thread may need several batches for one backward pass: when a module is called twice
 in a forward pass, or the losses of several batches are added up. It *holds* a batch
 from when it waits for it until it pushes it. When it waits for one more and holds all
-that are out, it alone could give a permit back, and does not while it waits: so this
-batch proceeds without waiting. What it sees are the rows before the updates of the
-others, which is what it would see if the tables were local; only batches that are
-pulled ahead, or pushed and not acknowledged, add staleness, and those stay bounded.
+that are out, only it could give a permit back, and does not while it waits: so this
+batch proceeds without waiting. It sees the rows before the updates of the others, as it
+would if the tables were local.
 
-A permit is given back exactly once, whatever happens to its batch: acknowledged,
-failed, or dropped without a backward pass.
-
-What became of the batches is counted, and what users forget is logged at once:
+What users forget is logged, once or when it has grown, not for each batch:
 
     a batch that was used and dropped   no backward pass came: its rows do not learn
     gradients of evicted rows           the servers' capacity is too small
     gradients that are not finite       the training diverges
-
-A warning comes when there is something to be done about it, and not again for each
-batch: of dropped batches once, of evicted rows when their fraction has doubled, of
-refused gradients when there are ten times as many.
 """
 
 import logging
@@ -72,24 +63,14 @@ class Permit:
     has_left = False
 
     def let_go(self) -> None:
-        """Note that the batch is pushed or dropped.
-
-        Takes no lock, since a garbage collection may call it anywhere.
-        """
+        """Note that the batch is pushed or dropped; finalizers call it: no lock."""
         self.has_left = True
         self.holder = None
 
 
 @dataclass(slots=True)
 class LookupCounts:
-    """How stale the rows of lookups were.
-
-    Attributes:
-        num: permits that were taken, one per lookup.
-        num_waited: of these, how many had to wait.
-        num_lacking: batches that were pulled and not acknowledged when a permit was
-            taken, added up: the updates that the rows of this lookup lack.
-    """
+    """How stale the rows of lookups were; see :class:`TrainingSummary`."""
 
     num: int = 0
     num_waited: int = 0
@@ -104,9 +85,6 @@ class StalenessSemaphore:
         timeout_s: seconds to wait for a permit.
         counts: what is counted so far, by a previous semaphore that is not used any
             more; handed over.
-
-    Raises:
-        ConfigError: ``num`` is below 1.
     """
 
     def __init__(
@@ -127,12 +105,7 @@ class StalenessSemaphore:
             return replace(self._counts)
 
     def take(self, permit: Permit) -> None:
-        """Wait until a batch may be pulled.
-
-        Raises:
-            StalenessError: there was no permit in time.
-            PersiaError: the semaphore was closed.
-        """
+        """Wait until a batch may be pulled."""
         with self._changed:
             must_wait = len(self._out) >= self.num and not self._holds_all(permit)
             if must_wait:
@@ -171,7 +144,7 @@ class StalenessSemaphore:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hand out no further permit; who waits for one gets an error."""
+        """Hand out no further permit; a thread that waits for one gets an error."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -126,16 +126,7 @@ class RemoteWorkers:
         self._tables: dict[str, TableSpec] = {}
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:
-        """Ask all workers whether they and their servers are ready.
-
-        Args:
-            timeout_s: seconds that it may take, if not as many as any other request.
-
-        Raises:
-            ConfigError: the workers differ in their slots.
-            ServerError: a worker or a server is not ready, or does not answer.
-            WireError: what answers is not an embedding worker.
-        """
+        """Ask all workers whether they and their servers are ready."""
         header, body = Header(Kind.HELLO), [encode_json(None)]
         replies = [
             self._send(worker, header, body, "asking whether it is ready", timeout_s)
@@ -177,13 +168,7 @@ class RemoteWorkers:
     def buffer(self, worker: int, loader: int, bags: Mapping[str, Bags]) -> int | None:
         """Leave the ids of a batch with a worker.
 
-        Args:
-            worker: number of the worker.
-            loader: number of this data loader.
-            bags: by name of feature.
-
-        Returns:
-            The reference, or None when the worker's buffer is full.
+        Returns its reference, or None when the worker's buffer is full.
         """
         header = Header(Kind.BUFFER_IDS, stream=loader)
         reply = self._send(worker, header, encode_bags(bags), "ids")
@@ -195,13 +180,7 @@ class RemoteWorkers:
         source: ReferencedBatch | Mapping[str, Bags],
         number: BatchNumber | None,
     ) -> tuple[Outputs, RemoteBatch]:
-        """Have a batch pulled and pooled; see ``SlotsLookup.pull``.
-
-        Args:
-            source: a batch whose ids wait with a worker, or the ids themselves, in the
-                order of the batch.
-            number: which batch of which stream, when it is for training.
-        """
+        """Have a batch pulled and pooled; see ``SlotsLookup.pull``."""
         try:
             with self.observed.timed(_FORWARD):
                 return self._pull(source, number)
@@ -287,11 +266,7 @@ def _not_hello(why: str) -> WireError:
 
 
 def _shaped(places: Positions, shape: Sequence[int]) -> Positions:
-    """Return a copy of places in their shape.
-
-    Raises:
-        FrameError: there are more, or less.
-    """
+    """Return a copy of places in their shape."""
     if len(places) != math.prod(shape):
         raise FrameError(f"{len(places)} places must have the shape {shape}.")
     return places.reshape(shape).copy()

@@ -116,11 +116,7 @@ class IdBuffer:
             return reference
 
     def peek(self, loader: int, reference: int) -> dict[str, Bags]:
-        """Return a batch and keep it, so that a failed pull can be tried again.
-
-        Raises:
-            DataflowError: there is no such batch (any more).
-        """
+        """Return a batch and keep it, so that a failed pull can be tried again."""
         with self._lock:
             batches = self._batches.get(loader)
             entry = batches.get(reference) if batches else None
@@ -152,11 +148,7 @@ class AwaitingGradient:
         self._num_taken = 0  # guarded by _lock
 
     def put(self, number: BatchNumber, batch: RoutedBatch) -> None:
-        """Keep a batch.
-
-        Raises:
-            DataflowError: too many are open.
-        """
+        """Keep a batch; refused if too many are open."""
         with self._lock:
             if len(self._batches) >= _MAX_OPEN:
                 raise DataflowError(
@@ -167,11 +159,7 @@ class AwaitingGradient:
 
     @contextmanager
     def taken(self, number: BatchNumber) -> Iterator[RoutedBatch]:
-        """Forget a batch, whose update is applied when the block ends.
-
-        Raises:
-            DataflowError: there is no such batch (any more).
-        """
+        """Forget a batch, whose update is applied when the block ends."""
         with self._lock:
             batch = self._batches.pop(number, None)
             self._num_taken += batch is not None
@@ -193,12 +181,7 @@ class AwaitingGradient:
 
 
 class WorkerProcess:
-    """Answers the messages to an embedding worker; several threads may ask.
-
-    Args:
-        lookup: pulls and pushes.
-        buffer: keeps the ids of data loaders.
-    """
+    """Answers the messages to an embedding worker; several threads may ask."""
 
     def __init__(self, lookup: SlotsLookup, buffer: IdBuffer) -> None:
         self._lookup = lookup
@@ -216,11 +199,7 @@ class WorkerProcess:
         return len(self._open)
 
     def answer(self, header: Header, frames: Frames) -> Frames:
-        """Answer one message; the handler of a ``Service``.
-
-        Raises:
-            PersiaError: what the sender is told.
-        """
+        """Answer one message; the handler of a ``Service``."""
         match header.kind:
             case Kind.HELLO:
                 self._lookup.learn_tables()  # of a loaded checkpoint, with no trainer

@@ -1,9 +1,7 @@
 """What an embedding worker serves: a lookup over servers, in a job or alongside none.
 
-Alongside no job it learns the tables from servers whose addresses it is given, which
-have them from the checkpoint that they serve (``server/inference.py``) or from a job
-that trains, and changes nothing there. Servers that are not there yet, or not ready,
-are waited for.
+Alongside no job it waits for servers whose addresses it is given, learns the tables
+from them (of a checkpoint or of a job that trains), and changes nothing there.
 
 PERSIA gives ``embedding_config.yml`` to embedding workers and servers only. A trainer
 needs it here too, since its embeddings are a TorchRec collection; so the workers leave
@@ -47,17 +45,7 @@ _STALENESS_HELP = "training batches looked up and not yet updated"
 
 
 def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> EmbeddingSchema:
-    """Read the file, and leave it in the address book; each embedding worker does.
-
-    Args:
-        book: of the job.
-        path: of ``embedding_config.yml``.
-        warns: as of :func:`load_embedding_config`.
-
-    Raises:
-        ConfigError: the file cannot be read or has a mistake, or another worker of the
-            job has other slots.
-    """
+    """Read the file, and leave it in the address book; each embedding worker does."""
     text = read_text(path)
     schema = parse_embedding_config(text, path, warns=warns)  # before others read it
     known = parse_embedding_config(
@@ -75,9 +63,8 @@ def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> Embeddin
 def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> EmbeddingSchema:
     """Return the slots that the embedding workers of a job have told.
 
-    Args:
-        store: where the address book is, as ``env.job_store()`` tells.
-        timeout_s: seconds to wait for the first worker.
+    ``store`` is where the address book is, as ``env.job_store()`` tells; ``timeout_s``
+    is seconds to wait for the first worker.
     """
     book = AddressBook.join(*store)
     try:
@@ -100,14 +87,7 @@ def make_lookup(
 def pushing_metrics(
     process: WorkerProcess, lookup: SlotsLookup, index: int, settings: MetricsSettings
 ) -> Iterator[None]:
-    """Push the metrics of an embedding worker while a block runs, and at its end.
-
-    Args:
-        process: tells what waits in it.
-        lookup: what ``make_lookup`` returned for the same settings.
-        index: which worker this is.
-        settings: of the global config.
-    """
+    """Push the metrics of an embedding worker while a block runs, and at its end."""
 
     def read() -> list[Reading]:
         return [
@@ -133,23 +113,15 @@ def ready_lookup(
     await_tables: bool,
     greeting: Greeting = NO_JOB,
 ) -> SlotsLookup | None:
-    """Wait until all servers have their tables, which belong to them.
+    """Wait until all servers have their tables; return the lookup of them.
 
     Args:
         servers: addresses of all servers, in the order of their shards.
         schema: the slots.
         metrics: whether the lookup is measured.
-        ending: set when the process is to end.
+        ending: set when the process is to end; the result is None then.
         await_tables: tables that are missing may still come, from a job that trains.
         greeting: of this process.
-
-    Returns:
-        The lookup; None if the process is to end.
-
-    Raises:
-        ConfigError: the addresses are not the shards of one job, or a slot's table has
-            another dim, or is missing.
-        ServerError: the servers did not answer in time, or not with their rows.
     """
     addresses = [tcp_address(server) for server in servers]
 
@@ -178,12 +150,7 @@ def ready_lookup(
 
 
 def _learn_tables(lookup: SlotsLookup) -> None:
-    """Learn the servers' tables.
-
-    Raises:
-        ConfigError: there are none for some slots, or the servers differ in them.
-        ServerError: a server is not ready.
-    """
+    """Learn the servers' tables; an error if some slots have none."""
     lookup.client.num_rows()  # refused until the tables are all there
     lookup.client.learn_tables()
     for feature in lookup.features:
@@ -200,10 +167,7 @@ def _learn_tables(lookup: SlotsLookup) -> None:
 def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
     """Try until it succeeds, or until the process is to end: then return False.
 
-    Raises:
-        ConfigError: it cannot succeed.
-        ServerError: it has not succeeded in time.
-        WireError: the same.
+    A ConfigError, which no waiting mends, is raised at once.
     """
     deadline = time.monotonic() + timeouts.READY_S
     logged = ""
@@ -225,15 +189,7 @@ def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
 
 
 def require_dims(slots: Sequence[Slot], schema: EmbeddingSchema) -> None:
-    """Check that the slots have the dims of their tables on the servers.
-
-    Args:
-        slots: as the servers' tables make them.
-        schema: as the user wrote them.
-
-    Raises:
-        ConfigError: a slot has another dim.
-    """
+    """Check that the slots have the dims of their tables on the servers."""
     for slot in slots:
         dim = schema.slots[slot.name].dim
         if slot.dim != dim:

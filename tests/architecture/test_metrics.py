@@ -36,7 +36,7 @@ def counters(servers, tmp_path):
     batch, split = BatchNumber(1, 1), client.split(ids_of(1, 2))
     client.pull([("item", split)], batch=batch)
     grads = np.ones((2, 2), dtype=np.float32)
-    client.missed(client.push([("item", split)], [grads], batch))
+    client.outcome(client.push([("item", split)], [grads], batch))
     (counters,) = client.counters()
     return {**counters, **of_a_follower(servers, client, tmp_path)}
 

@@ -49,7 +49,9 @@ class Job:
         batch = BatchNumber(1, self.num_batches)
         rows = self.client.pull(names, batch=batch)
         grads = [np.sin(7 * rows_UD) + 0.1 for rows_UD in rows]
-        assert self.client.missed(self.client.push(names, grads, batch)) == 0
+        assert (
+            self.client.outcome(self.client.push(names, grads, batch)).num_missed == 0
+        )
 
     def train_many(self, seed, num_batches=10):
         rng = np.random.default_rng(seed)

@@ -67,7 +67,7 @@ def train(client, *, precision=Precision.FP32):
             grouped.append(np.empty_like(rows_UD))
             grouped[-1][split.place] = grads[name]
         push = client.push(tables, grouped, number, precision=precision)
-        assert client.missed(push) == 0
+        assert client.outcome(push).num_missed == 0
     return pulled
 
 
@@ -126,7 +126,7 @@ def test_an_empty_batch_is_pulled_and_pushed(servers, num_shards):
     tables = [("item", nothing), ("user", nothing)]
     rows = client.pull(tables, batch=BatchNumber(1, 1))
     assert [rows_UD.shape for rows_UD in rows] == [(0, 5), (0, 3)]
-    assert client.missed(client.push(tables, rows, BatchNumber(1, 1))) == 0
+    assert client.outcome(client.push(tables, rows, BatchNumber(1, 1))).num_missed == 0
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -195,7 +195,7 @@ def test_gradients_of_evicted_ids_are_counted_over_all_servers(servers):
     [rows] = client.pull([("item", split)], batch=BatchNumber(1, 1))
     assert client.num_rows() == [4, 4]
     push = client.push([("item", split)], [rows], BatchNumber(1, 1))
-    assert client.missed(push) == 40 - 8
+    assert client.outcome(push).num_missed == 40 - 8
     assert sum(c["gradients_missed"] for c in client.counters()) == 40 - 8
 
 
@@ -412,7 +412,7 @@ def use(server, *, pushes):
         split = client.split(ids_of(1))
         [rows] = client.pull([("item", split)], batch=batch)
         if pushes:
-            client.missed(client.push([("item", split)], [rows], batch))
+            client.outcome(client.push([("item", split)], [rows], batch))
         client.read("item", split.ids)
 
 
@@ -440,7 +440,7 @@ def test_an_optimizers_settings_may_change_while_rows_stay(servers):
         client.add_tables([spec])
         client.pull([("toy", split)], batch=BatchNumber(1, batch))
         grads = [np.ones((1, 1), dtype=np.float32)]
-        client.missed(client.push([("toy", split)], grads, BatchNumber(1, batch)))
+        client.outcome(client.push([("toy", split)], grads, BatchNumber(1, batch)))
     assert client.read("toy", ids_of(1)).tolist() == [[-9]]
 
 
@@ -454,7 +454,7 @@ class TestMetadata:
         grouped = split.grouped(np.array(counts, dtype=np.uint32))
         client.pull([("seen", split)], batch=number, counts=[grouped])
         grads = np.zeros((3, 2), dtype=np.float32)
-        client.missed(client.push([("seen", split)], [grads], number))
+        client.outcome(client.push([("seen", split)], [grads], number))
 
     @pytest.mark.parametrize("num_shards", [1, 3])
     def test_it_tells_how_often_and_when_ids_were_trained(self, servers, num_shards):

@@ -114,7 +114,7 @@ class TestFill:
         (rows,) = client.pull([("stateless", split)], batch=batch)
         assert np.array_equal(rows[split.place], table_of(4)[1:3])
         grads = [np.ones((2, 3), dtype=np.float32)]
-        client.missed(client.push([("stateless", split)], grads, batch))
+        client.outcome(client.push([("stateless", split)], grads, batch))
         read = client.read("stateless", ids_of(0, 1, 2, 3))
         moved = np.array([0, 0.1, 0.1, 0])[:, None]
         np.testing.assert_allclose(read, table_of(4) - moved, rtol=1e-6)
@@ -201,7 +201,7 @@ class TestExport:
             client.pull([("item", split), ("other", split)], batch=batch)
             grads = [np.ones((40, dim), dtype=np.float32) for dim in (3, 6)]
             tables = [("item", split), ("other", split)]
-            client.missed(client.push(tables, grads, batch))
+            client.outcome(client.push(tables, grads, batch))
         assert len(ids) == len(set(ids))
         assert set(range(60)) <= set(ids)
 
@@ -228,7 +228,7 @@ class TestStep:
             batch = BatchNumber(1, 1)
             client.pull([(table, split)], batch=batch)
             grads = [np.ones((3, dim), dtype=np.float32)]
-            client.missed(client.push([(table, split)], grads, batch))
+            client.outcome(client.push([(table, split)], grads, batch))
 
         assert client.step("adam") == 0
         train("adam", 2)
@@ -246,7 +246,7 @@ class TestStep:
         split, batch = client.split(one), BatchNumber(1, 1)
         client.pull([("adam", split)], batch=batch)
         grads = [np.full((1, 2), 0.5, dtype=np.float32)]
-        client.missed(client.push([("adam", split)], grads, batch))
+        client.outcome(client.push([("adam", split)], grads, batch))
         # Both means stay what they are; only their corrections are those of step 10.
         root = np.sqrt(0.25 / (1 - 0.999**10))
         expected = -0.1 * 0.5 / (1 - 0.9**10) / root

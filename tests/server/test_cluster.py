@@ -45,7 +45,10 @@ def train(client):
     for batch in range(3):
         number = BatchNumber(1, batch)
         [rows] = client.pull([("item", split)], batch=number)
-        assert client.missed(client.push([("item", split)], [rows], number)) == 0
+        assert (
+            client.outcome(client.push([("item", split)], [rows], number)).num_missed
+            == 0
+        )
     return client.read("item", ids)
 
 
@@ -101,7 +104,7 @@ def test_a_server_that_is_killed_fails_its_pending_requests_at_once_and_by_name(
         victim.kill()
         message = f"server 1 at {cluster.addresses[1]}: update .*connection was lost"
         with pytest.raises(ServerError, match=message):
-            client.missed(push)  # the message is not that of a timeout
+            client.outcome(push)  # the message is not that of a timeout
         client.close()
 
 

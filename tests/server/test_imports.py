@@ -24,7 +24,10 @@ def train(client, all_grads):
     for batch, grads in enumerate(all_grads):
         number = BatchNumber(1, batch)
         client.pull([("item", split)], batch=number)
-        assert client.missed(client.push([("item", split)], [grads], number)) == 0
+        assert (
+            client.outcome(client.push([("item", split)], [grads], number)).num_missed
+            == 0
+        )
     return client.read("item", np.arange(10, dtype=np.uint64))
 
 

@@ -62,7 +62,7 @@ class Training:
         split = self.client.split(ids_of(*ids))
         [rows] = self.client.pull([(table, split)], batch=number)
         grads = self._rng.standard_normal(rows.shape).astype(np.float32)
-        self.client.missed(self.client.push([(table, split)], [grads], number))
+        self.client.outcome(self.client.push([(table, split)], [grads], number))
 
     def dump(self):
         return self.client.checkpoints.dump(self.run)

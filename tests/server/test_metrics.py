@@ -28,7 +28,7 @@ def train(client, batch, *numbers):
     number, split = BatchNumber(1, batch), client.split(ids_of(*numbers))
     client.pull([("item", split)], batch=number)
     grads = np.ones((len(numbers), 2), dtype=np.float32)
-    client.missed(client.push([("item", split)], [grads], number))
+    client.outcome(client.push([("item", split)], [grads], number))
 
 
 def test_a_server_pushes_what_a_client_is_told(servers, monkeypatch):

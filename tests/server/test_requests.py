@@ -56,7 +56,7 @@ class TestHints:
             tables = [("item", first), ("counting", second)]
             client.pull(tables, batch=BatchNumber(1, batch))
             grads = [ONES, ONES[:1, :1]]
-            client.missed(client.push(tables, grads, BatchNumber(1, batch)))
+            client.outcome(client.push(tables, grads, BatchNumber(1, batch)))
         assert len(store.hints) == len(store.found) == 6
         for hints_N, found_N in zip(store.hints, store.found, strict=True):
             assert hints_N is found_N
@@ -72,7 +72,7 @@ class TestHints:
         for batch in batches:
             client.pull([("item", split)], batch=batch)
         for batch in reversed(batches):
-            client.missed(client.push([("item", split)], [ONES], batch))
+            client.outcome(client.push([("item", split)], [ONES], batch))
         assert [id(found) for found in reversed(store.found)] == list(
             map(id, store.hints)
         )
@@ -85,13 +85,13 @@ class TestHints:
         client.pull([("item", split)], batch=batch)
         assert client.counters()[0]["hinted_slots"] > 0
         if end == "give up":
-            client.missed(client.push([], [], batch))
+            client.outcome(client.push([], [], batch))
         elif end == "clear":
             client.clear()
         else:
             split = client.split(ids_of(5))
         grads = ONES[: len(split.ids)]
-        client.missed(client.push([("item", split)], [grads], batch))
+        client.outcome(client.push([("item", split)], [grads], batch))
         assert store.hints == [None]
         assert client.counters()[0]["hinted_slots"] == 0
 
@@ -110,8 +110,8 @@ class TestCounts:
     ):
         client, store = recording.client, recording.store
         client.add_tables([ITEM, COUNTING])
-        assert not client.wants_counts("item")
-        assert client.wants_counts("counting")
+        assert not client.known_table("item").wants_counts
+        assert client.known_table("counting").wants_counts
         split = client.split(ids_of(5, 6))
         tables = [("item", split), ("counting", split), ("counting", split)]
         some = np.array([3, 9], dtype=np.uint32)
@@ -214,7 +214,7 @@ class TestTables:
                 client.push([("item", split)], ones, BatchNumber(1, batch))
                 for _ in range(5)
             ]
-        assert sum(map(client.missed, pushes)) == 0
+        assert sum(client.outcome(push).num_missed for push in pushes) == 0
         assert (client.read("item", split.ids) == -5 * 111).all()
         assert client.table("item").optimizer == SGD(100.0)
         assert client.table("counting").optimizer == SGD(100.0)
@@ -349,7 +349,7 @@ class TestBadGradients:
         replies = client.push([("item", split)], [grads], batch)
         outcome = client.outcome(replies)
         assert (outcome.num_missed, outcome.num_refused) == (0, 2)
-        assert client.missed(replies) == 0
+        assert client.outcome(replies).num_missed == 0
         weights = client.read("item", split.ids)
         assert weights[[3, 17]].tolist() == [[0, 0], [0, 0]]
         assert (np.delete(weights, [3, 17], axis=0) == -1).all()
@@ -399,11 +399,15 @@ def test_an_update_that_fails_is_an_error_of_its_sender_only(servers, monkeypatc
         grads = np.ones((len(split.ids), 2), dtype=np.float32)
         pushes.append(client.push([("item", split)], [grads], number))
     client.clear()  # applies them
-    assert client.missed(pushes[0]) == client.missed(pushes[3]) == 0
+    assert (
+        client.outcome(pushes[0]).num_missed
+        == client.outcome(pushes[3]).num_missed
+        == 0
+    )
     with pytest.raises(RemoteError, match=r"StoreError: .* memory .*no room"):
-        client.missed(pushes[1])
+        client.outcome(pushes[1])
     with pytest.raises(RemoteError, match="KeyError: 'a bug'"):
-        client.missed(pushes[2])
+        client.outcome(pushes[2])
     counters = client.counters()[0]
     assert counters["open_batches"] == 0
     assert counters["requests_refused"] == 2
@@ -421,7 +425,7 @@ class TestCounters:
         for batch in range(20):
             number = BatchNumber(1, batch)
             client.pull([("item", split)], batch=number)
-            client.missed(client.push([("item", split)], grads, number))
+            client.outcome(client.push([("item", split)], grads, number))
         end = client.counters()[0]
         assert {name for name in end if name.endswith("_us")} == {
             *("decode_us", "dump_us", "encode_us", "idle_us", "inference_us"),
@@ -438,7 +442,7 @@ class TestCounters:
         begin = client.counters()[0]
         client.pull([("item", split)], batch=BatchNumber(1, 1))
         grads = [np.ones((100, 2), dtype=np.float32)]
-        client.missed(client.push([("item", split)], grads, BatchNumber(1, 1)))
+        client.outcome(client.push([("item", split)], grads, BatchNumber(1, 1)))
         end = client.counters()[0]
         ask, answer = 48 + len(b"null"), 48 + len(encode_json(begin))
         received = end["bytes_received"] - begin["bytes_received"]

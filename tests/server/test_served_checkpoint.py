@@ -38,7 +38,7 @@ def trained(servers, tmp_path):
     client.add_tables([ITEM])
     split = client.split(IDS)
     [rows] = client.pull([("item", split)], batch=NUMBER)
-    client.missed(client.push([("item", split)], [rows], NUMBER))
+    client.outcome(client.push([("item", split)], [rows], NUMBER))
     client.checkpoints.dump(tmp_path / "run")
     return str(tmp_path / "run"), client.read("item", IDS)[:, :4]
 
@@ -95,7 +95,7 @@ def test_nothing_that_belongs_to_a_training_is_answered(servers, trained, tmp_pa
     split = client.split(IDS)
     of_training = {
         "training LOOKUP": lambda: client.pull([("item", split)], batch=NUMBER),
-        "UPDATE": lambda: client.missed(
+        "UPDATE": lambda: client.outcome(
             client.push([("item", split)], [np.ones((40, 4), np.float32)], NUMBER)
         ),
         "WRITE": lambda: client.write("item", IDS, np.ones((40, 4), np.float32)),

@@ -258,7 +258,7 @@ def test_clearing_applies_and_acknowledges_earlier_updates(server):
         for batch in range(20)
     ]
     client.clear()
-    assert [client.missed(push) for push in pushes] == [0] * 20
+    assert [client.outcome(push).num_missed for push in pushes] == [0] * 20
     assert client.counters()[0]["rows"] == 0
 
 
@@ -271,14 +271,14 @@ def test_a_stopping_server_applies_and_acknowledges_what_it_has_read(server):
     ]
     client.shut_down_servers()
     server.join()
-    assert [client.missed(push) for push in pushes] == [0] * 3
+    assert [client.outcome(push).num_missed for push in pushes] == [0] * 3
 
 
 def test_a_lookup_may_overtake_an_update_but_its_acknowledgement_does_not(server):
     client = server.client
     split = client.split(ids_of(5, 6))
     push = client.push([("item", split)], [ROWS[split.place]], BatchNumber(1, 1))
-    assert client.missed(push) == 0
+    assert client.outcome(push).num_missed == 0
     [rows] = client.pull([("item", split)])
     assert not rows.any()
 
@@ -303,7 +303,7 @@ def test_a_server_counts_what_it_was_asked(server):
     split = client.split(ids_of(5, 8))
     client.pull([("item", split)])
     client.pull([("item", split)], batch=BatchNumber(1, 1))
-    client.missed(client.push([("item", split)], [ROWS], BatchNumber(1, 1)))
+    client.outcome(client.push([("item", split)], [ROWS], BatchNumber(1, 1)))
     counters = client.counters()[0]
     assert {
         name: counters[name]
@@ -321,7 +321,7 @@ def test_a_batch_that_is_given_up_is_no_longer_open(server):
     for batch in range(3):
         client.pull([("item", split)], batch=BatchNumber(1, batch))
     assert client.counters()[0]["open_batches"] == 3
-    client.missed(client.push([], [], BatchNumber(1, 1)))
+    client.outcome(client.push([], [], BatchNumber(1, 1)))
     assert client.counters()[0]["open_batches"] == 2
     assert is_untouched(server)
 
