@@ -33,14 +33,7 @@ T = TypeVar("T")
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, prog: str) -> T:
-    """Parse a command line, ``sys.argv`` by default, into a dataclass.
-
-    Flags that are not given have the defaults of the fields.
-
-    Raises:
-        SystemExit: a flag is unknown or missing, or ``--help`` is given.
-        ConfigError: the dataclass rejects a value.
-    """
+    """Parse a command line, ``sys.argv`` by default, into a dataclass."""
     return build(kind, given_flags(kind, argv, prog=prog))
 
 

@@ -1,8 +1,7 @@
-"""JSON and YAML into the types that the code declares, checked by msgspec.
+"""JSON and YAML into the types that the code declares, checked strictly by msgspec.
 
-Types are strict: ``true``, ``8.0`` and ``"8"`` are not integers. A value that does not
-fit raises an error of this package, which names the file or message, the path of the
-value within it, what it must be and what it is.
+``true``, ``8.0`` and ``"8"`` are not integers. Errors name the file or message, the
+path of the value within it, what it must be and what it is.
 """
 
 import re
@@ -32,10 +31,7 @@ class KeyPath:
     """The path of a value in a file or message; prints as ``file: key.path``."""
 
     source: str
-    """Name of the file or of the message."""
-
     path: str = ""
-    """Keys from the top, with a dot between."""
 
     def __str__(self) -> str:
         return f"{self.source}: {self.path}" if self.path else self.source
@@ -48,20 +44,7 @@ class KeyPath:
 def parse_json(
     data: bytes | memoryview | str, kind: Any, source: str, error: Error
 ) -> Any:
-    """Decode JSON from the network or from a file, and check its type.
-
-    Args:
-        data: the text, in UTF-8.
-        kind: what it must be: a dataclass, a ``msgspec.Struct``, or an annotation that
-            msgspec knows. Nothing is converted: ``1`` is not a ``bool``.
-        source: name of the file or message, for the error.
-        error: given a message, returns the error to raise.
-
-    Returns:
-        A value of ``kind``.
-
-    Raises:
-        Exception: that of ``error``: this is not JSON, or not of that type.
+    """Decode JSON to any type that msgspec knows, or raise ``error`` with ``source``.
 
     Example:
         >>> parse_json(b"[1, 2]", list[int], "a.json", ValueError)

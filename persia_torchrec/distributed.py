@@ -1,7 +1,6 @@
-"""How the trainers of a job keep their copies of the dense model equal.
+"""How trainers keep their copies of the dense model equal: PERSIA's options.
 
-PERSIA's options, as settings only; ``training/data_parallel.py`` carries them out. They
-do not concern the embeddings, of which the servers hold the only copy.
+``training/data_parallel.py`` carries them out. Embeddings are on the servers only.
 
     DDPOption               torch's DistributedDataParallel
     BaguaDistributedOption  the algorithms that PERSIA took from Bagua. Bagua is no
@@ -27,8 +26,6 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 
 DEFAULT_MASTER_PORT = 23456
-"""PERSIA's; where the launcher names no other."""
-
 DEFAULT_BUCKET_BYTES = 10 * 1024**2
 DEFAULT_AVERAGING_PERIOD = 4
 
@@ -74,11 +71,7 @@ class DistributedBaseOption(ABC):
 
     @abstractmethod
     def backend_for(self, device_type: str) -> str:
-        """Return torch's backend for a dense model on ``"cuda"`` or ``"cpu"``.
-
-        Raises:
-            ConfigError: the chosen backend cannot serve such a device.
-        """
+        """Return torch's backend for a dense model on ``"cuda"`` or ``"cpu"``."""
 
     @property
     def file(self) -> str | None:
@@ -98,13 +91,10 @@ class DDPOption(DistributedBaseOption):
         backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU.
         init_method: the same as ``initialization_method``: PERSIA's documentation
             calls it so, and PERSIA ignores it.
-        master_port: see :class:`DistributedBaseOption`.
-        master_addr: see :class:`DistributedBaseOption`.
         sync_file: with ``"file"``: a path that all trainers share. It must not exist
             before the job.
 
-    Raises:
-        ConfigError: a value is not one of those above, or two of them contradict.
+    ``master_port`` and ``master_addr`` are those of :class:`DistributedBaseOption`.
     """
 
     initialization_method: str = "tcp"
@@ -167,20 +157,10 @@ class BaguaDistributedOption(DistributedBaseOption):
             ``gradient_allreduce`` and ``bytegrad``.
         averaging_period: steps from one average to the next, of ``async`` only; None
             is 4. It replaces Bagua's ``sync_interval_ms``.
-        autotune_level: 0; Bagua's tuning service has no counterpart, here or in
-            PyTorch. So the settings of that service, and of Bagua's own network
-            library, must have their defaults:
-        bagua_service_port: of the tuning service.
-        autotune_max_samples: of the tuning service.
-        autotune_warmup_time: of the tuning service.
-        is_output_autotune_log: of the tuning service.
-        autotune_sampling_confidence_time: of the tuning service.
-        enable_bagua_net: of the network library.
-        master_port: see :class:`DistributedBaseOption`.
-        master_addr: see :class:`DistributedBaseOption`.
 
-    Raises:
-        ConfigError: there is no such algorithm, or a setting that it cannot honour.
+    ``master_port`` and ``master_addr`` are those of :class:`DistributedBaseOption`. The
+    other settings, of Bagua's tuning service and network library, must have their
+    defaults: these have no counterpart, here or in PyTorch.
     """
 
     algorithm: str
@@ -254,10 +234,7 @@ _OF_BAGUA_ALONE = (
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
-    """Return the option of a context that is given none.
-
-    Args:
-        device_id: CUDA device of the dense model; None is the CPU.
+    """Return the default option for a CUDA device, or for the CPU (None).
 
     Example:
         >>> get_default_distributed_option().backend

@@ -1,9 +1,7 @@
 """The environment of a process: the only module that reads and sets variables.
 
-Launchers describe a process by variables: which copy of its role it is, where the
-job's address book is, where its files are. Everything else takes these values as
-arguments. Nothing is cached: each call reads the variable again. An empty variable
-counts as unset, for launchers that write out every variable.
+Nothing is cached. An empty variable counts as unset, for launchers that write out every
+variable.
 
     RANK, LOCAL_RANK, WORLD_SIZE               one NN worker among all (torchrun)
     MASTER_ADDR, MASTER_PORT                   where the NN workers meet (torchrun)
@@ -19,9 +17,6 @@ counts as unset, for launchers that write out every variable.
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
-
-PERSIA's further variables have no effect here, and its launcher rejects them: see
-``REFUSED``.
 """
 
 import contextlib
@@ -33,10 +28,7 @@ from typing import NamedTuple
 from persia_torchrec.errors import ConfigError
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
-"""Values of ``LOG_LEVEL``, in capitals or not."""
-
 MAX_PORT = 65_535
-
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -46,17 +38,13 @@ class JobStore(NamedTuple):
     host: str
     port: int
     job_id: str
-    """As ``job_id()`` returns it; empty: any job."""
 
 
 class Refused(NamedTuple):
     """A variable of PERSIA that has no effect here."""
 
-    harmless: str
-    """The value that asks for nothing; PERSIA's default, where that is so."""
-
-    reason: str
-    """Why it is rejected, and what to do instead."""
+    harmless: str  # the value that asks for nothing, as PERSIA's default
+    reason: str  # of the rejection, and what to do instead
 
 
 REFUSED: Mapping[str, Refused] = {
@@ -136,10 +124,7 @@ def set_within(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def job_id() -> str:
-    """Return the id of this process's job, ``PERSIA_JOB_ID``; empty when unset.
-
-    The coordinator draws one then, and the others take that of the job that they find.
-    """
+    """Return the id of this process's job, ``PERSIA_JOB_ID``; empty: any job."""
     return _text("PERSIA_JOB_ID") or ""
 
 
@@ -160,11 +145,9 @@ def job_store() -> JobStore | None:
 
 
 def require_job_store(role: str, instead: str = "") -> JobStore:
-    """Return what :func:`job_store` does, or raise ConfigError where that is None.
+    """Return :func:`job_store`, or raise ConfigError with the role and what to do.
 
-    Args:
-        role: for the message, as ``"An embedding worker"``.
-        instead: for the message: other ways, as ``", or pass --servers"``.
+    They are in the message, as "An embedding worker" and ", or pass --servers".
     """
     store = job_store()
     if store is None:
@@ -177,10 +160,7 @@ def require_job_store(role: str, instead: str = "") -> JobStore:
 
 
 def is_local_job() -> bool:
-    """Return whether all of the job runs on this machine.
-
-    By torchx's ``TORCHX_JOB_ID``, or since ``PERSIA_STORE_HOST`` is a loopback name.
-    """
+    """Return whether all of the job runs on this machine."""
     return _is_local_torchx() or _text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
 
 
@@ -189,13 +169,12 @@ def is_one_local_app() -> bool:
 
     The address book is then where its first role runs (``PERSIA_STORE_HOST_ENV``).
     """
-    has_host = _text("PERSIA_STORE_HOST") is not None
     has_host_env = _text("PERSIA_STORE_HOST_ENV") is not None
-    return _is_local_torchx() and has_host_env and not has_host
+    return _is_local_torchx() and has_host_env and not _text("PERSIA_STORE_HOST")
 
 
 def is_started_by_torchrun() -> bool:
-    """Return whether torchrun has started this process, by ``TORCHELASTIC_RUN_ID``."""
+    """Return whether torchrun has started this process."""
     return _text("TORCHELASTIC_RUN_ID") is not None
 
 
@@ -237,10 +216,7 @@ def embedding_worker_services() -> list[str]:
 
 
 def metrics_gateway() -> tuple[str, int] | None:
-    """Return host and port of the pushgateway, ``PERSIA_METRICS_GATEWAY_ADDR``.
-
-    None when it is unset: metrics are not pushed. An IPv6 address has no brackets.
-    """
+    """Return host (IPv6 without brackets) and port of the pushgateway; None: unset."""
     text = _text("PERSIA_METRICS_GATEWAY_ADDR")
     if text is None:
         return None

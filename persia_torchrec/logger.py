@@ -1,8 +1,4 @@
-"""Loggers for the user's scripts, under PERSIA's names.
-
-The package itself only ever writes to ``logging.getLogger(__name__)``. A script that
-wants to see those lines, or lines of its own, asks here for a logger that prints.
-"""
+"""Loggers for the user's scripts, under PERSIA's names."""
 
 import logging
 import sys
@@ -42,9 +38,6 @@ def get_default_logger(
         name: the logger's; the default shows what this package itself logs.
         log_file: a file to which the same lines are appended, without colour.
         level: the level while ``LOG_LEVEL`` is unset.
-
-    Raises:
-        ConfigError: ``LOG_LEVEL`` is no level, or ``log_file`` cannot be written.
     """
     logger = logging.getLogger(name)
     logger.setLevel(env.log_level(level))

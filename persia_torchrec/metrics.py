@@ -15,13 +15,7 @@ from typing import Literal, NamedTuple
 
 
 class Metrics:
-    """Named numbers of one component. Owned by one thread.
-
-    Attributes:
-        counters: name -> how often.
-        gauges: name -> current value.
-        maxima: name -> largest value that the gauge had.
-    """
+    """Counters, gauges and maxima of gauges by name. Owned by one thread."""
 
     def __init__(self) -> None:
         self.counters: dict[str, int] = defaultdict(int)
@@ -81,10 +75,7 @@ class Means:
 class Observations:
     """What several threads measure. Any thread may call any method but ``read``.
 
-    ``read`` belongs to one thread.
-
-    Args:
-        helps: name -> help, of all that is measured.
+    ``read`` belongs to one thread. ``helps`` has name -> help of all that is measured.
 
     Example:
         >>> observed = Observations({"lookup_sec": "seconds of a lookup"})

@@ -35,13 +35,7 @@ _POLL_MS = 100
 
 
 def run_service(name: str, serve: Callable[[], None], level: str = "INFO") -> int:
-    """Run a service; return the exit status. An error is logged, by that name.
-
-    Args:
-        name: of the logger.
-        serve: serves until the end.
-        level: of the log, unless ``LOG_LEVEL`` is set.
-    """
+    """Serve until the end; return the exit status. ``name`` is that of the logger."""
     end_by_signals()
     try:
         get_default_logger(level=level)
@@ -57,10 +51,6 @@ class Lifetime:
 
     The signals are handled from the first :meth:`call_at_end` on; before it, they end
     the process at once. The main thread enters the block and calls the methods.
-
-    Attributes:
-        host: default address to listen on.
-        greeting: of the service's connections.
     """
 
     def __init__(self, host: str = LOOPBACK, greeting: Greeting = NO_JOB) -> None:
@@ -146,10 +136,7 @@ def tell_ready(address: str) -> None:
 
 @contextlib.contextmanager
 def refusing_requests(listener: Listener) -> Iterator[None]:
-    """Answer all requests with ``NotReadyError`` within a block: loops are compiled.
-
-    A thread does so, and owns the socket meanwhile.
-    """
+    """Have a thread, owner of the socket meanwhile, answer with ``NotReadyError``."""
     is_over = threading.Event()
 
     def refuse() -> None:

@@ -12,8 +12,7 @@ from persia_torchrec.config import parse_yaml, read_text
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.ports import free_port_from
 
-MAX_SEED = 2**32 - 1
-"""Largest seed that NumPy's global generator takes."""
+MAX_SEED = 2**32 - 1  # of NumPy's global generator
 
 
 def setup_seed(seed: int) -> None:
@@ -25,9 +24,6 @@ def setup_seed(seed: int) -> None:
 
     Args:
         seed: in ``[0, 2**32 - 1]``.
-
-    Raises:
-        ConfigError: the seed is out of its range.
     """
     if not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"seed must be in [0, {MAX_SEED}]. Received: {seed}.")
@@ -39,20 +35,14 @@ def setup_seed(seed: int) -> None:
 
 
 def load_yaml(filepath: str | Path) -> object:
-    """Read a YAML file into plain values.
-
-    Raises:
-        ConfigError: the file is missing, is no YAML, or gives a key twice.
-    """
+    """Read a YAML file into plain values; a duplicate key is an error."""
     return parse_yaml(read_text(filepath), filepath)
 
 
 def dump_yaml(content: object, filepath: str | Path) -> None:
     """Write plain values to a YAML file, keys in their order; replaces the file.
 
-    Raises:
-        ConfigError: ``content`` holds something that YAML has no plain form for; the
-            file is then left as it was.
+    If ``content`` holds something that YAML has no plain form for, the file stays.
     """
     try:
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

@@ -390,22 +390,25 @@ INFER = infer("servers: ['a:1'], embedding_checkpoint: b")
 
 
 @pytest.mark.parametrize("in_job", [False, True])
-def test_only_a_file_for_inference_has_its_settings(tmp_path, in_job):
+def test_only_a_file_for_inference_has_its_settings(monkeypatch, tmp_path, in_job):
+    monkeypatch.setenv("PERSIA_STORE_PORT", "29400" if in_job else "")
     path = tmp_path / "global_config.yml"
-    assert inference_settings(None, in_job=in_job) is None
+    assert inference_settings(None) is None
     for text in ("", "common_config: {job_type: Eval}"):
         path.write_text(text)
-        assert inference_settings(path, in_job=in_job) is None
+        assert inference_settings(path) is None
     path.write_text(INFER)
-    assert inference_settings(path, in_job=in_job).servers == ("a:1",)
+    assert inference_settings(path).servers == ("a:1",)
 
 
-def test_a_member_of_a_job_reads_a_bad_file_when_it_has_joined(tmp_path):
+def test_a_member_of_a_job_reads_a_bad_file_when_it_has_joined(monkeypatch, tmp_path):
     path = tmp_path / "global_config.yml"
     path.write_text("zzz: 1")
-    assert inference_settings(path, in_job=True) is None
+    monkeypatch.setenv("PERSIA_STORE_PORT", "29400")
+    assert inference_settings(path) is None
+    monkeypatch.delenv("PERSIA_STORE_PORT")
     with pytest.raises(ConfigError, match="zzz is unknown"):
-        inference_settings(path, in_job=False)
+        inference_settings(path)
 
 
 def test_a_role_that_only_trains_is_refused_for_inference(tmp_path):

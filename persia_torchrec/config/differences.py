@@ -61,31 +61,17 @@ _TOP_OF_EMBEDDING_CONFIG = {"forward_buffer_size", "target_config", "slots_confi
 
 
 def is_of_embedding_config(key_path: str) -> bool:
-    """Return whether a key of the tables is one of ``embedding_config.yml``.
-
-    All others are of ``global_config.yml``.
-    """
+    """Return whether a key is of ``embedding_config.yml``, not of the other file."""
     return key_path.partition(".")[0] in _TOP_OF_EMBEDDING_CONFIG
 
 
 def apply_differences(
     content: object, file: KeyPath, *, is_embedding_config: bool, warns: bool
 ) -> object:
-    """Rename and remove the keys of the tables in a file's content, in place.
+    """Rename and remove the keys of the tables in a file's content; return it.
 
-    Args:
-        content: what the file says.
-        file: the file, for messages.
-        is_embedding_config: the file is ``embedding_config.yml``, not
-            ``global_config.yml``. Keys of the other file stay.
-        warns: whether each is logged.
-
-    Returns:
-        ``content``.
-
-    Raises:
-        ConfigError: the file has a key together with its older name, or a key of
-            ``ONE_VALUE`` with another value.
+    The keys of the other file stay: those of ``global_config.yml``, for instance, if
+    this is ``embedding_config.yml``.
     """
     for row in (*RENAMED, *IGNORED, *NO_EFFECT):
         if is_of_embedding_config(row.key_path) != is_embedding_config:

@@ -126,18 +126,9 @@ def load_embedding_config(path: str | Path, *, warns: bool = True) -> EmbeddingS
 def parse_embedding_config(
     text: str, path: str | Path, *, warns: bool = True
 ) -> EmbeddingSchema:
-    """Parse the text of ``embedding_config.yml``.
+    """Parse ``embedding_config.yml``, or raise ConfigError with ``path`` and key path.
 
-    Args:
-        text: of the file.
-        path: of the file, for messages.
-        warns: whether keys without effect are logged, see ``differences.toml``. False
-            for a role when another one logs them: in a job, embedding worker 0 does.
-
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown or missing, a value does
-            not fit, or the groups do not fit the slots. The message names the file
-            and the key path.
+    ``warns``: keys without effect are logged, as worker 0 of a job does.
     """
     top = KeyPath(str(path))
     content = apply_differences(

@@ -22,6 +22,7 @@
         embedding_checkpoint: runs/7
 """
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,7 @@ from msgspec import Meta, Struct, field
 from persia_torchrec.config.differences import apply_differences
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
-from persia_torchrec.env import LOOPBACK_NAMES, MAX_PORT
+from persia_torchrec.env import LOOPBACK_NAMES, MAX_PORT, job_store
 from persia_torchrec.errors import ConfigError
 
 JOB_TYPES = ("Train", "Eval", "Infer")
@@ -91,11 +92,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def listen_host(self) -> str:
-        """Default listen address of roles without ``--host``.
-
-        This machine only, if all servers have addresses of this machine only; else,
-        like PERSIA's, all interfaces.
-        """
+        """Default of ``--host``: loopback if all servers are local, else any."""
         hosts = [
             address.rpartition(":")[0].removeprefix("tcp://")
             for address in self.servers
@@ -189,16 +186,9 @@ class GlobalSettings(Struct, frozen=True, kw_only=True):
 
 
 def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSettings:
-    """Read ``global_config.yml``; an empty file gives the defaults.
+    """Read ``global_config.yml``, or raise ConfigError with file and key path.
 
-    Args:
-        path: of the file.
-        warns: whether keys without effect are logged, see ``differences.toml``. False
-            for a role when another one logs them: server 0 does.
-
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown, or a value does not
-            fit. The message names the file and the key path.
+    ``warns``: keys without effect are logged, as server 0 of a job does.
     """
     top = KeyPath(str(path))
     content = apply_differences(
@@ -207,9 +197,7 @@ def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSetting
     return read_section(GlobalSettings, content, top)
 
 
-def inference_settings(
-    path: str | Path | None, *, in_job: bool
-) -> InferSettings | None:
+def inference_settings(path: str | Path | None) -> InferSettings | None:
     """Return ``infer_config``; None if the role is not for inference.
 
     In a job a file with a mistake is not an error yet: the role joins first and reads
@@ -220,7 +208,7 @@ def inference_settings(
     try:
         return load_global_config(path, warns=False).common.infer
     except ConfigError:
-        if in_job:
+        if job_store() is not None:
             return None
         raise
 
@@ -231,7 +219,10 @@ def refuse_inference(role: str, path: str | Path | None) -> None:
     For a role, as ``"data loader"``, that only a training job has. It has no other use
     for the file, so that a missing one, or one with a mistake, is not an error.
     """
-    if inference_settings(path, in_job=True) is not None:
+    infer = None
+    with contextlib.suppress(ConfigError):
+        infer = inference_settings(path)
+    if infer is not None:
         raise ConfigError(
             f"A {role} must belong to a job that trains. Received: job_type: Infer in "
             f"{path}. Inference has embedding servers and embedding workers only; for "

@@ -30,11 +30,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_yaml(text: str, path: str | Path) -> object:
-    """Parse the text of a YAML file into plain values.
-
-    Raises:
-        ConfigError: it is not YAML, or has a key twice; the message names ``path``.
-    """
+    """Parse YAML into plain values, or raise ConfigError, as for a duplicate key."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as exc:  # ValueError: an impossible date
@@ -42,11 +38,7 @@ def parse_yaml(text: str, path: str | Path) -> object:
 
 
 def read_section(kind: type[T], content: object, at: KeyPath) -> T:
-    """Build a struct from a mapping of a file; None is an empty one.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value does not fit.
-    """
+    """Build a struct from a mapping of a file; None is an empty one."""
     return convert(_check_keys(content, kind, at), kind, at, ConfigError)
 
 

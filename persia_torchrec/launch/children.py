@@ -1,8 +1,4 @@
-"""A job's processes as children of this one, and the thread that watches them.
-
-The job ends as one, by its coordinator. So the watch asks the job's address book for
-the state, and the processes only whether one ended before it had joined.
-"""
+"""A job's processes as children of this one, and the thread that watches them."""
 
 import contextlib
 import logging
@@ -76,7 +72,7 @@ class Children:
         return status
 
     def find_failed(self) -> str | None:
-        """Return a message about a process that has failed; None: none has."""
+        """Return a message about a process that has failed, if one has."""
         for name, process in self._processes:
             if status := _poll(process):
                 return f"{name} ended with status {status}; its error stands above."
@@ -106,8 +102,8 @@ class Children:
 class Watch:
     """A thread that interrupts the main thread when the job has failed, as by Ctrl-C.
 
-    Only the main thread is interrupted, and only if it creates the watch. The watch
-    owns the address book from then on.
+    Only if the main thread creates it. It owns the address book from then on, and asks
+    it for the state; the processes, only whether one ended before it had joined.
     """
 
     def __init__(self, book: AddressBook, children: Children) -> None:

@@ -42,11 +42,7 @@ _START_S = 5.0  # within which torchx has started all roles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorConfig:
-    """Settings of the coordinator.
-
-    Raises:
-        ConfigError: a count is negative, there is no trainer, or a time is too short.
-    """
+    """Settings of the coordinator."""
 
     port: int
     """TCP port of the address book; 0 takes a free one."""
@@ -133,10 +129,7 @@ class Coordinator:
         self._end_signal = ""
 
     def end(self, signal_name: str) -> None:
-        """End the job because of a signal; a job that trains has failed then.
-
-        Any thread may call this.
-        """
+        """End the job by a signal: a failure of one that trains. From any thread."""
         self._end_signal = signal_name
 
     def run(self) -> JobState:

@@ -1,7 +1,7 @@
 """``persia-launcher``: PERSIA's command line, for jobs that are started by hand.
 
-Its four commands and their flags, one process per command, and a fifth where PERSIA
-starts nats-server. A whole job on one machine::
+Its four commands and their flags, and a fifth where PERSIA starts nats-server. A whole
+job on one machine::
 
     export PERSIA_STORE_PORT=29400
     export PERSIA_EMBEDDING_CONFIG=embedding_config.yml
@@ -13,16 +13,10 @@ starts nats-server. A whole job on one machine::
     persia-launcher nn-worker train.py
 
 On several machines ``PERSIA_STORE_HOST`` names the coordinator's, for all of them. With
-``PERSIA_JOB_ID`` in the environment, of the coordinator too, a process that comes to
-another job's port is rejected at once; without it, when its index is taken. The
-coordinator needs to know how many processes each role has: it ends the job when all NN
-workers are done, or when one process of any role fails.
-
-With ``job_type: Infer`` in ``global_config.yml`` the embedding servers and workers
-do not belong to a job, and need no coordinator.
-
-A command replaces itself by the process that it starts, so that signals, exit status
-and output are that process's own. ``components/`` starts the same ones by torchx.
+``PERSIA_JOB_ID``, for the coordinator too, a process that comes to the port of another
+job is rejected at once; without it, when its index is taken. With ``job_type: Infer``
+in ``global_config.yml`` the embedding servers and workers need no coordinator. A
+command replaces itself by the process that it starts.
 """
 
 import argparse
@@ -68,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="persia-launcher", description="Start one process of a job."
     )
@@ -197,19 +191,33 @@ class _Service(_Replica):
     """Module to import at the start, which registers optimizers, initializers or
     admissions of its own; may be given several times."""
 
-    def paths(self) -> tuple[str, str]:
-        """Return the paths of both files, of a job or of inference without one."""
+    port: int = 8888
+    """TCP port to listen on."""
+
+    def service(self, module: str, *, with_slots: bool) -> list[str]:
+        """Return the command line of a service, of a job or of inference without one.
+
+        Without ``with_slots`` it learns its tables from the trainers, but like PERSIA's
+        rejects a mistake in ``embedding_config.yml`` all the same.
+        """
         slots = _require_file(
             self.embedding_config, "--embedding-config, or PERSIA_EMBEDDING_CONFIG"
         )
         path = _require_file(
             self.global_config, "--global-config, or PERSIA_GLOBAL_CONFIG"
         )
-        in_job = env.job_store() is not None
-        if inference_settings(path, in_job=in_job) is None:
+        if inference_settings(path) is None:
             env.require_job_store("The role", _OR_INFERENCE)
         self.export()
-        return slots, path
+        if not with_slots:
+            load_embedding_config(slots, warns=False)
+        flags = format_flags(
+            port=self.port,
+            embedding_config=slots if with_slots else None,
+            global_config=path,
+            import_=list(self.imports),
+        )
+        return ["-m", module, *flags]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,37 +225,19 @@ class EmbeddingWorker(_Service):
     """Look up and update batches."""
 
     port: int = 8887
-    """TCP port to listen on."""
 
     def words(self) -> list[str]:
         """Return the command line of an embedding worker."""
-        slots, path = self.paths()
-        flags = format_flags(
-            port=self.port,
-            embedding_config=slots,
-            global_config=path,
-            import_=list(self.imports),
-        )
-        return ["-m", "persia_torchrec.worker", *flags]
+        return self.service("persia_torchrec.worker", with_slots=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingParameterServer(_Service):
     """Hold the rows."""
 
-    port: int = 8888
-    """TCP port to listen on."""
-
     def words(self) -> list[str]:
         """Return the command line of an embedding server."""
-        slots, path = self.paths()
-        # A server learns its tables from the trainers. Like PERSIA's, it rejects a
-        # file with a mistake all the same.
-        load_embedding_config(slots, warns=False)
-        flags = format_flags(
-            port=self.port, global_config=path, import_=list(self.imports)
-        )
-        return ["-m", "persia_torchrec.server", *flags]
+        return self.service("persia_torchrec.server", with_slots=False)
 
 
 @dataclass(frozen=True, kw_only=True)

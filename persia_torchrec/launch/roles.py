@@ -120,24 +120,9 @@ def job_port(port: int) -> int:
     return port or free_port("")
 
 
-def coordinator(
-    job: JobSettings,
-    *,
-    num_servers: int,
-    num_workers: int,
-    num_loaders: int = 0,
-    num_trainers: int = 0,
-    num_predictors: int = 0,
-) -> specs.Role:
-    """Build the role that hosts the address book; the first one of a job."""
-    flags = format_flags(
-        port=job.port,
-        num_servers=num_servers,
-        num_workers=num_workers,
-        num_loaders=num_loaders or None,
-        num_trainers=num_trainers or None,
-        num_predictors=num_predictors or None,
-    )
+def coordinator(job: JobSettings, **counts: int) -> specs.Role:
+    """Build the first role of a job, with ``num_servers`` and the other counts."""
+    flags = format_flags(port=job.port, **counts)
     return job.role("coordinator", "launch.coordinator", flags)
 
 

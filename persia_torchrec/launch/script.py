@@ -61,13 +61,8 @@ def run_member(
 ) -> int:
     """Do a trainer's or a data loader's work as a member of the job; return the status.
 
-    The main thread calls this, and the process ends soon after.
-
-    Args:
-        role: ``"trainer"`` or ``"loader"``.
-        name: of the work, for the log.
-        work: called when the process is a member; what it raises ends the job.
-        is_proxy: the process is the only trainer, whatever the environment says.
+    The main thread calls this, and the process ends soon after. What ``work`` raises
+    ends the job. A proxy is the only trainer, whatever the environment says.
     """
     end_by_signals()
     get_default_logger()
@@ -81,9 +76,8 @@ def run_member(
     try:
         refuse_inference(_ROLES[role], env.global_config_path())
         store = env.require_job_store(f"A {_ROLES[role]}")
-        is_expendable = role == "loader"
         member = JobMember.join(
-            role, index, size, store=store, expendable=is_expendable
+            role, index, size, store=store, expendable=role == "loader"
         )
     except PersiaError as exc:
         logger.error("%s", exc)
@@ -106,12 +100,7 @@ def run_member(
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Run a script in this process as ``python SCRIPT ARGUMENTS...`` would.
-
-    Raises:
-        SystemExit: there is no such file, or the script exits with a status other than
-            0 or with a message.
-    """
+    """Run a script as ``python SCRIPT ARGUMENTS...`` would; an exit by 0 is none."""
     if not Path(script).exists():
         raise SystemExit(
             f"The script must exist. Received: {script!r}, looked for in {Path.cwd()}."
@@ -135,10 +124,9 @@ def set_up_rendezvous(
 ) -> None:
     """Set the variables of this trainer that ``torch.distributed`` reads.
 
-    A trainer's rank is its replica index. Its local rank is its position among the
-    trainers with the same host name, so that each takes a device of its own. Trainer 0
-    tells address and port of the process group. Waits until every trainer of the job
-    has called this, or raises DiscoveryError.
+    A trainer's rank is its replica index, its local rank that among the trainers with
+    the same host name, so that each takes a device of its own. Waits until every
+    trainer of the job has called this, or raises DiscoveryError.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(

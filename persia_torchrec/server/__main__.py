@@ -87,7 +87,7 @@ def _serve_child(flags: dict[str, Any]) -> None:
 def _serve(flags: dict[str, Any]) -> None:
     path = flags.pop("global_config", None) or env.global_config_path()
     _set_replica(flags)
-    infer = inference_settings(path, in_job=env.job_store() is not None)
+    infer = inference_settings(path)
     if infer is not None:
         with Lifetime(infer.listen_host) as life:
             _run(_inference_config(flags, path, infer), life)

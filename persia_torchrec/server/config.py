@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from persia_torchrec.config import GlobalSettings, MetricsSettings
+from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
@@ -83,8 +84,10 @@ class ServerConfig:
             raise ConfigError(
                 f"shard must be in [0, {self.num_shards}). Received: {self.shard}."
             )
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must be in [0, 65535]. Received: {self.port}.")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(
+                f"port must be in [0, {MAX_PORT}]. Received: {self.port}."
+            )
         if self.incremental_interval_s <= 0:
             raise ConfigError(
                 "incremental_interval_s must be > 0. "

@@ -3,12 +3,10 @@ r"""Run an inference server.
     python -m persia_torchrec.serving --checkpoint runs/7 \
         --embedding-config embedding_config.yml --port 8080
 
-It loads a dense TorchScript model, ``jit_dense.pt``, from the checkpoint's folder, and
-the embeddings into servers of its own. With ``--workers`` it asks embedding workers for
-them instead, and with ``--workers-of-job`` those of the job that the environment names,
-of which it then is a member. It prints ``ready ADDRESS`` when it can predict, and ends
-by SIGTERM, or with its job, when the requests in progress are answered. See
-``http_server.py`` for the requests.
+It loads ``jit_dense.pt`` from the checkpoint's folder, and the embeddings into servers
+of its own, or asks embedding workers for them. It prints ``ready ADDRESS`` when it can
+predict, and ends by SIGTERM, or with its job, when the requests in progress are
+answered. See ``http_server.py`` for the requests.
 """
 
 import contextlib
@@ -25,11 +23,7 @@ from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config import load_embedding_config
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.service_main import (
-    Lifetime,
-    run_service,
-    tell_ready,
-)
+from persia_torchrec.service_main import Lifetime, run_service, tell_ready
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
 from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
@@ -83,13 +77,10 @@ class ServingFlags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server; return the process's exit status."""
-
-    def serve() -> None:
-        _serve(
-            parse_flags(ServingFlags, argv, prog="python -m persia_torchrec.serving")
-        )
-
-    return run_service(logger.name, serve)
+    prog = "python -m persia_torchrec.serving"
+    return run_service(
+        logger.name, lambda: _serve(parse_flags(ServingFlags, argv, prog=prog))
+    )
 
 
 def _serve(flags: ServingFlags) -> None:

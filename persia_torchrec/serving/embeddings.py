@@ -1,9 +1,6 @@
 """Embeddings for inference: read-only lookups, here or by embedding workers.
 
-    batch -> lookup -> slot_tensors.py -> tensors
-
-Ids take the same path as in training and evaluation, so that the embeddings of equal
-rows are bit-identical.
+Ids take the same path as in training, so that equal rows give bit-identical embeddings.
 """
 
 import contextlib
@@ -52,8 +49,7 @@ class LookedUp(NamedTuple):
 class SlotsReader:
     """Looks batches up for inference. Any thread may call any method.
 
-    The lookup is in this process, or by embedding workers; the reader does not close
-    it. ``status`` returns how fresh the rows are, for ``GET /health``.
+    It does not close the lookup. ``status`` is for ``GET /health``.
     """
 
     takes_references: ClassVar[bool] = False
@@ -138,10 +134,7 @@ class ConcurrentLookups(SlotsReader):
         is_training: bool,
         settings: LookupSettings | None = None,
     ) -> Future[LookedUp]:
-        """Begin to look a batch up.
-
-        Without the settings of a ``DataLoader`` it is looked up before this returns.
-        """
+        """Begin to look a batch up; without settings, finish before this returns."""
         assert not is_training, "a reader changes nothing"
         if settings is None:
             looked_up: Future[LookedUp] = Future()
@@ -184,16 +177,9 @@ def host_checkpoint(
     incremental_dir: str | None = None,
     imports: Sequence[str] = (),
 ) -> Iterator[SlotsReader]:
-    """Load a checkpoint, or the latest of a folder, into servers of this machine.
-
-    They live for the time of a block, follow the increments of a folder, and import
-    modules with settings of the training's.
-    """
+    """Load a checkpoint, or the latest of a folder, into servers for a block."""
     with EmbeddingCluster.of_checkpoint(
-        os.fspath(path),
-        num_servers,
-        incremental_dir=incremental_dir,
-        imports=imports,
+        os.fspath(path), num_servers, incremental_dir=incremental_dir, imports=imports
     ) as cluster:
         client = EmbeddingClient.connect(
             cluster.addresses, timeout_s=timeouts.REQUEST_S

@@ -88,11 +88,7 @@ class HttpConfig:
 
 
 class PredictionServer:
-    """Answers requests in threads, from the constructor to :meth:`close`.
-
-    Attributes:
-        address: as ``"http://127.0.0.1:8080"``.
-    """
+    """Answers requests in threads, from the constructor to :meth:`close`."""
 
     def __init__(self, predictor: Predictor, config: HttpConfig) -> None:
         try:
@@ -232,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_unknown()
             return
         health = self.server.predictor.health()
-        is_ready = bool(health["ready"])
+        is_ready = health["ready"]
         status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         self._answer(status, health)
 

@@ -27,15 +27,9 @@ Predictions = list[float] | list[list[float]]
 class Predictor:
     """Predicts. Any thread may call any method.
 
-    Args:
-        reader: looks embeddings up.
-        model: takes a list of dense tensors and a list of embedding tensors, in the
-            order of the batch's ID features; returns a float tensor ``(B, ...)``; on
-            the reader's device. It is put into evaluation mode.
-        name: of the model, for people.
-
-    Attributes:
-        name: of the current model.
+    The model, on the reader's device, takes a list of dense tensors and a list of
+    embedding tensors, in the order of the batch's ID features; it returns a float
+    tensor ``(B, ...)``.
     """
 
     def __init__(self, reader: SlotsReader, model: nn.Module, name: str) -> None:
@@ -48,12 +42,7 @@ class Predictor:
         self._model, self.name = model.eval(), name
 
     def predict(self, batch: PersiaBatch) -> Predictions:
-        """Return a number for each sample, or where the model gives several, a list.
-
-        Raises:
-            BatchError: the batch does not fit slots or model.
-            PersiaError: a lookup failed, or the model's output is not predictions.
-        """
+        """Return a number for each sample, or where the model gives several, a list."""
         looked_up = self._reader.look_up(batch)
         device = self._reader.device
         dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
@@ -138,14 +127,7 @@ class ModelFollower:
 def load_model(
     path: str | os.PathLike[str], name: str, device: torch.device
 ) -> tuple[nn.Module, str]:
-    """Load a TorchScript model from a folder, or from its latest complete checkpoint.
-
-    Returns:
-        The model, and its path.
-
-    Raises:
-        CheckpointError: there is no such file, or it is not a TorchScript model.
-    """
+    """Load a TorchScript model and its path, from a folder or its latest checkpoint."""
     folder = Folder(path)
     if name not in folder.names():
         folder = find_checkpoint(path)

@@ -44,6 +44,7 @@ from typing import Literal
 import msgspec
 import zmq
 
+from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
     ConfigError,
     DiscoveryError,
@@ -145,8 +146,8 @@ class AddressBook:
             ConfigError: the port is out of its range, or the id is invalid.
             JobError: the port cannot be listened on.
         """
-        if not 0 <= port <= 65_535:
-            raise ConfigError(f"port must be in [0, 65535]. Received: {port}.")
+        if not 0 <= port <= MAX_PORT:
+            raise ConfigError(f"port must be in [0, {MAX_PORT}]. Received: {port}.")
         greeting = Greeting(job_id) if job_id else Greeting.draw()
         try:
             server = _BookServer(LOOPBACK if loopback else "*", port, greeting)

@@ -96,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(flags: WorkerFlags) -> None:
-    in_job = env.job_store() is not None
-    infer = inference_settings(flags.global_config, in_job=in_job)
+    infer = inference_settings(flags.global_config)
     if flags.servers:
         with Lifetime() as life:
             _run(flags, life, flags.servers)
