@@ -3,9 +3,8 @@
     run-7/checkpoint-00000001/{manifest.json, shard-00000-of-00002.rows, ..., dense/}
     run-7/checkpoint-00000002/     without a manifest: not complete, never loaded
 
-The manifest is written last. Each dump takes a new number, so an interrupted dump
-leaves the previous checkpoints as they are; its own folder may be deleted. FORMAT.md
-describes the files.
+Each dump takes a new number, so an interrupted dump leaves the previous checkpoints as
+they are; its own folder may be deleted. FORMAT.md describes the files.
 """
 
 import os
@@ -24,7 +23,7 @@ MANIFEST = "manifest.json"
 """Name of the file that makes a checkpoint complete."""
 
 DENSE = "dense"
-"""Name of the folder of the dense half."""
+"""Folder of the dense half."""
 
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _ATTEMPTS = 100
@@ -64,20 +63,14 @@ class DenseHalf:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint.
-
-    Attributes:
-        tables: of all servers.
-        shards: one per server, in their order.
-        created: when, as ISO 8601.
-        step: of the training, as the user gave it.
-        dense: the dense half; None if it was not saved.
-    """
+    """A complete checkpoint: the tables and files of all servers."""
 
     tables: tuple[SavedTable, ...]
     shards: tuple[SavedShard, ...]
     created: str
+    """ISO 8601."""
     step: int | None = None
+    """Of the training, as the user gave it."""
     dense: DenseHalf | None = None
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
@@ -128,10 +121,9 @@ class Manifest:
 
 
 def merge_tables(servers: Sequence[Sequence[SavedTable]]) -> tuple[SavedTable, ...]:
-    """Return the tables of all servers, each once.
+    """Return the tables of all servers, each once, with its largest step.
 
-    A table's step is the largest: every server gets every update, so they differ only
-    by updates that are not applied yet.
+    Every server gets every update: steps differ by those that are not applied yet.
     """
     tables: dict[str, SavedTable] = {}
     for table in (table for tables_P in servers for table in tables_P):
@@ -142,11 +134,7 @@ def merge_tables(servers: Sequence[Sequence[SavedTable]]) -> tuple[SavedTable, .
 
 
 def begin_checkpoint(path: str | os.PathLike[str]) -> Folder:
-    """Make the folder of the next checkpoint.
-
-    Args:
-        path: of the run's folder, which is made if it is missing.
-    """
+    """Make the folder of the next checkpoint of a run."""
     run = Folder(path)
     number = max(_read_numbers(run), default=0)
     for _ in range(_ATTEMPTS):
@@ -161,11 +149,7 @@ def begin_checkpoint(path: str | os.PathLike[str]) -> Folder:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Folder:
-    """Return a complete checkpoint.
-
-    Args:
-        path: of a checkpoint, or of a run's folder, for its latest complete one.
-    """
+    """Return the complete checkpoint at a path, or the latest of a run."""
     run = Folder(path)
     folder = next(complete_checkpoints(run), None)
     if folder is None:
@@ -178,11 +162,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Folder:
 
 
 def complete_checkpoints(run: Folder) -> Iterator[Folder]:
-    """Yield the complete checkpoints of a run, the latest first.
-
-    Args:
-        run: their folder; or a checkpoint, which is then the only one.
-    """
+    """Yield the complete checkpoints of a run, or the one itself; latest first."""
     if MANIFEST in run.names():
         yield run
         return

@@ -1,8 +1,7 @@
 """A folder on this machine, or behind a URL that fsspec knows.
 
-Writes are atomic: a file has its name only when it is complete. On a file system it is
-written under a temporary name, synced to the disk, and then renamed; an object store
-makes an object visible when its upload ends.
+Writes are atomic: a file is written under a temporary name, synced to the disk, and
+then renamed; an object store makes an object visible when its upload ends.
 """
 
 import contextlib
@@ -21,13 +20,9 @@ _UNFINISHED = ".unfinished"
 
 
 class Folder:
-    """Files in one folder. Any thread may call any method.
+    """Files in a folder, local or at a URL as ``s3://bucket/run-7``.
 
-    Args:
-        path: of a local folder, or a URL as ``"s3://bucket/run-7"``.
-
-    Attributes:
-        url: the folder's path as others can use it: absolute, or with its protocol.
+    Any thread may call any method. ``url`` is absolute, or has the protocol.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -85,12 +80,7 @@ class Folder:
             return file.read()
 
     def read_json(self, name: str, type_: type) -> Any:
-        """Return the JSON value of a file.
-
-        Args:
-            name: of the file.
-            type_: what the value must be, see ``parse_json``.
-        """
+        """Return the JSON value of a file, see ``parse_json``."""
 
         def error(message: str) -> CheckpointError:
             return CheckpointError(
@@ -177,7 +167,6 @@ def _named_errors(verb: str, path: str) -> Iterator[None]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -4,10 +4,9 @@
       logs --next increments, checked--> queue --> applies them, in slices
       another checkpoint --------> a store --> queue --> replaces its own rows
 
-The increments of each log come in order and without gaps. When one is missing or
-damaged, or the training continues from other rows, the follower looks for a checkpoint
-from which it can continue, reads that into a store of its own, and hands the store
-over. So lookups are answered all the time.
+When an increment is missing or damaged, or the training continues from other rows, the
+follower reads a checkpoint from which it can continue into a store of its own, and
+hands that over. So lookups are answered all the time.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ _CLOSE_S = 10.0
 
 
 class ReplacementStore(NamedTuple):
-    """A newly loaded store that replaces the current one, and its checkpoint."""
+    """A store that replaces the current one, and its checkpoint."""
 
     store: EmbeddingStore
     folder: Folder
@@ -71,10 +70,12 @@ class Follower:
         logs: the folder of all logs.
         run: the folder of the training's checkpoints, or a single checkpoint.
         target: the server that follows.
-        created: of the checkpoint whose rows the server has, as its manifest says.
+        created: of the manifest of the server's rows.
         make_store: returns an empty store like the server's.
 
     Attributes:
+        events: what the server is to do next.
+        ending: set to make the thread end soon.
         num_errors: times that something could not be read.
         num_reloads: checkpoints that were read to continue from.
         is_lost: the training continues, but cannot be followed before its next
@@ -98,48 +99,28 @@ class Follower:
         self._retry_s: dict[str, float] = {}  # by URL of a checkpoint that failed
         self._positions: list[LogPosition] = []
         self._known_logs: dict[str, Log] = {}
-        self._events: queue.Queue[FollowerEvent] = queue.Queue(_MAX_EVENTS)
-        self._ending = threading.Event()
+        self.events: queue.Queue[FollowerEvent] = queue.Queue(_MAX_EVENTS)
+        self.ending = threading.Event()
         self.num_errors = self.num_reloads = 0
         self.is_lost = False
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
-    def next_event(self) -> FollowerEvent | None:
-        """Return the next event, if there is one."""
-        try:
-            return self._events.get_nowait()
-        except queue.Empty:
-            return None
-
-    @property
-    def has_events(self) -> bool:
-        """Whether :meth:`next_event` returns something."""
-        return not self._events.empty()
-
-    def end(self) -> None:
-        """Make the thread end soon."""
-        self._ending.set()
-
     def close(self) -> None:
         """End the thread. May be called twice."""
-        self.end()
+        self.ending.set()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        with contextlib.suppress(_EndedError):
-            self._follow()
-
-    def _follow(self) -> None:
         has_caught_up = False
         logged = ""
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             has_read = False
             try:
                 has_read = self._poll()
                 logged = ""
             except _EndedError:
-                raise
+                return
             except Exception as exc:  # the server continues with the rows that it has
                 self.num_errors += 1
                 if str(exc) != logged:  # once, however often it is tried
@@ -149,9 +130,10 @@ class Follower:
                 logged = str(exc)
             if not has_read:
                 if not has_caught_up:  # or as far as possible
-                    self._send(CaughtUp())
+                    with contextlib.suppress(_EndedError):
+                        self._send(CaughtUp())
                     has_caught_up = True
-                self._ending.wait(POLL_S)
+                self.ending.wait(POLL_S)
 
     def _poll(self) -> bool:
         """Hand over the next increment of each log; return whether there was one."""
@@ -216,10 +198,7 @@ class Follower:
         return increment
 
     def _switch(self, logs: Sequence[Log], beyond: LogPosition | None) -> bool:
-        """Continue in some logs; return whether there is a checkpoint for that.
-
-        It must lead past ``beyond``, a position that cannot be read.
-        """
+        """Continue in some logs; return whether a checkpoint leads past ``beyond``."""
         start = find_start(logs, self._list_checkpoints())
         if start is None:
             return False
@@ -251,7 +230,7 @@ class Follower:
         while load.phase in ("checking", "checked", "loading"):
             if load.phase == "checked":
                 load.load()
-            if self._ending.wait(_CHECK_S):
+            if self.ending.wait(_CHECK_S):
                 load.cancel()
                 raise _EndedError
         if load.error is not None:
@@ -264,9 +243,9 @@ class Follower:
         return True
 
     def _send(self, event: FollowerEvent) -> None:
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             with contextlib.suppress(queue.Full):
-                self._events.put(event, timeout=_CHECK_S)
+                self.events.put(event, timeout=_CHECK_S)
                 return
         raise _EndedError
 

@@ -15,7 +15,6 @@ Dimension key:
 """
 
 import contextlib
-import logging
 import os
 import queue
 import sys
@@ -38,6 +37,7 @@ from persia_torchrec.checkpoint.increments import (
     list_increments,
 )
 from persia_torchrec.checkpoint.row_file import IncrementHead, RowFileWriter, Written
+from persia_torchrec.checkpoint.task import BackgroundTask
 from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.dedup import unique_ids
@@ -46,8 +46,6 @@ from persia_torchrec.store.journal import Changes
 from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
 from persia_torchrec.store.row_export import gather_rows
 from persia_torchrec.store.shard_memory import ShardMemory
-
-logger = logging.getLogger(__name__)
 
 Uses = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
@@ -149,8 +147,8 @@ class GatherRequest:
     found: Bools
 
 
-class IncrementWriter:
-    """A thread that writes one log. The server's thread calls all methods.
+class IncrementWriter(BackgroundTask):
+    """Writes one log while its phase is ``writing``; the server's thread calls it.
 
     Args:
         folder: of all logs.
@@ -165,16 +163,15 @@ class IncrementWriter:
             applies to it. Increments that no complete dump needs are deleted.
         ending: set to write what is left, and end the thread.
         num_rows, num_bytes: written.
-        error: what made it fail; None so far.
     """
 
     def __init__(
         self, folder: Folder, log: Log, *, max_requests: int, max_ids: int
     ) -> None:
+        super().__init__(f"Writing log {log.name}")
         self.log = log
         self.number = 1
         self.num_rows = self.num_bytes = 0
-        self.error: Exception | None = None
         self._folder = folder.child(log.name)
         self._max_ids = max_ids
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(max_requests)
@@ -187,9 +184,7 @@ class IncrementWriter:
         self._head: IncrementHead | None = None
         self._num_flushes = 0  # in the next increment
         self._known_dumps: list[tuple[str, int]] = []
-        self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        self._thread.start()
+        self._start("writing", self._run, "written")
 
     @property
     def is_writing(self) -> bool:
@@ -200,11 +195,6 @@ class IncrementWriter:
     def wants_rows(self) -> bool:
         """Whether :meth:`gather` has something to do."""
         return not self._to_gather.empty()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will be written."""
-        return not self._thread.is_alive()
 
     def gather(self, memory: ShardMemory) -> bool:
         """Copy the next rows that are wanted; return False if there are none."""
@@ -234,15 +224,11 @@ class IncrementWriter:
                     self._write_next(self._head)
                 elif is_last:
                     return
-        except _CancelledError:
-            logger.debug("log %s was cancelled", self.log.name)
-            if self.number == 1:  # the log is empty
+        except CheckpointError:
+            if self._cancelled.is_set() and self.number == 1:  # the log is empty
                 with contextlib.suppress(Exception):  # a leftover does no harm
                     self._folder.remove(LOG_FILE)
-        except Exception as exc:  # the server's thread reads the attribute
-            if not isinstance(exc, CheckpointError):
-                logger.exception("writing log %s failed", self.log.name)
-            self.error = exc
+            raise
 
     def _write_next(self, head: IncrementHead) -> None:
         dirty, num_flushes = self._dirty, self._num_flushes
@@ -286,8 +272,7 @@ class IncrementWriter:
 
     def _take_flushes(self, timeout_s: float) -> None:
         """Add the flush requests that have come to the next increment."""
-        if self._cancelled.is_set():
-            raise _CancelledError
+        self._require_not_cancelled()
         with contextlib.suppress(queue.Empty):
             while sum(map(len, self._dirty.tables.values())) < self._max_ids:
                 changes, self._head = self.inbox.get(timeout_s > 0, timeout_s)
@@ -322,7 +307,3 @@ def _drain(items: "queue.Queue[T] | queue.SimpleQueue[T]") -> list[T]:
         while True:
             taken.append(items.get_nowait())
     return taken
-
-
-class _CancelledError(Exception):
-    """The log was cancelled."""

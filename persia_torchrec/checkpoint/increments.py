@@ -4,15 +4,10 @@
       log.json                  what its first increment applies to
       000000000001.increment    a segment, see row_file.py
 
-The numbers of a log have no gaps: each increment applies to the result of the previous
-one. A server begins a new log when its rows are replaced: when it starts, when it has
-loaded a checkpoint, when a write failed. So the log of a server that began last
-describes its current rows.
-
-Logs can be followed from a checkpoint whose manifest names a position in every one of
-them, or from the checkpoint that is the base of every one of them. A mixture would
-combine two runs. Of several such checkpoints the latest has the fewest increments to
-apply.
+Each increment applies to the result of the previous one. A server begins a new log when
+its rows are replaced, and when a write failed. Logs can be followed from a checkpoint
+whose manifest names a position in every one of them, or from the checkpoint that is the
+base of every one of them. A mixture would combine two runs.
 """
 
 import re
@@ -44,17 +39,15 @@ _NAME = re.compile(r"shard-(\d{5,})-of-(\d{5,})-[0-9a-f]{12}")
 class Base:
     """What the first increment of a log applies to.
 
-    Attributes:
-        kind: ``empty``: no rows. ``checkpoint``: the one that was loaded. ``unknown``:
-            rows of which there is no copy; the log can only be followed from a
-            checkpoint that was dumped while it was written.
-        checkpoint: path of the checkpoint, or its URL.
-        created: of the checkpoint, as its manifest says.
+    ``unknown`` rows have no copy: their log can only be followed from a checkpoint that
+    was dumped while it was written.
     """
 
     kind: Literal["empty", "checkpoint", "unknown"]
     checkpoint: str = ""
+    """Path or URL."""
     created: str = ""
+    """As the manifest says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +84,8 @@ class Log:
 
     def position_after(self, manifest: Manifest) -> LogPosition | None:
         """Return the beginning of this log, if the checkpoint is its base."""
-        is_base = ("checkpoint", manifest.created) == (
-            self.base.kind,
-            self.base.created,
-        )
+        is_checkpoint = self.base.kind == "checkpoint"
+        is_base = is_checkpoint and self.base.created == manifest.created
         return LogPosition(self.name, 1) if is_base else None
 
 
@@ -116,13 +107,9 @@ class Start(NamedTuple):
 
 
 def find_logs(folder: Folder, known: Mapping[str, Log]) -> list[Log]:
-    """Return the logs in a folder, oldest first; none if the folder is missing.
+    """Return the logs in a folder, oldest first; ``known`` ones are not read again.
 
     A log without a description has just begun, and is left out.
-
-    Args:
-        folder: of all logs.
-        known: logs by name whose descriptions were read before.
     """
     logs = []
     for name in folder.names():
@@ -136,13 +123,9 @@ def find_logs(folder: Folder, known: Mapping[str, Log]) -> list[Log]:
 
 
 def latest_logs(logs: Sequence[Log]) -> list[Log]:
-    """Return the log that each server of the training writes now, by shard.
+    """Return the last log of each server, by shard, of all logs, oldest first.
 
-    Args:
-        logs: all, oldest first.
-
-    Returns:
-        One per server; none if there is none, or while a server has not begun its own.
+    There is none while a server has not begun its own.
     """
     num_shards = logs[-1].num_shards if logs else 0
     latest = {log.shard: log for log in logs if log.num_shards == num_shards}
@@ -154,15 +137,7 @@ def latest_logs(logs: Sequence[Log]) -> list[Log]:
 def find_start(
     logs: Sequence[Log], checkpoints: Iterable[tuple[Folder, Manifest]]
 ) -> Start | None:
-    """Return where to begin to follow some logs.
-
-    Args:
-        logs: of :func:`latest_logs`.
-        checkpoints: that are complete, the latest first.
-
-    Returns:
-        The latest checkpoint that fits, and the first increments after it; or None.
-    """
+    """Return the first checkpoint that fits the latest logs, and what follows it."""
     for folder, manifest in checkpoints if logs else ():
         for position in (Log.position_in, Log.position_after):
             found = [position(log, manifest) for log in logs]
@@ -173,16 +148,7 @@ def find_start(
 
 
 def find_end(logs: Sequence[Log], folder: Folder, manifest: Manifest) -> Start | None:
-    """Return where to begin, to get from a checkpoint to the end of a training.
-
-    Args:
-        logs: all, oldest first.
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
-
-    Returns:
-        The last logs, one of each server, that apply to the checkpoint; or None.
-    """
+    """Return the last logs, of all, oldest first, that apply to a checkpoint."""
     candidates = [
         latest_logs([log for log in logs if position(log, manifest) is not None])
         for position in (Log.position_in, Log.position_after)
@@ -192,12 +158,7 @@ def find_end(logs: Sequence[Log], folder: Folder, manifest: Manifest) -> Start |
 
 
 def read_increment(folder: Folder, number: int) -> Increment:
-    """Read an increment, and check all of it.
-
-    Args:
-        folder: of its log.
-        number: its number in the log.
-    """
+    """Read an increment of the log in a folder, and check all of it."""
     name = increment_name(number)
     with folder.opened(name) as file:
         reader = RowFileReader(file, folder.file_path(name), IncrementHead)
@@ -217,9 +178,5 @@ def increment_name(number: int) -> str:
 
 def list_increments(folder: Folder) -> list[int]:
     """Return the numbers of a log's increments, ascending."""
-    names = (name.partition(".") for name in folder.names())
-    return sorted(
-        int(stem)
-        for stem, _, ending in names
-        if ending == "increment" and stem.isdecimal()
-    )
+    matches = (re.fullmatch(r"(\d+)\.increment", name) for name in folder.names())
+    return sorted(int(match[1]) for match in matches if match)

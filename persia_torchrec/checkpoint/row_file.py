@@ -4,10 +4,9 @@
                                           `-- letters | table | N | CRC-32 | columns
 
 FORMAT.md has them to the byte. A block of ROWS holds rows of one table by column, see
-``RowColumns``; one of GONE the ids of rows that were evicted or have expired. A block
-is written once and never changed, so neither writer nor reader holds more than one
-block in memory. Bytes that do not fit this layout raise a CheckpointError that names
-the file and the byte offset.
+``RowColumns``; one of GONE the ids of rows that were evicted or have expired. Neither
+writer nor reader holds more than one block in memory. Bytes that do not fit this layout
+raise a CheckpointError that names the file and the byte offset.
 """
 
 import struct
@@ -56,7 +55,7 @@ class SavedTable(msgspec.Struct, frozen=True):
     def build(
         cls, spec: TableSpec, num_updates: int, *, has_metadata: bool
     ) -> "SavedTable":
-        """Describe a table."""
+        """Describe a table with these settings."""
         return cls(_describe(spec), num_updates, has_metadata)
 
     @classmethod
@@ -95,11 +94,7 @@ class ShardHead(msgspec.Struct, frozen=True, kw_only=True):
     magic: ClassVar[bytes] = b"PTRCROWS"
 
     shard: int
-    """Which server wrote it."""
-
     num_shards: int
-    """How many servers there were."""
-
     tables: tuple[SavedTable, ...]
     """Of the server, in the order of their numbers, as of the beginning of the file."""
 
@@ -113,17 +108,12 @@ class IncrementHead(ShardHead, frozen=True, kw_only=True):
     magic: ClassVar[bytes] = b"PTRCINCR"
 
     log: str
-    """Name of the log that it belongs to."""
-
     number: int
-    """Its number in the log, from 1 on."""
-
+    """In the log, from 1 on."""
     created_s: float
     """When it was begun, in seconds since 1970. All earlier changes are in it."""
-
     tick: int
     """Of the server's last request."""
-
     was_cleared: bool
     """Whether all rows were dropped before these changes."""
 
@@ -138,7 +128,7 @@ def require_shard(shard: int, num_shards: int) -> None:
 
 
 class Written(NamedTuple):
-    """What has been written: N of all blocks, the length, and the CRC-32 at the end."""
+    """What has been written; ``num_rows`` sums N of all blocks."""
 
     num_rows: int
     size_bytes: int
@@ -191,20 +181,9 @@ class RowFileWriter:
 
 
 class RowFileReader(Generic[Head]):
-    """Reads the file that a :class:`RowFileWriter` wrote.
+    """Reads the file that a :class:`RowFileWriter` wrote; its path is for errors.
 
-    Args:
-        file: at its beginning.
-        path: of the file, for errors.
-        head_type: which kind of file it must be.
-
-    Attributes:
-        head: its JSON.
-        num_bytes: read so far.
-        written: what the writer returned, once all blocks have been read.
-
-    Raises:
-        CheckpointError: these are not the bytes of such a file.
+    ``num_bytes`` are read so far; ``written`` is set when all blocks have been read.
     """
 
     written: Written
@@ -235,11 +214,7 @@ class RowFileReader(Generic[Head]):
             raise self._damaged(f"header: tables: {exc}") from exc
 
     def blocks(self) -> Iterator[tuple[int, RowColumns | Ids]]:
-        """Yield the table's number, and its rows or ids that are gone, of each block.
-
-        Raises:
-            CheckpointError: the file is truncated or damaged.
-        """
+        """Yield the number of a table, and its rows or gone ids, of each block."""
         total = all_heads = 0
         while (head := self._take(_HEAD.size))[:4] != _ENDS:
             kind, table, num_rows, checksum = _HEAD.unpack(head)

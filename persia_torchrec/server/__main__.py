@@ -2,9 +2,9 @@
 
     python -m persia_torchrec.server --shard 0 --num-shards 2
 
-In a job (the environment says where its address book is) the server registers there,
-and ends when the job ends. With ``--standalone`` it belongs to the process that
-started it, prints ``ready ADDRESS``, and ends with that process or by SIGTERM.
+In a job the server registers in its address book, and ends with the job. With
+``--standalone`` it belongs to the process that started it, prints ``ready ADDRESS``,
+and ends with that process or by SIGTERM.
 
 With ``job_type: Infer`` in ``global_config.yml`` it does not belong to a job. It loads
 its shard of the checkpoint that the file names, however many servers wrote it, and
@@ -48,21 +48,10 @@ logger = logging.getLogger("persia_torchrec.server")
 class ServerFlags(ServerConfig):
     """Run one embedding parameter server: one shard of all tables."""
 
-    shard: int = 0
-    """Which shard [REPLICA_INDEX]"""
-
-    num_shards: int = 1
-    """Of how many [REPLICA_SIZE]"""
-
     host: str = ""
     """Address to listen on [in a job, the interface that leads to its coordinator]"""
-
-    port: int = 0
-    """Port to listen on; 0 takes a free one [0; for inference, that of ``servers``]"""
-
     standalone: bool = False
     """Serve without a job, until the process that started this one is gone."""
-
     global_config: Path | None = None
     """PERSIA's global_config.yml [PERSIA_GLOBAL_CONFIG]"""
 
@@ -120,7 +109,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
 
 
 def _config(flags: dict[str, Any], path: str | Path | None, host: str) -> ServerConfig:
-    """Return what the flags say, else the file, else the defaults."""
+    """Return the settings: flags first, then the file, then defaults."""
     config = ServerConfig(shard=flags["shard"], num_shards=flags["num_shards"])
     if path is not None:
         settings = load_global_config(path, warns=config.shard == 0)

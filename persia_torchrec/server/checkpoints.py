@@ -4,13 +4,10 @@
     load    a thread reads and checks the files; when told to, it takes the store over
             and fills it, and requests for rows are refused meanwhile
 
-An idle server dumps all the time. While requests for rows arrive, a dump takes a
-twentieth of a CPU, its writing included.
-
-A CHECKPOINT request begins something, and is answered at once; PROGRESS asks how far it
-has come. Both are answered by the state of the task: ``phase`` is ``idle``,
-``dumping``, ``dumped``, ``checking``, ``checked``, ``loading``, ``loaded`` or
-``failed``; ``result``, at the end, a ``DumpResult`` or a ``Loaded``.
+A CHECKPOINT request begins something, and PROGRESS asks how far it has come. Both are
+answered at once, by the state of the task: ``phase`` is ``idle`` or that of a
+``ShardDump`` or ``ShardLoad``; ``result``, at the end, a ``DumpResult`` or a
+``Loaded``.
 """
 
 import logging
@@ -30,7 +27,7 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 logger = logging.getLogger(__name__)
 
 _CPU_FRACTION = 0.05
-"""Of a CPU that a dump takes while requests for rows arrive."""
+"""Of a CPU that a dump takes while requests for rows arrive, its writing included."""
 
 
 class BeginDump(msgspec.Struct, tag_field="do", tag="dump"):
@@ -77,7 +74,7 @@ class Checkpoints:
 
     Attributes:
         incarnation: identifies this start of the server, whose rows are new.
-        is_loading: whether the store belongs to a load.
+        is_loading: whether rows cannot be asked for yet.
         is_active: whether :meth:`work` may have something to do.
     """
 
@@ -96,7 +93,7 @@ class Checkpoints:
         self._increments = Increments(config, store, activity)
 
     def begin(self, request: CheckpointRequest) -> dict[str, object]:
-        """Do what a CHECKPOINT request asks; return the state of the task."""
+        """Do what a client asks; return the state of the task."""
         self.is_active = True
         match request:
             case BeginDump(task, url):
@@ -165,7 +162,7 @@ class Checkpoints:
         return self._budget.wait_ms(idle_ms)
 
     def work(self) -> None:
-        """Do a slice of a dump, and of increments, if they have credit."""
+        """Do a slice of a dump, and of increments."""
         load, dump = self._load, self._dump
         if self.is_loading and load is not None and load.phase != "loading":
             self.is_loading = False
@@ -174,8 +171,7 @@ class Checkpoints:
         if dump is None or not dump.is_copying:
             self.is_active = self.is_loading or self._config.incremental_dir is not None
             return
-        has_credit = self._budget.has_credit()
-        if dump.has_room and has_credit:
+        if self._budget.has_credit() and dump.has_room:
             with self._budget.spend():
                 writing_s = dump.advance()
             self._budget.charge(writing_s)
@@ -185,10 +181,9 @@ class Checkpoints:
         return self._increments.counters()
 
     def _require_idle(self) -> None:
-        is_dumping = self._dump is not None and self._dump.phase == "dumping"
-        phases = ("checking", "loading")
-        is_reading = self._load is not None and self._load.phase in phases
-        if is_dumping or is_reading or self.is_loading:
+        task = self._dump or self._load
+        phases = ("dumping", "checking", "loading")
+        if self.is_loading or (task is not None and task.phase in phases):
             raise CheckpointError(
                 "A server dumps or loads one checkpoint at a time, and one is running. "
                 "Wait for its end, or cancel it."

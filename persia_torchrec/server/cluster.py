@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Literal, Self
 
 from persia_torchrec import timeouts
@@ -176,12 +175,7 @@ class EmbeddingCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -206,11 +200,7 @@ def _start(config: ServerConfig) -> "subprocess.Popen[str]":
 def _wait_until_ready(
     shard: int, process: "subprocess.Popen[str]", deadline: float
 ) -> tuple[str, float]:
-    """Wait for the line ``ready ADDRESS`` that a server prints.
-
-    Returns:
-        The address, and the deadline without the time in which the server compiled.
-    """
+    """Return the address of a ready server, and the deadline: compiling moves it."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     stdout = process.stdout
     assert stdout is not None

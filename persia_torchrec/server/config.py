@@ -22,57 +22,41 @@ class ServerConfig:
     """Settings of one embedding server."""
 
     shard: int = 0
-    """Which shard this server is, in ``[0, num_shards)``."""
-
+    """Which shard [REPLICA_INDEX]"""
     num_shards: int = 1
-    """How many servers there are."""
-
+    """Of how many [REPLICA_SIZE]"""
     host: str = "127.0.0.1"
     """Address to listen on."""
-
     port: int = 0
-    """Port to listen on; 0 takes a free one."""
-
+    """Port to listen on; 0 takes a free one [0; for inference, that of ``servers``]"""
     capacity_rows: int = field(default=1_000_000, metadata={"flag": "--capacity"})
     """Rows of all tables together; beyond that, rows are evicted."""
-
     eviction: Literal["lru", "lfu"] = "lru"
     """Which row is evicted: the least recently, or the least frequently used."""
-
     optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto"
     """What applies gradients: see ``EmbeddingStore``."""
-
     update_queue_batches: int = 64
     """Updates that may wait. A full queue makes the trainers wait."""
-
     joint_update_bytes: int = 4 * 2**30
     """Gradients of joint steps that may wait for the other trainers."""
-
     max_request_ids: int = 16_777_216
     """Ids that one request may name, of all its tables. More are refused."""
-
     incremental_dir: str | None = None
     """Folder of increments: a training server writes what changes there, one that
     serves a checkpoint follows it. None: neither."""
-
     incremental_interval_s: float = 2.0
     """How often an increment begins, if something has changed."""
-
     incremental_buffer_rows: int = 1_000_000
     """Changes after which an increment begins earlier; a row counts each time."""
-
     incremental_queue: int = 1000
     """How many such buffers may wait while increments cannot be written."""
-
     metrics: MetricsSettings = field(
         default_factory=MetricsSettings, metadata={"flag": None}
     )
     """Whether and how metrics are pushed, if the environment names a gateway."""
-
     checkpoint: str | None = None
     """Checkpoint that the server loads at its start and serves for inference, or a
     folder with several, for its latest. None: it trains."""
-
     imports: tuple[str, ...] = field(
         default=(), metadata={"flag": "--import", "repeat": True}
     )
@@ -109,12 +93,7 @@ class ServerConfig:
 
 
 def apply_global_config(config: ServerConfig, settings: GlobalSettings) -> ServerConfig:
-    """Return the settings of a server, completed by those of ``global_config.yml``.
-
-    Args:
-        config: all other settings.
-        settings: the file.
-    """
+    """Return settings with those of ``global_config.yml``."""
     of_servers = settings.embedding_parameter_server
     is_on = of_servers.enable_incremental_update and settings.common.job_type != "Eval"
     return replace(

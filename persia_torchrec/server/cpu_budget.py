@@ -1,7 +1,6 @@
 """CPU budget (a token bucket) of background work while requests for rows arrive.
 
-An idle server works in the background all the time. While requests arrive, the work
-earns credit as time passes, and spends it.
+An idle server works in the background all the time.
 """
 
 import time
@@ -19,12 +18,7 @@ POLL_MS = 2
 
 
 class Activity:
-    """When rows were last asked for: ``last_s``, which the serving loop sets.
-
-    Args:
-        clock: monotonic seconds.
-        cpu_clock: seconds of a CPU that the calling thread has used.
-    """
+    """When rows were last asked for: ``last_s``, which the serving loop sets."""
 
     def __init__(
         self,
@@ -75,9 +69,7 @@ class CpuBudget:
         return 0 if self.has_credit() else self.poll_ms(idle_ms)
 
     def poll_ms(self, idle_ms: int) -> int:
-        """Return how long to wait before the next check.
-
-        A thread that wakes up often waits longer for a CPU when a request comes. So on
-        a busy server the next slice waits for that request.
-        """
+        """Return how long to wait before the next check."""
+        # A thread that wakes up often waits longer for a CPU when a request comes. So
+        # on a busy server the next slice waits for that request.
         return idle_ms if self._activity.is_busy else POLL_MS

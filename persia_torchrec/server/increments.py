@@ -104,7 +104,7 @@ class Increments:
         writer = self._writer
         if writer is None:
             # A hanging file system blocks one thread at most.
-            is_over = self._failed is None or self._failed.is_over
+            is_over = self._failed is None or self._failed.phase != "writing"
             if is_over and self._activity.clock() >= self._begin_s:
                 self.resume(Base("unknown"))
         elif writer.error is not None:
@@ -137,14 +137,14 @@ class Increments:
         if writer is None:
             return
         deadline = time.monotonic() + _CLOSE_S
-        while not writer.is_over and time.monotonic() < deadline:
+        while writer.phase == "writing" and time.monotonic() < deadline:
             if self._store.journal.is_empty:
                 writer.ending.set()
             elif not writer.inbox.full():
                 self._flush(writer)
             if not writer.gather(self._store.memory):
                 time.sleep(0.001)
-        if writer.error is not None or not writer.is_over:
+        if writer.phase != "written":
             reason = writer.error or f"not written within {_CLOSE_S:g} s"
             logger.error("log %s is not complete: %s", writer.log.name, reason)
         self.suspend()

@@ -1,14 +1,12 @@
 """Metrics of a server: stages of its time, snapshots, and what a gateway is pushed.
 
-The serving thread counts without a lock. A snapshot of its counters is made only when
-another thread waits for it:
+The serving thread counts without a lock, and makes a snapshot when it is asked to:
 
     pushing thread   ask() -> is_wanted ... wait ... <- the counters
     serving thread   between two requests: is_wanted? -> give(counters)
 
-A gateway is pushed every counter of ``METRICS.md`` under its own name with ``persia_``
-before it, and PERSIA's metrics, which follow from these. What PERSIA reports as the
-value of the last request is here the mean of the requests since the previous push.
+A gateway is pushed every counter of ``METRICS.md`` as ``persia_NAME``, and PERSIA's
+metrics: the value of the last request is here the mean since the previous push.
 """
 
 import threading
@@ -62,11 +60,7 @@ _PAGE = "see persia_torchrec/server/METRICS.md"
 class Stages:
     """Attributes all time of one thread to stages. Owned by that thread.
 
-    The time between two calls of :meth:`lap` belongs to the stage that the second one
-    names. So the stages sum up to the thread's time since the first.
-
-    Args:
-        clock_ns: monotonic nanoseconds.
+    The time between two calls of :meth:`lap` belongs to the stage of the second one.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -89,28 +83,19 @@ class Snapshots:
     """The latest counters of a server.
 
     ``give`` and ``close`` belong to the serving thread, ``ask`` to one other.
-
-    Attributes:
-        is_wanted: whether a snapshot is waited for. Written under a lock, read without:
-            a stale value is corrected in the next round.
     """
 
     def __init__(self) -> None:
+        # Read without the lock: a stale value is corrected in the next round.
         self.is_wanted = False
         self._changed = threading.Condition()
         self._latest: Counters | None = None  # guarded by _changed
         self._is_closed = False  # guarded by _changed
 
     def ask(self, timeout_s: float) -> Counters | None:
-        """Wait for the current counters.
+        """Return the current counters; if there are none in time, the previous ones.
 
-        Args:
-            timeout_s: how long to wait. A server answers soon unless it applies a large
-                update, loads a checkpoint, or is not serving yet.
-
-        Returns:
-            The current counters; the previous ones if there are none in time; the last
-            ones after the end; None before the first.
+        After the end they are the last ones, and None before the first.
         """
         with self._changed:
             self.is_wanted = not self._is_closed
@@ -125,7 +110,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def close(self, counters: Counters) -> None:
-        """Publish the last counters: from now on ``ask`` returns them at once."""
+        """Publish the last counters."""
         with self._changed:
             self._is_closed = True
         self.give(counters)
@@ -182,11 +167,7 @@ _COUNTS = (
 
 
 class ServerReadings:
-    """The metrics of a server. Owned by the thread that pushes them.
-
-    Args:
-        ask: returns the current counters within so many seconds, see ``Snapshots.ask``.
-    """
+    """The metrics of a server, of ``Snapshots.ask``. Owned by the pushing thread."""
 
     def __init__(self, ask: Callable[[float], Counters | None]) -> None:
         self._ask = ask

@@ -1,23 +1,17 @@
 """Training batches between their lookup and their update, and how stale they are.
 
-A batch is *open* from its lookup until its update is applied. The number of open
-batches of one stream (one trainer's embedding collection) is what its staleness bound
-limits; the server counts it, so that the bound can be checked. While a batch is open,
-the server also keeps the slots of its rows, which its update needs again, and how many
-updates each of its watched ids has had:
+The staleness bound limits the open batches of a stream (one trainer's embedding
+collection). While a batch is open, the server keeps the slots of its rows, which its
+update needs again, and how many updates each of its watched ids has had:
 
     lookup of a batch    remember the number of updates of each watched id so far
-    update of a batch    the updates since then are the staleness of this gradient for
-                         this row: count it in the histogram, and the row's update
-
-A row that no other batch updated in between is not stale, however many batches were
-open. The updates of all trainers count.
+    update of a batch    the updates since then, of all trainers, are the staleness of
+                         this gradient for this row
 
 Watching every id would cost a good part of a lookup. One id in 16 is watched, chosen by
-a hash of its table and itself, so the histogram is that of a sixteenth of the rows. The
-same hash chooses one of 2**20 counters. Two watched ids may share a counter, and then
-each counts for the other: of the rows whose batch waited while ``u`` watched ids were
-updated, one in ``2**20 / u`` counts an update too many.
+a hash of its table and itself, which also chooses one of 2**20 counters. Two watched
+ids may share one: of the rows whose batch waited while ``u`` watched ids were updated,
+one in ``2**20 / u`` counts an update too many.
 
 Dimension key:
     N: ids of one request, or those of them that are watched
@@ -53,12 +47,7 @@ _ARRAY_COST = 64  # what an array costs besides its slots, in slots
 
 
 class LookupSlots(NamedTuple):
-    """Where the rows of one table are that a lookup found.
-
-    Attributes:
-        table: its number.
-        slots: uint32 ``(N,)``, in the order of the request.
-    """
+    """Where a lookup found the rows of one table, in the order of the request."""
 
     table: int
     slots: Slots
@@ -74,15 +63,9 @@ class _Lookup(NamedTuple):
 class OpenBatches:
     """Training batches whose update is not yet applied. Owned by the serving thread.
 
-    Args:
-        max_slots: slots kept of all batches together, 64 more being counted for each
-            lookup and table. Beyond that, the batch begun first loses its own: its
-            update searches its rows again, and is missing in the histogram.
-
-    Attributes:
-        num_slots: slots kept now, with what is counted for each lookup and table.
-        histogram: int64 ``(MAX_STALENESS + 1,)``: gradients of watched rows by their
-            staleness.
+    Beyond ``max_slots`` slots (64 more count for each lookup and table), the batch
+    begun first loses its own: its update searches its rows again, and is missing in
+    ``histogram``, the gradients of watched rows by their staleness.
     """
 
     def __init__(self, max_slots: int = MAX_SLOTS) -> None:
@@ -97,12 +80,9 @@ class OpenBatches:
     def begin(
         self, batch: Batch, tables: Sequence[TableIds], slots: Iterable[Slots]
     ) -> None:
-        """A training lookup of a batch has been answered; it may be one of several.
+        """A training lookup of a batch, maybe one of several, has been answered.
 
-        Args:
-            batch: the batch.
-            tables: the ids of the lookup.
-            slots: where their rows are, per table; kept, not copied.
+        The slots of each table are kept, not copied.
         """
         stream, number = batch
         numbers = self._open.setdefault(stream, set())
@@ -128,11 +108,7 @@ class OpenBatches:
     def apply(self, batches: Sequence[Batch]) -> list[list[LookupSlots]]:
         """The updates of batches are applied as one: each row gets one update more.
 
-        Args:
-            batches: several are those of a joint step.
-
-        Returns:
-            The slots of each batch, as far as they are kept.
+        Returns the slots of each batch, as far as they are kept.
         """
         slots: list[list[LookupSlots]] = []
         watched = []
@@ -184,10 +160,7 @@ class OpenBatches:
 
 
 def find_watched(tables: Sequence[TableIds]) -> Offsets:
-    """Return the offsets of the counters of the watched ids; uint64 ``(N,)``.
-
-    An id has one counter, always the same, in whichever request it comes.
-    """
+    """Return the offsets of the counters of the watched ids; uint64 ``(N,)``."""
     if not tables:
         return np.empty(0, dtype=np.uint64)
     salted = [t.ids ^ np.uint64((t.table + 1) * _GOLDEN % 2**64) for t in tables]

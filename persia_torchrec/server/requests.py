@@ -1,8 +1,7 @@
 """The kinds of requests that a server answers.
 
-A kind is a function that reads a request and returns the frames of the reply, or None
-if the reply comes later, and its line in :data:`KINDS`. A new kind is a file of its
-own, which imports from ``shard.py``, and a line there:
+A new kind is a file of its own, which imports from ``shard.py``, and a line in
+:data:`KINDS`:
 
     NORMS = Kind.define("NORMS", 64)
 

@@ -110,7 +110,7 @@ class ServedCheckpoint:
     def wait_ms(self, idle_ms: int) -> int:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
         follower = self._follower
-        has_events = follower is not None and follower.has_events
+        has_events = follower is not None and not follower.events.empty()
         if self._increment is not None or (has_events and not self._has_stopped):
             return self._budget.wait_ms(idle_ms)
         return min(idle_ms, _LOADING_POLL_MS) if self.is_loading else idle_ms
@@ -126,8 +126,8 @@ class ServedCheckpoint:
                 try:
                     if self._increment is not None:
                         self._apply_slice(self._increment)
-                    else:
-                        self._take(follower.next_event())
+                    elif not follower.events.empty():
+                        self._take(follower.events.get_nowait())
                 except PersiaError as exc:
                     self._stop_following(follower, exc)
 
@@ -189,7 +189,7 @@ class ServedCheckpoint:
         counts["increments_put_in"] += 1
         counts["increment_rows_put_in"] += increment.num_rows
 
-    def _take(self, event: FollowerEvent | None) -> None:
+    def _take(self, event: FollowerEvent) -> None:
         match event:
             case IncrementPart():
                 self._created_s = event.head.created_s
@@ -213,7 +213,7 @@ class ServedCheckpoint:
 
     def _stop_following(self, follower: Follower, exc: PersiaError) -> None:
         logger.error("%s Lookups read the previous rows: restart the server.", exc)
-        follower.end()
+        follower.ending.set()
         self._has_stopped = True
         self._increment = None
         self._counts["following_stopped"] += 1

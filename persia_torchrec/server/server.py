@@ -1,14 +1,12 @@
 """The serving loop of one embedding server.
 
-One thread owns the socket and the shard. Lookups are answered as they come; updates
-wait in a bounded queue:
+Lookups are answered as they come; updates wait in a bounded queue:
 
     lookup --> store --> reply
     update --> queue --(nothing else to do, or the queue is full)--> store --> ack
 
 A full queue is back-pressure: updates are applied before anything else is read from
-the socket, and the trainers wait. Between messages the shard gets time for background
-work, in bounded slices: dumps, increments, and taking out expired rows.
+the socket, and the trainers wait. Background work gets bounded slices between messages.
 """
 
 import logging
@@ -45,19 +43,7 @@ class EmbeddingServer:
     The thread that calls :meth:`serve` owns the shard. Listening begins with the
     constructor, so that ``address`` is known before the first request is served.
 
-    Args:
-        config: see :class:`ServerConfig`.
-        greeting: of the job whose processes are served.
-
-    Attributes:
-        address: to connect to.
-        shard: owned by the thread that serves.
-        snapshots: of the counters, for another thread.
-
-    Raises:
-        CheckpointError: the settings name a checkpoint that does not exist.
-        ConfigError: the capacity is out of its range.
-        WireError: the address cannot be listened on.
+    ``snapshots`` are of its counters, for another thread.
     """
 
     def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
@@ -79,12 +65,7 @@ class EmbeddingServer:
         return refusing_requests(self._listener)
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:
-        """Serve as :meth:`serve`, and push metrics if the environment says where.
-
-        Raises:
-            CheckpointError: the checkpoint of the settings cannot be loaded.
-            ConfigError: the environment names no valid gateway.
-        """
+        """Serve as :meth:`serve`, and push metrics if the environment says where."""
         read = ServerReadings(self.snapshots.ask).read
         shard, settings = self.config.shard, self.config.metrics
         pushes = push_metrics("embedding_parameter_server", shard, settings, read)
@@ -97,13 +78,8 @@ class EmbeddingServer:
     def serve(self, when_ready: Callable[[str], None] | None = None) -> None:
         """Answer requests until :meth:`stop` is called or a client asks to shut down.
 
-        Queued updates are applied before this returns.
-
-        Args:
-            when_ready: called with the address, once rows can be asked for.
-
-        Raises:
-            CheckpointError: the checkpoint of the settings cannot be loaded.
+        Queued updates are applied before this returns. ``when_ready`` is called with
+        the address, once rows can be asked for.
         """
         shard = self.shard
         try:
@@ -184,14 +160,7 @@ class EmbeddingServer:
             self._sweep(shard)
 
     def _admit(self, shard: Shard, header: Header) -> RequestKind:
-        """Return how a request is answered, if that is possible now.
-
-        Raises:
-            ConfigError: it is for another start of the server, or for training on a
-                server of inference.
-            FrameError: it is for another role.
-            StoreError: a checkpoint is being loaded.
-        """
+        """Return how a request is answered, if that is possible now."""
         name = header.kind.name
         shard.counts[f"requests_{name.lower()}"] += 1
         kind, tasks = KINDS.get(header.kind), shard.checkpoints
