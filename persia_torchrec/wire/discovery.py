@@ -213,27 +213,19 @@ class AddressBook:
     # Addresses
 
     def register(self, role: str, index: int, size: int, address: str) -> None:
-        """Publish the address of one process of a role; replaces an earlier one.
+        """Publish the address of one process of a role; replaces a previous one.
 
         Args:
             role: as ``"server"``.
-            index: which of the role, in ``[0, size)``.
+            index: in ``[0, size)``.
             size: how many the role has; all of them must register the same.
             address: as ``"tcp://10.0.0.7:18000"``.
-
-        Raises:
-            ConfigError: as :meth:`claim_size`.
         """
         self.claim_size(role, index, size)
         self.put(f"address/{role}/{index}", address)
 
     def claim_size(self, role: str, index: int, size: int) -> None:
         """Register the size of a role, or compare it with the one registered.
-
-        Args:
-            role: as ``"server"``.
-            index: which of the role calls.
-            size: how many there are.
 
         Raises:
             ConfigError: ``index`` is out of its range, or another process, or the
@@ -256,7 +248,6 @@ class AddressBook:
 
         Raises:
             DiscoveryError: some of the role did not register within ``timeout_s``.
-            JobError: the job has failed meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         size_key = f"address/{role}/size"
@@ -291,7 +282,6 @@ class AddressBook:
 
         Raises:
             DiscoveryError: one was not published within ``timeout_s``.
-            JobError: the job has failed meanwhile.
         """
         keys = [f"note/{name}" for name in names]
         if not self._wait_for(keys, time.monotonic() + timeout_s):

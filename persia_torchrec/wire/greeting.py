@@ -89,14 +89,11 @@ class Greeting:
             raise FrameError(f"A greeting must hold a job's id. {exc}") from exc
 
     def admit(self, name: bytes, address: str) -> None:
-        """Check that the client of a listener may be served.
+        """Raise JobMismatchError if the client of a listener belongs to another job.
 
         Args:
             name: routing id of the client.
             address: of the listener, for the error.
-
-        Raises:
-            JobMismatchError: the client belongs to another job.
         """
         if not self.job_id:
             return

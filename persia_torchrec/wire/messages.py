@@ -193,11 +193,7 @@ class Header(NamedTuple):
 
     @classmethod
     def decode(cls, frame: Frame) -> "Header":
-        """Read the 48 bytes.
-
-        Raises:
-            FrameError: these are not the bytes of a header of this version.
-        """
+        """Read the 48 bytes; raise FrameError if they are not such a header."""
         if len(frame) != _HEADER.size:
             raise FrameError(
                 f"A message's header must be {_HEADER.size} bytes. "
@@ -243,15 +239,7 @@ class Share(NamedTuple):
 
     @classmethod
     def decode(cls, frames: Sequence[Frame], *, num_frames: int) -> "Share":
-        """Read the 32 bytes of the last frame.
-
-        Args:
-            frames: all frames of the message.
-            num_frames: how many there must be.
-
-        Raises:
-            FrameError: these are not the bytes of a share.
-        """
+        """Read the last of ``num_frames`` frames; raise FrameError if it is not one."""
         frame = frames[-1]
         if len(frames) != num_frames or len(frame) != _SHARE.size:
             raise FrameError(
@@ -336,11 +324,7 @@ def encode_segments(tables: Sequence[TableIds]) -> Frames:
 
 
 def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableIds]:
-    """Read frames 1 and 2 of a request.
-
-    Args:
-        frames: all frames of the message.
-        num_frames: how many there must be.
+    """Read frames 1 and 2 of a request of ``num_frames`` frames.
 
     Returns:
         The ids of each table, views of the frames.
@@ -377,11 +361,7 @@ def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableId
 
 
 def decode_counts(frames: Sequence[Frame]) -> Counts:
-    """Read frame 3 of a LOOKUP: how often each id of frame 2 occurs.
-
-    Raises:
-        FrameError: there are not as many counts as ids.
-    """
+    """Read frame 3 of a LOOKUP: how often each id of frame 2 occurs."""
     counts = array_of(frames[3], np.uint32)
     if 2 * len(frames[3]) != len(frames[2]):
         raise FrameError(
@@ -399,11 +379,7 @@ def bytes_of(array: npt.NDArray[np.generic]) -> memoryview:
 
 
 def array_of(frame: Frame, dtype: type[Scalar]) -> npt.NDArray[Scalar]:
-    """View a frame as a flat array, without a copy.
-
-    Raises:
-        FrameError: its length is no multiple of the item's size.
-    """
+    """View a frame as a flat array, without a copy."""
     try:
         return np.frombuffer(frame, dtype)
     except ValueError:

@@ -66,12 +66,6 @@ def reserved_port_from(first: int) -> Iterator[int]:
 
     Within the block :func:`free_port_from` skips it, in all processes, while ZeroMQ and
     c10d can listen on it: they share a port with sockets that do not listen.
-
-    Args:
-        first: in ``[1, 65535]``.
-
-    Yields:
-        The port.
     """
     while True:
         port = free_port_from(first)

@@ -152,11 +152,7 @@ class Listener:
             self._poller.register(wakeup.fd, zmq.POLLIN)
 
     def wait(self, timeout_ms: int) -> bool:
-        """Wait for a message; return whether one is there.
-
-        Args:
-            timeout_ms: how long; 0 does not wait.
-        """
+        """Wait for a message, at most so long; return whether one is there."""
         return self._socket in dict(self._poller.poll(timeout_ms))
 
     def take(self) -> tuple[bytes, Frames] | None:
@@ -174,14 +170,7 @@ class Listener:
         return None
 
     def receive(self, timeout_ms: int) -> tuple[bytes, Frames] | None:
-        """Wait for a message, and take it.
-
-        Args:
-            timeout_ms: how long; 0 does not wait.
-
-        Returns:
-            As :meth:`take`; None also when no message came in time.
-        """
+        """Wait for a message, and :meth:`take` it; None also when none came in time."""
         return self.take() if self.wait(timeout_ms) else None
 
     def _admit(self, peer: bytes, frames: Frames) -> bool:
@@ -511,15 +500,7 @@ class Connections:
 
 
 def require_sendable(frames: Sequence[Frame], what: str) -> None:
-    """Reject a message that no receiver would accept.
-
-    Args:
-        frames: of the message.
-        what: it in words, for the error.
-
-    Raises:
-        WireError: a frame is larger than ``MAX_MESSAGE_BYTES``.
-    """
+    """Raise WireError for a message that no receiver would accept."""
     largest = max(map(len, frames), default=0)
     if largest > MAX_MESSAGE_BYTES:
         raise WireError(
