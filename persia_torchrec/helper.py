@@ -1,17 +1,8 @@
 """PERSIA's helper for tests: a whole job around a block, as child processes.
 
-    with PersiaServiceCtx(data_loader_func=send, embedding_config=slots):
-        with TrainCtx(...) as ctx:           # the trainer is this process
-            for batch in DataLoader(StreamingDataset()): ...
-
-Coordinator, embedding servers and embedding workers run on the loopback interface of
-this machine, and data loaders and NN workers too if their work is given. Within the
-block the environment names the job. The job ends as one: a process that fails ends all,
-interrupts the block, and is named in the error that the block raises.
-
-A function runs in a process that imports its module again, as multiprocessing's "spawn"
-does. So it must be at the top of a module, and a script needs the line
-``if __name__ == "__main__":`` in front of what it does itself.
+with PersiaServiceCtx(data_loader_func=send, embedding_config=slots):
+    with TrainCtx(...) as ctx:           # the trainer is this process
+        for batch in DataLoader(StreamingDataset()): ...
 """
 
 import contextlib
@@ -42,10 +33,15 @@ _COORDINATOR_TIMEOUT_S = 60.0
 
 
 class PersiaServiceCtx:
-    """Start a job's processes for a block, and end them with it.
+    """Start a job's processes on this machine for a block, and end them with it.
 
-    Leaving the block ends the job; where NN workers were given, it waits for them
-    first. Only a block of the main thread can be interrupted.
+    Within the block the environment names the job. Leaving it ends the job, and waits
+    for given NN workers first. A process that fails ends all, interrupts the block (of
+    the main thread only), and is named in the error that the block raises.
+
+    A function runs in a process that imports its module again, as multiprocessing's
+    "spawn" does. So it must be at the top of a module, and a script needs the line
+    ``if __name__ == "__main__":`` in front of what it does itself.
 
     Args:
         data_loader_func: what each data loader does; None: there are none.
@@ -62,9 +58,6 @@ class PersiaServiceCtx:
         embedding_parameter_server_port: and the servers from here on.
         nats_server_port: and the coordinator from here on.
         timeout_s: how long leaving the block may wait for the NN workers.
-
-    Raises:
-        ConfigError: a setting cannot work.
     """
 
     def __init__(
@@ -151,16 +144,13 @@ class PersiaServiceCtx:
         with self._stack:
             failure = self._watch.disarm()
             if exc is None and failure is None:
-                failure = self._finish()
+                self._children.finish()
+                status = self._children.wait_for_coordinator(self._timeout_s)
+                failure = self._watch.stop()
+                if failure is None and status:
+                    failure = f"the coordinator's status is {status}"
             if failure is not None:
                 raise JobError(f"The job failed: {failure}") from exc
-
-    def _finish(self) -> str | None:
-        """Wait for the end of the job; return why it has failed, if it has."""
-        self._children.finish()
-        status = self._children.wait_for_coordinator(self._timeout_s)
-        failure = self._watch.stop()
-        return failure or (f"the coordinator's status is {status}" if status else None)
 
     def _variables(self, folder: Path, port: int) -> dict[str, str]:
         """Write the job's files; return the variables that name the job."""
@@ -196,12 +186,8 @@ class PersiaServiceCtx:
         for role in ("server", "worker"):
             for index in range(counts[role]):
                 free = stack.enter_context(reserved_port_from(self._ports[role]))
-                replica = (
-                    format_flags(shard=index, num_shards=counts[role])
-                    if role == "server"
-                    else format_flags(index=index, num_workers=counts[role])
-                )
-                flags = [*replica, "--port", str(free)]
+                own, all_ = _REPLICA_FLAGS[role]
+                flags = format_flags(**{own: index, all_: counts[role]}, port=free)
                 self._children.start_module(f"{role} {index}", role, *flags)
 
     def _start_scripts(self) -> None:
@@ -217,6 +203,10 @@ ensure_persia_service = PersiaServiceCtx
 """PERSIA's other name for it."""
 
 _CONFIG_NAMES = ("embedding_config", "global_config")
+_REPLICA_FLAGS = {
+    "server": ("shard", "num_shards"),
+    "worker": ("index", "num_workers"),
+}
 _ROLES = ("loader", "trainer", "worker", "server")
 _NEEDS = {"data_loader_replica_num": "loader", "nproc_per_node": "trainer"}
 

@@ -34,16 +34,15 @@ _PARENT_CHECK_S = 1.0
 _POLL_MS = 100
 
 
-def run_service(name: str, serve: Callable[[], None], level: str = "INFO") -> int:
+def run_service(name: str, serve: Callable[[], int | None], level: str = "INFO") -> int:
     """Serve until the end; return the exit status. ``name`` is that of the logger."""
     end_by_signals()
     try:
         get_default_logger(level=level)
-        serve()
+        return serve() or 0
     except PersiaError as exc:
         logging.getLogger(name).error("%s: %s", type(exc).__name__, exc)
         return 1
-    return 0
 
 
 class Lifetime:

@@ -24,17 +24,18 @@ from dataclasses import dataclass, field
 from persia_torchrec import env
 from persia_torchrec.command_line import build, given_flags
 from persia_torchrec.config import refuse_inference
-from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.logger import get_default_logger
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.service_main import run_service
 from persia_torchrec.wire.discovery import AddressBook, JobState
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import JobTimings
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
-from persia_torchrec.wire.signals import EndSignals, end_by_signals
+from persia_torchrec.wire.signals import EndSignals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
 
 NAME = "coordinator"
+_ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
 _KILL_TIMEOUT_S = 10.0
 _START_S = 5.0  # within which torchx has started all roles
@@ -102,13 +103,7 @@ class CoordinatorConfig:
 
     def sizes(self) -> dict[str, int]:
         """Return how many members each role has."""
-        return {
-            "server": self.num_servers,
-            "worker": self.num_workers,
-            "loader": self.num_loaders,
-            "trainer": self.num_trainers,
-            "predictor": self.num_predictors,
-        }
+        return {role: getattr(self, f"num_{role}s") for role in _ROLES}
 
 
 class Coordinator:
@@ -147,9 +142,11 @@ class Coordinator:
             logger.error("the job failed: %s", reason)
         else:
             logger.info("the job is finished")
-        stragglers = self._await_departures()
-        if stragglers:
-            logger.error("did not leave in time: %s", ", ".join(stragglers))
+        late = self._wait_until_gone(self._members, self._config.leave_timeout_s)
+        self._wait_until_gone([m for m in late if m.kill()], _KILL_TIMEOUT_S)
+        if late:
+            names = ", ".join(member.record.who for member in late)
+            logger.error("did not leave in time: %s", names)
             state = "failed"
         time.sleep(self._config.linger_s)
         return state
@@ -203,21 +200,14 @@ class Coordinator:
         self._lacking_since = self._lacking_since or now
         return now - self._lacking_since > _START_S
 
-    def _await_departures(self) -> list[str]:
-        """Wait until all members have left; return those that have not in time.
+    def _wait_until_gone(
+        self, members: "list[_Member]", timeout_s: float
+    ) -> "list[_Member]":
+        """Wait until the members have ended; return those that have not in time.
 
         A member that has not joined yet is waited for as well, unless it is known to
         have ended: it would look for the address book long after it is closed.
         """
-        late = self._wait_until_gone(self._members, self._config.leave_timeout_s)
-        killed = [member for member in late if member.kill()]
-        self._wait_until_gone(killed, _KILL_TIMEOUT_S)
-        return [member.record.who for member in late]
-
-    def _wait_until_gone(
-        self, members: "list[_Member]", timeout_s: float
-    ) -> "list[_Member]":
-        """Wait until the members have ended; return those that have not in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             remaining = [member for member in members if not member.is_gone()]
@@ -284,19 +274,15 @@ class _Member:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the coordinator of one job; return 0 if the job was finished."""
-    end_by_signals()
-    get_default_logger()
-    try:
-        refuse_inference("coordinator", env.global_config_path())
-        given = given_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
-        given |= {"loopback": env.is_local_job(), "job_id": env.job_id()}
-        config = build(CoordinatorConfig, given)
-        book = AddressBook.host(
-            config.port, loopback=config.loopback, job_id=config.job_id
-        )
-    except PersiaError as exc:
-        logger.error("%s", exc)
-        return 1
+    return run_service(logger.name, lambda: _serve(argv))
+
+
+def _serve(argv: Sequence[str] | None) -> int:
+    refuse_inference("coordinator", env.global_config_path())
+    given = given_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
+    given |= {"loopback": env.is_local_job(), "job_id": env.job_id()}
+    config = build(CoordinatorConfig, given)
+    book = AddressBook.host(config.port, loopback=config.loopback, job_id=config.job_id)
     coordinator = Coordinator(config, book)
     with EndSignals(coordinator.end):
         return 0 if coordinator.run() == "finished" else 1
