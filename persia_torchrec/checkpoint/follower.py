@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from persia_torchrec.checkpoint.catalog import (
     LogPosition,
@@ -49,18 +49,9 @@ _RETRY_S = 30.0
 _CLOSE_S = 10.0
 
 
-class ReplacementStore(NamedTuple):
-    """A store that replaces the current one, and its checkpoint."""
-
-    store: EmbeddingStore
-    folder: Folder
-
-
-class CaughtUp(NamedTuple):
-    """All increments that existed have been handed over."""
-
-
-FollowerEvent = IncrementPart | ReplacementStore | CaughtUp
+FollowerEvent = IncrementPart | tuple[EmbeddingStore, Folder] | None
+"""An increment, or a store that replaces the current one, and its checkpoint; None once
+all increments that existed have been handed over."""
 
 
 class Follower:
@@ -78,8 +69,7 @@ class Follower:
         ending: set to make the thread end soon.
         num_errors: times that something could not be read.
         num_reloads: checkpoints that were read to continue from.
-        is_lost: the training continues, but cannot be followed before its next
-            checkpoint.
+        is_lost: the training cannot be followed before its next checkpoint.
     """
 
     def __init__(
@@ -119,9 +109,9 @@ class Follower:
             try:
                 has_read = self._poll()
                 logged = ""
-            except _EndedError:
-                return
             except Exception as exc:  # the server continues with the rows that it has
+                if self.ending.is_set():
+                    return
                 self.num_errors += 1
                 if str(exc) != logged:  # once, however often it is tried
                     has_bug = not isinstance(exc, PersiaError)
@@ -130,8 +120,7 @@ class Follower:
                 logged = str(exc)
             if not has_read:
                 if not has_caught_up:  # or as far as possible
-                    with contextlib.suppress(_EndedError):
-                        self._send(CaughtUp())
+                    self._send(None)
                     has_caught_up = True
                 self.ending.wait(POLL_S)
 
@@ -161,8 +150,7 @@ class Follower:
 
     def _read_next(self) -> bool:
         has_read = False
-        numbers = range(len(self._positions))
-        for number in self._target.select(numbers):
+        for number in self._target.select(range(len(self._positions))):
             position = self._positions[number]
             try:
                 increment = self._read(position)
@@ -170,8 +158,7 @@ class Follower:
                 raise _BrokenLogError(str(exc), position) from exc
             if increment is not None:
                 self._send(IncrementPart.select(increment, self._target))
-                next_number = position.number + 1
-                self._positions[number] = LogPosition(position.log, next_number)
+                self._positions[number] = replace(position, number=position.number + 1)
                 has_read = True
         return has_read
 
@@ -232,14 +219,14 @@ class Follower:
                 load.load()
             if self.ending.wait(_CHECK_S):
                 load.cancel()
-                raise _EndedError
+                raise CheckpointError("The server ends.")
         if load.error is not None:
             self.num_errors += 1
             self._retry_s[start.folder.url] = time.monotonic() + _RETRY_S
             logger.warning("continuing from %s: %s", start.folder.url, load.error)
             return False
         self.num_reloads += 1
-        self._send(ReplacementStore(store, start.folder))
+        self._send((store, start.folder))
         return True
 
     def _send(self, event: FollowerEvent) -> None:
@@ -247,11 +234,6 @@ class Follower:
             with contextlib.suppress(queue.Full):
                 self.events.put(event, timeout=_CHECK_S)
                 return
-        raise _EndedError
-
-
-class _EndedError(Exception):
-    """The server ends."""
 
 
 class _BrokenLogError(Exception):

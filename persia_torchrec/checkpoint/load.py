@@ -248,17 +248,17 @@ class ShardLoad(BackgroundTask):
             )
         if self._logs is not None:
             self._check_increments(self._logs, manifest)
-        uses, tables, frequencies = [], [], []
+        empty = np.empty(0, np.uint64), np.empty(0, np.uint16), np.empty(0, np.uint32)
+        found = [empty]
         self._files = self._target.select(manifest.shards)
         self._num_to_read = 2 * sum(saved.size_bytes for saved in self._files)
         index_of = {table.name: i for i, table in enumerate(manifest.tables)}
         for name, rows, is_own_N in self._read_rows():
-            uses.append(rows.uses[is_own_N])
-            tables.append(np.full(len(uses[-1]), np.uint16(index_of[name])))
-            frequencies.append(_frequencies(rows)[is_own_N])
-        self._uses = np.concatenate([np.empty(0, np.uint64), *uses])
-        self._table_of = np.concatenate([np.empty(0, np.uint16), *tables])
-        self._frequencies = np.concatenate([np.empty(0, np.uint32), *frequencies])
+            uses = rows.uses[is_own_N]
+            tables = np.full(len(uses), np.uint16(index_of[name]))
+            found.append((uses, tables, _frequencies(rows)[is_own_N]))
+        columns = map(np.concatenate, zip(*found, strict=True))
+        self._uses, self._table_of, self._frequencies = columns
 
     def _load(self) -> None:
         """Put the rows into the store; if that fails, leave it empty."""

@@ -33,6 +33,7 @@ from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.service_main import (
     ChildLifetime,
     Lifetime,
+    refusing_requests,
     run_service,
     tell_ready,
 )
@@ -100,7 +101,10 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     logger.info("settings %s", config)
     import_settings(config.imports)
     server = EmbeddingServer(config, life.greeting)
-    with server.not_ready(), telling_of_compilation(life.tell_compiling):
+    with (
+        refusing_requests(server.listener),
+        telling_of_compilation(life.tell_compiling),
+    ):
         precision.warm_up()
         warm_up()
     life.call_at_end(server.stop)

@@ -82,7 +82,7 @@ class Stages:
 class Snapshots:
     """The latest counters of a server.
 
-    ``give`` and ``close`` belong to the serving thread, ``ask`` to one other.
+    ``give`` belongs to the serving thread, ``ask`` to one other.
     """
 
     def __init__(self) -> None:
@@ -102,18 +102,12 @@ class Snapshots:
             self._changed.wait_for(lambda: not self.is_wanted, timeout_s)
             return self._latest
 
-    def give(self, counters: Counters) -> None:
+    def give(self, counters: Counters, *, is_last: bool = False) -> None:
         """Publish the current counters."""
         with self._changed:
-            self._latest = counters
+            self._latest, self._is_closed = counters, is_last
             self.is_wanted = False
             self._changed.notify_all()
-
-    def close(self, counters: Counters) -> None:
-        """Publish the last counters."""
-        with self._changed:
-            self._is_closed = True
-        self.give(counters)
 
 
 class _Mean(NamedTuple):

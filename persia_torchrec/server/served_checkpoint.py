@@ -19,12 +19,7 @@ from collections import Counter
 
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.follower import (
-    CaughtUp,
-    Follower,
-    FollowerEvent,
-    ReplacementStore,
-)
+from persia_torchrec.checkpoint.follower import Follower, FollowerEvent
 from persia_torchrec.checkpoint.load import (
     IncrementImport,
     IncrementPart,
@@ -194,22 +189,19 @@ class ServedCheckpoint:
             case IncrementPart():
                 self._created_s = event.head.created_s
                 self._increment = IncrementImport(self._store, event, follows=True)
-            case ReplacementStore(store, folder):
-                self._require_same_tables(store)
+            case (store, folder):
+                names = [spec.name for spec in self._store.tables]
+                received = [spec.name for spec in store.tables]
+                if received[: len(names)] != names:  # clients ask by number
+                    raise CheckpointError(
+                        f"The training's tables must begin with {names}. "
+                        f"Received: {received}."
+                    )
                 logger.info("continuing from %s", folder.url)
                 self._store.take_rows_of(store)
                 self._folder = folder
-            case CaughtUp():
+            case None:
                 self.is_loading = False
-
-    def _require_same_tables(self, store: EmbeddingStore) -> None:
-        """Check that the tables keep the numbers by which clients ask for them."""
-        names = [spec.name for spec in self._store.tables]
-        received = [spec.name for spec in store.tables]
-        if received[: len(names)] != names:
-            raise CheckpointError(
-                f"The training's tables must begin with {names}. Received: {received}."
-            )
 
     def _stop_following(self, follower: Follower, exc: PersiaError) -> None:
         logger.error("%s Lookups read the previous rows: restart the server.", exc)

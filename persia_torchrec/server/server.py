@@ -11,14 +11,12 @@ the socket, and the trainers wait. Background work gets bounded slices between m
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.metrics import ServerReadings, Snapshots
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.server.shard import Request, RequestKind, Shard
-from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.wire.gateway import push_metrics
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import TRAINING, Header, Kind
@@ -40,29 +38,24 @@ _SWEEP_ROWS = 2048
 class EmbeddingServer:
     """One shard of all tables, behind a socket.
 
-    The thread that calls :meth:`serve` owns the shard. Listening begins with the
-    constructor, so that ``address`` is known before the first request is served.
-
-    ``snapshots`` are of its counters, for another thread.
+    The thread that calls :meth:`serve` owns ``shard`` and ``listener``; ``snapshots``
+    are for another one. Listening begins with the constructor, so that ``address`` is
+    known before the first request is served.
     """
 
     def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
         self.config = config
         self._wakeup = Wakeup()
-        self._listener = Listener(config.host, config.port, self._wakeup, greeting)
+        self.listener = Listener(config.host, config.port, self._wakeup, greeting)
         try:
-            self.shard = Shard(config, self._listener)
+            self.shard = Shard(config, self.listener)
         except BaseException:
-            self._listener.close()
+            self.listener.close()
             raise
-        self.address = self._listener.address
+        self.address = self.listener.address
         self.snapshots = Snapshots()
         self._num_since_sweep = 0
         self._must_sweep_on = False
-
-    def not_ready(self) -> AbstractContextManager[None]:
-        """Return a block within which requests are refused as ``NotReadyError``."""
-        return refusing_requests(self._listener)
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:
         """Serve as :meth:`serve`, and push metrics if the environment says where."""
@@ -93,8 +86,8 @@ class EmbeddingServer:
         finally:
             shard.stopping.set()  # a signal that comes now must not wait for a lock
             shard.checkpoints.close()
-            self.snapshots.close(shard.counters())
-            self._listener.close()
+            self.snapshots.give(shard.counters(), is_last=True)
+            self.listener.close()
             self._wakeup.close()
 
     def stop(self) -> None:
@@ -118,7 +111,7 @@ class EmbeddingServer:
             shard.apply_oldest_update()
             return
         is_behind = shard.updates or self._must_sweep_on
-        if self._listener.wait(0 if is_behind else wait_ms):
+        if self.listener.wait(0 if is_behind else wait_ms):
             self._answer_next(shard)
         elif shard.updates:
             shard.apply_oldest_update()
@@ -138,7 +131,7 @@ class EmbeddingServer:
         shard.stages.lap("idle")
         shard.num_overtaking += bool(shard.updates)
         self._num_since_sweep += 1
-        message = self._listener.take()
+        message = self.listener.take()
         shard.stages.lap("receive")
         if message is not None:
             peer, frames = message
@@ -154,7 +147,7 @@ class EmbeddingServer:
                 shard.refuse(peer, request, exc)
             else:
                 if reply is not None:
-                    self._listener.send(peer, Header(Kind.REPLY, request), reply)
+                    self.listener.send(peer, Header(Kind.REPLY, request), reply)
                     shard.stages.lap("send")
         if self._num_since_sweep >= _MESSAGES_PER_SWEEP:
             self._sweep(shard)

@@ -332,22 +332,22 @@ class JointSteps:
     def _apply_complete(self, group: _Group, steps: Iterable[int]) -> None:
         for step in steps:
             if not group.missing(step):
-                updates = self._take(group, step)
-                self._apply([updates[rank] for rank in sorted(updates)])
+                self._apply(self._take(group, step))
         self._max_steps = max(self._max_steps, self.num_steps)
         self._most_bytes = max(self._most_bytes, self._num_bytes)
 
-    def _take(self, group: _Group, step: int) -> dict[int, Update]:
+    def _take(self, group: _Group, step: int) -> list[Update]:
+        """Take a step out; return its updates in the order of their ranks."""
         updates = group.steps.pop(step).updates
         self.num_steps -= 1
         self._num_bytes -= sum(update.size_bytes for update in updates.values())
-        return updates
+        return [updates[rank] for rank in sorted(updates)]
 
     def _break(self, group: _Group, why: str) -> None:
         group.broken = why
         self._num_broken += len(group.steps)
         for step in sorted(group.steps):
-            for update in self._take(group, step).values():
+            for update in self._take(group, step):
                 self._refuse(update, StoreError(why))
 
     def counters(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, RemoteError, ServerError
 from persia_torchrec.server.cluster import EmbeddingCluster, _wait_until_ready
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
@@ -142,7 +143,7 @@ def test_a_client_waits_for_a_server_that_compiles():
         connected.set()
 
     connecting = threading.Thread(target=connect)
-    with server.not_ready():
+    with refusing_requests(server.listener):
         connections = Connections("embedding server", [server.address])
         reply = connections.submit(
             *(0, Header(Kind.COUNTERS), [encode_json(None)]),

@@ -140,7 +140,7 @@ class TestSnapshots:
 
     def test_after_the_end_ask_returns_at_once(self):
         snapshots = Snapshots()
-        snapshots.close({"rows": 5})
+        snapshots.give({"rows": 5}, is_last=True)
         assert snapshots.ask(3600.0) == {"rows": 5}
 
     @pytest.mark.parametrize("num", [1, 3])
