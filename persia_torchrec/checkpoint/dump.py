@@ -3,8 +3,7 @@
     server's thread                        this thread
       RowExport --1 MiB of slots--> queue --> columns --> checksum --> file
 
-The queue is bounded, and the server's thread never waits for it: while it is full, the
-dump has nothing to do on the server's thread.
+The queue is bounded, and the server's thread never waits for it.
 """
 
 import contextlib
@@ -37,16 +36,8 @@ class DumpResult:
 class ShardDump(BackgroundTask):
     """A dump of one server: ``dumping``, then ``dumped`` or ``failed``.
 
-    The server's thread calls all methods.
-
-    Args:
-        folder: of the checkpoint.
-        store: of the server.
-        server: its settings, for the manifest.
-
-    Attributes:
-        log: where in the log of increments the dump begins; None without a log.
-        result: for the manifest, once the file is complete.
+    The server's thread calls all methods. ``server`` are its settings, for the
+    manifest, as is ``result``. ``log`` is where in the log of increments it begins.
     """
 
     def __init__(

@@ -67,7 +67,6 @@ class Follower:
     Attributes:
         events: what the server is to do next.
         ending: set to make the thread end soon.
-        num_errors: times that something could not be read.
         num_reloads: checkpoints that were read to continue from.
         is_lost: the training cannot be followed before its next checkpoint.
     """

@@ -152,7 +152,6 @@ class IncrementWriter(BackgroundTask):
 
     Args:
         folder: of all logs.
-        log: this one.
         max_requests: flush requests that may wait.
         max_ids: different ids of these that one increment may have, or some more.
 
@@ -283,8 +282,7 @@ class IncrementWriter(BackgroundTask):
     def _prune(self, begun: list[tuple[str, int]]) -> None:
         """Delete increments that no follower of a complete checkpoint needs.
 
-        Of each folder of checkpoints the latest complete one counts, of those that
-        were begun before the dumps that begin now.
+        Of each run the latest one counts that began before these dumps.
         """
         if not begun:
             return

@@ -6,14 +6,9 @@ ids of shard q only if p and q agree modulo the greatest common divisor of P and
     4 -> 4   its own file      4 -> 2   two of them      2 -> 3   all
 
 A load is two-phase: first everything is read and checked, and nothing is changed; then,
-once all servers have come so far, the rows are put into the store.
-
-    any thread         IncrementPart    the server's own rows of an increment, in the
-                                        order in which they would be evicted
-    store's thread     IncrementImport  first drops what has left, then writes rows
-
-Applying increments is idempotent, and may begin with one that is older than the store
-if all later ones follow: the last increment that names a row counts.
+once all servers have come so far, the rows are put into the store. Applying increments
+is idempotent, and may begin with one that is older than the store if all later ones
+follow: the last increment that names a row counts.
 
 Dimension key:
     N: rows of a block
@@ -182,14 +177,8 @@ class ShardLoad(BackgroundTask):
     """Loads one server's part of a checkpoint: ``result``, at the end.
 
     Its phases are ``checking``, ``checked``, ``loading``, and ``loaded`` or ``failed``.
-    It owns the store while ``loading``.
-
-    Args:
-        folder: of the checkpoint.
-        shard: number of this server, and how many there are.
-        store: of the server.
-        replaces: drop what the store holds; otherwise rows are added to it.
-        logs: of the training that dumped the checkpoint, to apply all increments.
+    It owns the store while ``loading``. With ``replaces``, it drops what the store
+    holds; with the ``logs`` of the training, it applies all increments.
     """
 
     def __init__(
@@ -356,9 +345,9 @@ class ShardLoad(BackgroundTask):
 def _add_tables(
     store: EmbeddingStore, tables: Sequence[SavedTable], *, follows: bool
 ) -> list[int]:
-    """Add tables that the store does not know; return the number of each table.
+    """Add unknown tables; return the number of each. Known settings stay.
 
-    Settings of known tables stay, but for the admission of those that follow.
+    With ``follows``, known tables take over the admission.
     """
     known = {spec.name: spec for spec in store.tables}
     specs = []
@@ -395,10 +384,7 @@ def _require_same_rows(
 
 
 def _with_metadata(rows: RowColumns, state: TableState) -> RowColumns:
-    """Return rows with metadata if the table keeps them, and without otherwise.
-
-    Rows that come without get the metadata of rows that are made now.
-    """
+    """Return rows with metadata if the table keeps them: missing ones are of now."""
     if not state.has_metadata:
         return replace(rows, metadata=rows.metadata[:, :0])
     if rows.metadata.shape[1]:

@@ -181,10 +181,7 @@ class RowFileWriter:
 
 
 class RowFileReader(Generic[Head]):
-    """Reads the file that a :class:`RowFileWriter` wrote; its path is for errors.
-
-    ``num_bytes`` are read so far; ``written`` is set when all blocks have been read.
-    """
+    """Reads a file of rows; ``written`` is set when all blocks have been read."""
 
     written: Written
 

@@ -43,8 +43,7 @@ _LOADING_POLL_MS = 20
 class ServedCheckpoint:
     """Loads a server's part of a checkpoint, and follows its training.
 
-    It has the methods of ``Checkpoints``. The serving thread owns it. The load begins
-    with the first :meth:`work`.
+    The serving thread owns it. The load begins with the first :meth:`work`.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """The state of one shard of all tables: its rows, and the updates that wait for them.
 
-Updates are queued, and applied in the order in which they came: when no message waits,
-when the queue is full, or when enough messages have overtaken the oldest. So trainers
-that pull do not wait for trainers that push. An update is acknowledged when it is
-applied. A request that changes tables or drops rows waits for all earlier updates.
+Updates are applied in the order in which they came, and acknowledged then: when no
+message waits, when the queue is full, or when enough messages have overtaken the
+oldest. A request that changes tables or drops rows waits for all earlier updates.
 
 Dimension key:
     N: ids of one table in a request

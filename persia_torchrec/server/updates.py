@@ -87,10 +87,7 @@ class TableGradients(NamedTuple):
 def build_gradients(
     updates: Sequence[Update], slots: Sequence[list[LookupSlots]]
 ) -> Iterator[TableGradients]:
-    """Yield the gradients of updates that are applied together, table by table.
-
-    The updates are in the order of their ranks, each with the slots of its lookups.
-    """
+    """Yield what is applied together, table by table, in the order of the updates."""
     pieces: dict[int, list[TableGradients]] = {}
     for update, kept in zip(updates, slots, strict=True):
         for t, grads_ND in zip(update.tables, update.grads, strict=True):
@@ -187,12 +184,8 @@ class _Group:
 class JointSteps:
     """Collects the shares of joint steps. Owned by the serving thread.
 
-    Args:
-        apply: called with the updates of a complete step, in the order of their ranks.
-        refuse: called with an update that will not be applied, and the reason.
-        is_connected: tells whether the connection of a peer is alive.
-        max_bytes: of ids and gradients that may wait.
-        clock: monotonic seconds.
+    ``apply`` gets the updates of a complete step, in the order of their ranks;
+    ``max_bytes`` bounds the ids and gradients that wait.
     """
 
     def __init__(
