@@ -4,18 +4,14 @@ Every hot loop of this package is a function under :func:`compiled`: numba trans
 on its first call and keeps the machine code in ``__pycache__`` (or, where that cannot
 be written, in the user's cache folder), so that a second process only loads it.
 
-The settings, and why:
-
 * ``nogil``: other threads, such as the network's, run meanwhile.
 * ``error_model="numpy"``: a division by zero gives inf, as in NumPy. numba's default
   checks every division, which keeps LLVM from using vector instructions.
 * ``fastmath`` allows sums to be reordered and multiply-adds to be fused, no more: NaN
   and inf keep their meaning.
 
-KERNELS: what a table's settings do to a row (the step of an optimizer, the draw of an
-initializer) is a plain Python function beside the setting, in a module that does not
-import numba. :func:`inlined_kernel` compiles it, with the plain functions that it
-calls, and :func:`specialized` compiles a loop that was built around it.
+KERNELS: what a setting does to a row is a plain function in a module that does not
+import numba; :func:`inlined_kernel` compiles it for :func:`specialized` loops.
 
 THE CACHE: numba ties an entry to the file of the loop alone, and would keep running an
 old version of a function that the loop inlines from another file. Here an entry also
@@ -57,11 +53,7 @@ _IMPORT = re.compile(rb"^from persia_torchrec\.([\w.]+) import ", re.MULTILINE)
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, compiled on its first call.
-
-    Args:
-        function: takes and returns numbers and NumPy arrays.
-    """
+    """Return ``function``, on numbers and NumPy arrays, compiled on its first call."""
     return _compiled(function, _FAST)
 
 
@@ -70,9 +62,6 @@ def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
 
     For floats that must be the same, bit for bit, on every machine: where a processor
     has fused multiply-adds, ``fastmath`` uses them, and they round otherwise.
-
-    Args:
-        function: takes and returns numbers and NumPy arrays.
     """
     return _compiled(function, _AS_WRITTEN)
 
@@ -82,9 +71,6 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
     For what a loop does with every row: handing several arrays to a function takes
     longer than the work on a short row.
-
-    Args:
-        function: as for :func:`compiled`.
     """
     return _compiled(function, _FAST, is_inlined=True)
 
@@ -95,11 +81,9 @@ def inlined_kernel(
 ) -> Callable[P, R]:
     """Compile a plain function for use in loops, with the plain ones that it calls.
 
-    Args:
-        kernel: calls nothing but NumPy's functions, ``math``'s and other kernels, all
-            of them names of its own module.
-        is_as_written: keep the order of operations on floats; so does a function with
-            the attribute ``is_as_written``.
+    It calls nothing but NumPy's functions, ``math``'s and other kernels, all of them
+    names of its own module. ``is_as_written`` keeps the order of operations on floats;
+    so does a function with the attribute of that name.
     """
     is_exact = is_as_written or getattr(kernel, "is_as_written", False)
     names = dict(cast("FunctionType", kernel).__globals__)
@@ -116,13 +100,10 @@ def inlined_kernel(
 
 
 def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P, R]:
-    """Compile a loop that was built around a kernel.
+    """Compile a loop whose closure holds a compiled kernel.
 
-    Each kernel's loop has machine code of its own, in memory and on disk.
-
-    Args:
-        loop: a function whose closure holds the compiled kernel.
-        kernel: the plain function; its files are part of the cache's key.
+    Each kernel's loop has machine code of its own, in memory and on disk; the files of
+    the plain ``kernel`` are part of the cache's key.
     """
     loop.__qualname__ = f"{loop.__name__}_{kernel.__module__}.{kernel.__qualname__}"
     return _compiled(loop, _FAST, stamp=_kernel_stamp(kernel))
@@ -131,8 +112,7 @@ def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P,
 def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
     """Compile a loop, or load it, for arguments of these types, without running it.
 
-    Raises:
-        ConfigError: it cannot be compiled; the message is the compiler's.
+    A kernel that cannot be compiled is a ConfigError with the compiler's message.
     """
     try:
         cast("Any", loop).compile(tuple(map(numba.typeof, arguments)))
@@ -148,9 +128,6 @@ def sources_stamp(folder: Path) -> str:
 
     Those are the files with compiled functions, at any depth, and the files of the
     package from which they import: constants are inlined too.
-
-    Args:
-        folder: of the package.
     """
     marked = [
         path
@@ -164,12 +141,9 @@ def sources_stamp(folder: Path) -> str:
 def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[None]:
     """Log and report whether loops have to be compiled within a block.
 
-    One line is logged when the first loop is compiled, and one at the end. Loops that
-    are only loaded are not reported.
-
-    Args:
-        tell: called with True when the first one is compiled, and with False at the
-            end; in the thread that does so.
+    One line is logged when the first loop is compiled, and one at the end. ``tell`` is
+    called then, with True and False, in the thread that compiles. Loops that are only
+    loaded are not reported.
     """
     compilation = _Compilation(tell)
     with event.install_listener("numba:compile", compilation):

@@ -34,11 +34,7 @@ WeightDtype: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSpec:
-    """One table, as the servers know it.
-
-    Raises:
-        ConfigError: a field is out of its range.
-    """
+    """One table, as the servers know it; a field out of its range is a ConfigError."""
 
     name: str
     """Unique on a server; not empty."""
@@ -120,26 +116,13 @@ class TableSpec:
 
     def to_json(self) -> dict[str, object]:
         """Describe the table in plain JSON values."""
-        return {
-            "name": self.name,
-            "dim": self.dim,
-            "optimizer": self.optimizer.to_json(),
-            "initializer": self.initializer.to_json(),
-            "seed": self.seed,
-            "admission": self.admission.to_json(),
-            "expiry": self.expiry.to_json(),
-            "weight_dtype": self.weight_dtype,
-            "keeps_metadata": self.keeps_metadata,
-            "weight_bound": self.weight_bound,
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        settings = {name: values[name].to_json() for name in _SETTINGS}
+        return {**values, **settings}
 
     @classmethod
     def from_json(cls, description: dict[str, object]) -> "TableSpec":
-        """Build the table that :meth:`to_json` described.
-
-        Raises:
-            ConfigError: a field is missing, unknown or out of its range.
-        """
+        """Build the table that :meth:`to_json` described."""
         arguments = dict(description)
         if "optimizer" not in arguments:
             raise ConfigError(f"A table needs an optimizer. Received: {description!r}.")
@@ -160,46 +143,21 @@ class TableSettings:
     """
 
     optimizer: Optimizer | None = None
-    """What a gradient does to a row."""
-
     initializer: Initializer | None = None
-    """What the weights of a new row are."""
-
     admission: Admission | None = None
-    """Which ids get a row."""
-
     expiry: Expiry | None = None
-    """When a row leaves although the server is not full."""
-
     weight_dtype: WeightDtype | None = None
-    """What the weights of a row are kept in."""
-
     keeps_metadata: bool | None = None
-    """Whether each row carries how often it was seen, and its last step."""
-
     weight_bound: float | None = None
-    """How large a weight may grow; 0 switches the bound off."""
 
     def apply_to(self, spec: TableSpec) -> TableSpec:
-        """Return a table with these settings.
-
-        Raises:
-            ConfigError: a setting is out of its range; the message names the table.
-        """
+        """Return a table with these settings; an error names the table."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return replace(spec, **{name: v for name, v in values if v is not None})
 
 
 def require_known_tables(settings: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse settings of a table that there is not.
-
-    Args:
-        settings: names of tables that have settings.
-        known: names of the tables that there are.
-
-    Raises:
-        ConfigError: a name is unknown; the message has the nearest one.
-    """
+    """Refuse settings of an unknown table; the message has the nearest name."""
     names = sorted(known)
     for name in sorted(set(settings).difference(names)):
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)

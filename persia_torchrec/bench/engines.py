@@ -15,7 +15,7 @@ from persia_torchrec.bench import harness, reference
 from persia_torchrec.bench.harness import Benchmark, Settings, Table, Timings
 from persia_torchrec.bench.reference import chunks, ids_of
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.engine_choice import Measured
+from persia_torchrec.store.fbgemm_engine import Measured
 from persia_torchrec.table import TableSpec, WeightDtype
 
 _TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}

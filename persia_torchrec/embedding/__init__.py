@@ -53,9 +53,6 @@ class EmbeddingConfig(Setting):
         weight_bound: after an update each weight is clamped to
             ``[-weight_bound, weight_bound]``; ``>= 0``, and 0 switches the bound off.
 
-    Raises:
-        ConfigError: a value is out of its range.
-
     Example:
         >>> EmbeddingConfig(emb_initialization=(-0.1, 0.1)).weight_bound
         10

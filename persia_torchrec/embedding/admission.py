@@ -44,12 +44,7 @@ _MAX_IDS = 2**48
 class AdmitAll(Admission):
     """Give every id a row when training first looks it up.
 
-    Args:
-        unadmitted_value: each weight of an id that evaluation looks up and that has no
-            row.
-
-    Raises:
-        ConfigError: ``unadmitted_value`` is not finite.
+    ``unadmitted_value`` is for ids without a row that evaluation looks up.
     """
 
     kind: ClassVar[str] = "all"
@@ -67,9 +62,6 @@ class AdmitProbability(Admission):
     Args:
         probability: fraction of the ids, in ``[0, 1]``; 0 admits none, 1 all.
         unadmitted_value: each weight of an id without a row.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "probability"
@@ -105,9 +97,6 @@ class AdmitFrequency(Admission):
         max_waiting_rows: ids counted at the same time, in ``[1, 2**32 - 2]``; when one
             more comes, the id that was seen least recently is forgotten.
         unadmitted_value: each weight of an id without a row.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "frequency"
@@ -130,7 +119,7 @@ class AdmitFrequency(Admission):
 
     def num_memory_words(self) -> int:
         """Return the words of the candidates and of the heads of their chains."""
-        return num_candidate_words(self.max_waiting_rows)
+        return 5 * (self.max_waiting_rows + 1)
 
 
 @dataclass(frozen=True)
@@ -146,11 +135,11 @@ class AdmitBloom(Admission):
         m = ceil(-ln(false_positive_rate) / ln(2)**2 * expected_ids)    bytes per server
         k = ceil(log2(1 / false_positive_rate))
 
-    (Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 1970;
-    Fan et al., "Summary Cache", ToN 2000.) Counters never fall: an id whose row is
-    evicted gets one at once when it returns, and more ids than expected raise the
-    fraction of those that come early. With 7 hashes, counting takes 45 ns per id in
-    10 MB of counters, 90 ns in 96 MB (one core of a Xeon at 2.5 GHz).
+    (Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 1970; Fan
+    et al., "Summary Cache", ToN 2000.) Counters never fall: an id whose row is evicted
+    gets one at once when it returns, and more ids than expected raise the fraction of
+    those that come early. With 7 hashes, counting takes 45 ns per id in 10 MB of
+    counters, 90 ns in 96 MB (one core of a Xeon at 2.5 GHz).
 
     Args:
         threshold: how often an id must be seen, in ``[1, 255]``.
@@ -158,9 +147,6 @@ class AdmitBloom(Admission):
         false_positive_rate: fraction of ids that may find all their counters raised by
             others when that many have been seen, in ``(0, 1)``.
         unadmitted_value: each weight of an id without a row.
-
-    Raises:
-        ConfigError: a value is out of its range.
 
     Example:
         >>> bloom = AdmitBloom(3, expected_ids=1_000_000)
@@ -322,11 +308,6 @@ _CELL_BYTES = np.uint64(32)
 _HEAD_BYTES = np.uint64(4)
 
 
-def num_candidate_words(max_rows: int) -> int:
-    """Return the words of memory for so many candidates."""
-    return 4 * (max_rows + 1) + max_rows + 1
-
-
 def admit_frequent(
     memory: Words, p: Words, ids_N: Ids, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
@@ -340,9 +321,8 @@ def admit_frequent(
 def count_candidates(memory: Words, p: Words, ids_N: Ids, counts_N: Counts) -> Counts:
     """Count ids, in their order; the last one is then the newest candidate.
 
-    Returns:
-        int64 ``(N,)``: how often each was seen since it began to wait, these times
-        included; at most ``2**32 - 1``.
+    Returns how often each was seen since it began to wait, these times included; at
+    most ``2**32 - 1``.
     """
     cells, heads = _view_cells(memory, p[1]), _view_heads(memory, p[1])
     base = np.uint64(memory.ctypes.data)

@@ -93,14 +93,8 @@ def write_sections(header: BatchHeader, arrays: Iterable[Array], meta: bytes) ->
 class SectionReader:
     """Reads one section after the other, never beyond the end.
 
-    Args:
-        data: kept, not copied: arrays are views of it.
-
-    Attributes:
-        header: that of the bytes.
-
-    Raises:
-        FrameError: the bytes are not a batch of this version, or are cut off.
+    ``data`` is kept, not copied: arrays are views of it. FrameError says what does not
+    fit.
     """
 
     def __init__(self, data: Buffer) -> None:

@@ -55,16 +55,12 @@ class IDTypeFeature:
 
     Args:
         name: of the slot in ``embedding_config.yml``.
-        data: one flat uint64 array per sample; copied.
+        data: one flat uint64 array per sample, copied; signed ids are refused, not
+            converted.
 
     Attributes:
-        name: as given.
         ids: uint64 ``(L,)``, the ids of all samples in order.
         lengths: int32 ``(B,)``, how many of them are each sample's.
-
-    Raises:
-        BatchError: a sample is not a flat uint64 array; signed ids are refused, not
-            converted.
 
     Example:
         >>> samples = [np.array(ids, dtype=np.uint64) for ids in ([7, 3], [], [3])]
@@ -83,13 +79,8 @@ class IDTypeFeature:
     def from_flat(cls, name: str, ids: Ids, lengths: Lengths) -> "IDTypeFeature":
         """Build the feature from ids that lie flat already.
 
-        Args:
-            name: of the slot in ``embedding_config.yml``.
-            ids: uint64 ``(L,)``; kept, not copied, when contiguous.
-            lengths: int32 ``(B,)``, each ``>= 0``, L in sum; kept likewise.
-
-        Raises:
-            BatchError: a dtype or shape is another, or the lengths do not fit.
+        ``ids`` ``(L,)`` and ``lengths`` ``(B,)``, each ``>= 0`` and L in sum, are kept,
+        not copied, when contiguous. BatchError says what does not fit.
         """
         _check_name("id type feature", name)
         _check_flat_ids(name, ids)
@@ -126,21 +117,9 @@ class IDTypeFeature:
 class IDTypeFeatureWithSingleID:
     """A feature with exactly one id per sample.
 
-    Means the same as an :class:`IDTypeFeature` whose arrays have one id each, and
-    costs less to make, check and send.
-
-    Args:
-        name: of the slot in ``embedding_config.yml``.
-        data: uint64 ``(B,)``; kept, not copied, when contiguous, so leave it unchanged
-            until the batch is sent.
-
-    Attributes:
-        name: as given.
-        ids: uint64 ``(B,)``.
-        lengths: int32 ``(B,)``, all 1.
-
-    Raises:
-        BatchError: ``data`` is not a flat uint64 array.
+    Means the same as an :class:`IDTypeFeature` whose arrays have one id each, and costs
+    less to make, check and send. ``data`` is uint64 ``(B,)``; it is kept, not copied,
+    when contiguous, so leave it unchanged until the batch is sent.
     """
 
     def __init__(self, name: str, data: Ids) -> None:
@@ -167,17 +146,9 @@ IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
 class NdarrayDataBase:
     """Dense data with the samples along the first dimension; use a subclass.
 
-    Args:
-        data: ``(B, ...)`` of a dtype in :data:`DTYPES`; kept, not copied, when
-            contiguous, so leave it unchanged until the batch is sent.
-        name: for messages only, the model receives dense data in order.
-
-    Attributes:
-        data: the array, contiguous.
-        name: as given, or ``DEFAULT_NAME``.
-
-    Raises:
-        BatchError: ``data`` is not an array, is a scalar, or is of another dtype.
+    ``data`` is ``(B, ...)`` of a dtype in :data:`DTYPES`; it is kept, not copied, when
+    contiguous, so leave it unchanged until the batch is sent. ``name`` is for messages
+    only: the model receives dense data in order.
     """
 
     KIND: ClassVar[str] = "ndarray"
@@ -225,8 +196,8 @@ class PersiaBatch:
     """One batch of training, evaluation or inference.
 
     Args:
-        id_type_features: at least one; their names differ. Any of the slots of the
-            job, in any order; the model gets their embeddings in this one.
+        id_type_features: at least one; their names differ. Any of the slots of the job,
+            in any order; the model gets their embeddings in this one.
         non_id_type_features: the dense features, in the model's order.
         labels: in the order of the training loop; needed to train.
         batch_size: number of samples in ``[1, 65535]``; taken from the first id type
@@ -237,12 +208,7 @@ class PersiaBatch:
 
     Attributes:
         batch_id: the batch's number in the order of all loaders, from 0; None until
-            it is sent. The other attributes are the arguments, the sequences as
-            tuples.
-
-    Raises:
-        BatchError: an argument is of the wrong class, the parts differ in batch size,
-            two parts have the same name, or there is nothing to train for.
+            it is sent. The other attributes are the arguments, sequences as tuples.
     """
 
     def __init__(
@@ -295,10 +261,7 @@ class PersiaBatch:
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> "PersiaBatch":
-        """Read what :meth:`to_bytes` wrote.
-
-        Args:
-            data: kept, not copied: the batch's arrays are views of it.
+        """Read what :meth:`to_bytes` wrote; the arrays are views of ``data``.
 
         Raises:
             FrameError: the bytes are not a batch of this version, are cut off or too
@@ -360,34 +323,24 @@ class PersiaBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferencedBatch:
-    """A batch without its ids, which wait at an embedding worker."""
+    """A batch without its ids, which wait at an embedding worker.
+
+    Attributes:
+        worker: number of that worker.
+        loader: number of the data loader that left the ids there.
+        reference: what the worker called them.
+        batch_id: the batch's number among those of all data loaders.
+    """
 
     worker: int
-    """Number of the embedding worker."""
-
     loader: int
-    """Number of the data loader that left the ids there."""
-
     reference: int
-    """What the worker called them."""
-
     batch_size: int
-    """Samples."""
-
     non_id_type_features: tuple[NonIDTypeFeature, ...]
-    """All of ``batch_size`` samples."""
-
     labels: tuple[Label, ...]
-    """All of ``batch_size`` samples."""
-
     requires_grad: bool
-    """Whether the batch is for training."""
-
     meta: bytes | None
-    """The user's own bytes."""
-
     batch_id: int | None
-    """Its number among all batches of all data loaders."""
 
 
 def encode_rest(batch: PersiaBatch) -> bytes:
@@ -398,17 +351,7 @@ def encode_rest(batch: PersiaBatch) -> bytes:
 def decode_rest(
     data: Buffer, *, worker: int, loader: int, reference: int
 ) -> ReferencedBatch:
-    """Read what :func:`encode_rest` wrote; the arrays are views of the bytes.
-
-    Args:
-        data: the bytes.
-        worker: where the ids wait, see :class:`ReferencedBatch`; so are the others.
-        loader: the same.
-        reference: the same.
-
-    Raises:
-        FrameError: as :meth:`PersiaBatch.from_bytes` does.
-    """
+    """Read what :func:`encode_rest` wrote; the arrays are views of the bytes."""
     reader = SectionReader(data)
     header = reader.header
     if header.ids:

@@ -19,8 +19,9 @@ class Expiry(Setting):
 
     ``updated`` is the step or the time of the row's last update, or of its creation if
     it was never updated; ``created`` is that of its creation; ``now`` is the table's
-    step, which is its number of update requests on the server, or the time. A row
-    leaves when one of the conditions that are switched on holds::
+    step, which is its number of update requests on the server, or the time. All
+    settings are ``>= 0``. A row leaves when one of the conditions that are switched on
+    holds::
 
         steps_to_live:    now - updated > steps_to_live               in steps
         seconds_to_live:  now - updated > seconds_to_live             in seconds
@@ -28,23 +29,14 @@ class Expiry(Setting):
                           and now - created >= spared_steps           in steps
 
     Lookups keep no row alive. Optimizer state does not count towards the norm.
+    ``spared_steps`` needs ``min_l2_norm``.
 
     DeepRec has the first and the third condition, both while a full checkpoint is
     written and at no other time. Its first is the same, but that a row never updated
-    counts as just updated; its third compares half the squared norm, and spares no
-    row: with weights that start at ``1 / sqrt(dim)``, a threshold of 1 drops nearly
-    every young row there. Here a ``min_l2_norm`` above the norm of the initial weights
-    needs ``spared_steps`` enough for a row to grow.
-
-    Args:
-        steps_to_live: ``>= 0``.
-        seconds_to_live: ``>= 0``.
-        min_l2_norm: ``>= 0``.
-        spared_steps: age below which ``min_l2_norm`` does not count, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range, or ``spared_steps`` is given without
-            ``min_l2_norm``.
+    counts as just updated; its third compares half the squared norm, and spares no row:
+    with weights that start at ``1 / sqrt(dim)``, a threshold of 1 drops nearly every
+    young row there. Here a ``min_l2_norm`` above the norm of the initial weights needs
+    ``spared_steps`` enough for a row to grow.
     """
 
     kind: ClassVar[str] = "expiry"

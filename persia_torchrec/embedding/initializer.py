@@ -4,15 +4,13 @@ The same id of the same table always starts with the same weights, whatever the 
 of servers, the order of the ids or the process. The generator is PERSIA's: xoshiro256++
 (Blackman and Vigna, "Scrambled Linear Pseudorandom Number Generators", ACM TOMS 2021),
 its 256 bits of state filled by eight steps of the generator PCG32 from the id, mixed
-with the table's seed. Numbers are used as float32.
+with the table's seed. ``Uniform`` gives PERSIA's numbers bit for bit. ``Normal`` and
+``TruncatedNormal`` take 52 bits per draw, u = (bits + 0.5) / 2**52 in (0, 1), compute
+in float64 and round once, to float32.
 
-Of PERSIA's initializers Python can only ask for the uniform one, whose numbers
-``Uniform`` gives bit for bit. ``Normal`` and ``TruncatedNormal`` take 52 bits per draw,
-u = (bits + 0.5) / 2**52 in (0, 1), compute in float64 and round once, to float32.
-
-C libraries differ in the last bits of a logarithm. The kernels use additions, products,
-quotients and square roots, which IEEE 754 defines to the bit, in the order in which
-they are written, and frexp, which is exact: weights have the same bits everywhere.
+The kernels use additions, products, quotients, square roots and frexp, in the order in
+which they are written: unlike a C library's logarithm, these give the same bits
+everywhere.
 """
 
 import math
@@ -41,16 +39,9 @@ _UNIT_52 = 2.0**-52
 class Uniform(Initializer):
     """Draw each weight uniformly from ``[lower, upper)``, as PERSIA does.
 
-    ::
+    If both bounds are equal, they are every weight. ::
 
         w = u * (upper - lower) + lower          u in [0, 1), 23 bits; all in float32
-
-    Args:
-        lower: smallest weight.
-        upper: bound above the largest weight; equal to ``lower``, it is every weight.
-
-    Raises:
-        ConfigError: a bound is not finite, or ``lower > upper``.
     """
 
     kind: ClassVar[str] = "uniform"
@@ -91,15 +82,7 @@ class InverseSqrtDim(Initializer):
 
 @dataclass(frozen=True)
 class Normal(Initializer):
-    """Draw each weight from the normal distribution.
-
-    Args:
-        mean: of the weights.
-        std: their standard deviation, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
+    """Draw each weight from the normal distribution of deviation ``std``, ``>= 0``."""
 
     kind: ClassVar[str] = "normal"
 
@@ -125,16 +108,10 @@ class TruncatedNormal(Initializer):
 
     The density is the normal one within ``mean +- bound * std`` and 0 outside: what
     drawing again until a weight falls inside gives, as TensorFlow's
-    ``truncated_normal`` and ``torch.nn.init.trunc_normal_`` do. ``std`` is that of the
-    normal distribution; the weights' own is smaller (0.88 of it at ``bound=2``).
-
-    Args:
-        mean: of the weights.
-        std: standard deviation before the tails are cut, ``>= 0``.
-        bound: where they are cut, in standard deviations, ``> 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
+    ``truncated_normal`` and ``torch.nn.init.trunc_normal_`` do. ``std`` (``>= 0``) is
+    that of the normal distribution before its tails are cut ``bound`` (``> 0``)
+    standard deviations from ``mean``; the weights' own is smaller (0.88 of it at
+    ``bound=2``).
     """
 
     kind: ClassVar[str] = "truncated_normal"
@@ -159,14 +136,7 @@ class TruncatedNormal(Initializer):
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """Make each weight the same number.
-
-    Args:
-        value: the number.
-
-    Raises:
-        ConfigError: ``value`` is not finite.
-    """
+    """Make each weight the same number."""
 
     kind: ClassVar[str] = "constant"
 
@@ -346,11 +316,7 @@ def logarithm(x: float) -> float:
 
 
 def normal_quantile(p: float) -> float:
-    """Return the z below which the standard normal distribution has probability p.
-
-    Args:
-        p: in (0, 1).
-    """
+    """Return the z below which the standard normal distribution has probability p."""
     q = p - 0.5
     if abs(q) <= 0.425:
         return q * _ratio(_CENTRE, 0.180625 - q * q)
@@ -362,10 +328,8 @@ def normal_quantile(p: float) -> float:
 def truncated_normal_quantile(u: float, half: float, bound: float) -> float:
     """Return a quantile of the standard normal distribution without its tails.
 
-    Args:
-        u: in ``[2**-53, 1 - 2**-53]``, as 52 random bits give it.
-        half: what :func:`half_probability` returns for the bound; 0.5 for none.
-        bound: no result is further from 0, ``> 0``; may be inf.
+    ``u`` is in ``[2**-53, 1 - 2**-53]``; ``half`` is :func:`half_probability`'s, 0.5
+    for an infinite ``bound``.
     """
     z = normal_quantile(0.5 + half * (2.0 * u - 1.0))
     return min(max(z, -bound), bound)

@@ -60,9 +60,6 @@ class Adam(Optimizer):
         betas: ``(beta1, beta2)``, both in ``[0, 1)``.
         weight_decay: L2 penalty, ``>= 0``.
         eps: keeps the quotient finite, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "adam"
@@ -98,7 +95,10 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class _Moments(Optimizer):
-    """Hold what those share whose weight decay stays out of the means."""
+    """Hold what those share whose weight decay stays out of the means.
+
+    The arguments are :class:`Adam`'s, all but ``lr`` by name.
+    """
 
     lr: float = 1e-3
     _: KW_ONLY
@@ -126,20 +126,12 @@ class AdamW(_Moments):
         w = (1 - lr * wd) * w
             - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
-    State and ``t`` are Adam's. A row decays when it is in a batch, not otherwise.
-    For embedding variables, DeepRec's ``AdamWOptimizer`` scales the decay by Adam's
-    corrections too.
+    State, ``t`` and arguments are Adam's, but that ``weight_decay`` is what a weight
+    loses per step, in units of ``lr``. A row decays when it is in a batch, not
+    otherwise. For embedding variables, DeepRec's ``AdamWOptimizer`` scales the decay by
+    Adam's corrections too.
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        betas: ``(beta1, beta2)``, both in ``[0, 1)``.
-        eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: what a weight loses per step, in units of ``lr``, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "adamw"
@@ -174,16 +166,7 @@ class RowwiseAdam(_Moments):
             - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
     State: D + 1 floats, ``m`` then the one ``v``: nearly half of Adam's. ``t`` is
-    Adam's. torch and PERSIA have no such optimizer.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        betas: ``(beta1, beta2)``, both in ``[0, 1)``.
-        eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: what a weight loses per step, in units of ``lr``, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
+    Adam's, the arguments are AdamW's. torch and PERSIA have no such optimizer.
     """
 
     kind: ClassVar[str] = "rowwise_adam"
@@ -216,21 +199,13 @@ class LAMB(_Moments):
         u = (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps) + wd * w
         w = w - lr * |w| / |u| * u
 
-    ``|x|`` is the Euclidean norm of a row; state and ``t`` are Adam's. Where ``w`` or
-    ``u`` is all zero, 1 stands for ``|w| / |u|``, as in the authors' code; in
-    fbgemm a zero row stays zero, or becomes NaN.
+    ``|x|`` is the Euclidean norm of a row; state, ``t`` and arguments are Adam's, but
+    that ``weight_decay`` is the weight of ``w`` in the direction. Where ``w`` or ``u``
+    is all zero, 1 stands for ``|w| / |u|``, as in the authors' code; in fbgemm a zero
+    row stays zero, or becomes NaN.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes", ICLR 2020.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        betas: ``(beta1, beta2)``, both in ``[0, 1)``.
-        eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: the weight of ``w`` in the direction, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "lamb"
@@ -251,20 +226,11 @@ class LAMB(_Moments):
 class RowwiseLAMB(_Moments):
     """LAMB with one mean of squares for the whole row.
 
-    As fbgemm's ``PARTIAL_ROWWISE_LAMB``: LAMB's formula, in which::
+    As fbgemm's ``PARTIAL_ROWWISE_LAMB``: LAMB's formula and arguments, in which::
 
         v = beta2 * v + (1 - beta2) * mean(g * g)
 
     State: D + 1 floats, ``m`` then the one ``v``. A zero row is treated as LAMB's.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        betas: ``(beta1, beta2)``, both in ``[0, 1)``.
-        eps: keeps the quotient finite, ``>= 0``.
-        weight_decay: the weight of ``w`` in the direction, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "rowwise_lamb"
@@ -309,20 +275,14 @@ class AdamAsync(Optimizer):
 
     That is what DeepRec's CPU and embedding-variable kernels compute: RMSProp with
     momentum ``beta1``; 0 switches the momentum off. The kernel of its plain variables
-    on GPUs does not divide by the root of ``v``. State: 2 D floats, ``m`` then ``v``,
-    both starting at 0. DeepRec's operator for dense gradients knows ``use_nesterov``,
-    but its Python class does not offer it; the two options exclude each other. There is
-    no weight decay.
+    on GPUs does not divide by the root of ``v``. DeepRec's operator for dense gradients
+    knows ``use_nesterov``, but its Python class does not offer it; the two options
+    exclude each other. State, ``lr``, ``betas`` and ``eps`` are Adam's. There is no
+    weight decay.
 
     Args:
-        lr: learning rate, ``>= 0``.
-        betas: ``(beta1, beta2)``, both in ``[0, 1)``.
-        eps: keeps the quotient finite, ``>= 0``.
         apply_sparse_rmsprop: step as RMSProp with momentum.
         use_nesterov: look one step of the mean ahead.
-
-    Raises:
-        ConfigError: a value is out of its range, or both options are on.
     """
 
     kind: ClassVar[str] = "adam_async"

@@ -48,9 +48,6 @@ class SGD(Optimizer):
         lr: learning rate, ``>= 0``.
         momentum: in ``[0, 1)``.
         weight_decay: L2 penalty, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "sgd"
@@ -111,8 +108,8 @@ class Adagrad(Optimizer):
         a = g_square_momentum * a + mean(g * g)    (vectorwise_shared: one float)
         w = w - lr * g / (sqrt(a) + eps)
 
-    The accumulator ``a`` starts at ``initial_accumulator_value``. PERSIA steps with
-    the accumulator without this gradient, puts ``eps`` under the root and ignores
+    The accumulator ``a`` starts at ``initial_accumulator_value``. PERSIA steps with the
+    accumulator without this gradient, puts ``eps`` under the root and ignores
     ``weight_decay``. Of fbgemm only the GPU kernel of the rowwise one has this weight
     decay: its CPU kernel ignores ``weight_decay``, and ``EXACT_ADAGRAD`` has none.
 
@@ -127,9 +124,6 @@ class Adagrad(Optimizer):
             ``(0, 1]``; 1 is Adagrad, less forgets old gradients.
         eps: keeps the quotient finite, ``>= 0``.
         vectorwise_shared: one accumulator per row instead of one per weight.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "adagrad"
@@ -233,9 +227,6 @@ class AdagradDecay(Optimizer):
         decay_step: steps per period, an integer ``>= 1``.
         decay_rate: what is kept of the accumulator from one period to the next, in
             ``(0, 1)``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "adagrad_decay"
@@ -311,9 +302,6 @@ class LARS(Optimizer):
         eta: trust coefficient, ``> 0``.
         momentum: in ``[0, 1)``.
         weight_decay: L2 penalty, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "lars"
@@ -399,9 +387,6 @@ class FTRL(Optimizer):
         l2: penalty on the squared weights, ``>= 0``.
         initial_accumulator_value: where ``n`` starts, ``>= 0``.
         beta: makes the first steps shorter, ``>= 0``.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     kind: ClassVar[str] = "ftrl"

@@ -31,7 +31,10 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """Base of the settings: checks, and what goes into JSON."""
+    """Base of the settings: checks, and what goes into JSON.
+
+    A setting whose field is out of its range cannot be built: ConfigError says which.
+    """
 
     kind: ClassVar[str]
     """Names the class in JSON."""
@@ -105,9 +108,8 @@ class Optimizer(Setting, ABC):
     def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
         """Return ``p``, what the kernel needs beside the row; computed per request.
 
-        Args:
-            dim: weights per row.
-            step: number of this update request of the table, from 1 (Adam's ``t``).
+        ``step`` is the number of this update request of the table, from 1 (Adam's
+        ``t``).
         """
 
     def initial_state(self, dim: int) -> npt.NDArray[np.float32]:
@@ -128,11 +130,7 @@ class Optimizer(Setting, ABC):
         return f"fbgemm has {self.fbgemm_name()} on CUDA devices only"
 
     def with_lr(self, lr: float) -> Self:
-        """Return this optimizer with another learning rate.
-
-        Raises:
-            ConfigError: the optimizer does not accept this learning rate.
-        """
+        """Return this optimizer with another learning rate."""
         return replace(self, lr=lr)
 
     def _require_flags(self, *names: str) -> None:
@@ -169,8 +167,7 @@ class Initializer(Setting, ABC):
 class Admission(Setting, ABC):
     """Describe which ids get a row.
 
-    Args:
-        unadmitted_value: each weight of an id without a row.
+    ``unadmitted_value`` is each weight of an id without a row.
     """
 
     unadmitted_value: float = field(default=0.0, kw_only=True)
@@ -202,12 +199,7 @@ S = TypeVar("S", bound=Setting)
 
 
 class Registry(Generic[S]):
-    """The classes of one base, by their kind.
-
-    Args:
-        noun: what messages call one of them, such as ``"An optimizer"``.
-        classes: of the package.
-    """
+    """The classes of one base by kind; ``noun`` is what messages call one of them."""
 
     def __init__(self, noun: str, *classes: type[S]) -> None:
         self._noun = noun
@@ -221,11 +213,7 @@ class Registry(Generic[S]):
         return list(self._by_kind.values())
 
     def register(self, cls: type[S]) -> type[S]:
-        """Make a class known under its kind; usable as a decorator.
-
-        Raises:
-            ConfigError: another class has this kind.
-        """
+        """Make a class known under its kind; usable as a decorator."""
         known = self._by_kind.setdefault(cls.kind, cls)
         if known is not cls:
             raise ConfigError(
@@ -235,11 +223,7 @@ class Registry(Generic[S]):
         return cls
 
     def from_json(self, description: object) -> S:
-        """Build the setting that :meth:`Setting.to_json` described.
-
-        Raises:
-            ConfigError: not an object, an unknown kind, or fields that do not fit it.
-        """
+        """Build the setting that :meth:`Setting.to_json` described."""
         arguments = dict(description) if isinstance(description, dict) else {}
         kind = arguments.pop("kind", None)
         if not isinstance(kind, str) or kind not in self._by_kind:
@@ -262,11 +246,7 @@ class Registry(Generic[S]):
 
 
 def import_settings(modules: Iterable[str]) -> None:
-    """Import the modules that register settings from outside of this package.
-
-    Raises:
-        ConfigError: a module cannot be found.
-    """
+    """Import the modules that register settings from outside of this package."""
     for name in modules:
         try:
             import_module(name)

@@ -1,9 +1,6 @@
 """The store: all tables of one shard, at most ``capacity`` rows of them together.
 
-It joins the modules of this folder: the index finds a row's slot, the rows hold weights
-and optimizer state, the recency logs say which row leaves when the store is full,
-initializer and optimizer change the floats. One thread owns a store; nothing here
-locks.
+One thread owns a store; nothing here locks.
 
     ids --index--> slots --rows--> weights
                      |
@@ -27,8 +24,8 @@ from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.intrinsics import load_u64
-from persia_torchrec.store.engine_choice import OptimizerEngine
 from persia_torchrec.store.expiry import Sweeper
+from persia_torchrec.store.fbgemm_engine import OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS
 from persia_torchrec.store.insert import remove_ids
 from persia_torchrec.store.journal import ChangeJournal, UsedRows
@@ -80,12 +77,9 @@ _NO_IDS = np.empty(0, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class ScannedRows:
-    """Some rows of a table.
+    """Some rows of a table: different ids, and float32 ``(N, D + S)`` rows.
 
-    Attributes:
-        ids: uint64 ``(N,)``, each once.
-        rows: float32 ``(N, D + S)``, weights and optimizer state.
-        next_slot: where to continue; None at the end of the table.
+    ``next_slot`` is where to continue; None at the end of the table.
     """
 
     ids: Ids
@@ -97,12 +91,10 @@ class ScannedRows:
 class Metadata:
     """Metadata of N ids; all 0 for an id that has no row.
 
-    Attributes:
-        frequency: uint32 ``(N,)``, how often the id was in training batches since its
-            row was made, repeats included; stays at the largest number.
-        first_step: uint32 ``(N,)``, the table's step when the row was made.
-        last_step: uint32 ``(N,)``, the table's step when the row was last updated.
-        last_s: uint32 ``(N,)``, seconds since 1970 then.
+    ``frequency`` counts how often the id was in training batches since its row was
+    made, repeats included; it saturates. ``first_step`` and ``last_step`` are the
+    table's steps when the row was made and last updated, ``last_s`` the second (since
+    1970) of the latter.
     """
 
     frequency: Numbers
@@ -114,22 +106,14 @@ class Metadata:
 class EmbeddingStore:
     """Rows by table and id, least recently used out first.
 
+    ``memory`` is for what copies rows out and in; ``journal`` notes which rows change,
+    once told to.
+
     Args:
         capacity_rows: rows of all tables together, in ``[1, 2**32 - 2]``.
-        eviction: which row leaves when the store is full. ``lfu`` costs 16 bytes per
-            row for the frequency.
-        optimizer_engine: what applies updates: the ``fused`` loop, ``fbgemm``'s CPU
-            kernels, or whichever was measured to be faster. They compute the same.
+        eviction: ``lfu`` costs 16 bytes per row for the frequency.
+        optimizer_engine: all engines compute the same.
         clock: returns the current second, by which rows expire.
-
-    Attributes:
-        memory: all that it keeps, for what copies rows out and in.
-        journal: notes which rows change, once told to.
-
-    Raises:
-        ConfigError: ``capacity_rows``, ``eviction`` or ``optimizer_engine`` is out of
-            its range, or fbgemm is chosen and not installed.
-        StoreError: the operating system refuses the address space.
     """
 
     def __init__(
@@ -172,19 +156,8 @@ class EmbeddingStore:
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
         """Make tables known, or change those that are; when one cannot be, do nothing.
 
-        Args:
-            specs: the rows of a known table must keep their form; initial values,
-                learning rate, admission and the like may change.
-
-        Returns:
-            The number of each table, in the order in which tables were first added.
-
-        Raises:
-            ConfigError: a table is known with another dim, weight dtype or metadata,
-                or with an optimizer whose state is laid out otherwise; or fbgemm is
-                the chosen engine, and lacks the optimizer or the dim; or two tables
-                have the same name.
-            StoreError: no memory for the rows, or too many tables.
+        Returns the number of each table. The rows of a known table must keep their
+        form; initial values, learning rate, admission and the like may change.
         """
         return self.memory.add_tables(specs)
 
@@ -206,22 +179,16 @@ class EmbeddingStore:
         training: bool,
         counts_N: Counts | None = None,
     ) -> Slots:
-        """Copy the weights of ids.
+        """Copy the weights of ids, in any order and with repeats, to ``out_ND``.
 
-        Args:
-            table: number of the table.
-            ids_N: uint64 ``(N,)``, any order, repeats allowed.
-            out_ND: float32 ``(N, D)``, C-contiguous, overwritten.
-            training: count each row as used, then make the missing rows in the order
-                of the ids, evicting if need be. An id that is not admitted, and
-                without ``training`` every id that has no row, reads the table's
-                ``unadmitted_value``, and nothing changes.
-            counts_N: uint32 ``(N,)``, how often each id is in the batch; once each if
-                not given.
+        ``training`` counts each row as used, then makes the missing rows in the order
+        of the ids, evicting if need be. An id that is not admitted, and without
+        ``training`` every id that has no row, reads the table's ``unadmitted_value``,
+        and nothing changes.
 
-        Returns:
-            uint32 ``(N,)``, where the rows are: hints for :meth:`update`. Empty
-            without ``training``.
+        ``out_ND`` is C-contiguous. ``counts_N`` is how often each id is in the batch;
+        once each if not given. Returns the slots, hints for :meth:`update`; none
+        without ``training``.
         """
         memory = self.memory
         state = memory.states[table]
@@ -264,16 +231,9 @@ class EmbeddingStore:
     ) -> UpdateResult:
         """Apply the table's optimizer to the rows of ids; refreshes no row.
 
-        Args:
-            table: number of the table.
-            ids_N: uint64 ``(N,)``; a repeated id is updated twice.
-            grads_ND: float32 ``(N, D)``.
-            hints_N: uint32 ``(N,)``, what the lookup of these ids returned. Each hint
-                is checked; a wrong one costs time only.
-
-        Returns:
-            How many ids have no row any more, and how many gradients were refused.
-            Both are counted, and move nothing.
+        A repeated id is updated twice. ``hints_N`` is what the lookup of these ids
+        returned; each hint is checked, and a wrong one costs time only. Missed and
+        refused gradients are counted.
         """
         state = self.memory.states[table]
         ids_N, grads_ND = read_only(ids_N), read_only(grads_ND)
@@ -295,17 +255,9 @@ class EmbeddingStore:
     def write(self, table: int, ids_N: Ids, rows_NK: Floats) -> None:
         """Set the rows of ids, making those that are missing, admitted or not.
 
-        In a full LFU store new rows may be the least frequent, and leave for the next
-        ones of the same request.
-
-        Args:
-            table: number of the table.
-            ids_N: uint64 ``(N,)``, N at most the capacity.
-            rows_NK: float32 ``(N, D)``, weights, and optimizer state stays; or
-                ``(N, D + S)``, weights and state.
-
-        Raises:
-            StoreError: more ids than the store can hold.
+        ``rows_NK`` holds weights ``(N, D)``, and optimizer state stays; or weights and
+        state, ``(N, D + S)``. In a full LFU store new rows may be the least frequent,
+        and leave for the next ones of the same request.
         """
         if len(ids_N) > self.capacity_rows:
             raise StoreError(
@@ -321,11 +273,7 @@ class EmbeddingStore:
         write_rows(state.layout, self.find(table, ids_N), read_only(rows_NK))
 
     def read(self, table: int, ids_N: Ids) -> Floats:
-        """Return weights and optimizer state of ids; changes and counts nothing.
-
-        Returns:
-            float32 ``(N, D + S)``; zeros for an id that has no row.
-        """
+        """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
         return self._read_slots(table, self.find(table, ids_N))
 
     def scan(
@@ -342,12 +290,9 @@ class EmbeddingStore:
         that is made or taken out meanwhile may be met or not; one that is evicted and
         comes back may be met twice.
 
-        Args:
-            table: number of the table.
-            start: 0, then ``next_slot`` of the previous slice.
-            max_rows: rows at most, ``>= 1``.
-            max_slots: slots to walk over at most, ``>= 1``. A slice may come back
-                short, or empty, before the table's end.
+        ``start`` is 0, then ``next_slot`` of the previous slice. A slice ends after
+        ``max_rows`` rows or ``max_slots`` slots: it may be short, or empty, before the
+        end.
         """
         state = self.memory.states[table]
         num_used = int(self.memory.directory[int(state.layout[ARENA]), USED])
@@ -369,13 +314,13 @@ class EmbeddingStore:
         self.journal.updated(table, _NO_IDS)
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
-        """Return how often ids were looked up, and when they were last updated.
-
-        Raises:
-            ConfigError: the table keeps no metadata.
-        """
+        """Return how often ids were looked up, and when they were last updated."""
         state = self.memory.states[table]
-        state.require_metadata()
+        if not state.has_metadata:
+            raise ConfigError(
+                f"Table {state.spec.name!r} keeps no metadata. Add it with "
+                "keeps_metadata=True."
+            )
         slots_N = self.find(table, ids_N)
         has_row = slots_N != MISSING
         columns_R4 = self.memory.arena(state).view(np.uint32)
@@ -397,9 +342,8 @@ class EmbeddingStore:
     def sweep(self, max_rows: int) -> bool:
         """Take out rows that have expired, among the next ``max_rows`` slots.
 
-        Returns:
-            Whether more is to be done now: False at the end of a pass over all slots,
-            and where no table has an expiry.
+        Returns False at the end of a pass over all slots, and where no table has an
+        expiry.
         """
         self.journal.make_room(max_rows)
         memory = self.memory
@@ -409,12 +353,7 @@ class EmbeddingStore:
         return sweep(max_rows, layouts, expiries, memory.directory, self._clock())
 
     def remove(self, table: int, ids_N: Ids) -> None:
-        """Drop the rows of ids; those that have none are skipped.
-
-        Args:
-            table: number of the table.
-            ids_N: uint64 ``(N,)``.
-        """
+        """Drop the rows of ids; those that have none are skipped."""
         self.journal.make_room(len(ids_N))
         remove_ids(self.memory.states[table].layout, read_only(ids_N))
 
@@ -450,15 +389,7 @@ class EmbeddingStore:
 
 
 def build_initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
-    """Return the rows that ids of a table start with, on whatever server.
-
-    Args:
-        spec: the table.
-        ids_N: uint64 ``(N,)``, without repeats.
-
-    Returns:
-        float32 ``(N, D + S)``, weights and optimizer state.
-    """
+    """Return the rows ``(N, D + S)`` that different ids start with, on any server."""
     store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
     table = store.add_table(replace(spec, admission=AdmitAll()))
     weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
@@ -470,17 +401,10 @@ def build_initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
 def _find_rows(
     layout: Layout, start: int, stop: int, slots_N: Slots
 ) -> tuple[int, int]:
-    """Find the rows of one table among some slots.
+    """Find the rows of one table among the slots from ``start`` to ``stop``.
 
-    Args:
-        layout: of the table.
-        start: first slot.
-        stop: end of the slots, at most the slots ever used.
-        slots_N: uint32 ``(N,)``, overwritten from the front; the search ends when it
-            is full.
-
-    Returns:
-        How many rows were found, and the slot at which the search ended.
+    Fills ``slots_N`` from the front, and ends when it is full. Returns how many rows
+    were found, and the slot at which the search ended.
     """
     rows = rows_at(store_at(layout), layout)
     num = 0

@@ -1,14 +1,11 @@
 """Take out rows that are too old or too small, a few slots at a time.
 
-A sweep walks the slots of an arena. A row leaves when its table's rules say so (see
-``embedding/eviction.py``):
+No request waits for a sweep: the store is asked for one slice after the other when it
+is idle. A row leaves when its table's rules (``embedding/eviction.py``) say so:
 
     step - last_step > steps_to_live
     now_s - last_s > seconds_to_live
     sqrt(sum(w * w)) < min_l2_norm   and   step - first_step >= spared_steps
-
-No request waits for a sweep: the store is asked for one slice after the other when it
-is idle.
 
 Dimension key:
     T: tables
@@ -67,22 +64,21 @@ class Sweeper:
         directory: Words,
         now_s: float,
     ) -> bool:
-        """Continue sweeping.
+        """Sweep the next ``max_rows`` slots.
 
-        Args:
-            max_rows: slots to look at, at most.
-            layouts: of all tables of the store.
-            expiries: of the same tables.
-            directory: of the store's arenas.
-            now_s: the current second.
-
-        Returns:
-            False at the end of a pass over all slots, and where no row can expire.
+        ``layouts`` and ``expiries`` are those of all tables. Returns False at the end
+        of a pass over all slots, and where no row can expire.
         """
         if not any(expiry.is_on for expiry in expiries):
             return False
         layouts_T = np.stack(layouts)
-        rules_T = np.array([build_rules(expiry) for expiry in expiries])
+        rules_T = np.array(
+            [
+                (e.steps_to_live, e.seconds_to_live, e.min_l2_norm, e.spared_steps)
+                for e in expiries
+            ],
+            dtype=np.float64,
+        )
         while max_rows > 0 and self._arena < len(directory):
             num_used = int(directory[self._arena, USED])
             stop = min(self._slot + max_rows, num_used)
@@ -99,23 +95,13 @@ class Sweeper:
         return False
 
 
-def build_rules(expiry: Expiry) -> list[float]:
-    """Return a line of the rules."""
-    lives = [float(expiry.steps_to_live), expiry.seconds_to_live]
-    return [*lives, expiry.min_l2_norm, float(expiry.spared_steps)]
-
-
 @compiled
 def sweep_slots(
     where: tuple[int, int, int], layouts_T: Layout, rules_T: Rules, now_s: float
 ) -> None:
-    """Take out those rows of some slots that must leave.
+    """Take out the expired rows of ``where``: an arena, its first slot, the end slot.
 
-    Args:
-        where: number of the arena; the first slot, and the end of the slots.
-        layouts_T: uint64 ``(T, 15)``, a line per table.
-        rules_T: float64 ``(T, 4)``, see ``STEPS_TO_LIVE`` and the others.
-        now_s: the current second.
+    ``rules_T`` is ``(T, 4)``: see ``STEPS_TO_LIVE`` and the others.
     """
     store = store_at(layouts_T[0])
     arena, index = np.uint64(where[0]), index_at(store)

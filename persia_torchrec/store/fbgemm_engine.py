@@ -1,23 +1,21 @@
 """Apply updates with fbgemm's fused optimizers instead of the loop of ``update.py``.
 
-fbgemm knows nothing of slots, headers and 16-bit weights: it takes tables without gaps,
-and indices. So the rows of a request are copied into such tables, block by block;
-fbgemm steps them as bags of one id each, and they are copied back:
+fbgemm takes tables without gaps, in float32, and indices. So the rows of a request are
+copied into such tables, block by block; fbgemm steps them as bags of one id each:
 
     index in the request   slot     weights (D)   state (S)   gradient (D)
     indices[0]             ...      row 0         row 0       row 0
     indices[1]             ...      row 1         row 1       row 1
 
-Ids without a row and gradients that are not finite are left out. A block ends before an
-id that is in it already, so that the second gradient meets the row that the first one
-has left. Which rows are stepped, what is refused, counted, clamped and rounded does not
-depend on the engine.
+A block ends before an id that is in it already, so that the second gradient meets the
+row that the first one has left. Both engines compute the same. What is called is the
+backward operator that fbgemm registers with torch for CPU tables, by itself; its
+arguments were checked with fbgemm 1.8, and a version with others refuses the call. A
+block and fbgemm's own temporary tables are small enough to stay in a core's cache.
 
-What is called is the backward operator that fbgemm registers with torch for CPU
-tables, by itself: the forward pass would only pool rows that are not read. Its
-arguments were checked with fbgemm 1.8; a version with others refuses the call. A block
-is small enough to stay in a core's cache, and so are fbgemm's own temporary tables,
-for which the operating system would otherwise be asked for memory again and again.
+``auto`` chooses by ``engine_measurements.json``: nanoseconds per row of whole updates,
+copies included, which ``python -m persia_torchrec.bench engines --json
+engine_measurements.json`` has written on the machine that it names.
 
 Dimension key:
     N: ids of one request
@@ -27,7 +25,13 @@ Dimension key:
     Z: length of the set of slots, a power of two above U
 """
 
-from typing import Any, NamedTuple
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +56,19 @@ from persia_torchrec.store.rows import (
     store_at,
 )
 from persia_torchrec.store.update import find_hinted, finish_row
+from persia_torchrec.table import TableSpec
+
+OptimizerEngine = Literal["auto", "fbgemm", "fused"]
+"""The fused loop, fbgemm's kernels, or whichever was measured to be faster."""
+
+MEASUREMENTS = Path(__file__).with_name("engine_measurements.json")
+"""The measurements that ``auto`` takes."""
+
+_DIM_STEP = 4
+_WORTH = 0.9
+"""fbgemm is chosen where it takes less than this fraction of the fused loop's time:
+torch costs a server memory (230 MB with torch 2.13 and fbgemm 1.8) and a longer start.
+"""
 
 _BLOCK_FLOATS = 2**16
 _LEAST_ROWS, _MOST_ROWS = 64, 8192
@@ -71,9 +88,6 @@ class FbgemmEngine:
     """fbgemm's CPU kernels, and the memory to hand rows over in.
 
     One store's thread owns it. The kernels run on as many threads as torch may use.
-
-    Raises:
-        ConfigError: fbgemm is not installed, or does not fit torch.
     """
 
     def __init__(self) -> None:
@@ -99,18 +113,10 @@ class FbgemmEngine:
         grads_ND: Floats,
         bound: float,
     ) -> tuple[int, int]:
-        """Apply one step of an optimizer to the row of each id.
+        """Apply one step of an optimizer to the row of each id, repeated ids twice.
 
-        Args:
-            optimizer: of the table; fbgemm has it for CPU.
-            layout: of the table.
-            ids_N: uint64 ``(N,)``; a repeated id is updated twice.
-            hints_N: uint32 ``(N,)``, where each row was when last seen.
-            grads_ND: float32 ``(N, D)``.
-            bound: largest magnitude of a weight; inf for none.
-
-        Returns:
-            How many ids have no row, and how many gradients were refused.
+        ``bound`` is the largest magnitude of a weight; inf for none. Returns how many
+        ids have no row, and how many gradients were refused.
         """
         dim = grads_ND.shape[1]
         shape = dim, optimizer.num_state_floats(dim)
@@ -130,14 +136,10 @@ class FbgemmEngine:
 class DenseRows(NamedTuple):
     """Room for the rows of one block; all arrays C-contiguous.
 
-    Attributes:
-        weights: float32 ``(U, D)``.
-        state: float32 ``(U, S)``.
-        grads: float32 ``(U, D)``.
-        slots: uint64 ``(U,)``, where the rows are in the store.
-        seen: uint64 ``(Z,)``: which slots are in the block whose number is in the upper
-            half of a word.
-        progress: int64 ``(4,)``, see ``NEXT`` and the others.
+    ``weights`` ``(U, D)``, ``state`` ``(U, S)``, ``grads`` ``(U, D)``; ``slots``
+    ``(U,)`` in the store; ``seen`` ``(Z,)`` says which slots are in the block whose
+    number is in the upper half of a word; ``progress`` ``(4,)``: see ``NEXT`` and the
+    others.
     """
 
     weights: Floats
@@ -175,17 +177,9 @@ class DenseRows(NamedTuple):
 def gather_rows(
     layout: Layout, ids_N: Ids, hints_N: Slots, grads_ND: Floats, dense: DenseRows
 ) -> int:
-    """Copy the rows of the next ids of a request, and their gradients.
+    """Copy the rows and gradients of the next ids into ``dense``; return how many.
 
-    Args:
-        layout: of the table.
-        ids_N: uint64 ``(N,)``.
-        hints_N: uint32 ``(N,)``, where each row was when last seen.
-        grads_ND: float32 ``(N, D)``.
-        dense: overwritten, from its first row on; its progress is advanced.
-
-    Returns:
-        How many rows were copied.
+    Advances its progress. ``hints_N`` says where each row was when last seen.
     """
     store, progress = store_at(layout), unowned(dense.progress)
     rows, index = rows_at(store, layout), index_at(store)
@@ -227,14 +221,7 @@ def gather_rows(
 
 @compiled
 def scatter_rows(layout: Layout, num: int, dense: DenseRows, bound: np.float32) -> None:
-    """Copy the first ``num`` rows back to where they came from.
-
-    Args:
-        layout: of the table.
-        num: how many rows :func:`gather_rows` copied.
-        dense: their new weights and state; the weights are clamped.
-        bound: largest magnitude of a weight; inf for none.
-    """
+    """Clamp the first ``num`` rows, and copy them back to where they came from."""
     store = store_at(layout)
     rows = rows_at(store, layout)
     weights = np.uint64(dense.weights.ctypes.data)
@@ -266,11 +253,7 @@ def _is_seen(seen_Z: Words, slot: np.uint64, block: np.uint64) -> bool:
 
 
 class _DenseTable:
-    """Rows of one block, as arrays and as what fbgemm is told of a table.
-
-    Attributes:
-        dense: the rows as arrays; the tensors share their memory.
-    """
+    """Rows of one block, as arrays and as tensors that share their memory."""
 
     def __init__(self, torch: Any, dim: int, num_state: int) -> None:
         rows = min(max(_BLOCK_FLOATS // dim, _LEAST_ROWS), _MOST_ROWS)
@@ -319,3 +302,101 @@ class _DenseTable:
             )
 
         return step
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Nanoseconds per row of an update by either engine."""
+
+    optimizer: str
+    weight_dtype: str
+    dim: int
+    fused_ns: float
+    fbgemm_ns: float
+
+
+class EngineChoice:
+    """Decide for each table which engine applies its updates.
+
+    ``auto`` is fused where fbgemm lacks the optimizer or is not installed. ``measured``
+    is None for the measurements of this package.
+    """
+
+    def __init__(
+        self, engine: OptimizerEngine, measured: tuple[Measured, ...] | None = None
+    ) -> None:
+        if engine not in get_args(OptimizerEngine):
+            raise ConfigError(
+                f"optimizer_engine must be one of {sorted(get_args(OptimizerEngine))}. "
+                f"Received: {engine!r}."
+            )
+        self._choice = engine
+        self._measured = measurements() if measured is None else measured
+        self._fbgemm = FbgemmEngine() if engine == "fbgemm" else None
+
+    def require_fitting(self, spec: TableSpec) -> None:
+        """Raise ConfigError if fbgemm is asked for and cannot update this table."""
+        reason = why_not_fbgemm(spec.optimizer, spec.dim)
+        if self._choice == "fbgemm" and reason:
+            raise ConfigError(
+                "With optimizer_engine=fbgemm every table needs an optimizer and a dim "
+                f"that fbgemm has on CPU. Received: table {spec.name!r}, dim "
+                f"{spec.dim}, {spec.optimizer!r}: {reason}. Choose auto or fused."
+            )
+
+    def choose(self, spec: TableSpec) -> FbgemmEngine | None:
+        """Return fbgemm's engine if it updates this table, None if the loop does."""
+        self.require_fitting(spec)
+        if not self._is_for_fbgemm(spec):
+            return None
+        if self._fbgemm is None:
+            self._fbgemm = FbgemmEngine()
+        return self._fbgemm
+
+    def _is_for_fbgemm(self, spec: TableSpec) -> bool:
+        if self._choice != "auto":
+            return self._choice == "fbgemm"
+        if why_not_fbgemm(spec.optimizer, spec.dim) or find_spec("fbgemm_gpu") is None:
+            return False
+        name = spec.optimizer.fbgemm_name()
+        found = nearest(self._measured, name, spec.weight_dtype, spec.dim)
+        return found is not None and found.fbgemm_ns < _WORTH * found.fused_ns
+
+
+def why_not_fbgemm(optimizer: Optimizer, dim: int) -> str:
+    """Return why fbgemm's CPU kernels cannot step these rows; empty if they can.
+
+    Example:
+        >>> from persia_torchrec.embedding.optim import SGD
+        >>> why_not_fbgemm(SGD(0.1), 16)
+        ''
+        >>> why_not_fbgemm(SGD(0.1), 6)
+        'dims must be multiples of 4'
+    """
+    arguments = optimizer.fbgemm_cpu_arguments()
+    if isinstance(arguments, str):
+        return arguments
+    return f"dims must be multiples of {_DIM_STEP}" if dim % _DIM_STEP else ""
+
+
+def nearest(
+    measured: tuple[Measured, ...], optimizer: str, weight_dtype: str, dim: int
+) -> Measured | None:
+    """Return the measurement whose dim is nearest in proportion, the smaller of two.
+
+    ``optimizer`` is fbgemm's name. None if it was not measured with this dtype.
+    """
+    fitting = [
+        m
+        for m in measured
+        if (m.optimizer, m.weight_dtype) == (optimizer, weight_dtype)
+    ]
+    return min(
+        fitting, key=lambda m: (abs(math.log2(m.dim / dim)), m.dim), default=None
+    )
+
+
+@cache
+def measurements(file: Path = MEASUREMENTS) -> tuple[Measured, ...]:
+    """Read the results of the benchmark of the engines."""
+    return tuple(Measured(**line) for line in json.loads(file.read_text())["measured"])

@@ -1,18 +1,14 @@
 """Floats in 16 bits: IEEE half (FP16), or the upper half of a float32 (BF16).
 
-The wire may carry rows and gradients so (``wire/precision.py``), and a table may keep
-its weights so; optimizer state stays float32. A row is widened to float32, stepped, and
-rounded again. An update is often smaller than half of the last
-bit that is kept, and rounding to the nearest would drop it each time. So updates use
-stochastic rounding, up with the probability that makes the mean right:
+An update is often smaller than half of the last bit that is kept, and rounding to the
+nearest would drop it each time. So updates use stochastic rounding, whose mean is
+right (Gupta, Agrawal, Gopalakrishnan and Narayanan, "Deep Learning with Limited
+Numerical Precision", ICML 2015), with random bits of the row's id and the step alone:
 
     P(up) = (w - below) / (above - below)
 
-Gupta, Agrawal, Gopalakrishnan and Narayanan, "Deep Learning with Limited Numerical
-Precision", ICML 2015. The random bits depend on the row's id and the step alone.
-Initial weights and weights that are written round to the nearest, ties to even.
-
-A weight beyond the largest half, 65504, becomes that; NaN stays NaN. The loops are free
+Initial weights and weights that are written round to the nearest, ties to even. A
+weight beyond the largest half, 65504, becomes that; NaN stays NaN. The loops are free
 of branches where they can be, so that they become vector instructions.
 """
 

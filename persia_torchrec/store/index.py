@@ -6,25 +6,19 @@ cache line, and a line is compared as a whole, without a branch for each entry:
     entry     hash (32 bits) | slot + 1 (32 bits)        0: empty
     home      line (hash * number of lines) >> 32
 
-It uses open addressing with linear probing, by lines: an entry stands in its home, or,
-if that is full, in the first line after it that was not. A search ends at the first
-line with an empty word. The entry does not hold the id: where the hash fits, the row's
-own header, which the lookup touches anyway, says whether it is the right row. Because
-an entry holds the hash from which its home follows, a removal closes the gap that it
-leaves (no tombstones), and the index grows without reading any row.
+It uses open addressing with linear probing, by lines, without wrapping around: after
+the last line are some more for what overflows. The entry does not hold the id: where
+the hash fits, the row's header, which the lookup touches anyway, is compared. A
+removal closes the gap that it leaves (no tombstones).
 
-HOW IT GROWS: in place, a few entries at a time, so that no request waits for all of
-them. The home rises with the hash; with more lines every home lies further back. So the
-entries move from the last to the first, and one hash tells those that have moved from
-those that have not:
+The index grows in place, a few entries at a time, without reading any row. The home
+rises with the hash; with more lines every home lies further back. So the entries move
+from the last to the first, and one hash tells which have moved:
 
     hash >= BOUNDARY    home by the NEW number of lines
     hash <  BOUNDARY    home by the OLD number
 
     [ not yet moved ........ ]boundary   (gap)   [ moved .................. ]
-
-Searching does not wrap around the end: after the last line are some more for the
-entries that overflow it.
 """
 
 from typing import NamedTuple
@@ -80,16 +74,9 @@ _ONE = np.uint64(1)
 class Index:
     """Lines of entries, and their cursor. Not thread-safe: the store's thread owns it.
 
-    Args:
-        capacity_rows: most entries that there will be.
-
-    Attributes:
-        lines: uint64 ``(lines, 8)``, the entries; only the first ``NEW`` lines and
-            those that their entries overflow into are used.
-        cursor: uint64 ``(5,)``, see ``OLD`` and the others.
-
-    Raises:
-        StoreError: the operating system refuses the address space.
+    ``lines`` is uint64 ``(lines, 8)``; only the first ``NEW`` lines and those that
+    their entries overflow into are used. ``cursor`` is uint64 ``(5,)``: see ``OLD`` and
+    the others.
     """
 
     def __init__(self, capacity_rows: int) -> None:
@@ -112,14 +99,7 @@ class Index:
 
 
 class IndexAt(NamedTuple):
-    """Where the index is, until it grows: plain numbers.
-
-    Attributes:
-        lines: address of the first line.
-        old: number of lines for hashes that have not moved.
-        new: number of lines for hashes that have.
-        boundary: the first hash that has moved.
-    """
+    """Where the index is, until it grows: address, numbers of lines, boundary."""
 
     lines: np.uint64
     old: np.uint64
@@ -154,14 +134,7 @@ def find_home(index: IndexAt, hash_: np.uint64) -> np.uint64:
 def find_slot(
     index: IndexAt, rows: RowsAt, id_: np.uint64, hash_: np.uint64
 ) -> np.uint64:
-    """Return the slot of an id, or ``NOT_FOUND``.
-
-    Args:
-        index: where the index is.
-        rows: where the rows of the id's table are.
-        id_: the id.
-        hash_: what :func:`hash_id` returns for it and its owner.
-    """
+    """Return the slot of an id, or ``NOT_FOUND``; ``hash_`` is :func:`hash_id`'s."""
     line = find_home(index, hash_)
     while True:
         empty = words_empty(line)

@@ -1,9 +1,8 @@
 """Make rows for ids that have none, and take out the rows that must leave for them.
 
-What leaves is known in advance: it stands at the front of the log. So the memory that
-an eviction needs is prefetched in two steps, some rows ahead: the header of the row
-that will leave, and, once that is there, its bucket in the index and the rest of the
-row, which the new row will take.
+What leaves stands at the front of the log. So the memory that an eviction needs is
+prefetched in two steps, some rows ahead: the header of the row that will leave; then
+its line of the index and the rest of the row, which the new row will take.
 
 Dimension key:
     N: ids of one request
@@ -101,15 +100,9 @@ _LOW = np.uint64(2**32 - 1)
 def build_insert(kernel: Kernel) -> Callable[..., None]:
     """Compile the loop that makes rows, uses them, and copies their weights.
 
-    Args:
-        kernel: of the table's initializer.
-
-    Returns:
-        The loop. It takes the layout of the table, whose logs have room for N touches;
-        uint64 ``(N,)`` ids; uint32 ``(N,)``, how often each is in the batch, or empty;
-        int64 ``(K,)``, which of them get a row, where a repeated id gets one; and
-        float32 ``(N, D)``, C-contiguous, and uint32 ``(N,)``, where it writes the
-        weights and the slots of these ids.
+    The table's logs have room for N touches. ``counts_N`` is empty for once each.
+    ``chosen_K`` says which ids get a row; a repeated id gets one. The loop writes their
+    weights and slots to ``out_ND``, C-contiguous, and ``slots_N``.
     """
     begin_row = _build_begin_row(kernel)
 
@@ -232,12 +225,7 @@ def remove_row(
 
 @compiled
 def remove_ids(layout: Layout, ids_N: Ids) -> None:
-    """Take the rows of ids out; an id without a row changes nothing.
-
-    Args:
-        layout: of the table.
-        ids_N: uint64 ``(N,)``.
-    """
+    """Take the rows of ids out; an id without a row changes nothing."""
     store = store_at(layout)
     rows, index = rows_at(store, layout), index_at(store)
     for i in range(len(ids_N)):

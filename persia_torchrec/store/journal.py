@@ -1,15 +1,12 @@
 """Note which rows change, so that the changes can be written elsewhere.
 
 A copy of a store stays equal to it if it gets, again and again, the rows that have
-changed since the last time, whole, and the ids of those that have left: the dirty set.
-The journal says which these are. It copies no row: it keeps the arrays of ids of the
-requests, and the loops that take rows out write their ids into a list:
+changed since the last time, whole, and the ids of those that have left: the dirty set,
+which :meth:`ChangeJournal.cut` returns. The journal copies no row:
 
     lookup, write   ids, tick of the request          they were used, perhaps made
     update          ids                               their floats have changed
     eviction, sweep (id, owner), one after the other  they have left
-
-:meth:`ChangeJournal.cut` returns the dirty set and starts the next one.
 
 Dimension key:
     N: ids of one request
@@ -29,14 +26,9 @@ _FIRST_ROOM = 4096
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """A training lookup: first it used the rows that were there, then it made others.
+    """A training lookup: it used the rows that were there, then it made others.
 
-    Attributes:
-        table: number of the table.
-        tick: of the request.
-        ids: uint64 ``(N,)``, of the request.
-        missing: int64, which of them had no row.
-        made: int64, which of those got one.
+    ``missing`` are the positions in ``ids`` without a row, ``made`` those that got one.
     """
 
     table: int
@@ -46,10 +38,7 @@ class UsedRows:
     made: Indices
 
     def in_order(self) -> Ids:
-        """Return the ids of rows in the order in which they were used.
-
-        A repeated id was used where it stands first.
-        """
+        """Return the ids of rows in the order of use, where repeats count once."""
         if len(self.missing) == 0:
             return self.ids
         were_there = np.ones(len(self.ids), dtype=np.bool_)
@@ -63,7 +52,7 @@ class Changes:
 
     Attributes:
         used: training lookups and writes, in their order.
-        updated: table and ids of updates; uint64 ``(N,)`` each.
+        updated: table and ids of updates.
         left: uint64 ``(K, 2)`` each: id, and number of the table plus one.
         was_cleared: before all that, every row was dropped.
         num_ids: that are named above, repeats included.
@@ -86,11 +75,7 @@ class Changes:
 class ChangeJournal:
     """What has changed since the last cut. Owned by the store's thread.
 
-    Args:
-        tally: of the store, where its loops find the list of rows that leave.
-
-    Attributes:
-        is_on: whether anything is noted.
+    The store's loops find the list of rows that leave in ``tally``.
     """
 
     def __init__(self, tally: Tally) -> None:

@@ -77,19 +77,13 @@ def lookup_training(
     slots_N: Slots,
     missing_N: Indices,
 ) -> int:
-    """Use the rows of ids that have one, and copy their weights.
+    """Use the rows of ids that have one; return how many have none.
 
-    Args:
-        layout: of the table.
-        ids_N: uint64 ``(N,)``; may hold repeats, of which the first touches the row.
-        counts_N: uint32 ``(N,)``, how often each id is in the batch; or empty, for
-            once each.
-        out_ND: float32 ``(N, D)``, C-contiguous; overwritten where there is a row.
-        slots_N: uint32 ``(N,)``, overwritten: the slot, or ``MISSING``.
-        missing_N: int64 ``(N,)``, overwritten from the front: which ids have no row.
-
-    Returns:
-        How many ids have no row; or ``NO_ROOM``, and nothing has happened.
+    The first of repeated ids touches the row. ``counts_N`` is how often each id is in
+    the batch, or empty for once each. Overwrites ``out_ND``, C-contiguous, where there
+    is a row; ``slots_N`` with slots or ``MISSING``; and ``missing_N``, from the front,
+    with the positions of ids without a row. If it returns ``NO_ROOM``, nothing has
+    happened.
     """
     store = store_at(layout)
     if not compact_for(store.logs, store.arenas, len(ids_N)):
@@ -132,14 +126,7 @@ def lookup_training(
 def lookup_readonly(
     layout: Layout, ids_N: Ids, out_ND: Floats, value: np.float32
 ) -> None:
-    """Copy the weights of ids; an id without a row reads ``value``. Changes no row.
-
-    Args:
-        layout: of the table.
-        ids_N: uint64 ``(N,)``.
-        out_ND: float32 ``(N, D)``, C-contiguous, overwritten.
-        value: what every weight of an id without a row reads.
-    """
+    """Copy weights to ``out_ND``, C-contiguous; an id without a row reads ``value``."""
     store = store_at(layout)
     ids_N, out_ND = unowned(ids_N), unowned(out_ND)
     rows, index = rows_at(store, layout), index_at(store)
@@ -163,15 +150,7 @@ def lookup_readonly(
 
 @compiled
 def find_slots(layout: Layout, ids_N: Ids) -> Slots:
-    """Find the slots of ids. Changes nothing, and refreshes no row.
-
-    Args:
-        layout: of the table.
-        ids_N: uint64 ``(N,)``.
-
-    Returns:
-        uint32 ``(N,)``: the slot, or ``MISSING``.
-    """
+    """Return the slot of each id, or ``MISSING``; refreshes no row."""
     store = store_at(layout)
     rows, index = rows_at(store, layout), index_at(store)
     hashes = np.empty(_RING + 1, dtype=np.uint64)
@@ -216,15 +195,10 @@ def count_up(address: np.uint64, count: np.uint64, num_classes: int) -> np.uint6
 def _look_ahead(
     i: int, ids_N: Ids, ahead: tuple[Words, Words], index: IndexAt, rows: RowsAt
 ) -> None:
-    """Prefetch the memory that ids after the i-th will need.
+    """Prefetch the memory that ids after the i-th, from ``-_FAR``, will need.
 
-    Args:
-        i: the current id, from ``-_FAR``.
-        ids_N: uint64 ``(N,)``.
-        ahead: uint64, two rings: the hashes of the ids ahead; and for each a slot to
-            be confirmed, or ``NOT_FOUND``, which is certain.
-        index: where the index is.
-        rows: where the rows are.
+    ``ahead`` are two rings: the hashes of the ids ahead; and for each a slot to be
+    confirmed, or ``NOT_FOUND``, which is certain.
     """
     hashes, likely = ahead
     far, near = i + _FAR, i + _NEAR

@@ -8,33 +8,25 @@ sequence, and stamps the row's header with the tick of the request:
     tick   a: 3   b: 1   c: 1   d: 2
 
 A record is *current* when its row's tick is that of the mark before it; every row has
-exactly one current record. The first current record of the log is the least recently
-used row. Records that are no longer current are skipped when they reach the front.
-
-A slot takes 4 bytes of log. A mark takes four such words: a word that no slot has, the
+exactly one current record, and the first one of the log is that of the least recently
+used row. A slot takes one word of 4 bytes, a mark four: a word that no slot has, the
 arena whose slots follow, and the tick's two halves. Every request has a tick of its
-own, and touches a row once at most.
+own, and touches a row once at most. A freed row has tick 0, which no mark has.
 
-HOW THE LOG STAYS SHORT: when it is 1.5 times what its rows need, it is compacted from
-front to back, a few records with each request. A record whose row has another tag (the
-lowest byte of its tick) is dropped; the others move to the front, nearly all of them
-current: one in 256 of the old ones stays until the next compaction, or until it is
-skipped. So compaction reads a byte per record, and no row. What is appended meanwhile
-is compacted too, until compaction has caught up. What the rows need is counted when
-compaction reaches the tail it started with: each row then has one record in front,
-while rows that are touched later get another:
+When the log is 1.5 times what its rows need, it is compacted from front to back, a few
+records with each request. A record whose row has another tag (the lowest byte of its
+tick) is dropped, without reading the row; one in 256 of the old records stays until the
+next compaction, or until it is skipped at the front. What is appended meanwhile is
+compacted too. What the rows need is counted when compaction reaches the tail it started
+with: each row then has one record in front.
 
     0  HEAD          WRITE        READ                      TAIL
     .. | compacted   | free       | to be compacted         |
 
-WHAT ELSE IT CAN DO: with several logs, one for each class of rows, the first current
-record of the lowest class is the row that leaves. With one class that is LRU. LFU's
-classes are frequencies, exact below 16 and by powers of two above:
+With one log per class of rows, the first current record of the lowest class is the row
+that leaves. LFU's classes are frequencies:
 
     class(f) = f if f < 16 else 12 + floor(log2(f))
-
-A row that is freed has tick 0, which no mark has, and a slot that is used again gets a
-new tick: records of the former row are skipped like any other old record.
 """
 
 import numpy as np
@@ -98,16 +90,8 @@ _LINE_BYTES = np.uint64(8 * (SIZE + 1))
 class RecencyLogs:
     """One log per class of rows. Not thread-safe: the store's one thread owns them.
 
-    Args:
-        capacity_rows: most rows that there will be.
-        num_classes: 1 for LRU, ``NUM_LFU_CLASSES`` for LFU.
-
-    Attributes:
-        directory: uint64 ``(num_classes, 15)``, see ``LOG`` and the others.
-        words: uint64, the memory of each log.
-
-    Raises:
-        StoreError: the operating system refuses the address space.
+    ``directory`` is uint64 ``(num_classes, 15)``: see ``LOG`` and the others; ``words``
+    is the memory of each log.
     """
 
     def __init__(self, capacity_rows: int, num_classes: int = 1) -> None:
@@ -125,12 +109,7 @@ class RecencyLogs:
         self.directory[:, SIZE] = num_words - _MARGIN_WORDS
 
     def make_room(self, arenas: Words, num_touches: int) -> None:
-        """Make room for the touches of one request, whatever their number.
-
-        Args:
-            arenas: the directory of arenas.
-            num_touches: touches that will come before the next call.
-        """
+        """Make room for the touches of one request, however many."""
         needed = num_touches + MARK_WORDS
         if not compact_for(self.directory, arenas, num_touches):
             for number, line in enumerate(self.directory):
@@ -192,15 +171,10 @@ def touch(
     slot: np.uint64,
     tick: np.uint64,
 ) -> None:
-    """Make a row the most recently used of a class.
+    """Make a row, whose header is at ``address``, the most recently used of a class.
 
-    Args:
-        logs: address of the directory of logs; there is room for a mark and a record.
-        class_: the row's class.
-        rows: where the table's rows are.
-        address: of the row's header.
-        slot: of the row.
-        tick: of this request; all its touches are of one arena.
+    ``logs`` is the address of the directory, with room for a mark and a record. All
+    touches of a tick are of one arena.
     """
     line = logs + class_ * _LINE_BYTES
     if load_u64(line + WORD * np.uint64(TAIL_TICK)) != tick:
@@ -213,10 +187,9 @@ def touch(
 
 @inlined
 def pop_oldest(logs: Words, arenas: Words) -> np.uint64:
-    """Take the record of the row that should leave first out of its log.
+    """Take the record of the next row to leave out; return ``arena << 32 | slot``.
 
-    Returns:
-        ``arena << 32 | slot``, or ``NONE`` when no row is in use.
+    Returns ``NONE`` when no row is in use.
     """
     for class_ in range(len(logs)):
         row = _pop_oldest_of(logs, np.uint64(class_), arenas)
@@ -254,13 +227,7 @@ def _end_of_front(logs: Words, class_: int | np.uint64) -> np.uint64:
 
 @compiled
 def compact_for(logs: Words, arenas: Words, num_touches: int) -> bool:
-    """Compact logs that are too long; return whether the touches of a request fit.
-
-    Args:
-        logs: the directory of logs.
-        arenas: the directory of arenas.
-        num_touches: touches of one request.
-    """
+    """Compact logs that are too long; return whether the touches of a request fit."""
     needed = num_touches + MARK_WORDS
     fits = True
     for class_ in range(len(logs)):
@@ -272,14 +239,7 @@ def compact_for(logs: Words, arenas: Words, num_touches: int) -> bool:
 
 @compiled
 def compact(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
-    """Continue compacting a log, or start if it has become too long.
-
-    Args:
-        logs: the directory of logs.
-        class_: which log.
-        arenas: the directory of arenas.
-        num_words: words to read, at least.
-    """
+    """Continue compacting a log, reading ``num_words``; or start if it is too long."""
     c = np.uint64(class_)
     if not logs[c, COMPACTING]:
         if logs[c, TAIL] < logs[c, TRIGGER]:

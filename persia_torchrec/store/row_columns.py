@@ -27,16 +27,11 @@ _DTYPES = {"fp32": np.float32, "fp16": np.uint16, "bf16": np.uint16}
 class RowColumns:
     """Some rows of one table.
 
-    Attributes:
-        ids: uint64 ``(N,)``.
-        uses: uint64 ``(N,)``, when each was last used: the request's tick, and in the
-            lowest 24 bits the position among the rows of that request. Uses of one
-            server say in which order its rows were used; all servers of a job get the
-            same requests, so that their ticks can be compared too.
-        metadata: uint32 ``(N, 4)``: frequency, last step, first step, last second; or
-            ``(N, 0)`` if the table keeps none.
-        state: float32 ``(N, S)``.
-        weights: ``(N, D)``, float32, or uint16 with the bits of 16-bit weights.
+    ``uses`` says when each was last used: the request's tick, and in the lowest 24 bits
+    the position among the rows of that request. All servers of a job get the same
+    requests, so that their ticks can be compared. ``metadata`` is ``(N, 4)``:
+    frequency, last step, first step, last second; or ``(N, 0)``. 16-bit weights are
+    their bits, in uint16.
     """
 
     ids: npt.NDArray[np.uint64]
@@ -60,14 +55,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """The form of a table's columns.
-
-    Attributes:
-        dim: weights per row.
-        num_state_floats: floats of optimizer state per row.
-        has_metadata: whether there is metadata.
-        weight_dtype: of the column of weights.
-    """
+    """The form of a table's columns."""
 
     dim: int
     num_state_floats: int
@@ -98,14 +86,7 @@ class RowShape:
         )
 
     def view(self, payload: bytes | bytearray | memoryview) -> RowColumns:
-        """View bytes, column after column, as columns.
-
-        Args:
-            payload: a whole number of rows.
-
-        Raises:
-            FrameError: it is not a whole number of rows.
-        """
+        """View bytes, column after column, as columns; refuse a fraction of a row."""
         num_rows, rest = divmod(len(payload), self.row_bytes)
         if rest:
             raise FrameError(

@@ -5,29 +5,24 @@ A row never moves while it lives, so that a walk over the slots meets it once:
     slots of an arena    [ copied ......... | next slice | ........... ] made since
                                             ^ now                      ^ at the start
 
-Every row that lives from the first slice to the last is copied once, whole, as it was
-at one moment in between. A row that is made meanwhile, or evicted and made again, may
-be there once, twice (the later use is the valid one), or not at all.
+Every row that lives from the first slice to the last is copied once, whole. A row that
+is made meanwhile, or evicted and made again, may be there once, twice (the later use is
+the valid one), or not at all. The store's thread only copies memory;
+:func:`split_by_table` makes columns of it, in the thread that writes them.
 
-The store's thread only copies memory, in large pieces; :func:`split_by_table` makes
-columns of it, in the thread that writes them.
-
-POSITIONS: a row's header says in which request it was last used, and the log of uses
-says in which order the rows of a request were. A checkpoint keeps both. So the log is
-copied when an export begins, at once; then it is read a few records at a time:
+A row's position in the request that used it last is in the log of uses, which is copied
+when an export begins, and read a few records at a time. Rows that are used meanwhile
+get no position: they are newer than all others, and nearly in order by their ticks.
 
     log   [tick 3] a b c   [tick 4] b d       positions   a: 0   c: 2   b: 0   d: 1
 
-A record that is no longer current says nothing. Rows that are used meanwhile get no
-position: they are newer than all others, and nearly in order by their ticks.
-
 Dimension key:
     N: slots of a chunk, or ids
-    T: tables
     K: rows of one table
     A: arenas
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +50,7 @@ from persia_torchrec.store.recency import (
     WRITE,
     RecencyLogs,
 )
-from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns, RowShape
+from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
 from persia_torchrec.store.rows import (
     DIM,
     DTYPE,
@@ -76,6 +71,7 @@ from persia_torchrec.store.rows import (
     reserve,
 )
 from persia_torchrec.store.shard_memory import ShardMemory
+from persia_torchrec.store.tables import TableState
 
 Numbers = npt.NDArray[np.uint32]
 
@@ -94,28 +90,8 @@ _2, _4, _8, _16 = (np.uint64(num) for num in (2, 4, 8, 16))
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedTable:
-    """A table as it was when the export began.
-
-    Attributes:
-        name: of the table.
-        layout: where the parts of its rows stand in a slot.
-        shape: of its columns.
-    """
-
-    name: str
-    layout: Layout
-    shape: RowShape
-
-
-@dataclass(frozen=True, slots=True)
 class RawRows:
-    """Slots of an arena as they stood, used and free ones.
-
-    Attributes:
-        words: uint64 ``(N, words per row)``.
-        positions: uint32 ``(N,)``, of each in the request that used it last.
-    """
+    """Slots of an arena, used and free, and the position of each in its last use."""
 
     words: Words
     positions: Numbers
@@ -124,22 +100,11 @@ class RawRows:
 class RowExport:
     """A walk over all rows. The store's thread owns it; the store must not be cleared.
 
-    Args:
-        memory: of the store.
-
-    Attributes:
-        tables: those that are exported, in the order of their numbers.
+    ``tables`` are those that are exported, in the order of their numbers.
     """
 
     def __init__(self, memory: ShardMemory) -> None:
-        self.tables = [
-            ExportedTable(
-                state.spec.name,
-                state.layout,
-                RowShape.of(state.spec, has_metadata=state.has_metadata),
-            )
-            for state in memory.states
-        ]
+        self.tables = list(memory.states)
         self._arenas = list(memory.arenas)
         self._num_used = memory.directory[:, USED].astype(np.int64).tolist()
         self._order = UseOrder(memory.logs, memory.directory.copy())
@@ -161,8 +126,7 @@ class RowExport:
     def advance(self) -> RawRows | None:
         """Do a slice of the work, some tens of microseconds.
 
-        Returns:
-            About 1 MiB of slots when they are copied; None before that.
+        Returns about 1 MiB of slots when they are copied; None before that.
         """
         if self._orders:
             self._orders = self._order.advance(_SLICE_RECORDS)
@@ -201,15 +165,12 @@ class RowExport:
 
 
 def split_by_table(
-    chunk: RawRows, tables: list[ExportedTable]
+    chunk: RawRows, tables: Sequence[TableState]
 ) -> list[tuple[int, RowColumns]]:
     """Return the rows of a chunk as columns, with the numbers of their tables.
 
-    Any thread may call it; it holds the interpreter for moments only.
-
-    Args:
-        chunk: what :meth:`RowExport.advance` returned; not changed.
-        tables: of the export. Rows of tables that came later are left out.
+    Any thread may call it; it holds the interpreter for moments only. Rows of tables
+    that were added after the export began are left out.
     """
     offsets, order = _group(chunk.words, len(tables))
     split = []
@@ -228,21 +189,14 @@ def gather_rows(
 ) -> tuple[RowColumns, npt.NDArray[np.bool_]]:
     """Copy the rows of ids as they are now; the store's thread calls it.
 
-    Args:
-        memory: of the store; not changed, and nothing is counted.
-        table: number of the table.
-        ids_N: uint64 ``(N,)``, read-only.
-
-    Returns:
-        The rows of those ids that have one, in their order; their uses have no
-        meaning. And for each id whether it has a row, ``(N,)``.
+    Nothing is counted. Returns the rows of those ids (read-only) that have one, in
+    their order, with uses that have no meaning; and for each id whether it has a row.
     """
     state = memory.states[table]
     slots_N = find_slots(state.layout, ids_N)
     found_N = slots_N != MISSING
     slots_K = slots_N[found_N].astype(np.int64)
-    shape = RowShape.of(state.spec, has_metadata=state.has_metadata)
-    rows = shape.empty(len(slots_K))
+    rows = state.shape.empty(len(slots_K))
     positions_K = np.zeros(len(slots_K), dtype=np.uint32)
     words = memory.arena(state)
     copy_columns(words, slots_K, positions_K, state.layout, rows.addresses())
@@ -260,12 +214,8 @@ class _Segment(NamedTuple):
 class UseOrder:
     """The positions of rows in their requests. The store's thread owns it.
 
-    Args:
-        logs: of the store; the records in use are copied.
-        directory: of the arenas, kept: the store must not be cleared.
-
-    Attributes:
-        positions: for each arena uint32, those of its slots.
+    The log records in use are copied; the directory is kept: the store must not be
+    cleared. ``positions`` has an array per arena, with those of its slots.
     """
 
     def __init__(self, logs: RecencyLogs, directory: Words) -> None:
@@ -317,14 +267,10 @@ def _copy_segments(logs: RecencyLogs) -> list[_Segment]:
 def _number_rows(
     records: Numbers, stop: int, cursor: Words, arenas: Words, addresses_A: Words
 ) -> None:
-    """Write the positions of the rows of the next records.
+    """Write the positions of the rows of the next records of a segment.
 
-    Args:
-        records: of a segment of a log.
-        stop: end of the records to read; a mark is read as a whole.
-        cursor: uint64 ``(4,)``, how far the segment was read; advanced.
-        arenas: the directory of arenas.
-        addresses_A: uint64, where the positions of each arena's slots are.
+    A mark is read as a whole, even across ``stop``. ``cursor`` is advanced;
+    ``addresses_A`` says where the positions of each arena's slots are.
     """
     at, tick = np.int64(cursor[_AT]), cursor[_TICK]
     arena, position = cursor[_ARENA], cursor[_POSITION]
@@ -373,15 +319,7 @@ def _group(words_NW: Words, num_tables: int) -> tuple[Indices, Indices]:
 def copy_columns(
     words_NW: Words, slots_K: Indices, positions_K: Numbers, layout: Layout, to: Words
 ) -> None:
-    """Copy rows of one table, each part into its column.
-
-    Args:
-        words_NW: uint64 ``(N, words per row)``, slots.
-        slots_K: int64 ``(K,)``, which slots.
-        positions_K: uint32 ``(K,)``, the position of each row in its last request.
-        layout: of the table.
-        to: uint64 ``(5,)``, addresses of the columns of K rows: ``RowColumns``.
-    """
+    """Copy slots of a table to columns at addresses ``to``: :class:`RowColumns`."""
     words_NW = unowned(words_NW)
     stride = np.uint64(8 * words_NW.shape[1])
     base = np.uint64(words_NW.ctypes.data)

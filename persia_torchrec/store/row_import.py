@@ -1,20 +1,18 @@
 """Put rows into a store: those of a checkpoint, or those that changed in another store.
 
-A CHECKPOINT'S ROWS leave in the order in which they would have left. First the uses of
+A checkpoint's rows leave in the order in which they would have left. First the uses of
 all rows are known: those that would leave first are left out if the store is too small.
-Then the rows come, in any order, and get their slots. At the end they are touched, in
-the order of their uses, as requests would have done it:
+Then the rows come, in any order; at the end they are touched, in the order of their
+uses. A row that comes twice keeps its later use. Rows that were in the store before
+count as used before all that come.
 
     uses  --RowImport()--> which to keep, their order, a tick for each
     rows  --add()--------> slots
             finish() ----> records in the logs
 
-A row that comes twice keeps its later use. Rows that were in the store before count as
-used before all that come; they leave first, if the store is full.
-
-CHANGED ROWS come in the order in which they would leave, and each is touched as it is
-written. If the follower is full before it receives the leader's evictions, it evicts
-the same rows. A row that has changed without having been used keeps its position.
+Changed rows come in the order in which they would leave, and each is touched as it is
+written: a follower that is full before it receives the leader's evictions evicts the
+same rows. A row that has changed without having been used keeps its position.
 
 Dimension key:
     R: rows that may come, numbered in the order in which they do
@@ -64,12 +62,8 @@ _16 = np.uint64(16)
 class RowImport:
     """Rows of a checkpoint on their way into a store. The store's thread owns it.
 
-    Args:
-        memory: of the store.
-        capacity_rows: of the store.
-        uses_R: uint64, see :class:`RowColumns`.
-        tables_R: uint16, number in the store of each row's table.
-        frequencies_R: uint32, of the metadata; only an LFU store reads it.
+    ``uses_R`` are those of :class:`RowColumns`, ``tables_R`` numbers in this store;
+    only an LFU store reads ``frequencies_R``.
     """
 
     def __init__(
@@ -96,16 +90,10 @@ class RowImport:
         self._slots = np.zeros(len(uses_R), dtype=np.uint32)
 
     def add(self, table: int, first: int, rows: RowColumns, is_own_N: Bools) -> int:
-        """Put some rows into the store.
+        """Put rows of a table into the store; return how many rows have come by now.
 
-        Args:
-            table: number of the table.
-            first: which of the rows that may come is the first of these.
-            rows: of this table; their metadata have the store's form.
-            is_own_N: which of them are rows that may come; the others are skipped.
-
-        Returns:
-            How many rows may have come by now.
+        The first of them is number ``first`` of the rows that may come; those that are
+        not ``is_own_N`` are skipped. Metadata have the store's form.
         """
         ticks_N = np.zeros(len(rows), dtype=np.uint64)
         stop = first + int(is_own_N.sum())
@@ -118,8 +106,7 @@ class RowImport:
     def finish(self, tick: int) -> None:
         """Touch the rows in the order of their uses, when all have come.
 
-        Args:
-            tick: of the last request before the checkpoint, as its server counted.
+        ``tick`` is the last request's before the checkpoint, as its server counted.
         """
         memory, base = self._memory, self._memory.tick
         layouts_T = np.stack([state.layout for state in memory.states])
@@ -132,11 +119,7 @@ class RowImport:
 
 
 class RowChanges:
-    """Changed rows on their way into a store. The store's thread owns it.
-
-    Args:
-        memory: of the store.
-    """
+    """Changed rows on their way into a store. The store's thread owns it."""
 
     def __init__(self, memory: ShardMemory) -> None:
         self._memory = memory
@@ -147,10 +130,8 @@ class RowChanges:
     def put(self, table: int, rows: RowColumns) -> None:
         """Write rows of one table over those that are there, or make them.
 
-        Args:
-            table: number of the table.
-            rows: in the order in which they would leave; their metadata have the
-                store's form. A use of 0 keeps the row's position.
+        They come in the order in which they would leave, with metadata of the store's
+        form. A use of 0 keeps the row's position.
         """
         memory = self._memory
         ticks_N = np.empty(len(rows), dtype=np.uint64)
@@ -162,11 +143,7 @@ class RowChanges:
         memory.tick = int(self._last[0])
 
     def finish(self, tick: int) -> None:
-        """Continue counting requests from where the other store was.
-
-        Args:
-            tick: of its last request.
-        """
+        """Continue counting requests from the other store's last one."""
         self._memory.tick = max(self._memory.tick, tick)
 
 
@@ -195,16 +172,10 @@ def add_rows(
     """Write rows into slots; those whose tick is ``NEVER`` are skipped.
 
     A row that has come with the same or a later use gets the tick ``NEVER``.
-
-    Args:
-        layout: of the table; its logs have room for N touches, if any row is touched.
-        ids_N: uint64 ``(N,)``.
-        columns: uint64 ``(5,)``, addresses of the rows' columns: ``RowColumns``.
-        ticks_N: uint64 ``(N,)``; changed.
-        keeps_position_N: bool ``(N,)``: a row that is there keeps its position in the
-            order in which rows leave; the others are touched at once. Or empty: none
-            is touched, and those that are written cannot leave until they are.
-        slots_N: uint32 ``(N,)``, overwritten.
+    ``columns`` are addresses: :class:`RowColumns`. Where ``keeps_position_N`` holds, a
+    row that is there keeps its position in the order in which rows leave; the others
+    are touched at once, for which the logs have room. If it is empty none is touched,
+    and those that are written cannot leave until they are.
     """
     store = store_at(layout)
     rows = rows_at(store, layout)

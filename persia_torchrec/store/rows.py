@@ -102,17 +102,9 @@ _ZERO = np.uint64(0)
 
 
 def reserve(num_words: int) -> Words:
-    """Reserve zeroed memory that costs nothing until it is written.
+    """Reserve zeroed words, aligned to a page, that cost nothing until written.
 
-    Args:
-        num_words: number of 8-byte words.
-
-    Returns:
-        uint64 ``(num_words,)``, all zero, aligned to a page, given back to the
-        operating system when the array is no longer used.
-
-    Raises:
-        StoreError: the operating system refuses the address space.
+    The operating system gets them back when the array is no longer used.
     """
     num_bytes = max(num_words * 8, 1)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -130,23 +122,14 @@ def reserve(num_words: int) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """The slots of all rows of one width.
-
-    Attributes:
-        words: uint64 ``(capacity, words per row)``.
-        tags: uint8 ``(capacity,)``, or a few more.
-    """
+    """The slots of all rows of one width, ``(capacity, words per row)``, and tags."""
 
     words: Words
     tags: npt.NDArray[np.uint8]
 
     @classmethod
     def reserve(cls, capacity: int, words_per_row: int) -> "Arena":
-        """Reserve address space for ``capacity`` rows.
-
-        Raises:
-            StoreError: the operating system refuses.
-        """
+        """Reserve address space for ``capacity`` rows."""
         memory = reserve(capacity * words_per_row).reshape(capacity, words_per_row)
         return cls(memory, reserve(capacity // 8 + 1).view(np.uint8))
 
@@ -162,16 +145,7 @@ class Arena:
 
 
 def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
-    """Return a layout without addresses, arena, seed, step and time.
-
-    Args:
-        spec: the table.
-        number: of the table.
-        has_metadata: whether its rows carry frequency, steps and time.
-
-    Returns:
-        uint64 ``(15,)``, see ``STORE`` and the others.
-    """
+    """Return a layout ``(15,)`` without addresses, arena, seed, step and time."""
     dtype = _DTYPES.index(spec.weight_dtype)
     layout = np.zeros(NUM_COLUMNS, dtype=np.uint64)
     layout[OWNER] = number + 1
@@ -191,12 +165,8 @@ def words_per_row(layout: Layout) -> int:
 class StoreAt(NamedTuple):
     """The store's own arrays; the loops see them as views without an owner.
 
-    Attributes:
-        lines: of the index, uint64 ``(lines, 8)``.
-        cursor: of the index, uint64.
-        arenas: the directory of arenas, uint64 ``(arenas, 5)``.
-        logs: the directory of logs, uint64 ``(classes, 15)``.
-        tally: int64, see ``HITS`` and the others.
+    ``lines`` and ``cursor`` are the index's; ``arenas`` ``(arenas, 5)`` and ``logs``
+    ``(classes, 15)`` are directories; see ``HITS`` and the others for ``tally``.
     """
 
     lines: Words
@@ -211,21 +181,11 @@ class StoreAt(NamedTuple):
 
 
 class RowsAt(NamedTuple):
-    """Where a table's rows are: plain numbers.
+    """Where a table's rows are, as plain numbers.
 
-    Attributes:
-        base: address of slot 0.
-        stride: bytes per slot.
-        tags: address of the tag of slot 0.
-        arena: number of the arena.
-        owner: number of the table plus one.
-        dim: weights per row.
-        dtype: of the weights.
-        weights: byte of a row at which its weights begin.
-        weight_bytes: bytes of the weights of a row.
-        state: byte of a row at which its optimizer state begins.
-        state_bytes: bytes of the state of a row.
-        has_metadata: whether rows carry metadata.
+    ``base`` and ``tags`` are addresses for slot 0, ``stride`` the bytes per slot;
+    ``weights`` and ``state`` are the bytes of a row at which these begin. ``owner`` is
+    the number of the table plus one.
     """
 
     base: np.uint64
@@ -298,13 +258,7 @@ def write_weights(rows: RowsAt, address: np.uint64, source: np.uint64) -> None:
 
 @compiled
 def read_rows(layout: Layout, slots_N: Slots, out_NW: Floats) -> None:
-    """Copy weights and optimizer state of rows; ``MISSING`` reads zeros.
-
-    Args:
-        layout: of the table.
-        slots_N: uint32 ``(N,)``.
-        out_NW: float32 ``(N, D + S)``, overwritten.
-    """
+    """Copy weights and state of rows, ``(N, D + S)``; ``MISSING`` reads zeros."""
     rows = rows_at(store_at(layout), layout)
     target = np.uint64(out_NW.ctypes.data)
     for i in range(len(slots_N)):
@@ -320,12 +274,9 @@ def read_rows(layout: Layout, slots_N: Slots, out_NW: Floats) -> None:
 
 @compiled
 def write_rows(layout: Layout, slots_N: Slots, rows_NK: Floats) -> None:
-    """Overwrite the weights of rows, and their optimizer state if it is given.
+    """Overwrite weights ``(N, D)``, or weights and state ``(N, D + S)``, of rows.
 
-    Args:
-        layout: of the table.
-        slots_N: uint32 ``(N,)``, where each row is; ``MISSING`` is skipped.
-        rows_NK: float32 ``(N, D)``, weights; or ``(N, D + S)``, weights and state.
+    ``MISSING`` slots are skipped.
     """
     rows = rows_at(store_at(layout), layout)
     source = np.uint64(rows_NK.ctypes.data)

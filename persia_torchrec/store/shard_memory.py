@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.store.engine_choice import EngineChoice, OptimizerEngine
+from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import Index
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
 from persia_torchrec.store.rows import (
@@ -52,11 +52,8 @@ _COUNTERS = {
 class ShardMemory:
     """All that a store keeps. Owned by the store's thread.
 
-    Args:
-        capacity_rows: rows of all tables together.
-        optimizer_engine: what applies updates.
-        is_lfu: whether frequency, and not recency alone, says which row leaves; then
-            the rows of every table carry metadata.
+    With ``is_lfu`` frequency, and not recency alone, says which row leaves, and the
+    rows of every table carry metadata.
 
     Attributes:
         states: one per table, in the order in which they were added.
@@ -64,11 +61,7 @@ class ShardMemory:
         directory: of the arenas.
         index: of all tables.
         logs: of the rows' use.
-        tally: int64, see ``rows.HITS`` and the others.
-
-    Raises:
-        ConfigError: the optimizer engine is unknown, or not installed.
-        StoreError: the operating system refuses the address space.
+        tally: see ``rows.HITS`` and the others.
     """
 
     def __init__(
@@ -90,15 +83,7 @@ class ShardMemory:
         self._set_addresses()
 
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
-        """Make tables known, or change those that are; when one cannot be, do nothing.
-
-        Returns:
-            The number of each table.
-
-        Raises:
-            ConfigError: see :meth:`EmbeddingStore.add_tables`.
-            StoreError: no memory for the rows, or too many tables.
-        """
+        """Add or change tables: :meth:`EmbeddingStore.add_tables`."""
         _require_different_names(specs)
         for spec in specs:
             self._require_fitting(spec)

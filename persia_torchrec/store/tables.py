@@ -20,10 +20,10 @@ from persia_torchrec.compiled import (
     specialized,
 )
 from persia_torchrec.embedding.setting import Admission, Kernel
-from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.insert import build_insert
 from persia_torchrec.store.lookup import Indices
+from persia_torchrec.store.row_columns import RowShape
 from persia_torchrec.store.rows import (
     FILL,
     HAS_METADATA,
@@ -51,18 +51,10 @@ _NO_INDICES = np.empty(0, dtype=np.int64)
 
 
 class AdmissionState:
-    """What a table's admission remembers. The store's one thread owns it.
+    """What a table's admission, which has a kernel, remembers.
 
-    Args:
-        admission: of the table; it has a kernel.
-        seed: of the table.
-
-    Attributes:
-        memory: uint64 words of the kernel.
-        numbers: uint64, what the kernel needs of the settings; read-only.
-
-    Raises:
-        StoreError: no memory for it.
+    The store's one thread owns it. ``memory`` is the kernel's, ``numbers`` (read-only)
+    what it needs of the settings.
     """
 
     def __init__(self, admission: Admission, seed: int) -> None:
@@ -74,14 +66,10 @@ class AdmissionState:
         self.numbers = read_only(numbers)
 
     def admit(self, ids_N: Ids, counts_N: npt.NDArray[np.int64]) -> Bools:
-        """Count ids that have no row, and decide which get one.
+        """Count ids that have no row; return which of them get one.
 
-        Args:
-            ids_N: uint64 ``(N,)``; repeats are decided one after the other.
-            counts_N: int64 ``(N,)``, how often the batch holds each, ``>= 1``.
-
-        Returns:
-            bool ``(N,)``.
+        ``counts_N`` is how often the batch holds each, ``>= 1``. Repeats are decided
+        one after the other.
         """
         is_admitted_N = np.empty(len(ids_N), dtype=np.bool_)
         ids_N, counts_N = read_only(ids_N), read_only(counts_N)
@@ -109,24 +97,10 @@ def build_admit(kernel: Kernel) -> Callable[..., None]:
 class TableState:
     """One table of a store. Owned by the store's thread.
 
-    The first table with an optimizer or initializer compiles its loop, or loads it.
-
-    Args:
-        spec: its settings.
-        layout: where its rows are; the settings' columns are overwritten.
-        engine: what applies its updates; None for the fused loop.
-        admission: decides which ids get a row; None for the state of a table that was
-            not used yet.
-
-    Attributes:
-        spec: as given.
-        layout: as given; the loops take it.
-        engine: as given.
-        admission: decides which ids get a row; None when all do.
-        insert: the loop that makes its rows; see :func:`build_insert`.
-
-    Raises:
-        ConfigError: the kernel of a setting cannot be compiled.
+    The first table with an optimizer or initializer compiles its loop, or loads it. The
+    layout's columns of settings are overwritten. ``engine`` is None for the fused loop.
+    An ``admission`` that is given keeps what it remembers; the attribute is None when
+    all ids are admitted. ``insert`` makes rows: see :func:`build_insert`.
     """
 
     def __init__(
@@ -168,6 +142,11 @@ class TableState:
         return bool(self.layout[HAS_METADATA])
 
     @property
+    def shape(self) -> RowShape:
+        """The form of its rows outside of a store."""
+        return RowShape.of(self.spec, has_metadata=self.has_metadata)
+
+    @property
     def num_updates(self) -> int:
         """Update requests so far: the table's step, Adam's ``t``."""
         return int(self.layout[STEP])
@@ -181,11 +160,7 @@ class TableState:
     ) -> Indices:
         """Return which of the missing ids get a row; write what the others read.
 
-        Args:
-            ids_N: uint64 ``(N,)``.
-            counts_N: uint32 ``(N,)``, how often each is in the batch; or empty.
-            missing: int64, which of them have no row.
-            out_ND: float32 ``(N, D)``, overwritten where an id is not admitted.
+        ``counts_N`` is how often each id is in the batch, or empty.
         """
         if self.admission is None:
             return missing
@@ -200,14 +175,8 @@ class TableState:
     ) -> tuple[int, int]:
         """Apply the optimizer to the rows of ids: a step of the table.
 
-        Args:
-            ids_N: uint64 ``(N,)``, read-only.
-            hints_N: uint32 ``(N,)``, where each row was when last seen.
-            grads_ND: float32 ``(N, D)``, read-only.
-            now_s: the current second.
-
-        Returns:
-            How many ids have no row, and how many gradients were refused.
+        ``ids_N`` and ``grads_ND`` are read-only. Returns how many ids have no row, and
+        how many gradients were refused.
         """
         layout = self.layout
         layout[STEP] += np.uint64(1)
@@ -218,14 +187,6 @@ class TableState:
             return update(optimizer, layout, ids_N, hints_N, grads_ND, bound)
         hints_N = read_only(hints_N)
         return self._update(layout, ids_N, hints_N, grads_ND, self._step_numbers())
-
-    def require_metadata(self) -> None:
-        """Raise ConfigError if the rows carry no metadata."""
-        if not self.has_metadata:
-            raise ConfigError(
-                f"Table {self.spec.name!r} keeps no metadata. Add it with "
-                "keeps_metadata=True."
-            )
 
     def changed(self, spec: TableSpec, engine: FbgemmEngine | None) -> "TableState":
         """Return the state under new settings.

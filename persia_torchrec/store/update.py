@@ -1,12 +1,9 @@
 """Step rows by their gradients, each exactly once for each time that it is named.
 
-A trainer that pushes gradients has looked the same ids up before, and the slots where
-they were then are at hand. Such a hint is checked against the row's header, which the
-update touches anyway; a row that has moved or left since is looked up in the index. So
-a hint saves time and can never make a gradient reach another id.
-
-A gradient that holds NaN or an infinity would ruin its row for good: it is refused and
-counted, and the row stays as it is.
+The slots that the lookup of the same ids returned are hints. Each is checked against
+the row's header, which the update touches anyway; a row that has moved or left since is
+looked up in the index. So no gradient reaches another id. A gradient that holds NaN or
+an infinity would ruin its row for good: it is refused and counted.
 
 Dimension key:
     N: ids of one request
@@ -63,12 +60,10 @@ _INFINITE = np.float32(np.inf)
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What became of the gradients of one request, beside those that were applied.
+    """How many gradients were not applied.
 
-    Attributes:
-        num_missed: ids without a row, which was evicted or never admitted.
-        num_refused: gradients with NaN or an infinity.
-        num_unadmitted: of the missed, those that were never admitted.
+    ``num_missed`` had no row, of which ``num_unadmitted`` were never admitted, the
+    others evicted; ``num_refused`` held NaN or an infinity.
     """
 
     num_missed: int
@@ -80,16 +75,10 @@ class UpdateResult:
 def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
     """Compile the loop that applies one step of an optimizer to the row of each id.
 
-    Args:
-        kernel: of the optimizer.
-
-    Returns:
-        The loop. It takes the layout of the table; uint64 ``(N,)`` ids, of which a
-        repeated one is updated twice; uint32 ``(N,)``, where each row was when last
-        seen, or ``MISSING``; float32 ``(N, D)`` gradients; float32 ``(1 + P,)``, the
-        largest magnitude of a weight after the update (inf for none) and the numbers
-        of the optimizer. It returns how many ids have no row, and how many gradients
-        were refused.
+    A repeated id is updated twice. ``slots_N`` says where each row was when last seen,
+    or ``MISSING``. ``numbers`` ``(1 + P,)`` are the largest magnitude of a weight after
+    the update (inf for none) and the numbers of the optimizer. The loop returns how
+    many ids have no row, and how many gradients were refused.
     """
     step_row = inlined_kernel(kernel)
 
@@ -152,13 +141,8 @@ def finish_row(
 ) -> None:
     """Clamp the new weights of a row, round them if it keeps 16 bits, and note when.
 
-    Args:
-        layout: of the table.
-        rows: where its rows are.
-        address: of the row.
-        weights: address of the new weights, float32; of the row's own if it keeps 32
-            bits.
-        bound: largest magnitude of a weight; inf for none.
+    ``weights`` is the address of the new float32 weights: the row's own if it keeps 32
+    bits. ``bound`` is inf for none.
     """
     if bound < _INFINITE:
         bound_weights(floats_at(weights), rows.dim, bound)

@@ -17,9 +17,9 @@ from persia_torchrec.embedding.admission import (
     NEWER,
     OLDER,
     WAITING,
+    AdmitFrequency,
     count_candidates,
     forget_candidates,
-    num_candidate_words,
 )
 from persia_torchrec.store.rows import reserve
 from tests import strategies
@@ -42,7 +42,7 @@ class Candidates:
     """The memory of ``AdmitFrequency``, and what it says."""
 
     def __init__(self, max_rows):
-        self.memory = reserve(num_candidate_words(max_rows))
+        self.memory = reserve(AdmitFrequency(1, max_rows).num_memory_words())
         self.numbers = np.array([1, max_rows], dtype=np.uint64)
         self.cells = self.memory[: 4 * (max_rows + 1)].view(np.uint32).reshape(-1, 8)
         self.heads = self.memory[4 * (max_rows + 1) :].view(np.uint32)

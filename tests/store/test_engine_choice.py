@@ -8,14 +8,14 @@ import pytest
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.engine_choice import (
+from persia_torchrec.store.fbgemm_engine import (
     MEASUREMENTS,
     EngineChoice,
+    FbgemmEngine,
     Measured,
     measurements,
     nearest,
 )
-from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.table import TableSpec
 
 SGD_16 = TableSpec(name="item", dim=16, optimizer=SGD(0.1))
