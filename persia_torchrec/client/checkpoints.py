@@ -50,15 +50,10 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete.
+    """A checkpoint that is complete: its URL, and the step that it was dumped with.
 
-    Attributes:
-        path: of its folder, or its URL.
-        step: what was said when it was dumped.
-        num_rows: rows of all servers.
-        size_bytes: bytes of the servers' files.
-        num_left_out: rows that the servers had no room for, when it was loaded.
-        num_increments: files of increments that were put on it then.
+    The rows and bytes are those of all servers' files. A load tells how many rows the
+    servers had no room for, and how many files of increments were put on it.
     """
 
     path: str
@@ -216,9 +211,8 @@ class Checkpoints:
         its tables have the dims, weight types and optimizers that they know. If one of
         them finds a fault, none changes anything. Then they fill their stores, and
         refuse requests for rows meanwhile. Tables keep the settings that the servers
-        know; tables that they do not know get those of the checkpoint.
-
-        If there are more rows than room, those are left out that would leave first.
+        know; tables that they do not know get those of the checkpoint. If there are
+        more rows than room, those are left out that would leave first.
 
         Args:
             path: of a checkpoint's folder, or of a folder with several, for its latest
@@ -226,10 +220,9 @@ class Checkpoints:
             replace: drop what the servers hold; all of their tables must be in the
                 checkpoint. Otherwise its rows are put over those that are there, as
                 used later.
-            increments: what the servers that dumped it were given as
-                ``incremental_dir``: put on it what has changed after, up to where the
-                training that came last from it ended. A load without it begins such a
-                training.
+            increments: the ``incremental_dir`` of the servers that dumped it: put on it
+                what has changed after, up to where the training that came last from it
+                ended. A load without it begins such a training.
             timeout_s: seconds that it may take.
         """
         folder = find_checkpoint(path)
@@ -285,7 +278,12 @@ class Checkpoints:
                 states = self._ask(Kind.CHECKPOINT, {**step, "task": number}, what)
                 poll_s = _FIRST_POLL_S
                 while any(state.phase in _RUNNING for state in states):
-                    self._require_time(states, what, deadline)
+                    if time.monotonic() >= deadline:
+                        slow = [state.phase in _RUNNING for state in states].index(True)
+                        raise RequestTimeoutError(
+                            f"{what}: not done in time. Give it a longer timeout_s.",
+                            server=self._servers.names[slow],
+                        )
                     task.pause(poll_s, min(state.progress for state in states))
                     poll_s = min(2 * poll_s, _POLL_S)
                     states = self._ask(Kind.PROGRESS, {"task": number}, what)
@@ -304,14 +302,3 @@ class Checkpoints:
                 message = f"{what}: {error.message}"
                 raise RemoteError(message, server=name, kind=error.kind)
         return states
-
-    def _require_time(
-        self, states: Sequence[TaskState], what: str, deadline: float
-    ) -> None:
-        if time.monotonic() < deadline:
-            return
-        slow = [state.phase in _RUNNING for state in states].index(True)
-        raise RequestTimeoutError(
-            f"{what}: not done in time. Give it a longer timeout_s.",
-            server=self._servers.names[slow],
-        )

@@ -128,11 +128,7 @@ class EmbeddingClient:
         self._add(know_tables(specs, answers))
 
     def learn_tables(self) -> list[TableSpec]:
-        """Know the tables that all servers have; return them as on the first server.
-
-        Raises:
-            ConfigError: servers differ in the dim of a table.
-        """
+        """Know the tables that all servers have, with the same dim; return them."""
         what = "asking for tables"
         answers = self._servers.ask(Kind.HELLO, None, what, answer=TableList)
         told = [
@@ -158,14 +154,10 @@ class EmbeddingClient:
         return specs
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
-        """Change the learning rate of tables on every server, as a schedule does.
+        """Change the learning rate of tables, by default all, as a schedule does.
 
         Earlier pushes are applied with the previous rate, later ones with the new rate;
         another trainer's pushes get the new rate as soon as it is set.
-
-        Args:
-            lr: the new rate.
-            tables: names of tables; all that were added by default.
         """
         names = list(self._tables if tables is None else tables)
         specs = [self.table(name) for name in names]
@@ -200,21 +192,20 @@ class EmbeddingClient:
         precision: Precision = Precision.FP32,
         counts: Sequence[Counts | None] | None = None,
     ) -> list[Floats]:
-        """Fetch the weights of ids.
+        """Fetch the weights of ids, grouped by :meth:`split`, of several tables.
 
         Args:
-            tables: names of tables with their ids, grouped by :meth:`split`.
+            tables: names of tables with their ids.
             batch: for training: missing rows are made and all are counted as used.
                 None reads only: a missing row reads zeros and nothing changes.
             precision: how the rows travel.
-            counts: uint32 ``(U,)`` per table, in the order of its grouped ids: how
-                often each occurs in the batch. Sent if one of the tables wants them
-                (see ``KnownTable``) and the batch is for training. None, for all
-                tables or for one, counts every id once.
+            counts: uint32 ``(U,)`` per table: how often each id occurs in the batch,
+                sent in training if a table wants them (see ``KnownTable``). None, for
+                all tables or for one, counts every id once.
 
         Returns:
-            float32 ``(U, D)`` per table, in the order of its grouped ids. They cannot
-            be written to: they may be views of the message that was received.
+            float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
+            not to be written to, as they may be views of the message.
         """
         known = [self.known_table(name) for name, _ in tables]
         header = Header(Kind.LOOKUP, precision=precision)
@@ -250,8 +241,7 @@ class EmbeddingClient:
             precision: how the gradients travel.
 
         Returns:
-            One reply per server, which comes when the update is applied; for
-            :meth:`outcome`.
+            One reply per server, when the update is applied; for :meth:`outcome`.
         """
         known = [self.known_table(name) for name, _ in tables]
         for table, (_, ids), grads_UD in zip(known, tables, grads, strict=True):
@@ -274,19 +264,12 @@ class EmbeddingClient:
     def join(
         self, share: Share, who: str, ended: str = "", timeout_s: float | None = None
     ) -> str:
-        """Introduce a trainer of a group, or say that it has ended.
+        """Introduce a trainer of a group, or say that it has ended and why.
 
         From then on a joint step that waits for this trainer when it has ended, or has
-        lost its connection, is refused with an error that names it.
-
-        Args:
-            share: the first that it will give.
-            who: process and host.
-            ended: why no share will come.
-            timeout_s: seconds that it may take, if not as many as any other request.
-
-        Returns:
-            Which other trainers of the group are gone, and why; empty if none is.
+        lost its connection, is refused with an error that names it. ``share`` is the
+        first that it will give, ``who`` its process and host. Returns which other
+        trainers of the group are gone, and why; empty if none is.
         """
         value = {"who": who[:MAX_MEMBER_CHARS], "ended": ended[:MAX_MEMBER_CHARS]}
         bodies = itertools.repeat([encode_json(value), share.encode()])
@@ -308,14 +291,11 @@ class EmbeddingClient:
     def write(
         self, table: str, ids: Ids, weights: Floats, state: Floats | None = None
     ) -> None:
-        """Set the rows of ids, making those that are missing.
+        """Set the rows of unique ids, making those that are missing.
 
-        Args:
-            table: name of the table.
-            ids: uint64 ``(U,)``, without repeats.
-            weights: float32 ``(U, D)``.
-            state: float32 ``(U, S)``, as :meth:`read` returns it after the weights.
-                None leaves the state of a row, and a new row gets the initial one.
+        Weights are float32 ``(U, D)``, the state ``(U, S)``, as :meth:`read` returns
+        them side by side. None leaves the state of a row, and a new row gets the
+        initial one.
         """
         self.fill(table, [RowBlock(ids, weights, state)])
 
@@ -362,8 +342,7 @@ class EmbeddingClient:
     def read(self, table: str, ids: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes nothing.
 
-        Takes uint64 ``(U,)``; gives float32 ``(U, D + S)``, zeros for an id without a
-        row.
+        They are float32 ``(U, D + S)``, zeros for an id without a row.
         """
         spec = self.table(table)
         return self.read_numbers(
@@ -425,23 +404,12 @@ class EmbeddingClient:
             request.require_room(what, precision, max_ids)  # one part may be less
         # A joint step waits for the other trainers as well.
         timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
-        return [
-            self._servers.connections.submit(
-                server,
-                header._replace(incarnation=incarnation),
-                request.encode(server, precision),
-                timeout_s=timeout_s,
-                what=what,
-            )
-            for server, incarnation in enumerate(self._servers.incarnations)
-        ]
+        servers = range(self.num_servers)
+        bodies = (request.encode(server, precision) for server in servers)
+        return self._servers.send(header, bodies, what, timeout_s)
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
-        """Return ``width`` numbers of 4 bytes per id, by any kind of request.
-
-        The result is float32 ``(U, width)``, in the order of ``ids``; a view of other
-        numbers.
-        """
+        """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""
         request = TableRequest([self.known_table(table)], [self.split(ids)], [width])
         replies = self._send(Header(kind), request)
         (rows,) = request.merge([reply.frames() for reply in replies], Precision.FP32)

@@ -31,12 +31,7 @@ from persia_torchrec.wire.messages import (
     bytes_of,
     encode_segments,
 )
-from persia_torchrec.wire.precision import (
-    Floats,
-    decode_floats,
-    encode_floats,
-    size_of,
-)
+from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats, size_of
 from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
@@ -45,11 +40,7 @@ _NO_COUNTS = np.empty(0, dtype=np.uint32)
 
 @dataclass(frozen=True, slots=True)
 class BatchNumber:
-    """Which batch a request belongs to: a stream, and a number within it.
-
-    ``share`` tells of which joint step its update is one trainer's share; None when it
-    is applied by itself, whatever other trainers do.
-    """
+    """A stream, a number within it, and the share of a joint step, if it is one."""
 
     stream: int
     batch: int
@@ -119,10 +110,7 @@ class TableRequest(NamedTuple):
     ) -> None:
         """Refuse a request that a server would refuse, before any server gets its part.
 
-        Args:
-            what: the request, in words.
-            precision: how rows travel.
-            max_request_ids: ids that each server accepts.
+        It names the request ``what``; each server accepts its own number of ids.
         """
         row_bytes = [width * size_of(precision) for width in self.widths]
         for server, max_ids in enumerate(max_request_ids):
@@ -227,10 +215,7 @@ class TableList(msgspec.Struct):
 def know_tables(
     specs: Sequence[TableSpec], answers: Sequence[Sequence[AddedTable]]
 ) -> dict[str, KnownTable]:
-    """Return tables that all servers have, by name.
-
-    ``answers`` is what each server says of them, in the order of ``specs``.
-    """
+    """Return tables that all servers have, by name; each answers in their order."""
     for answer in answers:
         if len(answer) != len(specs):
             raise WireError(
@@ -299,10 +284,7 @@ def stamp(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
 def staleness_histogram(
     counters: Iterable[Mapping[str, int]],
 ) -> npt.NDArray[np.int64]:
-    """Add up the ``staleness_0``, ``staleness_1``, ... of each server's counters.
-
-    One element per staleness, up to the largest that any server has seen.
-    """
+    """Add up ``staleness_0``, ``staleness_1``, ... of each server's counters."""
     prefix, total = "staleness_", {0: 0}
     for of_server in counters:
         for name, num in of_server.items():

@@ -8,20 +8,9 @@ from typing import Any, Self
 from persia_torchrec import timeouts
 from persia_torchrec.client.codec import ServerHello, body_of
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import (
-    ConfigError,
-    NotReadyError,
-    RemoteError,
-    WireError,
-)
+from persia_torchrec.errors import ConfigError, NotReadyError, RemoteError, WireError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import (
-    Frame,
-    Header,
-    Kind,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire.messages import Frame, Header, Kind, decode_json, encode_json
 from persia_torchrec.wire.transport import Connections
 from persia_torchrec.wire.transport import Reply as Reply
 
@@ -29,13 +18,7 @@ _RETRY_S = 0.2
 
 
 class Servers:
-    """Sends requests to all servers. Any thread may call any method.
-
-    Args:
-        connections: to the servers, in the order of their shards.
-        hellos: of each server.
-        timeout_s: seconds that any request may take.
-    """
+    """Sends requests to all servers, by shard. Any thread may call any method."""
 
     def __init__(
         self, connections: Connections, hellos: Sequence[ServerHello], timeout_s: float
@@ -96,14 +79,10 @@ class Servers:
         *,
         first: int = 0,
     ) -> list[Reply]:
-        """Send servers a message each.
+        """Send servers a message each, from number ``first`` on.
 
-        Args:
-            header: of the messages; the incarnation is set here.
-            bodies: what follows the header, for each server in turn.
-            what: the request in words, for errors.
-            timeout_s: seconds that it may take; by default as long as any request.
-            first: number of the first server that is sent one.
+        ``bodies`` are the frames after the header, whose incarnation is set here, for
+        each server in turn; ``what`` is the request in words, for errors.
         """
         return [
             self.connections.submit(

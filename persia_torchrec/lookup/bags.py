@@ -24,13 +24,7 @@ import numpy.typing as npt
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.wire.messages import (
-    Frame,
-    Frames,
-    array_of,
-    bytes_of,
-    encode_json,
-)
+from persia_torchrec.wire.messages import Frame, Frames, array_of, bytes_of, encode_json
 
 Lengths = npt.NDArray[np.int32]
 Pooling = Literal["sum", "mean", "sqrt"]
@@ -42,38 +36,33 @@ _NO_LENGTHS = np.empty(0, dtype=np.int32)
 
 
 class FeatureSpec(NamedTuple):
-    """One feature: which table its ids belong to, and how a bag becomes one vector."""
+    """One feature: which table its ids belong to, and how a bag becomes one vector.
+
+    Attributes:
+        name: of the columns in the pooled array, each once in a collection.
+        key: name of its ids in a batch; features of several tables may share it.
+        table: name of the table; several features may share one.
+        pooling: ``sum``; ``mean``: divided by the number of ids; ``sqrt``: by its root.
+            An empty bag gives zeros.
+        prefix: added to each id after it has been reduced below
+            ``2**(64 - prefix_bits) - 1``; 0 leaves ids as they are.
+        prefix_bits: bits that prefixes take; PERSIA's ``feature_index_prefix_bit``.
+        hash_stack_rounds: how many buckets stand for an id, see
+            ``routing.hashing.hash_stack``; 0: the id itself does.
+        hash_stack_size: buckets per round.
+        num_places: ids of a sample that get a vector each, see ``RawIds``; 0: the bag
+            becomes one vector.
+    """
 
     name: str
-    """Of the columns in the pooled array; no other feature of its collection has it."""
-
     key: str
-    """Name of its ids in a batch; features of several tables may share it."""
-
     table: str
-    """Name of the table; several features may share one."""
-
     pooling: Pooling = "sum"
-    """``sum``; ``mean``: divided by the number of ids; ``sqrt``: by its root. An empty
-    bag gives zeros."""
-
     prefix: int = 0
-    """Added to each id after it has been reduced below ``2**(64 - prefix_bits) - 1``;
-    0 leaves ids as they are."""
-
     prefix_bits: int = 0
-    """Bits that prefixes take; PERSIA's ``feature_index_prefix_bit``."""
-
     hash_stack_rounds: int = 0
-    """How many buckets stand for an id, see ``routing.hashing.hash_stack``; 0: the id
-    itself does."""
-
     hash_stack_size: int = 0
-    """Buckets per round."""
-
     num_places: int = 0
-    """Ids of a sample that get a vector each, see ``RawIds``; 0: the bag becomes one
-    vector."""
 
 
 class Bags(NamedTuple):

@@ -1,10 +1,12 @@
 """From rows to one vector per bag, and from its gradient back to the rows.
 
-    pooled[b] = scale(b) * sum of rows[inverse[j]] for j in bag b
-    grad of rows[u] = sum over every occurrence j of u, in bag b, of scale(b) * grad[b]
+    pooled[b]            = scale(b) * sum of w[j] * rows[inverse[j]] for j in bag b
+    gradient of rows[u]  = sum over every occurrence j of u of scale(b) * w[j] * grad[b]
+    gradient of w[j]     = scale(b) * (rows[inverse[j]] . grad[b])
 
-scale is 1 (sum), 1 / n (mean) or 1 / sqrt(n) (sqrt) for a bag of n ids. All features
-of a batch stand side by side in one array, each in its own columns:
+scale is 1 (sum), 1 / n (mean) or 1 / sqrt(n) (sqrt) for a bag of n ids, weighted or
+not, as fbgemm's; w[j] is 1 without weights. All features of a batch stand side by side
+in one array, each in its own columns:
 
     sample 0  | feature 0 | feature 1 | ...         a block of samples
     sample 1  |           |           |             is walked feature by feature
@@ -12,16 +14,7 @@ of a batch stand side by side in one array, each in its own columns:
 
 The array is larger than the caches, and its columns touch another page with every few
 samples. So the loops walk it in its own order, a few samples at a time, with a cursor
-into the ids of each feature; the rows of the next ids are prefetched. That takes half
-as long as one feature after the other.
-
-Weighted bags have a weight w[j] for each id. A mean divides by the number of ids, not
-by the sum of the weights, as fbgemm's does. (fbgemm 1.8's CPU kernel leaves the
-division out of the gradients.)
-
-    pooled[b]            = scale(b) * sum of w[j] * rows[inverse[j]] for j in bag b
-    gradient of rows[u]  = sum over every occurrence j of u of scale(b) * w[j] * grad[b]
-    gradient of w[j]     = scale(b) * (rows[inverse[j]] . grad[b])
+into the ids of each feature, and prefetch the rows of the next ids.
 
 Dimension key:
     B: samples

@@ -11,10 +11,6 @@
 Ids of all features of a table are made unique together: an id in two features is
 pulled once and updated once, with the sum of both gradients.
 
-What the model is given differs: one vector per bag (``PooledLookup``), a row for each
-id (``SequenceLookup``), the unique rows (``RowsLookup``), or PERSIA's slots
-(``slots.py``).
-
 Dimension key:
     B: samples
     L: ids of one feature in a batch
@@ -125,10 +121,7 @@ class RoutedBatch:
         ]
 
     def zeros(self) -> list[Floats]:
-        """Return zeros for each table's unique rows, to add gradients to.
-
-        They are slices of one array, in the order in which they are sent.
-        """
+        """Return zeros for each table's unique rows: slices of one array, as sent."""
         shapes = [
             (len(ids.ids), dim)
             for (_, ids), dim in zip(self.tables, self.dims, strict=True)
@@ -142,14 +135,9 @@ class RoutedBatch:
 class ShardedLookup(ABC):
     """Pull batches and push their gradients; what all lookups share.
 
-    Any thread may call any method.
-
-    Args:
-        client: of the servers; the lookup does not close it.
-        features: in the order of the outputs, or of their columns; one may stand there
-            more than once, as a feature that a table names twice.
-        precision: how rows and gradients travel.
-        timed: measures the stages of a lookup.
+    Any thread may call any method. The features are in the order of the outputs, or of
+    their columns; one may stand there more than once, as a feature that a table names
+    twice. The lookup does not close its client.
     """
 
     def __init__(
@@ -207,10 +195,7 @@ class ShardedLookup(ABC):
 
     @abstractmethod
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
-        """Make what the model is given out of the unique rows, ``(U, D)`` per table.
-
-        The rows are not to be written to.
-        """
+        """Make what the model is given out of the read-only rows, per table."""
 
     @abstractmethod
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
@@ -221,14 +206,9 @@ class ShardedLookup(ABC):
     ) -> tuple[Outputs, RoutedBatch]:
         """Fetch the rows of a batch; returns when they are here.
 
-        Args:
-            bags: by key of the features, all of the same number of samples; exactly
-                the keys of this lookup's features.
-            number: which batch of which stream, when it is for training. None only
-                reads.
-
-        Returns:
-            What the model is given, and what :meth:`push` needs.
+        ``bags`` are by key, exactly those of this lookup's features. Without a number,
+        it is not for training, and only reads. Returns what the model is given, and
+        what :meth:`push` needs.
         """
         with self._timed("lookup_total_time_cost_sec"):
             with self._timed("lookup_preprocess_time_cost_sec"):
@@ -244,11 +224,7 @@ class ShardedLookup(ABC):
                 return self.outputs_of(rows, batch), batch
 
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
-        """Send the gradients of a training batch; returns before they are applied.
-
-        The gradients are float32, of the shapes of the outputs; the replies are for
-        ``PushOutcome.read``.
-        """
+        """Send the gradients of a training batch; returns before they are applied."""
         assert batch.number is not None, "a batch that was not pulled for training"
         expected, received = self.shapes(batch), [grad.shape for grad in grads]
         if received != expected:

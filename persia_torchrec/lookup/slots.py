@@ -8,10 +8,8 @@ sent, and all of that has the order of the batch.
                     these stand in the samples (``RawIds``)
 
 Where buckets of a hash stack stand for an id, its vector is the sum of theirs; with
-root scaling, divided by the root of their number.
-
-A feature group is one table: its slots share ids, and hence rows. Ids get the group's
-prefix, from which PERSIA draws the initial weights; the table's seed is therefore 0.
+root scaling, divided by the root of their number. A feature group is one table. Ids get
+its prefix, from which PERSIA draws the initial weights; so the table's seed is 0.
 
 Dimension key:
     B: samples
@@ -59,25 +57,19 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One slot, as a model is given it."""
+    """One slot, as a model is given it; ``dim`` floats per vector.
+
+    Of ``num_places`` ids of a sample each gets a vector; 0: they are pooled to one.
+    """
 
     name: str
-    """Of its ids in a batch."""
-
     dim: int
-    """Floats per vector."""
-
     num_places: int
-    """Ids of a sample that get a vector each; 0: they are pooled to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupHello:
-    """The answer of a lookup that is ready, for clients that know only its address.
-
-    It has all slots, and the rows of each embedding server in the order of their
-    shards.
-    """
+    """The answer of a lookup that is ready: all slots, and the rows of each server."""
 
     slots: tuple[Slot, ...]
     num_rows: tuple[int, ...]
@@ -88,11 +80,7 @@ class LookupHello:
 
 
 def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> LookupHello:
-    """Ask a lookup whether it is ready until it is.
-
-    ``ask`` returns its answer, or raises why it is not ready. The last question may end
-    after ``timeout_s`` seconds.
-    """
+    """Ask a lookup whether it is ready until it is; it raises why it is not."""
     deadline = time.monotonic() + timeout_s
     never = threading.Event()
     while True:

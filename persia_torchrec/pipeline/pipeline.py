@@ -20,12 +20,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.errors import (
-    BatchError,
-    ConfigError,
-    PersiaError,
-    StalenessError,
-)
+from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.push_queue import Push, PushQueue, Updates
@@ -64,15 +59,9 @@ class PrefetchedBatch(Generic[Handle]):
         started -> here -> pushed | given up
                `-> failed
 
-    Args:
-        pipeline: of the batch.
-        ids: the batch, as the lookup takes it.
-        given: the batch as the caller has it, see :attr:`source`.
-        number: of a training batch.
-
-    Attributes:
-        outputs: float32, C-contiguous: what the lookup gave, once the batch is here.
-        handle: what else the lookup knows of the batch then.
+    It takes the batch as the lookup takes it (``ids``) and as the caller has it
+    (``given``, see :attr:`source`). Once it is here, ``outputs`` are what the lookup
+    gave, float32 and C-contiguous, and ``handle`` is what a push needs.
     """
 
     outputs: Outputs
@@ -114,10 +103,7 @@ class PrefetchedBatch(Generic[Handle]):
         return self._arrived.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> Self:
-        """Wait for the batch, to push it from this thread's backward pass.
-
-        By default it may take as long as requests may.
-        """
+        """Wait for the batch, by default as long as requests may take, to push it."""
         if self.is_training:
             self.semaphore.hold(self.permit)
         # A pull ends in time by itself; before it may come a wait for a permit, until
@@ -282,13 +268,9 @@ class _Pulls:
 class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
     """The batches of one embedding collection. Any thread may call any method.
 
-    Only ``change_tables`` is for one thread at a time.
-
-    Args:
-        lookup: where batches are pulled from and pushed to.
-        staleness: batches that may be between pull and acknowledged push; 0 makes
-            :meth:`PrefetchedBatch.push` wait, which equals ordinary training.
-        timeout_s: seconds that a wait for an acknowledgement may take.
+    Only ``change_tables`` is for one thread at a time. ``staleness`` bounds the batches
+    between pull and acknowledged push; 0 makes :meth:`PrefetchedBatch.push` wait, which
+    equals ordinary training.
 
     Attributes:
         semaphore: the permits; replaced when the bound changes.
@@ -346,13 +328,7 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
     def start(
         self, ids: Source, *, training: bool, given: object = None
     ) -> PrefetchedBatch[Handle]:
-        """Begin to pull a batch; returns at once.
-
-        Args:
-            ids: the batch, as the lookup takes it.
-            training: whether its gradients will be pushed.
-            given: the batch as the caller has it, for ``PrefetchedBatch.source``.
-        """
+        """Begin to pull a batch; returns at once. ``given`` is for its ``source``."""
         self.raise_error()
         batch: PrefetchedBatch[Handle]
         if not training:

@@ -116,12 +116,7 @@ class PushQueue(Generic[Handle]):
         self._thread.start()
 
     def bound(self, *, held: int, sent: int) -> None:
-        """Bound the pushes with gradients; before the first.
-
-        Args:
-            held: that are waiting, or sent and not acknowledged.
-            sent: that are sent and not acknowledged.
-        """
+        """Bound, before the first, the pushes with gradients: all, and sent ones."""
         if held < 1 or sent < 1:
             raise ConfigError(
                 f"At least one update must be possible. Received: {held} and {sent}."

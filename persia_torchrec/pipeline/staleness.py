@@ -80,11 +80,8 @@ class LookupCounts:
 class StalenessSemaphore:
     """The permits of one stream of batches. Any thread may call any method.
 
-    Args:
-        num: how many batches may be between pull and acknowledgement, at least 1.
-        timeout_s: seconds to wait for a permit.
-        counts: what is counted so far, by a previous semaphore that is not used any
-            more; handed over.
+    ``num`` batches may be between pull and acknowledgement. ``counts`` are handed over
+    by a previous semaphore that is not used any more.
     """
 
     def __init__(

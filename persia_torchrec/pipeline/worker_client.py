@@ -62,11 +62,7 @@ _HELPS = {
 class RemoteBatch:
     """A batch that an embedding worker has pulled, and waits for its gradient.
 
-    Attributes:
-        worker: which worker.
-        number: of the batch.
-        places: for each raw slot, int32 ``(B, F)``, see ``RawIds``.
-        slots: names of the slots that it has, in its order.
+    ``places`` are int32 ``(B, F)`` for each raw slot, see ``RawIds``.
     """
 
     worker: int
@@ -95,11 +91,8 @@ class _Buffered(msgspec.Struct):
 class RemoteWorkers:
     """Connections to all embedding workers. Any thread may call any method.
 
-    Args:
-        addresses: of the workers, in their order.
-        timeout_s: seconds that a request may take.
-        precision: how embeddings and gradients travel to and from the workers.
-        greeting: of this process; the workers must belong to the same job, or to none.
+    Embeddings and gradients travel at ``precision``. The workers must belong to the job
+    of ``greeting``, or to none.
 
     Attributes:
         num_workers: how many workers there are.
@@ -135,12 +128,17 @@ class RemoteWorkers:
         hellos = []
         for worker, reply in enumerate(replies):
             frame, name = body_of(reply.frames()), self._connections.names[worker]
-            hello = parse_json(frame, LookupHello, f"The slots of {name}", _not_hello)
+            hello = parse_json(
+                frame,
+                LookupHello,
+                f"The slots of {name}",
+                lambda why: WireError(f"{why} Is this the address of another role?"),
+            )
             hellos.append(hello)
             if hello.slots != hellos[0].slots:
                 raise ConfigError(
                     "All embedding workers must have the same slots. Received: "
-                    f"{self._connections.names[worker]} differs from "
+                    f"{name} differs from "
                     f"{self._connections.names[0]}. Give all of them the same "
                     "embedding_config.yml, and servers of one checkpoint."
                 )
@@ -166,10 +164,7 @@ class RemoteWorkers:
             self.add_tables(changed)
 
     def buffer(self, worker: int, loader: int, bags: Mapping[str, Bags]) -> int | None:
-        """Leave the ids of a batch with a worker.
-
-        Returns its reference, or None when the worker's buffer is full.
-        """
+        """Leave a batch's ids with a worker; None when the worker's buffer is full."""
         header = Header(Kind.BUFFER_IDS, stream=loader)
         reply = self._send(worker, header, encode_bags(bags), "ids")
         reference: int | None = decode_json(reply.frames(), _Buffered).reference
@@ -259,10 +254,6 @@ class RemoteWorkers:
         return self._connections.submit(
             worker, header, frames, timeout_s=timeout_s or self._timeout_s, what=what
         )
-
-
-def _not_hello(why: str) -> WireError:
-    return WireError(f"{why} Is this the address of another role?")
 
 
 def _shaped(places: Positions, shape: Sequence[int]) -> Positions:

@@ -33,11 +33,7 @@ from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.slots import SlotsLookup
-from persia_torchrec.service_main import (
-    Lifetime,
-    run_service,
-    tell_ready,
-)
+from persia_torchrec.service_main import Lifetime, run_service, tell_ready
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.memory import keep_freed_memory
 from persia_torchrec.wire.service import Service

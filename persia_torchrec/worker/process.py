@@ -10,19 +10,14 @@
 
 Embeddings are, as JSON, {"slots", "outputs", "places"}: the slots of the batch, and the
 shapes of all arrays; then a frame of floats for each output, and a frame of int32 for
-the places of each raw slot. All have the order of the batch, and slots that it has not
-take no bytes.
+the places of each raw slot, all in the order of the batch. In BUFFER_IDS the header's
+stream is the number of the data loader. BACKWARD is answered when the servers have
+applied the update, with the sum of their outcomes.
 
-In BUFFER_IDS the header's stream is the number of the data loader. BACKWARD is answered
-when the servers have applied the update, with the sum of their outcomes.
-
-Between two messages about the same batch the worker keeps it:
+Between two messages about the same batch the worker keeps it, both times bounded:
 
     data loader --ids--> IdBuffer --reference--> ...trainer asks for it... --> pulled
     pulled --> AwaitingGradient --...trainer sends the gradient...--> pushed
-
-Both are bounded. The buffer refuses a batch when it is full, so that the loader waits;
-a batch that no trainer asked for within its time is dropped only then, and is logged.
 """
 
 import itertools
@@ -36,7 +31,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import numpy.typing as npt
 
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.codec import PushOutcome
@@ -72,10 +66,8 @@ class _Origin(msgspec.Struct):
 class IdBuffer:
     """Ids of batches that wait for their trainer. Any thread may call any method.
 
-    Args:
-        capacity: batches kept of each data loader.
-        expires_s: seconds after which a batch may be dropped if the buffer is full.
-        clock: seconds that only rise.
+    It keeps ``capacity`` batches of each data loader; when that is full, those may be
+    dropped that have waited for ``expires_s`` seconds.
     """
 
     def __init__(
@@ -244,8 +236,8 @@ class WorkerProcess:
             self._open.put(number, batch)
         described = {
             "slots": batch.slots,
-            "outputs": _shapes(outputs),
-            "places": _shapes(batch.places),
+            "outputs": [output.shape for output in outputs],
+            "places": [places.shape for places in batch.places],
         }
         return [
             encode_json(described),
@@ -265,10 +257,6 @@ class WorkerProcess:
                 for frame, shape in zip(frames[1:], shapes, strict=True)
             )
             return self._lookup.update(batch, grads).to_json()
-
-
-def _shapes(arrays: Sequence[npt.NDArray[Any]]) -> list[tuple[int, ...]]:
-    return [array.shape for array in arrays]
 
 
 def _number(header: Header) -> BatchNumber:

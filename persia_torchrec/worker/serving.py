@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _RETRY_S = 0.2
-_NUM_THREADS = 8
 _NOTE = "embedding_config"
 
 _PENDING_HELP = "batches of data loaders that no trainer has asked for yet"
@@ -61,11 +60,7 @@ def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> Embeddin
 
 
 def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> EmbeddingSchema:
-    """Return the slots that the embedding workers of a job have told.
-
-    ``store`` is where the address book is, as ``env.job_store()`` tells; ``timeout_s``
-    is seconds to wait for the first worker.
-    """
+    """Return the slots that the embedding workers of a job have told."""
     book = AddressBook.join(*store)
     try:
         (text,) = book.ask([_NOTE], timeout_s=timeout_s)
@@ -115,13 +110,9 @@ def ready_lookup(
 ) -> SlotsLookup | None:
     """Wait until all servers have their tables; return the lookup of them.
 
-    Args:
-        servers: addresses of all servers, in the order of their shards.
-        schema: the slots.
-        metrics: whether the lookup is measured.
-        ending: set when the process is to end; the result is None then.
-        await_tables: tables that are missing may still come, from a job that trains.
-        greeting: of this process.
+    The addresses are in the order of their shards. The result is None when ``ending``
+    is set, as the process is to end. With ``await_tables``, tables that are missing may
+    still come, from a job that trains.
     """
     addresses = [tcp_address(server) for server in servers]
 
@@ -152,16 +143,14 @@ def ready_lookup(
 def _learn_tables(lookup: SlotsLookup) -> None:
     """Learn the servers' tables; an error if some slots have none."""
     lookup.client.num_rows()  # refused until the tables are all there
-    lookup.client.learn_tables()
+    known = {spec.name for spec in lookup.client.learn_tables()}
     for feature in lookup.features:
-        try:
-            lookup.client.table(feature.table)
-        except ConfigError as exc:
+        if feature.table not in known:
             raise ConfigError(
                 f"Slot {feature.name!r} must have its table on the servers, "
                 f"{feature.table!r}. They have no such table. Give the "
                 "embedding_config.yml of the training."
-            ) from exc
+            )
 
 
 def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
