@@ -118,10 +118,7 @@ class LookupCtx(BaseCtx):
             and batch.requires_grad
             and self.preprocess_mode is PreprocessMode.TRAIN
         )
-        pull = self.embeddings.start_pull(
-            batch, is_training=is_training, settings=settings
-        )
-        return _training_batch(batch, pull, is_training=is_training)
+        return self._start(batch, is_training=is_training, settings=settings)
 
     def note_wait(self, seconds: float) -> None:
         """Learn how long a ``DataLoader`` made its caller wait for a batch."""
@@ -172,8 +169,7 @@ class LookupCtx(BaseCtx):
                 f"device_id must be that of the context, {device.index}. "
                 f"Received: {device_id}."
             )
-        pull = self.embeddings.start_pull(persia_batch, is_training=False)
-        return _training_batch(persia_batch, pull, is_training=False)
+        return self._start(persia_batch, is_training=False)
 
     def get_embedding_from_bytes(
         self, data: bytes, device_id: int | None = None
@@ -231,6 +227,24 @@ class LookupCtx(BaseCtx):
         state = read_state(Folder(path or "."), name, map_location)
         apply_state(torch_instance, state, src_dir)
 
+    def _start(
+        self,
+        batch: PersiaBatch | ReferencedBatch,
+        *,
+        is_training: bool,
+        settings: LookupSettings | None = None,
+    ) -> PersiaTrainingBatch:
+        return PersiaTrainingBatch(
+            pull=self.embeddings.start_pull(
+                batch, is_training=is_training, settings=settings
+            ),
+            non_id_type_features=tuple(batch.non_id_type_features),
+            labels=tuple(batch.labels),
+            is_training=is_training,
+            meta=batch.meta,
+            batch_id=batch.batch_id,
+        )
+
     def _require_model(self) -> nn.Module:
         if self.model is None:
             raise ConfigError(
@@ -248,16 +262,3 @@ class LookupCtx(BaseCtx):
             return non_id, None
         labels = [dense_tensor(label.data, device) for label in batch.labels]
         return non_id, labels or None
-
-
-def _training_batch(
-    batch: PersiaBatch | ReferencedBatch, pull: Any, *, is_training: bool
-) -> PersiaTrainingBatch:
-    return PersiaTrainingBatch(
-        pull=pull,
-        non_id_type_features=tuple(batch.non_id_type_features),
-        labels=tuple(batch.labels),
-        is_training=is_training,
-        meta=batch.meta,
-        batch_id=batch.batch_id,
-    )

@@ -72,10 +72,10 @@ class JaggedBatch:
 
     def of_feature(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a feature's slice, ``(L,)``, of a tensor that is as the values."""
-        place = self.features[key].place
-        if isinstance(place, np.ndarray):
-            return tensor[torch.from_numpy(place)]
-        return tensor[place]
+        indices = self.features[key].indices
+        if isinstance(indices, np.ndarray):
+            return tensor[torch.from_numpy(indices)]
+        return tensor[indices]
 
 
 def from_tensor_dict(batch: TensorDict, keys: Sequence[str]) -> KeyedJaggedTensor:
@@ -140,15 +140,14 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags
             f"{len(ids_L)}. Received: a sum of {total}."
         )
     repeats = _repeats(kjt) if kjt.variable_stride_per_key() else {}
-    places = {key: f for f, key in enumerate(kjt.keys())}
+    positions = {key: f for f, key in enumerate(kjt.keys())}
     features = {}
     for key in keys:
-        if key not in places:
-            raise _missing(key, places)
-        f = places[key]
-        start = 0 if f == 0 else int(stops[f - 1])
-        place = slice(start, int(stops[f]))
-        jagged = Bags(ids_L[place], lengths[f], place)
+        if key not in positions:
+            raise _missing(key, positions)
+        f = positions[key]
+        indices = slice(0 if f == 0 else int(stops[f - 1]), int(stops[f]))
+        jagged = Bags(ids_L[indices], lengths[f], indices)
         features[key] = _repeated(key, jagged, repeats[key]) if repeats else jagged
     return features
 
@@ -174,7 +173,7 @@ def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
 
 
 def _repeated(key: str, jagged: Bags, samples_B: npt.NDArray[np.int64]) -> Bags:
-    assert isinstance(jagged.place, slice)
+    assert isinstance(jagged.indices, slice)
     num_kept = len(jagged.lengths)
     if len(samples_B) and not (samples_B.min() >= 0 and samples_B.max() < num_kept):
         raise BatchError(
@@ -183,12 +182,11 @@ def _repeated(key: str, jagged: Bags, samples_B: npt.NDArray[np.int64]) -> Bags:
         )
     ends = np.cumsum(jagged.lengths, dtype=np.int64)
     lengths = jagged.lengths[samples_B]
-    # Where the ids of the j-th bag stand: from the start of its bag on, one after the
-    # other; the second term is their number within the bag.
+    # An id's index is the start of its bag, and its number within the bag.
     starts = np.repeat((ends - jagged.lengths)[samples_B], lengths)
     first = np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
-    place = starts + np.arange(len(starts)) - first
-    return Bags(jagged.ids[place], lengths, place + jagged.place.start)
+    indices = starts + np.arange(len(starts)) - first
+    return Bags(jagged.ids[indices], lengths, indices + jagged.indices.start)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,13 +71,13 @@ class Bags(NamedTuple):
     Attributes:
         ids: uint64 ``(L,)``.
         lengths: int32 ``(B,)``, not negative, summing up to L.
-        place: where the ids stand in the values of the ``KeyedJaggedTensor`` that they
+        indices: of the ids in the values of the ``KeyedJaggedTensor`` that they
             come from, if they do.
     """
 
     ids: Ids
     lengths: Lengths
-    place: slice | npt.NDArray[np.int64] | None = None
+    indices: slice | npt.NDArray[np.int64] | None = None
 
 
 def check_bags(bags: Mapping[str, Bags]) -> int:

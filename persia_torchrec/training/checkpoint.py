@@ -121,9 +121,7 @@ def save_checkpoint(
         everywhere(lambda: _save_dense(state, folder.child(DENSE)))
     except BaseException:
         if servers is not None:  # the servers must be free for the next attempt
-            servers.cancel()
-            with contextlib.suppress(PersiaError, TimeoutError):
-                servers.wait(_CANCEL_S)
+            _give_up(servers, _CANCEL_S)
         raise
 
     def complete() -> SavedCheckpoint:
@@ -252,44 +250,40 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = grad
 
 
+def _give_up(task: Task[Any], timeout_s: float) -> None:
+    task.cancel()
+    with contextlib.suppress(PersiaError, TimeoutError):
+        task.wait(timeout_s)
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def at_first(work: Callable[[], T]) -> T:
     """Let rank 0 do something; return or raise at every trainer what it does."""
-    outcome: list[Any] = [None, None]
-    if _rank() == 0:
-        outcome = _try_work(work)
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
-    _raise_any([outcome[1]])
-    result: T = outcome[0]
+    result: T = everywhere(lambda: work() if _rank() == 0 else None)[0]
     return result
 
 
-def everywhere(work: Callable[[], None]) -> None:
-    """Do something at every trainer; raise at all, once all are done, what failed."""
-    outcome = _try_work(work)
-    errors: list[Any] = [outcome[1]]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, outcome[1])
-    _raise_any(errors)
+def everywhere(work: Callable[[], object]) -> list[Any]:
+    """Do something at every trainer; return the results by rank, at all of them.
 
-
-def _try_work(work: Callable[[], object]) -> list[Any]:
-    """Return what work returns and None, or None and its error as text."""
+    What fails at one is raised at all, once all are done.
+    """
+    outcome: tuple[object, str | None]
     try:
-        return [work(), None]
+        outcome = work(), None
     except Exception as exc:  # noqa: BLE001  # raised by every trainer
-        return [None, f"{type(exc).__name__}: {exc}"]
-
-
-def _raise_any(errors: list[str | None]) -> None:
-    failed = [f"trainer {rank}: {error}" for rank, error in enumerate(errors) if error]
+        outcome = None, f"{type(exc).__name__}: {exc}"
+    outcomes: list[Any] = [outcome]
+    if dist.is_initialized():
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+    failed = [f"trainer {r}: {error}" for r, (_, error) in enumerate(outcomes) if error]
     if failed:
         raise CheckpointError(" ".join(failed))
+    return [result for result, _ in outcomes]
 
 
 class ContextCheckpoints:
@@ -358,7 +352,7 @@ class ContextCheckpoints:
         if env.get_world_size() > 1 and not dist.is_initialized():
             raise ConfigError(
                 f"The {env.get_world_size()} trainers of a job must load together. "
-                "Received: an EmbeddingCtx before they have met. Load within the "
+                "Received: an EmbeddingCtx without a process group. Load within the "
                 "TrainCtx, or call torch.distributed.init_process_group before."
             )
         folder = Folder(at_first(lambda: find_checkpoint(path).url))
@@ -398,9 +392,7 @@ class ContextCheckpoints:
         """Give up what is under way. May be called twice."""
         for task in (self._dump, self._load):
             if task is not None:
-                task.cancel()
-                with contextlib.suppress(PersiaError, TimeoutError):
-                    task.wait(_CLOSE_S)
+                _give_up(task, _CLOSE_S)
         self._dump = self._load = None
 
 

@@ -1,8 +1,8 @@
-"""What makes the dense models of several trainers one model.
+"""What keeps the dense models of several trainers equal, as ``distributed.py`` says.
 
-Carries out the options of ``distributed.py``. TorchRec's ``DistributedModelParallel``
-leaves what is not sharded to a ``DataParallelWrapper``; these are two, which also say
-what happens after a step, and at the end of the data:
+TorchRec's ``DistributedModelParallel`` leaves what is not sharded to a
+``DataParallelWrapper``; these are two, which also act after steps and at the end of
+the data:
 
     ReducedGradients   DistributedDataParallel, with a communication hook or without
     AveragedWeights    nothing in the backward pass; weights averaged after steps
@@ -23,11 +23,10 @@ which share a range::
     2  rank p averages what it got of segment p, and codes the average
     3  all ranks get all averaged segments                           (all gather)
 
-Every rank decodes the same bytes in 3, so that the ranks' gradients, and hence their
-models, are equal to the last bit. A number is off by at most half a step of its own
-block, and half a step of the average's. A rank sends about 2 bytes per number where a
-ring of float32 sends 8. A gradient that is not finite makes its block NaN on all ranks,
-so that a loss scale sees it.
+Every rank decodes the same bytes in 3, so that all models are equal to the last bit. A
+number is off by at most half a step of its own block, and half a step of the average's.
+A rank sends about 2 bytes per number where a ring of float32 sends 8. A gradient that
+is not finite makes its block NaN on all ranks, so that a loss scale sees it.
 
 Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021.
 
@@ -41,7 +40,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -87,9 +86,8 @@ class Replication(DataParallelWrapper):
     def in_step(self) -> AbstractContextManager[object]:
         """Return a block in which the data of trainers need not end together.
 
-        A trainer that comes to the end of the block answers the collectives of
-        :meth:`after_step` of those that continue, until all are there. Those of the
-        backward pass are answered by ``persia_torchrec.join``.
+        A trainer at its end answers the collectives of :meth:`after_step` of those that
+        continue; ``persia_torchrec.join`` answers those of the backward pass.
         """
         return nullcontext()
 
@@ -222,10 +220,7 @@ def average_as_bytes(
 
 
 def encode_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    """Return blocks, float32 ``(R, K, BLOCK)``, as bytes.
-
-    They are uint8 ``(R, K * (BLOCK + 8))``, the ranges before the numbers.
-    """
+    """Code float32 ``(R, K, BLOCK)`` as uint8 ``(R, K * (8 + BLOCK))``."""
     lo = blocks.amin(dim=2, keepdim=True)
     step = (blocks.amax(dim=2, keepdim=True) - lo) / _LEVELS
     # A block of equal numbers has step 0; one that is not finite has a step of NaN or
@@ -240,7 +235,7 @@ def encode_blocks(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def decode_blocks(data: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return the blocks that :func:`encode_blocks` coded, float32 ``(R, K, BLOCK)``."""
+    """Decode what :func:`encode_blocks` coded."""
     num_rows = len(data)
     ranges = data[:, : num_blocks * _RANGE_BYTES].contiguous().view(torch.float32)
     lo, step = ranges.view(num_rows, num_blocks, 2, 1).unbind(dim=2)
@@ -274,13 +269,10 @@ def init_process_group(option: DistributedBaseOption, device: torch.device) -> N
         store = _rendezvous_at_port(option, rank, world_size)
     # Without a store torch takes the launcher's own rendezvous, which torchrun's
     # agents may host already.
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=-1 if store is None else rank,
-        world_size=-1 if store is None else world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
+    meeting: dict[str, Any] = {}
+    if store is not None:
+        meeting = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **meeting)
 
 
 def _rendezvous_at_port(
@@ -302,10 +294,9 @@ def _rendezvous_at_port(
 
 
 def _rendezvous_at_file(path: Path, rank: int, world_size: int) -> FileStore:
-    """Open the file at which the trainers meet; the first one makes it.
+    """Open the file at which the trainers meet; rank 0 makes it.
 
-    Only the first trainer can tell a file that an earlier job has left from one of
-    this job. PERSIA's trainers all look, and the later ones find the first one's.
+    Only rank 0 can tell a file that an earlier job has left from one of this job.
     """
     if rank == 0:
         if path.exists():

@@ -269,12 +269,14 @@ class TestCheckpoints:
         with eval_ctx() as ctx, pytest.raises(CheckpointError):
             ctx.load_embedding(str(tmp_path / "nothing"))
 
-    def test_several_trainers_load_when_they_have_met(self, job, monkeypatch, tmp_path):
+    def test_several_trainers_load_in_a_process_group(self, job, monkeypatch, tmp_path):
         env_of_second = {"RANK": "1", "WORLD_SIZE": "2"}
         for name, value in env_of_second.items():
             monkeypatch.setenv(name, value)
         with eval_ctx(SumOfEmbeddings()) as ctx:
-            message = r"The 2 trainers of a job must load together.*have met"
+            message = (
+                r"The 2 trainers of a job must load together.*without a process group"
+            )
             with pytest.raises(ConfigError, match=message):
                 ctx.load_embedding(str(tmp_path))
             ctx.dump_checkpoint(str(tmp_path / "run"))  # the first one writes
