@@ -187,13 +187,13 @@ class EmbeddingCtx(LookupCtx):
         self.embeddings.checkpoints.load(src_dir, {}, blocking=blocking)
 
     def wait_for_dump_embedding(self) -> None:
-        """Wait until no dump is under way; raise once why the last one failed."""
+        """Wait until no dump is under way; raise the error of the last one, once."""
         self.embeddings.checkpoints.wait_for_dump()
 
     def wait_for_load_embedding(self) -> None:
-        """Wait until no load is under way; all ranks call it together.
+        """Wait until no load is under way; raise the error of the last one, once.
 
-        Raises once why the last one failed.
+        All ranks call it together.
         """
         self.embeddings.checkpoints.wait_for_load()
 

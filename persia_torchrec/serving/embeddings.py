@@ -53,7 +53,7 @@ class SlotsReader:
     """
 
     takes_references: ClassVar[bool] = False
-    """Whether ids may wait with a worker: only those of one's own job have them."""
+    """Whether a batch may refer to ids in a worker: only in the workers' own job."""
 
     def __init__(
         self,

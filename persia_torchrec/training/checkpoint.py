@@ -261,15 +261,15 @@ def _rank() -> int:
 
 
 def at_first(work: Callable[[], T]) -> T:
-    """Let rank 0 do something; return or raise at every trainer what it does."""
+    """Let rank 0 do something; every trainer returns its result or raises its error."""
     result: T = everywhere(lambda: work() if _rank() == 0 else None)[0]
     return result
 
 
 def everywhere(work: Callable[[], object]) -> list[Any]:
-    """Do something at every trainer; return the results by rank, at all of them.
+    """Do something at every trainer; every trainer returns all results, by rank.
 
-    What fails at one is raised at all, once all are done.
+    An error of one is raised at all, once all are done.
     """
     outcome: tuple[object, str | None]
     try:
@@ -289,8 +289,8 @@ def everywhere(work: Callable[[], object]) -> list[Any]:
 class ContextCheckpoints:
     """Dumps and loads of one trainer's contexts; its main thread calls them.
 
-    One dump is under way at most, and one load; what becomes of them is told to the
-    call that waits, or to the next one. Only rank 0 uses the client.
+    At most one dump and one load are under way; the call that waits, or the next one,
+    raises their error. Only rank 0 uses the client.
     """
 
     def __init__(self, client: EmbeddingClient, flush: Callable[[], None]) -> None:
@@ -332,7 +332,7 @@ class ContextCheckpoints:
             self.wait_for_dump()
 
     def wait_for_dump(self) -> None:
-        """Wait for the dump under way, if there is one; raise what made it fail."""
+        """Wait for the dump under way, if there is one, and raise its error."""
         task, self._dump = self._dump, None
         if task is not None:
             task.wait()

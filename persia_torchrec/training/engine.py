@@ -149,8 +149,8 @@ class Engine:
     ) -> Pull:
         """Begin to pull a batch; returns at once.
 
-        One that ``is_training`` makes missing rows, and expects a backward pass. A
-        staleness bound other than before is refused while batches are under way.
+        A training batch creates missing rows and expects a backward pass. The bound on
+        staleness cannot change while batches are under way.
         """
         if isinstance(batch, PersiaBatch) and not self._config.lookup_emb_directly:
             raise ConfigError(
@@ -215,7 +215,7 @@ class Engine:
         wait_until_ready(self._workers.hello, timeout_s)
 
     def flush(self) -> None:
-        """Wait until every update so far is applied, or raise why one failed."""
+        """Wait until every update so far is applied; raise the error of one."""
         self._sharded.pipeline.flush()
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class Engine:
 
 
 def reconfigure(spec: TableSpec, config: EmbeddingConfig) -> TableSpec:
-    """Return a table whose rows start as ``config`` says, and go as far."""
+    """Return a table with the initializer, admission and weight bound of ``config``."""
     return replace(
         spec,
         initializer=config.initializer,

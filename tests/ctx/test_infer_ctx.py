@@ -7,7 +7,12 @@ import torch
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import IDTypeFeature, PersiaBatch
+from persia_torchrec.embedding.data import (
+    IDTypeFeature,
+    PersiaBatch,
+    decode_rest,
+    encode_rest,
+)
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
@@ -62,6 +67,17 @@ class SumOfRows(SumOfEmbeddings):
     def forward(self, non_id_tensors, embeddings):
         flat = [embedding.flatten(start_dim=1) for embedding in embeddings]
         return super().forward(non_id_tensors, flat)
+
+
+def test_a_batch_whose_ids_wait_with_a_worker_is_refused(trained):
+    _, _, addresses = trained
+    data = bytearray(encode_rest(EVALUATION))
+    referenced = decode_rest(data, worker=0, loader=0, reference=1)
+    with (
+        InferCtx(addresses) as infer,
+        pytest.raises(BatchError, match="must have its ids"),
+    ):
+        infer.embeddings.look_up(referenced)
 
 
 @pytest.mark.parametrize("spelling", ["tcp://127.0.0.1:", "127.0.0.1:"])
