@@ -99,16 +99,9 @@ class TrainCtx(EmbeddingCtx):
         *,
         tables: Mapping[str, TableSettings] | None = None,
     ) -> None:
-        if grad_scalar_update_factor <= 1:
-            raise ConfigError(
-                "grad_scalar_update_factor must be > 1. "
-                f"Received: {grad_scalar_update_factor}."
-            )
-        if mixed_precision and device_id is None:
-            raise ConfigError(
-                "mixed_precision must be False on the CPU: it needs a CUDA device. "
-                "Pass mixed_precision=False, or a device_id."
-            )
+        _check_precision(
+            device_id, grad_scalar_update_factor, mixed_precision=mixed_precision
+        )
         require_at_least_1(
             backward_buffer_size=backward_buffer_size,
             backward_workers_size=backward_workers_size,
@@ -291,3 +284,15 @@ def _in_full_precision(output: Any) -> Any:
         make = getattr(output, "_make", type(output))  # a named tuple has one
         return make(map(_in_full_precision, output))
     return output
+
+
+def _check_precision(
+    device_id: int | None, factor: float, *, mixed_precision: bool
+) -> None:
+    if factor <= 1:
+        raise ConfigError(f"grad_scalar_update_factor must be > 1. Received: {factor}.")
+    if mixed_precision and device_id is None:
+        raise ConfigError(
+            "mixed_precision must be False on the CPU: it needs a CUDA device. "
+            "Pass mixed_precision=False, or a device_id."
+        )
