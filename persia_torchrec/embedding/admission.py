@@ -3,10 +3,8 @@
 Most ids of a stream come once or twice and never again; a row for each of them evicts
 rows that are worth more. An admission decides, when training looks up an id that has no
 row, whether it gets one. Until then the id reads ``unadmitted_value`` in every weight,
-in training and in evaluation, and its gradients are dropped and counted.
-
-Each server decides for the ids it holds; the numbers below are per server. The kernels
-that decide stand after the classes; ``Admission.kernel`` says what they take.
+and its gradients are dropped and counted. Each server decides for the ids it holds; the
+numbers below are per server. ``Admission.kernel`` says what the kernels take.
 
 Dimension key:
     N: ids of one request that have no row

@@ -1,10 +1,9 @@
 """The settings of a table: checked values that travel as JSON.
 
 An optimizer, an initializer, an admission or an expiry is a frozen dataclass of plain
-numbers. On the wire it is a JSON object of its fields and a ``kind``, which names its
-class in one :class:`Registry` per base. A new one is a class in a file of its own, and
-its name in the list of its registry (``optim.py``, ``initializer.py``,
-``admission.py``); from outside of the package, ``register`` adds it.
+numbers; as JSON it is an object of its fields and a ``kind``, which names its class in
+one :class:`Registry` per base. A new one of the package is a class, and its name in the
+list of its registry; from outside, ``register`` adds it.
 
 Dimension key:
     D: embedding dim

@@ -53,15 +53,9 @@ class ShardMemory:
     """All that a store keeps. Owned by the store's thread.
 
     With ``is_lfu`` frequency, and not recency alone, says which row leaves, and the
-    rows of every table carry metadata.
-
-    Attributes:
-        states: one per table, in the order in which they were added.
-        arenas: one per width of rows.
-        directory: of the arenas.
-        index: of all tables.
-        logs: of the rows' use.
-        tally: see ``rows.HITS`` and the others.
+    rows of every table carry metadata. ``states`` has one per table, in the order in
+    which they were added, ``arenas`` one per width of rows; for ``tally`` see
+    ``rows.HITS`` and the others.
     """
 
     def __init__(
