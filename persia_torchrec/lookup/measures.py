@@ -1,19 +1,16 @@
 """What an embedding worker measures of its lookups: PERSIA's metrics of that role.
 
-What PERSIA has as the value of the last batch is here the mean of the batches since the
-last push.
-
-Different ids are estimated in a few kilobytes, by HyperLogLog. Each id is hashed. The
-first bits of the hash choose a register; the register keeps the longest run of zeros,
-plus one, at the end of the remaining ones:
+PERSIA's values of the last batch are here means of the batches since the last push.
+Different ids are estimated in a few kilobytes, by HyperLogLog: the first bits of an
+id's hash choose a register, which keeps the longest run of zeros, plus one, at the end
+of the remaining ones:
 
     hash   rrrrrrrrrrrrrr bbbb...bbbb1000    register r keeps max(4, ...)
            14 bits        50 bits
 
-Of n ids that share a register the longest run is about log2 n. P. Flajolet et al.,
-"HyperLogLog", 2007; the estimate is that of O. Ertl, "New cardinality estimation
-algorithms for HyperLogLog sketches", 2017 (algorithm 6), which needs no corrections for
-few or many ids. The standard error is 0.8 %.
+P. Flajolet et al., "HyperLogLog", 2007; the estimate, which needs no corrections for
+few or many ids, is that of O. Ertl, "New cardinality estimation algorithms for
+HyperLogLog sketches", 2017 (algorithm 6). The standard error is 0.8 %.
 
 Dimension key:
     L: ids, in any order

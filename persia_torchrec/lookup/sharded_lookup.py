@@ -56,13 +56,10 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 
 class BatchFeatures:
-    """The features of a batch, and how their ids are routed.
+    """The features of a batch, in the order of the outputs or of their columns.
 
-    Attributes:
-        specs: in the order of the outputs, or of their columns.
-        tables: names of the tables of these features, each once.
-        table_of: for each feature, the index of its table.
-        by_table: indices of the features in the order of their tables.
+    ``tables`` names each of their tables once, ``table_of`` gives the index of each
+    feature's table, and ``by_table`` the features in the order of their tables.
     """
 
     def __init__(self, specs: Sequence[FeatureSpec]) -> None:
@@ -83,14 +80,11 @@ class RoutedBatch:
     """A batch's ids, unique and grouped by server; what its gradient needs again.
 
     Attributes:
-        number: which batch it is, or None when it is not for training.
+        number: None when the batch is not for training.
         features: of the batch; only their tables are asked and updated.
-        tables: names of tables with their unique ids.
-        dims: D of each table.
         inverses: for each feature, int32 ``(L,)``: which of its table's grouped ids
             each id is.
         lengths: for each feature, int32 ``(B,)``: ids per bag.
-        num_samples: B.
         counts: for each table, uint32 ``(U,)``: how often each of its grouped ids
             occurs in the batch; None where that is not needed.
         places: for each raw feature, int32 ``(B, F)``, see ``RawIds``.

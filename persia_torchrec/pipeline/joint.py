@@ -28,8 +28,8 @@ _FAREWELL_S = 1.0
 class Trainers:
     """Numbers the joint steps of one collection. Its pipeline locks it.
 
-    ``first`` is this trainer's share of the first step. All trainers of the collection,
-    and no others, agree on its group; its timeout is that of a step.
+    All trainers of the collection, and no others, agree on the group of ``first``, the
+    share of the first step; its timeout is that of a step.
     """
 
     def __init__(self, client: EmbeddingClient, first: Share) -> None:

@@ -83,13 +83,9 @@ class _Call:
 class PushQueue(Generic[Handle]):
     """Sends the pushes of one collection. Any thread may call any method.
 
-    Only :meth:`change_tables` is for one thread at a time.
-
-    Attributes:
-        timeout_s: seconds that a wait for an acknowledgement may take; not to be
-            changed while a push is in flight.
-        tally: what became of the pushes.
-        waits_for_ack: whether ``put`` waits for the acknowledgement.
+    Only :meth:`change_tables` is for one thread at a time. A wait for an
+    acknowledgement takes ``timeout_s`` seconds at most, not to be changed while a push
+    is in flight. ``waits_for_ack`` makes ``put`` wait for its own.
     """
 
     def __init__(self, updates: Updates[Handle], timeout_s: float) -> None:
@@ -167,10 +163,7 @@ class PushQueue(Generic[Handle]):
         self._put(_Call(send, waits_for_acks=False))
 
     def change_tables(self, change: TableChange) -> "Future[None]":
-        """Change the settings of tables behind the pushes so far; returns at once.
-
-        When many changes wait, it first waits for the oldest.
-        """
+        """Change tables behind the pushes so far; many changes wait for the oldest."""
         self.raise_error()
         if len(self._changes) == _MAX_CHANGES:
             self._await(self._changes.popleft())

@@ -50,12 +50,9 @@ CLOSED = "The embedding pipeline is closed."
 
 
 class Permit:
-    """One batch's permit.
+    """One batch's permit: which thread holds the batch, or has held it.
 
-    Attributes:
-        holder: the thread that holds the batch, if one does.
-        was_held: whether one ever did.
-        has_left: whether the batch is pushed or dropped: no thread holds it any more.
+    After ``has_left``, the batch is pushed or dropped, and no thread holds it any more.
     """
 
     holder: int | None = None
