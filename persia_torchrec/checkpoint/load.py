@@ -384,7 +384,7 @@ def _require_same_rows(
 
 
 def _with_metadata(rows: RowColumns, state: TableState) -> RowColumns:
-    """Return rows with metadata if the table keeps them: missing ones are of now."""
+    """Return rows with metadata if the table keeps them; missing ones are current."""
     if not state.has_metadata:
         return replace(rows, metadata=rows.metadata[:, :0])
     if rows.metadata.shape[1]:
