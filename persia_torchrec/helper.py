@@ -19,7 +19,7 @@ from persia_torchrec.config import load_embedding_config, refuse_inference
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.utils import dump_yaml
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.ports import LOOPBACK, reserved_port_from
 

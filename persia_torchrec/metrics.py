@@ -1,7 +1,7 @@
 """Metrics of a process: counters, gauges with their maximum, means between two pushes.
 
 ``Metrics`` belongs to one thread. ``Observations`` are made by several and read by the
-one that pushes them: see ``wire/gateway.py``, which turns a ``Reading`` into
+one that pushes them: see ``wire/pushgateway.py``, which turns a ``Reading`` into
 ``prometheus_client``'s types. PERSIA's names are gauges of means since the last push,
 which its own ``Summary`` does not have.
 """

@@ -20,7 +20,7 @@ from persia_torchrec.data import IterableDataset
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia_torchrec.embedding.optim import SGD, Optimizer
 from persia_torchrec.lookup.slots import SlotsLookup, build_features
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind
 from persia_torchrec.wire.service import Service

@@ -29,7 +29,7 @@ from persia_torchrec.routing.shard import ShardedIds
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.memory import keep_freed_memory
+from persia_torchrec.wire.malloc import keep_freed_memory
 from persia_torchrec.wire.precision import Floats
 
 Timer = Callable[[Callable[[], Any]], tuple[Any, Any]]

@@ -11,7 +11,7 @@ from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.lookup.slots import build_bags
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 
 logger = logging.getLogger(__name__)
 

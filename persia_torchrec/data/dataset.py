@@ -17,7 +17,7 @@ from persia_torchrec import env
 from persia_torchrec.data.stream import BatchReceiver, Inbox
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import local_address
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from persia_torchrec.command_line import build, given_flags
 from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.service_main import run_service
-from persia_torchrec.wire.discovery import AddressBook, JobState
+from persia_torchrec.wire.address_book import AddressBook, JobState
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import JobTimings
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings

@@ -36,7 +36,7 @@ from persia_torchrec.config import (
     refuse_inference,
 )
 from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
 _MASTER = "nn-worker/master"

@@ -25,7 +25,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.ports import free_port, local_address
 from persia_torchrec.wire.signals import end_by_signals

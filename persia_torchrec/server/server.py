@@ -17,9 +17,9 @@ from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.metrics import ServerReadings, Snapshots
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.server.shard import Request, RequestKind, Shard
-from persia_torchrec.wire.gateway import push_metrics
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import TRAINING, Header, Kind
+from persia_torchrec.wire.pushgateway import push_metrics
 from persia_torchrec.wire.transport import Listener, Wakeup
 
 logger = logging.getLogger(__name__)

@@ -42,8 +42,8 @@ from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints
 from persia_torchrec.training.data_parallel import build_replication, init_process_group
 from persia_torchrec.training.slots import ShardedSlots, SlotsSharder, make_collection
-from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.wire.gateway import push_metrics
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.pushgateway import push_metrics
 
 Pull = PrefetchedBatch[RemoteBatch]
 

@@ -17,7 +17,7 @@ import msgspec
 
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import FrameError, JobMismatchError
-from persia_torchrec.wire.discovery import COMPILING, AddressBook
+from persia_torchrec.wire.address_book import COMPILING, AddressBook
 from persia_torchrec.wire.processes import ProcessIdentity
 
 _POLL_S = 0.05

@@ -38,7 +38,7 @@ from typing import Self
 from persia_torchrec import timeouts
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, JobError
-from persia_torchrec.wire.discovery import AddressBook, JobState
+from persia_torchrec.wire.address_book import AddressBook, JobState
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.ports import local_address
 from persia_torchrec.wire.processes import Siblings

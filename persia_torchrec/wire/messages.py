@@ -60,7 +60,7 @@ The JSON values of an embedding server; those not named here are null:
     EXPORT               {"table": number, "start": 0, or "next" of the reply before,
                          "max_rows": rows at most}
     reply to JOIN        text: which other trainers of the group are gone, and why
-    BOOK                 a request to the job's address book, see discovery.py
+    BOOK                 a request to the job's address book, see address_book.py
     STEP                 {"table": number, "step": how many updates the table shall
                          have had, or null to only ask}
     reply to STEP        how many updates the table has had

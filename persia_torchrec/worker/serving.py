@@ -27,10 +27,10 @@ from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.slots import Slot, SlotsLookup, build_features
 from persia_torchrec.metrics import Reading
-from persia_torchrec.wire.discovery import AddressBook
-from persia_torchrec.wire.gateway import is_pushed, push_metrics
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.ports import tcp_address
+from persia_torchrec.wire.pushgateway import is_pushed, push_metrics
 from persia_torchrec.worker.process import WorkerProcess
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import pytest
 
 from persia_torchrec import env
 from persia_torchrec.launch import persia_launcher
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from tests.launch.jobs import Job
 from tests.processes import DEADLINE_S, Processes
 

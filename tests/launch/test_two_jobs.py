@@ -7,7 +7,7 @@ import pytest
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.launch import coordinator, script
 from persia_torchrec.utils import dump_yaml
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.discovery import AddressBook
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import JobTimings
 from tests.processes import Processes, is_running, wait_until

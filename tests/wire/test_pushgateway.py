@@ -10,14 +10,14 @@ import pytest
 from persia_torchrec.config import MetricsSettings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics import Means, Observations, Reading
-from persia_torchrec.wire import gateway as gateway_module
-from persia_torchrec.wire.gateway import is_pushed, push_metrics
+from persia_torchrec.wire import pushgateway as gateway_module
+from persia_torchrec.wire.pushgateway import is_pushed, push_metrics
 from tests.gateway import Gateway
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 
 EVERY_SECOND = MetricsSettings(job_name="adult", push_interval_seconds=1)
-LOGGER = "persia_torchrec.wire.gateway"
+LOGGER = "persia_torchrec.wire.pushgateway"
 
 
 def three():

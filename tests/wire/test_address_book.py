@@ -10,7 +10,7 @@ from persia_torchrec.errors import (
     JobError,
     JobMismatchError,
 )
-from persia_torchrec.wire.discovery import COMPILING, AddressBook
+from persia_torchrec.wire.address_book import COMPILING, AddressBook
 from persia_torchrec.wire.ports import local_address
 from tests.ports import draw_port
 from tests.processes import wait_until
