@@ -39,8 +39,8 @@ from persia_torchrec.service_main import (
 )
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
-from persia_torchrec.wire.malloc import keep_freed_memory
 from persia_torchrec.wire.membership import JobMember
+from persia_torchrec.wire.transport import keep_freed_memory
 
 logger = logging.getLogger("persia_torchrec.server")
 

@@ -20,7 +20,7 @@ from persia_torchrec.server.shard import Request, RequestKind, Shard
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import TRAINING, Header, Kind
 from persia_torchrec.wire.pushgateway import push_metrics
-from persia_torchrec.wire.transport import Listener, Wakeup
+from persia_torchrec.wire.transport import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class EmbeddingServer:
 
     def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
         self.config = config
-        self._wakeup = Wakeup()
-        self.listener = Listener(config.host, config.port, self._wakeup, greeting)
+        self.listener = Listener(config.host, config.port, greeting)
         try:
             self.shard = Shard(config, self.listener)
         except BaseException:
@@ -88,13 +87,12 @@ class EmbeddingServer:
             shard.checkpoints.close()
             self.snapshots.give(shard.counters(), is_last=True)
             self.listener.close()
-            self._wakeup.close()
 
     def stop(self) -> None:
         """Make :meth:`serve` return soon. Any thread may call it, more than once."""
         if not self.shard.stopping.is_set():
             self.shard.stopping.set()
-            self._wakeup.wake()
+            self.listener.wakeup.wake()
 
     def _serve_once(self, shard: Shard) -> None:
         tasks, wait_ms = shard.checkpoints, _IDLE_POLL_MS

@@ -34,16 +34,14 @@ connection breaks sends its request again.
 """
 
 import concurrent.futures
-import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
-import zmq
 
+from persia_torchrec import timeouts
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
     ConfigError,
@@ -57,13 +55,11 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json
-from persia_torchrec.wire.patience import Patience
 from persia_torchrec.wire.ports import LOOPBACK
-from persia_torchrec.wire.transport import Connections, Listener, Wakeup
-
-logger = logging.getLogger(__name__)
+from persia_torchrec.wire.service import ListenerThread, make_reply
+from persia_torchrec.wire.transport import Connections
 
 JobState = Literal["running", "finished", "failed"]
 
@@ -83,6 +79,8 @@ _CONNECT_RETRY_S = 0.2
 _JOIN_ANSWER_S = 10.0
 _ANSWER_S = 30.0
 _RECONNECT_S = 3.0
+_BEATS_S = 5.0
+"""More than between two heartbeats of a process that compiles on a busy host."""
 
 
 class _Get(msgspec.Struct, tag="get"):
@@ -111,10 +109,8 @@ class AddressBook:
     """One connection to the job's address book.
 
     Owned by the process that made it; any thread may call any method. Every method
-    raises :class:`JobError` when the coordinator is gone.
-
-    Attributes:
-        greeting: of the job, with which its processes greet each other.
+    raises :class:`JobError` when the coordinator is gone. Processes of the job greet
+    each other with its ``greeting``.
     """
 
     def __init__(
@@ -128,7 +124,7 @@ class AddressBook:
         )
         self.host_name = host_name
         self.port = address[1]
-        self.greeting = NO_JOB
+        self.greeting = greeting
 
     @classmethod
     def host(
@@ -136,11 +132,8 @@ class AddressBook:
     ) -> "AddressBook":
         """Open the address book of a new job; only the coordinator does.
 
-        Args:
-            port: where to listen, in ``[0, 65535]``; 0 takes a free one, which
-                ``.port`` tells.
-            loopback: listen for this machine only, instead of on every interface.
-            job_id: of the job; empty: one is drawn.
+        Port 0 takes a free one, which ``.port`` tells. ``loopback`` listens for this
+        machine only, instead of on every interface. Without a job's id one is drawn.
 
         Raises:
             ConfigError: the port is out of its range, or the id is invalid.
@@ -156,9 +149,9 @@ class AddressBook:
                 f"The address book must be able to listen on port {port}. "
                 f"Received: {exc} Does another job use the port?"
             ) from exc
-        book = cls((LOOPBACK, server.port), greeting, LOOPBACK)
+        port = int(server.address.rpartition(":")[2])
+        book = cls((LOOPBACK, port), greeting, LOOPBACK)
         book._server = server
-        book.greeting = greeting
         return book
 
     @classmethod
@@ -173,12 +166,9 @@ class AddressBook:
     ) -> "AddressBook":
         """Connect to the address book of a job, which may not be there yet.
 
-        Args:
-            host: where it is.
-            port: at which it listens.
-            job_id: of this process's job; empty: it belongs to the job that is there.
-            timeout_s: how long to wait for it. What listens must answer in 10 s.
-            look: called several times a second meanwhile; raises to give up.
+        Without ``job_id`` this process belongs to the job that is there. What listens
+        must answer in 10 s. ``look`` is called several times a second meanwhile, and
+        raises to give up.
 
         Raises:
             ConfigError: the id is invalid.
@@ -213,13 +203,9 @@ class AddressBook:
     # Addresses
 
     def register(self, role: str, index: int, size: int, address: str) -> None:
-        """Publish the address of one process of a role; replaces a previous one.
+        """Publish the address of process ``index`` of a role, as "tcp://10.0.0.7:18000".
 
-        Args:
-            role: as ``"server"``.
-            index: in ``[0, size)``.
-            size: how many the role has; all of them must register the same.
-            address: as ``"tcp://10.0.0.7:18000"``.
+        It replaces a previous one; all processes of a role register the same size.
         """
         self.claim_size(role, index, size)
         self.put(f"address/{role}/{index}", address)
@@ -250,22 +236,21 @@ class AddressBook:
             DiscoveryError: some of the role did not register within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
-        size_key = f"address/{role}/size"
-        if not self._wait_for([size_key], deadline):
+        (size,) = self._wait_for([f"address/{role}/size"], deadline)
+        if size is None:
             raise DiscoveryError(
                 f"Every {role} must register within {timeout_s:g} s. Received: none. "
                 f"Is the role '{role}' part of the job, and did it start?"
             )
-        size = int(self.peek(size_key) or 0)
-        keys = [f"address/{role}/{index}" for index in range(size)]
-        if not self._wait_for(keys, deadline):
-            missing = [i for i, key in enumerate(keys) if self.peek(key) is None]
+        keys = [f"address/{role}/{index}" for index in range(int(size))]
+        found = self._wait_for(keys, deadline)
+        missing = [f"{role} {i}" for i, value in enumerate(found) if value is None]
+        if missing:
             raise DiscoveryError(
                 f"All {size} of the role '{role}' must register within "
-                f"{timeout_s:g} s. Missing: {_numbered(role, missing)}. "
-                "See their logs."
+                f"{timeout_s:g} s. Missing: {', '.join(missing)}. See their logs."
             )
-        return [str(value) for value in self._call(_Get(keys))]
+        return [str(value) for value in found]
 
     # Notes from one process to the others
 
@@ -284,13 +269,14 @@ class AddressBook:
             DiscoveryError: one was not published within ``timeout_s``.
         """
         keys = [f"note/{name}" for name in names]
-        if not self._wait_for(keys, time.monotonic() + timeout_s):
-            missing = [n for n in names if self.peek(f"note/{n}") is None]
+        found = self._wait_for(keys, time.monotonic() + timeout_s)
+        if None in found:
+            pairs = zip(names, found, strict=True)
+            missing = ", ".join(name for name, value in pairs if value is None)
             raise DiscoveryError(
-                f"Notes must be published within {timeout_s:g} s. Missing: "
-                f"{', '.join(missing)}."
+                f"Notes must be published within {timeout_s:g} s. Missing: {missing}."
             )
-        return [str(value) for value in self._call(_Get(keys))]
+        return [str(value) for value in found]
 
     # State of the job
 
@@ -321,12 +307,12 @@ class AddressBook:
         (value,) = self._call(_Get([key]))
         return value
 
-    def claim(self, key: str, value: str) -> str:
-        """Set a key unless it is set; return what it holds then."""
-        return self.swap(key, "", value)
+    def claim(self, key: str, value: str, expected: str = "") -> str:
+        """Set a key if it holds what is expected (empty: if it is not set).
 
-    def swap(self, key: str, expected: str, value: str) -> str:
-        """Set a key if it holds what is expected; return what it holds then."""
+        Returns:
+            What it holds then.
+        """
         (held,) = self._call(_Swap(key, expected, value))
         return str(held)
 
@@ -341,18 +327,18 @@ class AddressBook:
             "PERSIA_STORE_PORT)."
         )
 
-    def _wait_for(self, keys: Sequence[str], deadline: float) -> bool:
-        """Wait until all keys are set; False when they are not at the deadline."""
+    def _wait_for(self, keys: Sequence[str], deadline: float) -> list[str | None]:
+        """Wait until all keys are set; return them, with None for one that is not."""
         patience = Patience(deadline, time.monotonic())
-        while None in self._call(_Get([*keys])):
+        while None in (values := self._call(_Get([*keys]))):
             state, reason = self.state()
             if state == "failed":
                 raise JobError(f"The job failed: {reason}")
             num_beats = int(self.peek(COMPILING) or 0)
             if patience.is_over(num_beats, time.monotonic()):
-                return False
+                break
             time.sleep(_POLL_S)
-        return True
+        return values
 
     def _call(self, request: _Request) -> list[str | None]:
         """Send a request, again if the connection breaks; return its answer."""
@@ -377,19 +363,15 @@ class AddressBook:
         timeout_s: float,
         look: Callable[[], None] = lambda: None,
     ) -> list[str | None]:
+        body = [msgspec.json.encode(request)]
         reply = self._connection.submit(
-            0,
-            Header(Kind.BOOK),
-            [msgspec.json.encode(request)],
-            timeout_s=timeout_s,
-            what="a request",
+            0, Header(Kind.BOOK), body, timeout_s=timeout_s, what="a request"
         )
         try:
             while not reply.done():
                 concurrent.futures.wait([reply], timeout=_CONNECT_RETRY_S)
                 look()
-            frames = reply.frames()
-            values: list[str | None] = decode_json(frames, list[str | None])
+            values: list[str | None] = decode_json(reply.frames(), list[str | None])
         except RemoteError as exc:
             if exc.kind != JobMismatchError.__name__:
                 raise
@@ -410,56 +392,46 @@ class AddressBook:
         return False
 
 
-class _BookServer:
-    """The keys of a book, owned by one thread, which answers the requests.
+class Patience:
+    """A deadline that is extended while a process of the job compiles.
 
-    Raises:
-        WireError: the address cannot be listened on.
+    The first start on a host compiles, which takes half a minute of processor time, and
+    much longer where many processes do it on few cores. A timeout that detects stuck
+    processes does not count that time, up to ``timeouts.COMPILING_S``.
     """
 
+    def __init__(self, deadline: float, now: float) -> None:
+        self._deadline = deadline
+        self._last_deadline = deadline + timeouts.COMPILING_S
+        self._last_look = now
+        self._num_beats: int | None = None
+        self._compiles_until = 0.0
+
+    def is_over(self, num_beats: int, now: float) -> bool:
+        """Return whether the time has run out; asked several times per second.
+
+        ``num_beats`` grows with each heartbeat of a process that compiles.
+        """
+        if self._num_beats is not None and num_beats != self._num_beats:
+            self._compiles_until = now + _BEATS_S
+        if now < self._compiles_until:
+            self._deadline += now - self._last_look
+        self._num_beats, self._last_look = num_beats, now
+        return now >= min(self._deadline, self._last_deadline)
+
+
+class _BookServer(ListenerThread):
+    """The keys of a book, owned by one thread, which answers the requests."""
+
     def __init__(self, host: str, port: int, greeting: Greeting) -> None:
-        self._wakeup = Wakeup()
-        try:
-            self._listener = Listener(host, port, self._wakeup, greeting)
-        except WireError:
-            self._wakeup.close()
-            raise
-        self.port = int(self._listener.address.rpartition(":")[2])
         self._values = {_JOB_ID: greeting.job_id}
         self._members: dict[str, bytes] = {}  # name of the connection, by key
         self._absent_since: dict[str, float] = {}
         self._next_look = 0.0
-        self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="address book", daemon=True
-        )
-        self._thread.start()
+        super().__init__("address book", host, port, greeting)
 
-    def close(self) -> None:
-        """Stop. May be called twice."""
-        self._closing.set()
-        self._wakeup.wake()
-        self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                request = self._listener.receive(int(1000 * _CONNECT_RETRY_S))
-                self._wakeup.drain()
-                if request is not None:
-                    self._serve(*request)
-                self._find_lost(time.monotonic())
-        except zmq.ZMQError:
-            logger.exception("the socket of the address book failed")
-        finally:
-            self._listener.close()
-            self._wakeup.close()
-
-    def _serve(self, peer: bytes, frames: Frames) -> None:
-        number = 0
-        try:
-            header = Header.decode(frames[0])
-            number = header.request
+    def _begin(self, peer: bytes, header: Header, frames: Frames) -> None:
+        def answer(header: Header, frames: Frames) -> Frames:
             if header.kind is not Kind.BOOK:
                 raise FrameError(
                     "A message to the address book must be of kind BOOK. "
@@ -471,12 +443,10 @@ class _BookServer:
                     f"A request to the address book must have at most {_MAX_TEXT} "
                     f"bytes. Received: {size}."
                 )
-            answer = self._answer(peer, decode_json(frames, _Request))
-        except PersiaError as exc:
-            self._listener.send_error(peer, number, exc)
-            return
-        reply = msgspec.json.encode(answer)
-        self._listener.send(peer, Header(Kind.REPLY, number), [reply])
+            request = decode_json(frames, _Request)
+            return [msgspec.json.encode(self._answer(peer, request))]
+
+        self._listener.send(peer, *make_reply(answer, header, frames))
 
     def _answer(self, peer: bytes, request: _Request) -> list[str | None]:
         values = self._values
@@ -492,7 +462,12 @@ class _BookServer:
                     self._members[key] = peer
                     self._absent_since.pop(key, None)
             case _Add(key):
-                self._set(key, str(_read_number(values.get(key, "0")) + 1))
+                number = values.get(key, "0")
+                if not number.isdecimal():
+                    raise FrameError(
+                        f"What is added to must be a number. Received: {number!r:.50}."
+                    )
+                self._set(key, str(int(number) + 1))
         return [values.get(request.key, "")]
 
     def _set(self, key: str, value: str) -> None:
@@ -500,22 +475,19 @@ class _BookServer:
             raise FrameError(f"An address book must have at most {_MAX_KEYS} keys.")
         self._values[key] = value
 
-    def _find_lost(self, now: float) -> None:
+    def _work(self) -> bool:
         """Look which members are connected, and write down which are lost."""
-        if now < self._next_look:
-            return
-        self._next_look = now + _CONNECT_RETRY_S
-        for key, peer in self._members.items():
-            if self._listener.is_connected(peer):
-                self._absent_since.pop(key, None)
-            elif now - self._absent_since.setdefault(key, now) > LOST_S:
-                self._values[f"lost/{key.removeprefix(_MEMBER)}"] = self._values[key]
-
-
-def _read_number(text: str) -> int:
-    if not text.isdecimal():
-        raise FrameError(f"What is added to must be a number. Received: {text!r:.50}.")
-    return int(text)
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _CONNECT_RETRY_S
+            for key, peer in self._members.items():
+                if self._listener.is_connected(peer):
+                    self._absent_since.pop(key, None)
+                elif now - self._absent_since.setdefault(key, now) > LOST_S:
+                    self._values[f"lost/{key.removeprefix(_MEMBER)}"] = self._values[
+                        key
+                    ]
+        return False
 
 
 def _await_listener(
@@ -538,7 +510,3 @@ def _await_listener(
                     "Is the coordinator running there?"
                 ) from exc
         time.sleep(_CONNECT_RETRY_S)
-
-
-def _numbered(role: str, indices: Sequence[int]) -> str:
-    return ", ".join(f"{role} {index}" for index in indices)

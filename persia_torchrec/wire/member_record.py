@@ -44,7 +44,7 @@ class MemberRecord:
         own = msgspec.json.encode(ProcessIdentity.of_this_process()).decode()
         holder = self._book.peek(f"member/{self._key}")
         while holder is None or self._has_ended(holder, silent_s):
-            if self._book.swap(f"member/{self._key}", holder or "", own) == own:
+            if self._book.claim(f"member/{self._key}", own, holder or "") == own:
                 self._own = own
                 self.beat()
                 return

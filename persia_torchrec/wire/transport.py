@@ -15,6 +15,7 @@ to it wait for their deadline.
 """
 
 import contextlib
+import ctypes
 import heapq
 import itertools
 import logging
@@ -22,9 +23,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import zmq
 import zmq.utils.monitor
@@ -65,14 +65,17 @@ _MAX_KNOWN_PEERS = 4096
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
 _CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
+_KEPT_BYTES = 2**28
+"""Freed memory that stays with a process."""
+
+_LARGEST_REUSED_BYTES = 2**25  # glibc accepts no more
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
 
 class Wakeup:
     """A pipe that becomes readable when :meth:`wake` is called.
 
-    One thread polls, drains and closes it; any thread may wake it.
-
-    Attributes:
-        fd: file descriptor to be polled together with sockets.
+    One thread polls ``fd``, drains and closes it; any thread may wake it.
     """
 
     def __init__(self) -> None:
@@ -107,30 +110,13 @@ class Wakeup:
 
 
 class Listener:
-    """A server's socket. Owned by one thread.
-
-    Args:
-        host: address to listen on, as ``"127.0.0.1"``.
-        port: port to listen on; 0 takes a free one.
-        wakeup: ends a wait early.
-        greeting: of the job whose processes are served.
-
-    Attributes:
-        address: as clients connect to it, ``"tcp://127.0.0.1:7000"``.
-        bytes_received: bytes of all frames so far, without what ZeroMQ adds.
-        bytes_sent: bytes of all frames sent.
+    """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
 
     Raises:
-        WireError: the address cannot be listened on.
+        WireError: the address cannot be listened on. Port 0 takes a free one.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        wakeup: Wakeup | None = None,
-        greeting: Greeting = NO_JOB,
-    ) -> None:
+    def __init__(self, host: str, port: int, greeting: Greeting = NO_JOB) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -144,23 +130,26 @@ class Listener:
             self._socket.close()
             raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.bytes_received = 0
+        self.bytes_received = 0  # of all frames, without what ZeroMQ adds
         self.bytes_sent = 0
+        self.wakeup = Wakeup()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        if wakeup is not None:
-            self._poller.register(wakeup.fd, zmq.POLLIN)
+        self._poller.register(self.wakeup.fd, zmq.POLLIN)
 
     def wait(self, timeout_ms: int) -> bool:
-        """Wait for a message, at most so long; return whether one is there."""
-        return self._socket in dict(self._poller.poll(timeout_ms))
+        """Wait for a message or a wake-up; return whether a message is there."""
+        ready = dict(self._poller.poll(timeout_ms))
+        # A signal may interrupt wake() before it writes: drain after each idle wait.
+        if not ready or self.wakeup.fd in ready:
+            self.wakeup.drain()
+        return self._socket in ready
 
     def take(self) -> tuple[bytes, Frames] | None:
-        """Take the message that :meth:`wait` found.
+        """Take the message that :meth:`wait` found: routing id of the sender, frames.
 
-        Returns:
-            Routing id of its sender, and its frames; or None when it was rejected,
-            because the sender belongs to another job, which it is told.
+        None: it was rejected, because the sender belongs to another job, which it is
+        told.
         """
         name, *frames = receive_frames(self._socket)
         self.bytes_received += sum(map(len, frames))
@@ -221,33 +210,26 @@ class Listener:
     def close(self) -> None:
         """Close the socket; replies under way are sent for up to a second."""
         self._socket.close()
+        self.wakeup.close()
 
 
 class Reply(Future[tuple[Header, Frames]]):
-    """A reply to come; it cannot be cancelled.
+    """A reply to come, within ``timeout_s``; it cannot be cancelled.
 
     Fails with RemoteError, RequestTimeoutError, ServerError (the connection is lost) or
     WireError (the reply is not a message of this protocol).
-
-    Args:
-        timeout_s: seconds after which the request fails.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, server: int = 0, what: str = "") -> None:
         super().__init__()
         self.timeout_s = timeout_s
+        self.server = server
+        self.what = what
         self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
 
     def frames(self) -> Frames:
         """Wait for the reply; return its frames."""
         return self.result(self.timeout_s + _GRACE_S)[1]
-
-
-@dataclass(slots=True)
-class _Pending:
-    server: int
-    what: str
-    reply: Reply
 
 
 class Connections:
@@ -258,9 +240,6 @@ class Connections:
         addresses: one per server, as ``"tcp://127.0.0.1:7000"``.
         max_pending: requests that may wait for replies; the caller of one more waits.
         greeting: of this process; the servers must belong to the same job, or to none.
-
-    Attributes:
-        names: of the servers, as errors name them.
 
     Raises:
         ConfigError: there is no address, or one cannot be parsed.
@@ -280,7 +259,7 @@ class Connections:
         self._slots = threading.BoundedSemaphore(max_pending)
         self._lock = threading.Lock()
         self._outgoing: deque[tuple[int, list[Frame]]] = deque()  # guarded by _lock
-        self._pending: dict[int, _Pending] = {}  # guarded by _lock
+        self._pending: dict[int, Reply] = {}  # by request number; guarded by _lock
         self._deadlines: list[tuple[float, int]] = []  # guarded by _lock
         self._closed = False  # guarded by _lock
         self._lost: set[int] = set()  # guarded by _lock
@@ -313,14 +292,10 @@ class Connections:
         timeout_s: float,
         what: str,
     ) -> Reply:
-        """Send a request.
+        """Send a request to one server; its number is set here.
 
-        Args:
-            server: number of the server.
-            header: of the message; its request number is set here.
-            frames: the others; their memory must not change until the reply.
-            timeout_s: seconds until the request counts as failed.
-            what: the request in words, for errors: ``"lookup of table 'ads'"``.
+        The memory of ``frames`` must not change until the reply. ``what`` is the
+        request in words, for errors: ``"lookup of table 'ads'"``.
 
         Raises:
             RequestTimeoutError: too many requests are pending for ``timeout_s``.
@@ -333,7 +308,7 @@ class Connections:
                 f"{what}: too many requests were pending for {timeout_s:g} s.",
                 server=name,
             )
-        reply = Reply(timeout_s)
+        reply = Reply(timeout_s, server, what)
         number = next(self._numbers)
         deadline = time.monotonic() + timeout_s
         message: list[Frame] = [header.encode(request=number), *frames]
@@ -341,13 +316,13 @@ class Connections:
             if self._closed:
                 self._slots.release()
                 raise ServerError(f"{what}: the connections are closed.", server=name)
-            self._pending[number] = _Pending(server, what, reply)
+            self._pending[number] = reply
             is_lost = server in self._lost
             if not is_lost:
                 heapq.heappush(self._deadlines, (deadline, number))
                 self._outgoing.append((server, message))
         if is_lost:
-            self._fail([number], _STILL_LOST)
+            self._fail(_STILL_LOST, [number])
         else:
             self._wakeup.wake()
         return reply
@@ -368,6 +343,7 @@ class Connections:
         poller.register(self._wakeup.fd, zmq.POLLIN)
         for socket in [*self._sockets, *self._monitors]:
             poller.register(socket, zmq.POLLIN)
+        reason = "the connections were closed."
         try:
             while (timeout_ms := self._expire()) is not None:
                 ready = dict(poller.poll(timeout_ms))
@@ -382,12 +358,14 @@ class Connections:
                         self._notice_change(server, monitor)
         except Exception as exc:  # handed to all callers that wait
             logger.exception("the I/O thread of %s died", self.names)
-            self._fail_all(f"the I/O thread died ({exc!r}).")
+            reason = f"the I/O thread died ({exc!r})."
         finally:
-            self._fail_all("the connections were closed.")
-            for server, socket in enumerate(self._sockets):
+            with self._lock:
+                self._closed = True
+            self._fail(reason, self._pending_of(range(len(self))))
+            for socket, monitor in zip(self._sockets, self._monitors, strict=True):
                 socket.disable_monitor()
-                self._monitors[server].close()
+                monitor.close()
                 socket.close(linger=0)
             self._wakeup.close()
 
@@ -407,14 +385,14 @@ class Connections:
                 if left_s > 0:
                     return min(int(left_s * 1000) + 1, _IDLE_POLL_MS)
                 _, number = heapq.heappop(self._deadlines)
-            pending = self._take(number)
-            if pending is not None:
+            reply = self._take(number)
+            if reply is not None:
                 error = RequestTimeoutError(
-                    f"{pending.what}: no reply within {pending.reply.timeout_s:g} s. "
+                    f"{reply.what}: no reply within {reply.timeout_s:g} s. "
                     "Is it running, and is the address right?",
-                    server=self.names[pending.server],
+                    server=self.names[reply.server],
                 )
-                pending.reply.set_exception(error)
+                reply.set_exception(error)
 
     def _send_outgoing(self) -> None:
         self._wakeup.drain()
@@ -428,47 +406,38 @@ class Connections:
     def _receive(self, server: int, socket: "zmq.Socket[bytes]") -> None:
         """Hand a reply to the caller that waits for it."""
         frames = receive_frames(socket)
+        name = self.names[server]
+        error = None
         try:
             header = Header.decode(frames[0])
-            error = None
             if header.kind is Kind.ERROR:
                 text = decode_json(frames, ErrorReply)
-                error = RemoteError(
-                    text.message, server=self.names[server], kind=text.kind
-                )
+                error = RemoteError(text.message, server=name, kind=text.kind)
         except WireError as exc:
-            self._distrust(server, exc)
+            logger.warning("%s sent no message of ours: %s", name, exc)
+            malformed = (
+                f"the reply must be a message of this protocol. {exc} Is this the "
+                "right address?"
+            )
+            self._fail(malformed, self._pending_of([server]), WireError)
             return
-        pending = self._take(header.request, server)
-        if pending is None:
+        reply = self._take(header.request, server)
+        if reply is None:
             return  # its deadline has passed
         if error is not None:
-            pending.reply.set_exception(error)
+            reply.set_exception(error)
         else:
-            pending.reply.set_result((header, frames))
+            reply.set_result((header, frames))
 
-    def _distrust(self, server: int, exc: WireError) -> None:
-        """Fail all requests to a server that does not speak this protocol."""
-        logger.warning("%s sent no message of ours: %s", self.names[server], exc)
-        for pending in self._take_all(self._pending_of(server)):
-            error = WireError(
-                f"{self.names[server]}: {pending.what}: the reply must be a "
-                f"message of this protocol. {exc} Is this the right address?"
-            )
-            pending.reply.set_exception(error)
-
-    def _take(self, number: int, server: int | None = None) -> _Pending | None:
+    def _take(self, number: int, server: int | None = None) -> Reply | None:
         """Remove a request; None if it has ended, or is not the server's."""
         with self._lock:
-            pending = self._pending.get(number)
-            if pending is None or server not in (None, pending.server):
+            reply = self._pending.get(number)
+            if reply is None or server not in (None, reply.server):
                 return None
             del self._pending[number]
         self._slots.release()
-        return pending
-
-    def _take_all(self, numbers: Iterable[int]) -> Iterable[_Pending]:
-        return filter(None, map(self._take, numbers))
+        return reply
 
     def _notice_change(self, server: int, monitor: "zmq.Socket[bytes]") -> None:
         """Note that the connection to a server was lost, or was established."""
@@ -480,23 +449,19 @@ class Connections:
             (self._lost.add if is_lost else self._lost.discard)(server)
         if is_lost:
             lost = "the connection was lost. Did the process end?"
-            self._fail(self._pending_of(server), lost)
+            self._fail(lost, self._pending_of([server]))
 
-    def _pending_of(self, server: int) -> list[int]:
+    def _pending_of(self, servers: Sequence[int]) -> list[int]:
         with self._lock:
-            return [n for n, p in self._pending.items() if p.server == server]
+            return [n for n, reply in self._pending.items() if reply.server in servers]
 
-    def _fail_all(self, reason: str) -> None:
-        with self._lock:
-            self._closed = True
-            numbers = list(self._pending)
-        self._fail(numbers, reason)
-
-    def _fail(self, numbers: Sequence[int], reason: str) -> None:
-        for pending in self._take_all(numbers):
-            name = self.names[pending.server]
-            error = ServerError(f"{pending.what}: {reason}", server=name)
-            pending.reply.set_exception(error)
+    def _fail(
+        self, reason: str, numbers: Sequence[int], kind: type[Exception] = ServerError
+    ) -> None:
+        for reply in filter(None, map(self._take, numbers)):
+            text = f"{reply.what}: {reason}"
+            error = ServerError(text, server=self.names[reply.server])
+            reply.set_exception(error if kind is ServerError else kind(str(error)))
 
 
 def require_sendable(frames: Sequence[Frame], what: str) -> None:
@@ -526,6 +491,22 @@ def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:
             return frames
 
 
+def keep_freed_memory() -> bool:
+    """Reuse the memory of messages of up to 32 MiB; return whether glibc can.
+
+    For processes of our own, before their first request. Otherwise the C library
+    returns the memory of each large message to the operating system, which clears
+    every page of the next one: a quarter of the time of a thread that receives
+    gradients.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    reused = mallopt(_M_MMAP_THRESHOLD, _LARGEST_REUSED_BYTES)
+    return bool(reused and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
 def _connect(address: str, greeting: Greeting) -> "zmq.Socket[bytes]":
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     socket = context.socket(zmq.DEALER)
@@ -547,13 +528,10 @@ def _connect(address: str, greeting: Greeting) -> "zmq.Socket[bytes]":
 def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     """Bound the messages of a socket, and end connections to a host that is gone.
 
-    The kernels of both hosts detect the loss: an idle connection is probed, and sent
-    data must be acknowledged. A process that compiles, holds the interpreter's lock or
-    sends a frame for a minute keeps its connections. A stopped one (SIGSTOP) loses them
-    only once its buffers are full.
-
-    Args:
-        socket: not bound and not connected yet.
+    Called before it is bound or connected. The kernels of both hosts detect the loss:
+    an idle connection is probed, and sent data must be acknowledged. A process that
+    compiles, holds the interpreter's lock or sends a frame for a minute keeps its
+    connections. A stopped one (SIGSTOP) loses them only once its buffers are full.
     """
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

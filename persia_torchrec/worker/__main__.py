@@ -34,9 +34,9 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.service_main import Lifetime, run_service, tell_ready
-from persia_torchrec.wire.malloc import keep_freed_memory
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.service import Service
+from persia_torchrec.wire.transport import keep_freed_memory
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.worker.serving import (
     make_lookup,

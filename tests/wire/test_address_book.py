@@ -4,13 +4,14 @@ import time
 
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.errors import (
     ConfigError,
     DiscoveryError,
     JobError,
     JobMismatchError,
 )
-from persia_torchrec.wire.address_book import COMPILING, AddressBook
+from persia_torchrec.wire.address_book import COMPILING, AddressBook, Patience
 from persia_torchrec.wire.ports import local_address
 from tests.ports import draw_port
 from tests.processes import wait_until
@@ -211,3 +212,26 @@ def test_the_address_towards_this_machine_is_the_loopback():
 def test_there_is_no_address_towards_an_unknown_machine():
     with pytest.raises(DiscoveryError, match=r"'no-such-host\.invalid'"):
         local_address("no-such-host.invalid")
+
+
+def test_time_runs_out_at_the_deadline_where_no_process_compiles():
+    patience = Patience(10.0, 0.0)
+    assert [patience.is_over(3, now) for now in (0.0, 9.9, 10.0)] == [
+        *(False, False),
+        True,
+    ]
+
+
+def test_the_time_in_which_a_process_compiles_does_not_count():
+    patience = Patience(10.0, 0.0)
+    assert not patience.is_over(0, 9.0)
+    for second in range(1, 100):
+        assert not patience.is_over(second, 9.0 + second)
+    assert not patience.is_over(99, 109.0)  # the last heartbeat holds for a while
+    assert patience.is_over(99, 200.0)
+
+
+def test_a_process_that_compiles_for_ever_extends_a_deadline_only_so_far():
+    patience = Patience(10.0, 0.0)
+    overs = [patience.is_over(second, float(second)) for second in range(2000)]
+    assert overs.index(True) == 10 + timeouts.COMPILING_S

@@ -6,7 +6,7 @@ import pytest
 
 FAULTS_OF_NEW_BLOCKS = """
 import ctypes, resource
-from persia_torchrec.wire.malloc import keep_freed_memory
+from persia_torchrec.wire.transport import keep_freed_memory
 if {keep}:
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)

@@ -132,7 +132,7 @@ def test_a_member_of_another_host_whose_connection_is_lost_is_replaced_at_once(b
     other = AddressBook.join("localhost", book.port)
     own = ProcessIdentity.of_this_process()
     holder = structs.replace(own, process_table="another boot")
-    other.swap("member/server/0", "", msgspec.json.encode(holder).decode())
+    other.claim("member/server/0", msgspec.json.encode(holder).decode())
     other.close()
     record = MemberRecord(book, "server", 0)
     record.register(3600)
