@@ -15,7 +15,8 @@ from typing import Self
 
 from persia_torchrec import env
 from persia_torchrec.command_line import format_flags
-from persia_torchrec.config import load_embedding_config, refuse_inference
+from persia_torchrec.config.embedding_config import load_embedding_config
+from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.utils import dump_yaml

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from persia_torchrec import env
-from persia_torchrec.config import parse_yaml, read_text
+from persia_torchrec.config.yaml_file import parse_yaml, read_text
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.ports import free_port_from
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.ctx import DataCtx, TrainCtx
 from persia_torchrec.data import IterableDataset
 from persia_torchrec.embedding.data import IDTypeFeature, Label, PersiaBatch

@@ -5,23 +5,14 @@ import msgspec
 import pytest
 import yaml
 
-from persia_torchrec.config import (
-    FeatureGroup,
+from persia_torchrec.config.embedding_config import SlotConfig, load_embedding_config
+from persia_torchrec.config.global_config import (
     GlobalSettings,
-    SlotConfig,
-    differences,
     inference_settings,
-    load_embedding_config,
     load_global_config,
     refuse_inference,
 )
-from persia_torchrec.config.differences import (
-    IGNORED,
-    NO_EFFECT,
-    ONE_VALUE,
-    RENAMED,
-    is_of_embedding_config,
-)
+from persia_torchrec.config.yaml_file import DIFFERENCES
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 
@@ -106,10 +97,12 @@ def test_slots_are_read_in_order_with_persias_defaults(embedding_config):
 
 def test_groups_of_the_file_come_first_then_one_for_each_other_slot(embedding_config):
     schema = embedding_config(SLOTS)
-    assert schema.groups == (
-        FeatureGroup(name="things", slots=("item", "basket"), index_prefix=1 << 52),
-        FeatureGroup(name="user", slots=("user",), index_prefix=2 << 52),
-    )
+    assert list(schema.groups.items()) == [
+        ("things", ("item", "basket")),
+        ("user", ("user",)),
+    ]
+    assert schema.slots["user"].group == "user"
+    assert schema.slots["user"].index_prefix == 2 << 52
     for name in ("item", "basket"):
         assert schema.slots[name].group == "things"
         assert schema.slots[name].index_prefix == 1 << 52
@@ -118,7 +111,7 @@ def test_groups_of_the_file_come_first_then_one_for_each_other_slot(embedding_co
 def test_eight_bits_are_the_prefix_unless_the_file_says_otherwise(embedding_config):
     schema = embedding_config("slots_config: {a: {dim: 4}, b: {dim: 4}}")
     assert schema.feature_index_prefix_bit == 8
-    assert [group.index_prefix for group in schema.groups] == [1 << 56, 2 << 56]
+    assert [slot.index_prefix for slot in schema.slots.values()] == [1 << 56, 2 << 56]
 
 
 def test_as_many_groups_as_fit_the_prefix_are_accepted(embedding_config):
@@ -126,7 +119,7 @@ def test_as_many_groups_as_fit_the_prefix_are_accepted(embedding_config):
         "{feature_index_prefix_bit: 2, "
         "slots_config: {a: {dim: 4}, b: {dim: 4}, c: {dim: 4}}}"
     )
-    assert schema.groups[-1].index_prefix == 3 << 62
+    assert schema.slots["c"].index_prefix == 3 << 62
 
 
 def test_a_hash_stack_of_no_rounds_changes_nothing(embedding_config):
@@ -244,7 +237,7 @@ def test_groups_that_do_not_fit_the_slots_are_refused(
 
 def test_a_group_may_be_named_like_a_slot_that_is_in_a_group(embedding_config):
     schema = embedding_config("slots_config: {a: {dim: 8}}\nfeature_groups: {a: [a]}")
-    assert [group.name for group in schema.groups] == ["a"]
+    assert list(schema.groups) == ["a"]
 
 
 def test_an_empty_global_config_gives_persias_defaults(global_config):
@@ -337,7 +330,7 @@ def test_a_whole_global_config_is_read(global_config):
             infer("servers: ['a:1'], embedding_checkpoint: b").replace(
                 "Infer", "Train"
             ),
-            "infer_config must come with job_type: Infer. Received: job_type: Train",
+            "infer_config must come with job_type: Infer. Rec.*: job_type: Train, and",
         ),
         (
             infer("servers: [], embedding_checkpoint: b"),
@@ -488,7 +481,6 @@ OTHER_VALUES = {
     "PersiaInferConfig": "{servers: [a:8000], initial_sparse_checkpoint: /a/folder}",
     "PersiaEmbeddingServerConfig": "{capacity: 3, intent: Train}",
     "PersiaShardedServerConfig": "{capacity: 3, intent: Train}",
-    "forward_buffer_size": "1000",
     "common_config.num_embedding_io_workers": "8",
     "embedding_parameter_server_config.num_embedding_io_workers": "8",
     "embedding_parameter_server_config.num_persistence_workers": "4",
@@ -497,6 +489,7 @@ OTHER_VALUES = {
     "embedding_parameter_server_config.local_buffer_dir": "/a/folder",
     "embedding_parameter_server_config.full_amount_manager_buffer_size": "1000",
     "embedding_parameter_server_config.embedding_recycle_pool_capacity": "1000",
+    "forward_buffer_size": "1000",
     "target_config": "[]",
     "slots_config.*.capacity": "1000000",
     "slots_config.*.is_uid": "true",
@@ -504,8 +497,19 @@ OTHER_VALUES = {
     "common_config.checkpointing_config.num_workers": "8",
     "embedding_parameter_server_config.num_hashmap_internal_shards": "1",
 }
+ROWS = [row for rows in DIFFERENCES.values() for row in rows]
+RENAMED = [row for row in ROWS if row.kind == "renamed"]
+IGNORED = [row for row in ROWS if row.kind == "ignored"]
+NO_EFFECT = [row for row in ROWS if row.kind == "no_effect"]
 OTHER_KEYS = {row.key_path: row for row in (*RENAMED, *IGNORED, *NO_EFFECT)}
 CHANGED_KEYS = [row.key_path for row in (*RENAMED, *IGNORED)]
+OF_EMBEDDING_CONFIG = {row.key_path for row in DIFFERENCES["embedding_config"]}
+
+
+def is_of_embedding_config(key_path):
+    """Return whether a key is of ``embedding_config.yml``, not of the other file."""
+    top = key_path.partition(".")[0]
+    return key_path in OF_EMBEDDING_CONFIG or top in ("slots_config", "feature_groups")
 
 
 def with_key(key_path, value):
@@ -585,15 +589,15 @@ def test_an_ignored_key_changes_nothing_whatever_its_value(load, row, value):
 def test_a_key_of_the_tables_is_one_that_no_file_has_by_itself(
     monkeypatch, load, key_path
 ):
-    monkeypatch.setattr(differences, "RENAMED", ())
-    monkeypatch.setattr(differences, "IGNORED", ())
+    for file in DIFFERENCES:
+        monkeypatch.setitem(DIFFERENCES, file, NO_EFFECT)
     with pytest.raises(ConfigError, match="is unknown"):
         load(key_path, "3")
 
 
 def test_every_key_path_without_effect_is_one_that_files_may_have(load):
     """A row that no file can reach would do nothing, unnoticed."""
-    for key_path in (*(row.key_path for row in NO_EFFECT), *ONE_VALUE):
+    for key_path in (row.key_path for row in ROWS if row.kind in ("no_effect", "zero")):
         with pytest.raises(ConfigError) as refused:
             load(key_path, "{misfit: }")
         message = str(refused.value)
@@ -742,7 +746,7 @@ def test_every_key_is_in_a_file_of_ours_and_does_what_it_says(
     name, value = next(item for item in told.items() if item[1] is not None)
     settings = read(EVERY_KEY[name])
     if key_path == "feature_groups":
-        assert {g.name: list(g.slots) for g in settings.groups[:1]} == value
+        assert list(settings.groups["things"]) == value["things"]
         return
     assert value != SETTINGS[key_path]
     for key in key_path.split("."):

@@ -18,24 +18,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field, structs
 
-from persia_torchrec.config.differences import apply_differences
-from persia_torchrec.config.yaml_file import (
-    nearest,
-    parse_yaml,
-    read_section,
-    read_text,
-    require_mapping,
-)
-from persia_torchrec.decoding import KeyPath, convert
+from persia_torchrec.config.yaml_file import nearest, parse_file, read_text
+from persia_torchrec.decoding import KeyPath
 from persia_torchrec.errors import ConfigError
 
 ID_BITS = 64
-MAX_PREFIX_BITS = 62
-"""With more, hardly any ids are left: they are taken modulo ``2**(64-n) - 1``."""
 
 
 class HashStack(Struct, frozen=True, kw_only=True):
@@ -74,7 +65,6 @@ class SlotSettings(Struct, frozen=True, kw_only=True):
         name="hash_stack_config",
         default=HashStack(hash_stack_rounds=0, embedding_size=0),
     )
-    """See :class:`HashStack`."""
 
 
 class SlotConfig(SlotSettings, frozen=True, kw_only=True):
@@ -87,21 +77,7 @@ class SlotConfig(SlotSettings, frozen=True, kw_only=True):
     """Name of its feature group."""
 
     index_prefix: int
-    """Of that group; see :class:`FeatureGroup`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeatureGroup:
-    """Slots that share their ids, and hence their rows."""
-
-    name: str
-    """From ``feature_groups``, or of the only slot."""
-
-    slots: tuple[str, ...]
-    """Names, in the file's order; all of one dim."""
-
-    index_prefix: int
-    """Added to the group's ids: its number, from 1, shifted to the top bits."""
+    """Added to its ids: the number of the group, shifted to the top bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +90,16 @@ class EmbeddingSchema:
     slots: Mapping[str, SlotConfig]
     """By name, in the file's order."""
 
-    groups: tuple[FeatureGroup, ...]
-    """In the order of their numbers."""
+    groups: Mapping[str, tuple[str, ...]]
+    """Names of the slots of each group, all of one dim, in the order of the groups'
+    numbers. A slot in no group is alone in one with its name."""
+
+
+class _File(Struct, frozen=True, kw_only=True):
+    # With more bits hardly any ids are left: they are taken modulo 2**(64-bits) - 1.
+    feature_index_prefix_bit: Annotated[int, Meta(ge=1, le=62)] = 8
+    slots_config: dict[str, SlotSettings]
+    feature_groups: dict[str, tuple[str, ...]] = {}
 
 
 def load_embedding_config(path: str | Path, *, warns: bool = True) -> EmbeddingSchema:
@@ -131,65 +115,36 @@ def parse_embedding_config(
     ``warns``: keys without effect are logged, as worker 0 of a job does.
     """
     top = KeyPath(str(path))
-    content = apply_differences(
-        parse_yaml(text, path), top, is_embedding_config=True, warns=warns
-    )
-    file = read_section(_File, content, top)
-    at = top.under("slots_config")
-    settings = {
-        name: read_section(SlotSettings, slot, at.under(name))
-        for name, slot in require_mapping(file.slots_config, at).items()
-    }
-    if not settings:
-        raise ConfigError(f"{at} must have at least one slot.")
+    file = parse_file(_File, text, top, "embedding_config", warns=warns)
+    if not file.slots_config:
+        raise ConfigError(f"{top.under('slots_config')} must have at least one slot.")
+    groups = _complete_groups(file, top.under("feature_groups"))
     bits = file.feature_index_prefix_bit
-    members = _read_groups(file.feature_groups, settings, top.under("feature_groups"))
-    if len(members) >= 2**bits:
+    if len(groups) >= 2**bits:
         raise ConfigError(
             f"{top} must have at most {2**bits - 1} groups, counting each slot that "
-            f"is in none. Received: {len(members)}. "
+            f"is in none. Received: {len(groups)}. "
             f"Raise feature_index_prefix_bit above {bits}."
         )
-    groups = tuple(
-        FeatureGroup(name=name, slots=slots, index_prefix=index_prefix(number, bits))
-        for number, (name, slots) in enumerate(members.items())
-    )
-    group_of_slot = {slot: group for group in groups for slot in group.slots}
-    slots = {}
-    for name, slot in settings.items():
-        group, prefix = group_of_slot[name].name, group_of_slot[name].index_prefix
-        slots[name] = SlotConfig(
-            **structs.asdict(slot), name=name, group=group, index_prefix=prefix
-        )
+    added: dict[str, dict[str, Any]] = {
+        slot: {"group": group, "index_prefix": number << (ID_BITS - bits)}
+        for number, (group, members) in enumerate(groups.items(), start=1)
+        for slot in members
+    }
+    slots = {
+        name: SlotConfig(**structs.asdict(slot), name=name, **added[name])
+        for name, slot in file.slots_config.items()
+    }
     return EmbeddingSchema(feature_index_prefix_bit=bits, slots=slots, groups=groups)
 
 
-def index_prefix(group: int, prefix_bits: int) -> int:
-    """Return the prefix of a feature group, counted from 0.
-
-    Example:
-        >>> hex(index_prefix(0, prefix_bits=12))
-        '0x10000000000000'
-    """
-    return (group + 1) << (ID_BITS - prefix_bits)
-
-
-class _File(Struct, frozen=True, kw_only=True):
-    feature_index_prefix_bit: Annotated[int, Meta(ge=1, le=MAX_PREFIX_BITS)] = 8
-    slots_config: object
-    feature_groups: object = None
-
-
-def _read_groups(
-    content: object, slots: Mapping[str, SlotSettings], at: KeyPath
-) -> dict[str, tuple[str, ...]]:
-    """Read ``feature_groups``; add one for each slot that is in none."""
-    groups = {}
-    for name, value in require_mapping(content, at).items():
-        groups[name] = convert(value, tuple[str, ...], at.under(name), ConfigError)
-        _check_group(groups[name], slots, at.under(name))
+def _complete_groups(file: _File, at: KeyPath) -> dict[str, tuple[str, ...]]:
+    """Check the groups of a file, and add one for each slot that is in none."""
+    groups = dict(file.feature_groups)
+    for name, members in groups.items():
+        _check_group(members, file.slots_config, at.under(name))
     times = Counter(slot for members in groups.values() for slot in members)
-    for slot in slots:
+    for slot in file.slots_config:
         if times[slot] > 1:
             raise ConfigError(
                 f"{at} must name each slot at most once. "

@@ -29,13 +29,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from persia_torchrec.config.differences import apply_differences
-from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
+from persia_torchrec.config.yaml_file import parse_file, read_text
 from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import LOOPBACK_NAMES, MAX_PORT, job_store
 from persia_torchrec.errors import ConfigError
-
-JOB_TYPES = ("Train", "Eval", "Infer")
 
 _ADDRESS = re.compile(r"(?:tcp://)?([^\s:/\[\]]+):([0-9]{1,5})")
 
@@ -117,21 +114,17 @@ class CommonSettings(Struct, frozen=True, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        if self.job_type not in JOB_TYPES:
+        if self.job_type not in ("Train", "Eval", "Infer"):
             raise ConfigError(
-                f"job_type must be one of {', '.join(JOB_TYPES)}. "
+                "job_type must be one of Train, Eval, Infer. "
                 f"Received: {self.job_type!r}."
             )
-        if self.job_type == "Infer" and self.infer is None:
+        if (self.job_type == "Infer") != (self.infer is not None):
+            does = "no" if self.infer is None else "an"
             raise ConfigError(
                 "job_type: Infer must come with an infer_config, with servers and "
-                "embedding_checkpoint. Received: none."
-            )
-        if self.job_type != "Infer" and self.infer is not None:
-            raise ConfigError(
-                "infer_config must come with job_type: Infer. "
-                f"Received: job_type: {self.job_type}. Leave one of them out, or set "
-                "job_type."
+                "embedding_checkpoint, and infer_config must come with job_type: Infer."
+                f" Received: job_type: {self.job_type}, and {does} infer_config."
             )
 
 
@@ -190,11 +183,8 @@ def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSetting
 
     ``warns``: keys without effect are logged, as server 0 of a job does.
     """
-    top = KeyPath(str(path))
-    content = apply_differences(
-        parse_yaml(read_text(path), path), top, is_embedding_config=False, warns=warns
-    )
-    return read_section(GlobalSettings, content, top)
+    text, top = read_text(path), KeyPath(str(path))
+    return parse_file(GlobalSettings, text, top, "global_config", warns=warns)
 
 
 def inference_settings(path: str | Path | None) -> InferSettings | None:

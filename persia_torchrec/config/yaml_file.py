@@ -2,21 +2,55 @@
 
 The keys of a section are the names of the fields, a field without default is required,
 an empty section has all defaults. Every error names the file and the key path.
+``differences.toml`` has the keys of PERSIA's files that do not do what they say.
 """
 
 import difflib
-from collections.abc import Hashable, Iterable
+import logging
+import tomllib
+from collections.abc import Hashable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 import yaml
-from msgspec import structs
 
 from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import ConfigError
 
-T = TypeVar("T", bound=msgspec.Struct)
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class OtherKey(NamedTuple):
+    """A key of PERSIA's files or pages that does not do here what it says."""
+
+    kind: str
+    """``renamed``, ``ignored``, ``no_effect`` or ``zero``: see the TOML file."""
+
+    key_path: str
+    """Keys from the top of the file, with a dot between; ``*`` is any key."""
+
+    right_key: str
+    """Key path of what was meant; empty: there is no such setting here."""
+
+    reason: str
+    """Where the key comes from; without a right key, what it would have done."""
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("differences.toml").read_text())
+DIFFERENCES = {
+    file: [
+        OtherKey(kind, key_path, right_key, group["reason"])
+        for kind, groups in kinds.items()
+        for group in groups
+        for key_path, right_key in group["keys"].items()
+    ]
+    for file, kinds in _TABLES.items()
+}
+"""By file, ``embedding_config`` or ``global_config``, in the order of application."""
 
 
 def read_text(path: str | Path) -> str:
@@ -37,24 +71,17 @@ def parse_yaml(text: str, path: str | Path) -> object:
         raise ConfigError(f"{path} must be YAML. Received: {exc}.") from exc
 
 
-def read_section(kind: type[T], content: object, at: KeyPath) -> T:
-    """Build a struct from a mapping of a file; None is an empty one."""
-    return convert(_check_keys(content, kind, at), kind, at, ConfigError)
-
-
-def require_mapping(content: object, at: KeyPath) -> dict[str, object]:
-    """Return a mapping whose keys are names; ``{}`` for None."""
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{at} must be a mapping. Received: {content!r}.")
-    for key in content:
-        if not isinstance(key, str) or not key:
-            raise ConfigError(
-                f"{at} must have names as keys. Received: {key!r}. "
-                "Put it into quotes if it is meant as a name."
-            )
-    return content
+def parse_file(kind: type[T], text: str, top: KeyPath, file: str, *, warns: bool) -> T:
+    """Parse a file, one of ``DIFFERENCES``, into a struct; None is an empty section."""
+    content = parse_yaml(text, top.source)
+    for row in DIFFERENCES[file]:
+        found = list(_find(content, row.key_path.split("."), top))
+        for section, key, at in found:
+            if key in section:  # else it is a YAML alias, and was changed already
+                _apply(row, section, key, at)
+        if found and warns and row.kind != "zero":
+            _warn(top.source, row)
+    return _read_section(kind, content, top)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -83,19 +110,82 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def _find(
+    content: object, pattern: list[str], at: KeyPath
+) -> Iterator[tuple[dict[str, object], str, KeyPath]]:
+    """Yield section, key and path of each key that a pattern matches."""
+    if not isinstance(content, dict):
+        return
+    first, *rest = pattern
+    for key in content if first == "*" else content.keys() & {first}:
+        if rest:
+            yield from _find(content[key], rest, at.under(key))
+        else:
+            yield content, key, at.under(key)
+
+
+def _apply(row: OtherKey, section: dict[str, object], key: str, at: KeyPath) -> None:
+    """Rename or remove a key of a section."""
+    if row.kind == "no_effect":
+        return
+    value = section.pop(key)
+    if row.kind == "zero" and (type(value) is not int or value != 0):
+        raise ConfigError(f"{at} must be 0. Received: {value!r}. {row.reason}")
+    if row.kind == "renamed":
+        name = row.right_key.rpartition(".")[2]
+        if name in section:
+            raise ConfigError(
+                f"{at} must not stand beside {name}, of which it is another name. "
+                "Leave one of them out."
+            )
+        section[name] = value
+
+
+@lru_cache(maxsize=1024)
+def _warn(file: str, row: OtherKey) -> None:
+    """Log a warning, once per file and key: a process reads its files repeatedly."""
+    message = "%s: %s is ignored. %s%s"
+    if row.right_key:
+        is_renamed = row.kind == "renamed"
+        does = "read as" if is_renamed else "ignored; the key is"
+        message = f"%s: %s is {does} %s. %s"
+    logger.warning(message, file, row.key_path, row.right_key, row.reason)
+
+
+def _read_section(kind: type[T], content: object, at: KeyPath) -> T:
+    return convert(_check_keys(content, kind, at), kind, at, ConfigError)
+
+
 def _check_keys(content: object, kind: Any, at: KeyPath) -> object:
     """Return a section with its keys checked, and ``{}`` for each empty one in it."""
-    kinds = [each for each in (kind, *get_args(kind)) if _is_struct(each)]
-    if not kinds or (content is None and kind is not kinds[0]):  # X | None
+    if get_origin(kind) is dict:  # msgspec would not name the entry with a mistake
+        entry = get_args(kind)[1]
+        return {
+            name: _read_section(entry, value, at.under(name))
+            for name, value in _require_mapping(content, at).items()
+        }
+    structs = [k for k in (kind, *get_args(kind)) if hasattr(k, "__struct_fields__")]
+    if not structs or (content is None and kind is not structs[0]):  # X | None
         return content
-    known = {field.encode_name: field.type for field in structs.fields(kinds[0])}
+    known = {f.encode_name: f.type for f in msgspec.structs.fields(structs[0])}
     checked = {}
-    for key, value in require_mapping(content, at).items():
+    for key, value in _require_mapping(content, at).items():
         if key not in known:
             raise ConfigError(f"{at.under(key)} is unknown. {nearest(key, known)}")
         checked[key] = _check_keys(value, known[key], at.under(key))
     return checked
 
 
-def _is_struct(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+def _require_mapping(content: object, at: KeyPath) -> dict[str, object]:
+    """Return a mapping whose keys are names; ``{}`` for None."""
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{at} must be a mapping. Received: {content!r}.")
+    for key in content:
+        if not isinstance(key, str) or not key:
+            raise ConfigError(
+                f"{at} must have names as keys. Received: {key!r}. "
+                "Put it into quotes if it is meant as a name."
+            )
+    return content

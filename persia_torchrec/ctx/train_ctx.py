@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.config import EmbeddingSchema, load_embedding_config
+from persia_torchrec.config.embedding_config import (
+    EmbeddingSchema,
+    load_embedding_config,
+)
 from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
 from persia_torchrec.data.dataset import require_at_least_1

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from persia_torchrec import env
 from persia_torchrec.command_line import build, given_flags
-from persia_torchrec.config import refuse_inference
+from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.service_main import run_service
 from persia_torchrec.wire.address_book import AddressBook, JobState

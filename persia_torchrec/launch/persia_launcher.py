@@ -30,11 +30,8 @@ from typing import Any, NoReturn
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.command_line import add_flags, build, format_flags
-from persia_torchrec.config import (
-    inference_settings,
-    load_embedding_config,
-    refuse_inference,
-)
+from persia_torchrec.config.embedding_config import load_embedding_config
+from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.config import refuse_inference
+from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.address_book import AddressBook

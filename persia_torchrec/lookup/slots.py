@@ -33,7 +33,7 @@ import numpy.typing as npt
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.compiled import compiled, read_only
-from persia_torchrec.config import EmbeddingSchema, SlotConfig
+from persia_torchrec.config.embedding_config import EmbeddingSchema, SlotConfig
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.embedding.optim import Optimizer
@@ -132,19 +132,19 @@ def build_tables(
 ) -> tuple[TableSpec, ...]:
     """Return one table per feature group; ``settings`` by group win over the others."""
     settings = settings or {}
-    require_known_tables(settings, (group.name for group in schema.groups))
+    require_known_tables(settings, schema.groups)
     return tuple(
-        settings.get(group.name, TableSettings()).apply_to(
+        settings.get(group, TableSettings()).apply_to(
             TableSpec(
-                name=group.name,
-                dim=schema.slots[group.slots[0]].dim,
+                name=group,
+                dim=schema.slots[slots[0]].dim,
                 optimizer=optimizer,
                 initializer=config.initializer,
                 admission=config.admission,
                 weight_bound=config.weight_bound,
             )
         )
-        for group in schema.groups
+        for group, slots in schema.groups.items()
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from persia_torchrec import env
 from persia_torchrec.command_line import given_flags
 from persia_torchrec.compiled import telling_of_compilation
-from persia_torchrec.config import (
+from persia_torchrec.config.global_config import (
     InferSettings,
     inference_settings,
     load_global_config,

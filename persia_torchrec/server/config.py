@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from persia_torchrec.config import GlobalSettings, MetricsSettings
+from persia_torchrec.config.global_config import GlobalSettings, MetricsSettings
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -20,7 +20,7 @@ import torch
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.command_line import parse_flags
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.service_main import Lifetime, run_service, tell_ready

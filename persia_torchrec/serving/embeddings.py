@@ -15,7 +15,7 @@ import torch
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.compiled import telling_of_compilation
-from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError

@@ -21,11 +21,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import (
-    EmbeddingSchema,
-    MetricsSettings,
-    load_global_config,
-)
+from persia_torchrec.config.embedding_config import EmbeddingSchema
+from persia_torchrec.config.global_config import MetricsSettings, load_global_config
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.distributed import DistributedBaseOption
 from persia_torchrec.embedding import EmbeddingConfig

@@ -11,7 +11,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from persia_torchrec.config import EmbeddingSchema
+from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import ReferencedBatch
 from persia_torchrec.embedding.optim import Optimizer
@@ -36,12 +36,12 @@ def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=group.name,
-                embedding_dim=schema.slots[group.slots[0]].dim,
+                name=group,
+                embedding_dim=schema.slots[slots[0]].dim,
                 num_embeddings=1,  # the servers' tables have no length
-                feature_names=list(group.slots),
+                feature_names=list(slots),
             )
-            for group in schema.groups
+            for group, slots in schema.groups.items()
         ],
         device=torch.device("meta"),
     )

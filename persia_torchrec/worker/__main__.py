@@ -21,12 +21,14 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.compiled import telling_of_compilation
-from persia_torchrec.config import (
+from persia_torchrec.config.embedding_config import (
     EmbeddingSchema,
+    load_embedding_config,
+)
+from persia_torchrec.config.global_config import (
     GlobalSettings,
     MetricsSettings,
     inference_settings,
-    load_embedding_config,
     load_global_config,
 )
 from persia_torchrec.embedding.setting import import_settings

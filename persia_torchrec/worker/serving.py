@@ -17,12 +17,12 @@ from pathlib import Path
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import (
+from persia_torchrec.config.embedding_config import (
     EmbeddingSchema,
-    MetricsSettings,
     parse_embedding_config,
-    read_text,
 )
+from persia_torchrec.config.global_config import MetricsSettings
+from persia_torchrec.config.yaml_file import read_text
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.lookup.measures import LookupMeasures
 from persia_torchrec.lookup.slots import Slot, SlotsLookup, build_features

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec import env
-from persia_torchrec.config.differences import IGNORED, RENAMED
+from persia_torchrec.config.yaml_file import DIFFERENCES
 from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
 from persia_torchrec.launch import persia_launcher
 
@@ -79,9 +79,10 @@ def test_functions_of_the_same_name_have_the_same_arguments_and_defaults(modules
 
 
 @pytest.mark.parametrize(
-    ("title", "table"), [("other name", RENAMED), ("ignored key", IGNORED)]
+    ("title", "kind"), [("other name", "renamed"), ("ignored key", "ignored")]
 )
-def test_exactly_the_keys_that_differ_are_explained(title, table):
+def test_exactly_the_keys_that_differ_are_explained(title, kind):
+    table = [row for rows in DIFFERENCES.values() for row in rows if row.kind == kind]
     text = PAGE.partition(f"| {title} |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| `([\w.*]+)`.*? \| (.*) \|$", text, re.M))
     assert list(rows) == [row.key_path for row in table]

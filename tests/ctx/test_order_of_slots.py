@@ -459,12 +459,12 @@ def test_tables_stay_as_they_are_whose_slots_a_batch_has_not(tmp_path, monkeypat
 
     def tables():
         return {
-            group.name: [
+            name: [
                 block
-                for of_table in job.client.export(group.name)
+                for of_table in job.client.export(name)
                 for block in (of_table.ids, of_table.weights, of_table.state)
             ]
-            for group in job.schema.groups
+            for name in job.schema.groups
         }
 
     def train_on(names):

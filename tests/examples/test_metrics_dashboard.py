@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config import MetricsSettings, parse_embedding_config
+from persia_torchrec.config.embedding_config import parse_embedding_config
+from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.pipeline import worker_client as trainer
 from persia_torchrec.server.metrics import ServerReadings

@@ -32,7 +32,7 @@ import pytest
 import torch
 
 import persia_torchrec
-from persia_torchrec.config import load_global_config
+from persia_torchrec.config.global_config import load_global_config
 from persia_torchrec.ctx import (
     DataCtx,
     EmbeddingCtx,

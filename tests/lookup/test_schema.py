@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.embedding import (
     AdmitAll,
     AdmitProbability,

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config import index_prefix
 from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import BatchError, ConfigError
@@ -29,7 +28,7 @@ FEATURES = [
         key="user",
         table="users",
         pooling="sqrt",
-        prefix=index_prefix(2, 8),
+        prefix=3 << 56,
         prefix_bits=8,
     ),
     FeatureSpec(name="seen", key="seen", table="things", pooling="mean"),
@@ -39,7 +38,7 @@ FEATURES = [
         key="user",
         table="users",
         pooling="sqrt",
-        prefix=index_prefix(2, 8),
+        prefix=3 << 56,
         prefix_bits=8,
         hash_stack_rounds=3,
         hash_stack_size=5,

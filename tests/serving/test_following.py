@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from persia_torchrec.config import MetricsSettings
+from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.metrics import Means, Observations, Reading
 from persia_torchrec.wire import pushgateway as gateway_module

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config import MetricsSettings, parse_embedding_config
+from persia_torchrec.config.embedding_config import parse_embedding_config
+from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import encode_bags

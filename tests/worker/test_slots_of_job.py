@@ -1,6 +1,6 @@
 import pytest
 
-from persia_torchrec.config import load_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.worker.serving import ask_for_slots, tell_slots

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config import parse_embedding_config
+from persia_torchrec.config.embedding_config import parse_embedding_config
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.lookup.pooling import warm_up
