@@ -12,7 +12,7 @@ import numpy as np
 
 from persia_torchrec.bench.harness import Settings, Timings
 from persia_torchrec.bench.reference import Numbers, scattered, table_of
-from persia_torchrec.routing.dedup import unique_ids
+from persia_torchrec.routing.shard import unique_ids
 from persia_torchrec.table import TableSpec
 
 TURN = 5

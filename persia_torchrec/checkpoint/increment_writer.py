@@ -40,8 +40,8 @@ from persia_torchrec.checkpoint.row_file import IncrementHead, RowFileWriter, Wr
 from persia_torchrec.checkpoint.task import BackgroundTask
 from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.routing.dedup import unique_ids
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import unique_ids
 from persia_torchrec.store.journal import Changes
 from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
 from persia_torchrec.store.row_export import gather_rows
@@ -130,7 +130,7 @@ def _merge(pieces: Sequence[DirtyIds]) -> DirtyIds:
     have_left_U = np.zeros(len(unique.ids), dtype=np.bool_)
     have_left_L = np.concatenate([piece.have_left for piece in pieces])
     have_left_U[unique.inverse[have_left_L]] = True
-    return DirtyIds(read_only(unique.ids), latest_U, have_left_U)
+    return DirtyIds(read_only(unique.ids.copy()), latest_U, have_left_U)
 
 
 FlushRequest = tuple[Changes, IncrementHead]

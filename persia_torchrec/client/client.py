@@ -42,9 +42,8 @@ from persia_torchrec.client.transfer import (
     write_blocks,
 )
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.dedup import Counts
 from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.routing.shard import ShardedIds, split_by_shard
+from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.store.embedding_store import Metadata as Metadata
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
@@ -182,7 +181,7 @@ class EmbeddingClient:
 
     def split(self, ids_U: Ids) -> ShardedIds:
         """Group unique ids by the server that holds them."""
-        return split_by_shard(ids_U, self.num_servers)
+        return unique_ids(ids_U, self.num_servers)
 
     def pull(
         self,
@@ -310,8 +309,9 @@ class EmbeddingClient:
             known = self.known_table(table)
             rows, flags = rows_to_write(known.spec, block)
             ids = self.split(block.ids)
-            grouped = [ids.grouped(rows)]
-            request = TableRequest([known], [ids], [rows.shape[1]], rows=grouped)
+            grouped = np.empty_like(rows)
+            grouped[ids.inverse] = rows
+            request = TableRequest([known], [ids], [rows.shape[1]], rows=[grouped])
             return self._send(Header(Kind.WRITE, flags=flags), request)
 
         return write_blocks(blocks, write)
@@ -413,7 +413,7 @@ class EmbeddingClient:
         request = TableRequest([self.known_table(table)], [self.split(ids)], [width])
         replies = self._send(Header(kind), request)
         (rows,) = request.merge([reply.frames() for reply in replies], Precision.FP32)
-        return rows[request.ids[0].place]
+        return rows[request.ids[0].inverse]
 
 
 def _checked_counts(

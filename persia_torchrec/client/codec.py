@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, FrameError, WireError
-from persia_torchrec.routing.dedup import Counts
-from persia_torchrec.routing.shard import ShardedIds
+from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     Frame,
@@ -114,7 +113,7 @@ class TableRequest(NamedTuple):
         """
         row_bytes = [width * size_of(precision) for width in self.widths]
         for server, max_ids in enumerate(max_request_ids):
-            parts = [len(split.of_shard(server)) for split in self.ids]
+            parts = [int(np.diff(ids.offsets)[server]) for ids in self.ids]
             num_bytes = sum(map(int.__mul__, parts, row_bytes))
             if sum(parts) > max_ids or num_bytes > MAX_MESSAGE_BYTES:
                 raise BatchError(

@@ -35,8 +35,7 @@ import numpy.typing as npt
 from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.intrinsics import floats_at, load_u32, prefetch
 from persia_torchrec.lookup.bags import POOLINGS, Lengths, Pooling
-from persia_torchrec.routing.dedup import Positions, count_repeats
-from persia_torchrec.routing.tables import route_ids
+from persia_torchrec.routing.shard import Positions, count_repeats, unique_ids
 from persia_torchrec.wire import precision
 from persia_torchrec.wire.precision import Floats
 
@@ -137,12 +136,11 @@ def scatter_add(grads_LD: Floats, inverse_L: Positions, out_UD: Floats) -> None:
 def warm_up() -> None:
     """Compile, or load, the loops of a lookup; the first time on a machine is slow."""
     precision.warm_up()
-    ids = np.array([1, 2, 1], dtype=np.uint64)
-    routed = route_ids(ids, [3], num_shards=2)
-    count_repeats(routed.inverse, len(routed.tables[0].ids))
+    unique = unique_ids(np.array([1, 2, 1], dtype=np.uint64), num_shards=2)
+    count_repeats(unique.inverse, len(unique.ids))
     rows = np.zeros((2, 4), dtype=np.float32)
     lengths = np.array([3], dtype=np.int32)
-    bags = [FeatureBags(rows, routed.inverse, lengths, "sum")]
+    bags = [FeatureBags(rows, unique.inverse, lengths, "sum")]
     add_gradients(pool(bags, 1), bags)
 
 

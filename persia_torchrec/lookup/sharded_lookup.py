@@ -40,10 +40,14 @@ from persia_torchrec.lookup.pooling import (
     scatter_add,
     warm_up,
 )
-from persia_torchrec.routing.dedup import Counts, Positions, count_repeats
 from persia_torchrec.routing.hashing import add_prefix, hash_stack
-from persia_torchrec.routing.shard import ShardedIds
-from persia_torchrec.routing.tables import route_ids
+from persia_torchrec.routing.shard import (
+    Counts,
+    Positions,
+    ShardedIds,
+    count_repeats,
+    route_ids,
+)
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.wire.precision import Floats
@@ -267,26 +271,26 @@ class ShardedLookup(ABC):
         num_ids = [0] * len(features.tables)
         for f, piece in zip(features.by_table, pieces, strict=True):
             num_ids[features.table_of[f]] += len(piece)
-        routed = route_ids(np.concatenate(pieces), num_ids, self.client.num_servers)
-        of_tables = np.split(routed.inverse, np.cumsum(num_ids)[:-1])
-        of_features = np.split(routed.inverse, np.cumsum([*map(len, pieces)])[:-1])
-        inverse_of = dict(zip(features.by_table, of_features, strict=True))
+        ids_L, num_servers = np.concatenate(pieces), self.client.num_servers
+        tables, inverse_L = route_ids(ids_L, num_ids, num_servers)
+        inverses, stop = [inverse_L] * len(specs), 0
+        for f, piece in zip(features.by_table, pieces, strict=True):
+            start, stop = stop, stop + len(piece)
+            inverses[f] = inverse_L[start:stop]
         known = [self.client.known_table(table) for table in features.tables]
         return RoutedBatch(
             number,
             features,
-            list(zip(features.tables, routed.tables, strict=True)),
+            list(zip(features.tables, tables, strict=True)),
             [table.spec.dim for table in known],
-            [inverse_of[f] for f in range(len(specs))],
+            inverses,
             [bag.lengths for bag in bags],
             num_samples,
             [
-                count_repeats(inverse_L, len(ids.ids))
+                count_repeats(ids.inverse, len(ids.ids))
                 if number is not None and table.wants_counts
                 else None
-                for table, ids, inverse_L in zip(
-                    known, routed.tables, of_tables, strict=True
-                )
+                for table, ids in zip(known, tables, strict=True)
             ],
             places,
             tuple(given),

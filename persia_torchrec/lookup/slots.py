@@ -47,8 +47,8 @@ from persia_torchrec.lookup.sharded_lookup import (
     RoutedBatch,
     ShardedLookup,
 )
-from persia_torchrec.routing.dedup import Positions, unique_ids
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
 from persia_torchrec.wire.precision import Floats
 

@@ -26,7 +26,7 @@ from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.lookup.slots import LookupHello
 from persia_torchrec.metrics import Observations
-from persia_torchrec.routing.dedup import Positions
+from persia_torchrec.routing.shard import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (

@@ -42,14 +42,7 @@ def farmhash64_of(id_: np.uint64) -> np.uint64:
 
 @compiled
 def farmhash64(ids_L: Ids) -> Ids:
-    """Hash each id.
-
-    Args:
-        ids_L: uint64 ``(L,)``.
-
-    Returns:
-        uint64 ``(L,)``.
-    """
+    """Hash each id; uint64 ``(L,)``."""
     hashes_L = np.empty_like(ids_L)
     for i in range(len(ids_L)):
         hashes_L[i] = farmhash64_of(ids_L[i])
@@ -60,15 +53,8 @@ def hash_stack(ids_L: Ids, rounds: int, size: int) -> Ids:
     """Replace each id by one bucket a round.
 
     PERSIA's formula: with ``h_0 = id`` and ``h_r = farmhash64(h_(r-1))``, the bucket of
-    round r is ``h_r % size + (r - 1) * size``, r = 1 .. R.
-
-    Args:
-        ids_L: uint64 ``(L,)``, not changed.
-        rounds: R, at least 1.
-        size: buckets a round, at least 1.
-
-    Returns:
-        uint64 ``(L * R,)``: the buckets of the first id, then those of the second, ...
+    round r is ``h_r % size + (r - 1) * size``, r = 1 .. R. Returns uint64 ``(L * R,)``:
+    the buckets of the first id, then those of the second, ...
 
     Example:
         >>> hash_stack(np.array([12, 23], dtype=np.uint64), 2, 10).tolist()
@@ -91,15 +77,8 @@ def _hash_stack(ids_L: Ids, rounds: int, size: np.uint64) -> Ids:
 def add_prefix(ids_L: Ids, prefix: int, prefix_bits: int) -> Ids:
     """Move ids into the id space of their feature group.
 
-    PERSIA's formula: ``id % (2**(64 - prefix_bits) - 1) + prefix``.
-
-    Args:
-        ids_L: uint64 ``(L,)``, not changed.
-        prefix: what ``config.index_prefix`` returned.
-        prefix_bits: PERSIA's ``feature_index_prefix_bit``.
-
-    Returns:
-        uint64 ``(L,)``.
+    PERSIA's formula: ``id % (2**(64 - prefix_bits) - 1) + prefix``, with the prefix of
+    ``config.index_prefix`` and PERSIA's ``feature_index_prefix_bit``.
 
     Example:
         >>> ids = np.array([16000000000000000], dtype=np.uint64)

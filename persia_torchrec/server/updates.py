@@ -32,8 +32,8 @@ import numpy as np
 
 from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.errors import BatchError, PersiaError, StoreError
-from persia_torchrec.routing.dedup import Positions, unique_ids
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.server.open_batches import Batch, LookupSlots, Slots
 from persia_torchrec.store.rows import MISSING
 from persia_torchrec.wire.messages import Header, Share, TableIds

@@ -31,7 +31,7 @@ from persia_torchrec.lookup.slots import (
     wait_until_ready,
 )
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.routing.dedup import Positions
+from persia_torchrec.routing.shard import Positions
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.slot_tensors import slot_tensors
 from persia_torchrec.worker.serving import require_dims

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from persia_torchrec.lookup.slots import Slot, require_slots
-from persia_torchrec.routing.dedup import Positions
+from persia_torchrec.routing.shard import Positions
 
 Slots = dict[str, torch.Tensor]
 

@@ -63,9 +63,9 @@ def train(client, *, precision=Precision.FP32):
         rows = client.pull(tables, batch=number, precision=precision)
         grouped = []
         for (name, split), rows_UD in zip(tables, rows, strict=True):
-            pulled.append(rows_UD[split.place])
+            pulled.append(rows_UD[split.inverse])
             grouped.append(np.empty_like(rows_UD))
-            grouped[-1][split.place] = grads[name]
+            grouped[-1][split.inverse] = grads[name]
         push = client.push(tables, grouped, number, precision=precision)
         assert client.outcome(push).num_missed == 0
     return pulled
@@ -140,7 +140,7 @@ def test_pulled_rows_cannot_be_written_to(servers, num_shards, precision, num_ta
         client.write(table.name, ids, np.repeat(ids[:, None], table.dim, axis=1))
     rows = client.pull(tables, precision=precision)
     for rows_UD, (_, split) in zip(rows, tables, strict=True):
-        assert (rows_UD[split.place] == ids[:, None]).all()
+        assert (rows_UD[split.inverse] == ids[:, None]).all()
         assert rows_UD.flags.aligned
         assert rows_UD.flags.c_contiguous
         with pytest.raises(ValueError, match="read-only"):
@@ -171,7 +171,7 @@ def test_the_ends_of_the_id_space_are_ids_like_any_other(servers):
     ids = ids_of(0, 2**63, 2**64 - 1)
     split = client.split(ids)
     [rows] = client.pull([("user", split)], batch=BatchNumber(1, 1))
-    for id_, row in zip(ids.tolist(), rows[split.place], strict=True):
+    for id_, row in zip(ids.tolist(), rows[split.inverse], strict=True):
         assert row.tobytes() == uniform_weights(id_ ^ 9, 3, -0.01, 0.01).tobytes()
 
 
@@ -183,7 +183,7 @@ def test_written_rows_are_read_and_pulled_in_the_order_of_their_ids(servers):
     assert np.array_equal(client.read("item", ids[::-1])[:, :5], weights[::-1])
     split = client.split(ids)
     [rows] = client.pull([("item", split)])
-    assert np.array_equal(rows[split.place], weights)
+    assert np.array_equal(rows[split.inverse], weights)
     client.clear()
     assert client.num_rows() == [0, 0, 0]
     assert not client.read("item", ids).any()
@@ -211,7 +211,7 @@ def test_threads_may_use_one_client_at_once(servers):
             some = rng.choice(ids, 100, replace=False)
             split = client.split(some)
             [rows] = client.pull([("item", split)])
-            assert np.array_equal(rows[split.place][:, 0], some)
+            assert np.array_equal(rows[split.inverse][:, 0], some)
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(look_up, range(6)))
@@ -451,7 +451,8 @@ class TestMetadata:
     def train(self, client, batch, counts):
         number = BatchNumber(1, batch)
         split = client.split(self.IDS)
-        grouped = split.grouped(np.array(counts, dtype=np.uint32))
+        grouped = np.array(counts, dtype=np.uint32)
+        grouped[split.inverse] = counts
         client.pull([("seen", split)], batch=number, counts=[grouped])
         grads = np.zeros((3, 2), dtype=np.float32)
         client.outcome(client.push([("seen", split)], [grads], number))

@@ -112,7 +112,7 @@ class TestFill:
         split = client.split(ids_of(1, 2))
         batch = BatchNumber(1, 1)
         (rows,) = client.pull([("stateless", split)], batch=batch)
-        assert np.array_equal(rows[split.place], table_of(4)[1:3])
+        assert np.array_equal(rows[split.inverse], table_of(4)[1:3])
         grads = [np.ones((2, 3), dtype=np.float32)]
         client.outcome(client.push([("stateless", split)], grads, batch))
         read = client.read("stateless", ids_of(0, 1, 2, 3))

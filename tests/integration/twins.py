@@ -123,7 +123,7 @@ def make_rows(client, table: str, num_ids: int) -> torch.Tensor:
     split = client.split(ids_of(range(num_ids)))
     number = BatchNumber(BatchNumber.new_stream(), 1)
     (rows,) = client.pull([(table, split)], batch=number)
-    return torch.from_numpy(rows[split.place])
+    return torch.from_numpy(rows[split.inverse])
 
 
 def dense_optimizer(model, tables: Iterable[str], lr: float) -> torch.optim.Optimizer:

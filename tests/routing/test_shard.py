@@ -1,51 +1,112 @@
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.routing.dedup import unique_ids
-from persia_torchrec.routing.shard import split_by_shard
+from persia_torchrec.errors import BatchError
+from persia_torchrec.routing.shard import (
+    count_repeats,
+    is_of_shard,
+    route_ids,
+    unique_ids,
+)
 from tests import reference
 from tests.strategies import id_arrays
 
-unique = id_arrays().map(lambda ids_L: unique_ids(ids_L).ids)
 nums_shards = st.integers(1, 9)
+tables = st.lists(id_arrays(), min_size=1, max_size=5)
 
 
-@given(unique, nums_shards)
-def test_a_shard_gets_the_ids_whose_hash_names_it_in_their_order(ids_U, num_shards):
-    split = split_by_shard(ids_U, num_shards)
+@given(id_arrays(), nums_shards)
+def test_the_inverse_restores_the_batch(ids_L, num_shards):
+    unique = unique_ids(ids_L, num_shards)
+    assert unique.inverse.dtype == np.int32
+    assert np.array_equal(unique.ids[unique.inverse], ids_L)
+    assert sorted(set(unique.inverse.tolist())) == list(range(len(unique.ids)))
+
+
+@given(id_arrays())
+def test_unique_ids_come_once_and_in_the_order_of_their_first_appearance(ids_L):
+    assert unique_ids(ids_L).ids.tolist() == list(dict.fromkeys(ids_L.tolist()))
+
+
+@given(id_arrays(), nums_shards)
+def test_a_shard_gets_the_ids_whose_hash_names_it_in_their_order(ids_L, num_shards):
+    split = unique_ids(ids_L, num_shards)
     assert len(split.offsets) == num_shards + 1
     for shard in range(num_shards):
-        assert split.of_shard(shard).tolist() == [
+        of_shard = split.ids[slice(*split.offsets[shard : shard + 2])]
+        assert is_of_shard(of_shard, shard, num_shards).all()
+        assert of_shard.tolist() == [
             id_
-            for id_ in ids_U.tolist()
+            for id_ in dict.fromkeys(ids_L.tolist())
             if reference.farmhash64(id_) % num_shards == shard
         ]
 
 
-@given(unique, nums_shards)
-def test_every_id_is_found_at_its_place(ids_U, num_shards):
-    split = split_by_shard(ids_U, num_shards)
-    assert np.array_equal(split.ids[split.place], ids_U)
-    assert sorted(split.place.tolist()) == list(range(len(ids_U)))
+@given(id_arrays(), nums_shards)
+def test_counts_say_how_often_each_id_occurs(ids_L, num_shards):
+    unique = unique_ids(ids_L, num_shards)
+    counts = count_repeats(unique.inverse, len(unique.ids))
+    assert counts.dtype == np.uint32
+    counted = zip(unique.ids.tolist(), counts.tolist(), strict=True)
+    assert dict(counted) == Counter(ids_L.tolist())
 
 
-@given(unique)
-def test_a_single_shard_gets_everything_as_it_was(ids_U):
-    assert np.array_equal(split_by_shard(ids_U, 1).of_shard(0), ids_U)
+@given(st.integers(0, 63))
+def test_ids_that_differ_in_any_one_bit_are_told_apart(bit):
+    ids = np.arange(8, dtype=np.uint64) << np.uint64(bit)
+    distinct = len(set(ids.tolist()))
+    assert len(unique_ids(np.tile(ids, 3)).ids) == distinct
+
+
+def test_a_large_batch_is_told_apart_too():
+    ids = np.random.default_rng(0).integers(0, 30_000, 100_000, dtype=np.uint64)
+    unique = unique_ids(ids)
+    assert np.array_equal(np.sort(unique.ids), np.unique(ids))
+    assert np.array_equal(unique.ids[unique.inverse], ids)
+
+
+def test_a_batch_whose_ids_are_not_contiguous_keeps_them():
+    ids = np.array([[7, 0], [3, 0], [7, 0]], dtype=np.uint64)[:, 0]
+    unique = unique_ids(ids)
+    assert unique.ids.tolist() == [7, 3]
+    assert unique.inverse.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 7])
 def test_consecutive_ids_are_spread_evenly(num_shards):
     ids = np.arange(70_000, dtype=np.uint64)
-    shares = np.diff(split_by_shard(ids, num_shards).offsets)
-    assert np.abs(shares / len(ids) - 1 / num_shards).max() < 0.01
+    fractions = np.diff(unique_ids(ids, num_shards).offsets) / len(ids)
+    assert np.abs(fractions - 1 / num_shards).max() < 0.01
 
 
-@given(unique, st.integers(1, 5))
-def test_values_follow_their_ids(ids_U, num_shards):
-    split = split_by_shard(ids_U, num_shards)
-    assert split.grouped(ids_U).tolist() == split.ids.tolist()
-    halves = ids_U.astype(np.float64) / 2
-    assert split.grouped(halves).tolist() == (split.ids.astype(np.float64) / 2).tolist()
+@pytest.mark.parametrize(
+    "ids",
+    [np.array([1, 2]), np.array([0.5]), np.zeros((2, 2), np.uint64), np.uint64(3)],
+)
+def test_ids_that_are_no_flat_uint64_array_are_refused(ids):
+    message = rf"ids must be a flat uint64 array .*Received: dtype={ids.dtype}, shape="
+    with pytest.raises(BatchError, match=message):
+        unique_ids(ids)
+
+
+@given(tables, st.integers(1, 4))
+def test_each_table_is_routed_as_if_it_were_alone(tables, num_shards):
+    num_ids = [len(ids) for ids in tables]
+    routed, inverse_L = route_ids(np.concatenate(tables), num_ids, num_shards)
+    assert len(routed) == len(tables)
+    for ids_L, split in zip(tables, routed, strict=True):
+        alone = unique_ids(ids_L, num_shards)
+        for of_table, expected in zip(split, alone, strict=True):
+            assert of_table.tolist() == expected.tolist()
+    inverses = [split.inverse for split in routed]
+    assert np.array_equal(np.concatenate(inverses), inverse_L)
+
+
+def test_tables_may_be_of_very_different_lengths():
+    short, long_ = np.arange(3, dtype=np.uint64), np.arange(100_000, dtype=np.uint64)
+    routed, _ = route_ids(np.concatenate([short, long_, short]), [3, 100_000, 3], 2)
+    assert [len(split.ids) for split in routed] == [3, 100_000, 3]

@@ -100,7 +100,7 @@ def follow(servers, training, num_servers=1, run=None, **settings):
 def weights_of(client, table, dim, num_ids=60):
     split = client.split(np.arange(num_ids, dtype=np.uint64))
     [rows] = client.pull([(table, split)])
-    return rows[split.place]
+    return rows[split.inverse]
 
 
 def are_equal(follower, training, num_ids=60):

@@ -44,7 +44,7 @@ class Trainer:
     def push(self, *values):
         """Push a gradient of one value for each id; return the replies."""
         grads = np.empty((len(values), self.client.table(self.table).dim), np.float32)
-        grads[self.split.place] = np.array(values, dtype=np.float32)[:, None]
+        grads[self.split.inverse] = np.array(values, dtype=np.float32)[:, None]
         return self.client.push([(self.table, self.split)], [grads], self.number)
 
     def give_up(self):

@@ -300,7 +300,7 @@ class TestLimits:
         client = servers.client([running])
         client.add_tables([WIDE])
         num = 2**31 // (4 * 4096) + 1
-        ids = np.zeros(num, dtype=np.uint64)
+        ids = np.arange(num, dtype=np.uint64)
         segments = struct.pack("<qq", 0, num)
         for kind in (Kind.LOOKUP, Kind.READ):
             with Stranger(running.address) as stranger:
@@ -317,7 +317,7 @@ class TestLimits:
         with EmbeddingCluster.local(num_servers=1, capacity=10) as cluster:
             client = EmbeddingClient.connect(cluster.addresses)
             client.add_tables([WIDE])
-            split = client.split(np.zeros(65_536, dtype=np.uint64))  # a reply of 1 GiB
+            split = client.split(np.arange(65_536, dtype=np.uint64))  # a reply of 1 GiB
             pid = cluster.processes[0].pid
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + 2**29

@@ -47,7 +47,7 @@ def weights_of(client, ids=IDS):
     """Look ids up as inference does."""
     split = client.split(ids)
     [rows] = client.pull([("item", split)])
-    return rows[split.place]
+    return rows[split.inverse]
 
 
 def is_ready(client):

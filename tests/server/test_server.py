@@ -277,7 +277,7 @@ def test_a_stopping_server_applies_and_acknowledges_what_it_has_read(server):
 def test_a_lookup_may_overtake_an_update_but_its_acknowledgement_does_not(server):
     client = server.client
     split = client.split(ids_of(5, 6))
-    push = client.push([("item", split)], [ROWS[split.place]], BatchNumber(1, 1))
+    push = client.push([("item", split)], [ROWS[split.inverse]], BatchNumber(1, 1))
     assert client.outcome(push).num_missed == 0
     [rows] = client.pull([("item", split)])
     assert not rows.any()

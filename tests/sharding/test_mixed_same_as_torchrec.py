@@ -56,7 +56,7 @@ class Twins:
         split = self.job.client.split(ids_of(range(NUM_IDS)))
         number = BatchNumber(BatchNumber.new_stream(), 1)
         (rows,) = self.job.client.pull([(table, split)], batch=number)
-        return torch.from_numpy(rows[split.place])
+        return torch.from_numpy(rows[split.inverse])
 
     def rows_of(self, model, table):
         weight = model.state_dict()[f"{self.kind.prefix}.{table}.weight"]

@@ -198,7 +198,7 @@ class TestRead:
         # What a training lookup makes of them.
         split = client.split(numbers(6))
         (rows,) = client.pull([(table, split)], batch=BatchNumber(1, 1))
-        assert np.array_equal(read.weights.numpy(), rows[split.place])
+        assert np.array_equal(read.weights.numpy(), rows[split.inverse])
         full = client.read(table, numbers(6))
         assert np.array_equal(read.state.numpy(), full[:, dim:])
 

@@ -260,7 +260,7 @@ def plain_twin(trainer, case):
         split = trainer.client.split(ids_of(range(NUM_IDS)))
         number = BatchNumber(BatchNumber.new_stream(), 1)
         (rows,) = trainer.client.pull([(table.name, split)], batch=number)
-        weights = torch.from_numpy(rows[split.place])
+        weights = torch.from_numpy(rows[split.inverse])
         name = f"embeddings.embedding_bags.{table.name}.weight"
         for piece in twin.state_dict()[name].local_shards():
             start, length = piece.metadata.shard_offsets[0], len(piece.tensor)
