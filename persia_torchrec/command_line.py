@@ -76,14 +76,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
             continue
         options = _options(kinds[field.name], repeat="repeat" in field.metadata)
         options |= {"default": argparse.SUPPRESS, "help": _help(field, docs)}
+        is_required = field.default is field.default_factory is MISSING
         if "positional" in field.metadata:
-            if not field.default is field.default_factory is MISSING:
-                options["nargs"] = "?"
+            options |= {} if is_required else {"nargs": "?"}
             parser.add_argument(field.name, **options)
         else:
-            is_required = field.default is field.default_factory is MISSING
-            options |= {"dest": field.name, "required": is_required}
-            parser.add_argument(flag, **options)
+            parser.add_argument(flag, dest=field.name, required=is_required, **options)
 
 
 def format_flags(**values: object) -> list[str]:
@@ -98,17 +96,15 @@ def format_flags(**values: object) -> list[str]:
     """
     words = []
     for name, value in values.items():
-        if value is None or value is False or value == ():
-            continue
         flag = "--" + name.rstrip("_").replace("_", "-")
         if isinstance(value, list):
             words += [word for one in value for word in (flag, str(one))]
-            continue
-        words.append(flag)
-        if isinstance(value, tuple):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
+        elif isinstance(value, tuple):
+            words += [flag, *map(str, value)] if value else []
+        elif value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
     return words
 
 

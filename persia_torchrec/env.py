@@ -23,6 +23,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from persia_torchrec.errors import ConfigError
@@ -72,35 +73,51 @@ REFUSED: Mapping[str, Refused] = {
 """Variables of PERSIA that ``persia-launcher`` rejects."""
 
 
-def get_rank() -> int:
-    """Return this NN worker's rank among all, ``RANK``; 0 when unset."""
-    return _integer("RANK", default=0, minimum=0)
+def text(name: str) -> str | None:
+    """Return a variable; None when it is unset or empty."""
+    return os.environ.get(name) or None
 
 
-def get_local_rank() -> int:
-    """Return this NN worker's rank on its machine, ``LOCAL_RANK``; 0 when unset."""
-    return _integer("LOCAL_RANK", default=0, minimum=0)
+def integer(name: str, minimum: int) -> int:
+    """Return a variable that is a number, its minimum when unset."""
+    value = text(name)
+    if value is None:
+        return minimum
+    try:
+        number = int(value)
+    except ValueError as exc:
+        raise ConfigError(f"{name} must be an integer. Received: {value!r}.") from exc
+    if number < minimum:
+        raise ConfigError(f"{name} must be >= {minimum}. Received: {number}.")
+    return number
 
 
-def get_world_size() -> int:
-    """Return how many NN workers there are, ``WORLD_SIZE``; 1 when unset."""
-    return _integer("WORLD_SIZE", default=1, minimum=1)
+get_rank = partial(integer, "RANK", 0)
+"""Return this NN worker's rank among all; 0 when unset."""
 
+get_local_rank = partial(integer, "LOCAL_RANK", 0)
+"""Return this NN worker's rank on its machine; 0 when unset."""
 
-def get_replica_index() -> int:
-    """Return which copy of its role this is, ``REPLICA_INDEX``; 0 when unset."""
-    return _integer("REPLICA_INDEX", default=0, minimum=0)
+get_world_size = partial(integer, "WORLD_SIZE", 1)
+"""Return how many NN workers there are; 1 when unset."""
 
+get_replica_index = partial(integer, "REPLICA_INDEX", 0)
+"""Return which copy of its role this is; 0 when unset."""
 
-def get_replica_size() -> int:
-    """Return how many copies the role has, ``REPLICA_SIZE``; 1 when unset."""
-    return _integer("REPLICA_SIZE", default=1, minimum=1)
+get_replica_size = partial(integer, "REPLICA_SIZE", 1)
+"""Return how many copies the role has; 1 when unset."""
+
+# Paths, each None when unset.
+embedding_config_path = partial(text, "PERSIA_EMBEDDING_CONFIG")
+global_config_path = partial(text, "PERSIA_GLOBAL_CONFIG")
+nn_worker_entry = partial(text, "PERSIA_NN_WORKER_ENTRY")
+data_loader_entry = partial(text, "PERSIA_DATALOADER_ENTRY")
+data_dir = partial(text, "PERSIA_DATA_DIR")
 
 
 def master() -> tuple[str | None, int | None]:
     """Return host and port at which the NN workers meet, each None when unset."""
-    port = _integer("MASTER_PORT", default=0, minimum=0)
-    return _text("MASTER_ADDR"), port or None
+    return text("MASTER_ADDR"), integer("MASTER_PORT", 0) or None
 
 
 def set_env(name: str, value: str | int) -> None:
@@ -111,21 +128,19 @@ def set_env(name: str, value: str | int) -> None:
 @contextlib.contextmanager
 def set_within(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables within a block; restore the previous values afterwards."""
-    previous = {name: os.environ.get(name) for name in variables}
+    previous = {n: os.environ[n] for n in variables if n in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in previous.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(previous)
 
 
 def job_id() -> str:
     """Return the id of this process's job, ``PERSIA_JOB_ID``; empty: any job."""
-    return _text("PERSIA_JOB_ID") or ""
+    return text("PERSIA_JOB_ID") or ""
 
 
 def job_store() -> JobStore | None:
@@ -136,9 +151,9 @@ def job_store() -> JobStore | None:
     as it may be on the first machine itself, the host is ``localhost``. Of several
     hosts, as in Slurm's ``node[03-07],node12``, it is the first.
     """
-    if _text("PERSIA_STORE_PORT") is None:
+    if text("PERSIA_STORE_PORT") is None:
         return None
-    port = _integer("PERSIA_STORE_PORT", default=0, minimum=1)
+    port = integer("PERSIA_STORE_PORT", 1)
     if port > MAX_PORT:
         raise ConfigError(f"PERSIA_STORE_PORT must be <= {MAX_PORT}. Received: {port}.")
     return JobStore(_store_host(), port, job_id())
@@ -161,7 +176,7 @@ def require_job_store(role: str, instead: str = "") -> JobStore:
 
 def is_local_job() -> bool:
     """Return whether all of the job runs on this machine."""
-    return _is_local_torchx() or _text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
+    return _is_local_torchx() or text("PERSIA_STORE_HOST") in LOOPBACK_NAMES
 
 
 def is_one_local_app() -> bool:
@@ -169,81 +184,28 @@ def is_one_local_app() -> bool:
 
     The address book is then where its first role runs (``PERSIA_STORE_HOST_ENV``).
     """
-    has_host_env = _text("PERSIA_STORE_HOST_ENV") is not None
-    return _is_local_torchx() and has_host_env and not _text("PERSIA_STORE_HOST")
-
-
-def is_started_by_torchrun() -> bool:
-    """Return whether torchrun has started this process."""
-    return _text("TORCHELASTIC_RUN_ID") is not None
-
-
-def embedding_config_path() -> str | None:
-    """Return the path of ``embedding_config.yml``, ``PERSIA_EMBEDDING_CONFIG``."""
-    return _text("PERSIA_EMBEDDING_CONFIG")
-
-
-def global_config_path() -> str | None:
-    """Return the path of ``global_config.yml``, ``PERSIA_GLOBAL_CONFIG``."""
-    return _text("PERSIA_GLOBAL_CONFIG")
-
-
-def nn_worker_entry() -> str | None:
-    """Return the path of the NN workers' script, ``PERSIA_NN_WORKER_ENTRY``."""
-    return _text("PERSIA_NN_WORKER_ENTRY")
-
-
-def data_loader_entry() -> str | None:
-    """Return the path of the data loaders' script, ``PERSIA_DATALOADER_ENTRY``."""
-    return _text("PERSIA_DATALOADER_ENTRY")
-
-
-def data_dir() -> str | None:
-    """Return the folder of the training data, ``PERSIA_DATA_DIR``."""
-    return _text("PERSIA_DATA_DIR")
-
-
-def embedding_worker_services() -> list[str]:
-    """Return the addresses in ``EMBEDDING_WORKER_SERVICE``, none when it is unset."""
-    text = _text("EMBEDDING_WORKER_SERVICE")
-    addresses = [] if text is None else [part.strip() for part in text.split(",")]
-    if not all(addresses):
-        raise ConfigError(
-            "EMBEDDING_WORKER_SERVICE must list addresses as host:port, with commas "
-            f"between them. Received: {text!r}."
-        )
-    return addresses
+    has_host_env = text("PERSIA_STORE_HOST_ENV") is not None
+    return _is_local_torchx() and has_host_env and not text("PERSIA_STORE_HOST")
 
 
 def metrics_gateway() -> tuple[str, int] | None:
     """Return host (IPv6 without brackets) and port of the pushgateway; None: unset."""
-    text = _text("PERSIA_METRICS_GATEWAY_ADDR")
-    if text is None:
+    address = text("PERSIA_METRICS_GATEWAY_ADDR")
+    if address is None:
         return None
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^][:/@\s]+):(\d{1,5})", text)
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^][:/@\s]+):(\d{1,5})", address)
     if match is None or not 1 <= int(match[2]) <= MAX_PORT:
         raise ConfigError(
             "PERSIA_METRICS_GATEWAY_ADDR must be host:port, with a port in "
-            f"[1, {MAX_PORT}] and no scheme or path. Received: {text!r}."
+            f"[1, {MAX_PORT}] and no scheme or path. Received: {address!r}."
         )
     return match[1].strip("[]"), int(match[2])
-
-
-def is_launcher_verbose() -> bool:
-    """Return whether ``persia-launcher`` shows what it starts."""
-    return _integer("PERSIA_LAUNCHER_VERBOSE", default=0, minimum=0) > 0
-
-
-def names_store_host() -> bool:
-    """Return whether the environment says where the job's address book is."""
-    names = ("PERSIA_STORE_HOST", "PERSIA_STORE_HOST_ENV")
-    return any(_text(name) is not None for name in names)
 
 
 def reject_unsupported_variables() -> None:
     """Raise ConfigError if a variable of ``REFUSED`` has another value than allowed."""
     for name, refused in REFUSED.items():
-        value = _text(name)
+        value = text(name)
         if value is not None and value != refused.harmless:
             raise ConfigError(
                 f"{name} must not be set. Received: {value!r}. {refused.reason}"
@@ -252,7 +214,7 @@ def reject_unsupported_variables() -> None:
 
 def log_level(default: str = "INFO") -> str:
     """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it."""
-    level = (_text("LOG_LEVEL") or default).upper()
+    level = (text("LOG_LEVEL") or default).upper()
     if level not in LOG_LEVELS:
         raise ConfigError(
             f"LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}. Received: {level!r}."
@@ -261,33 +223,13 @@ def log_level(default: str = "INFO") -> str:
 
 
 def _is_local_torchx() -> bool:
-    return (_text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
+    return (text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
 
 
 def _store_host() -> str:
-    host = _text("PERSIA_STORE_HOST")
+    host = text("PERSIA_STORE_HOST")
     if host is not None:
         return host
-    variable = _text("PERSIA_STORE_HOST_ENV")
-    hosts = _text(variable) if variable is not None else None
-    if hosts is None:
-        return "localhost"
+    hosts = text(text("PERSIA_STORE_HOST_ENV") or "") or "localhost"
     first_of_ranges = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts)  # node[03-07]: node03
     return first_of_ranges.partition(",")[0].strip()
-
-
-def _integer(name: str, *, default: int, minimum: int) -> int:
-    text = _text(name)
-    if text is None:
-        return default
-    try:
-        value = int(text)
-    except ValueError as exc:
-        raise ConfigError(f"{name} must be an integer. Received: {text!r}.") from exc
-    if value < minimum:
-        raise ConfigError(f"{name} must be >= {minimum}. Received: {value}.")
-    return value
-
-
-def _text(name: str) -> str | None:
-    return os.environ.get(name) or None

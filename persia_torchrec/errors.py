@@ -1,22 +1,5 @@
 """Every error this package raises.
 
-* PersiaError
-  + ConfigError             a setting that cannot work          (also a ValueError)
-  + BatchError              a batch with a bad shape or dtype   (also a ValueError)
-  + StoreError              the store cannot do what was asked
-  + CheckpointError         files of a checkpoint are missing, damaged or do not fit
-  + WireError
-    - FrameError            bytes that are not a message of ours
-  + ServerError             a server, or an embedding worker, did not do what was asked
-    - RequestTimeoutError   no reply in time                    (also a TimeoutError)
-    - NotReadyError         it is still compiling its loops
-    - RemoteError           the other side answered with an error of its own
-  + StalenessError          no staleness permit became free     (also a TimeoutError)
-  + DataflowError           a batch did not get from loader to trainer
-  + JobMismatchError        the address is another job's, or the index is taken
-  + JobError                another part of the job failed or ended
-    - DiscoveryError        a role did not register in time     (also a TimeoutError)
-
 Catch ``PersiaError`` to catch them all. ``assert`` is kept for what only a bug in
 this package can break.
 """

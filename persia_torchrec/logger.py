@@ -9,6 +9,7 @@ from persia_torchrec.errors import ConfigError
 
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+_CONSOLE = "persia_torchrec console"  # the name of the handlers that print
 _RESET = "\x1b[0m"
 _COLOURS = {
     logging.DEBUG: "\x1b[36m",  # cyan
@@ -42,21 +43,16 @@ def get_default_logger(
     logger = logging.getLogger(name)
     logger.setLevel(env.log_level(level))
     logger.propagate = False  # a logger above that prints would print it again
-    if not any(isinstance(handler, _Console) for handler in logger.handlers):
-        logger.addHandler(_Console())
+    if not any(handler.name == _CONSOLE for handler in logger.handlers):
+        console = logging.StreamHandler(sys.stderr)
+        console.name = _CONSOLE
+        on_terminal = sys.stderr.isatty()
+        formatter = _ColourFormatter if on_terminal else logging.Formatter
+        console.setFormatter(formatter(LINE_FORMAT))
+        logger.addHandler(console)
     if log_file is not None:
         _add_file(logger, Path(log_file).absolute())
     return logger
-
-
-class _Console(logging.StreamHandler):  # type: ignore[type-arg]  # no class getitem
-    """The handler that prints; its own class, to be found again."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-        on_terminal = sys.stderr.isatty()
-        formatter = _ColourFormatter if on_terminal else logging.Formatter
-        self.setFormatter(formatter(LINE_FORMAT))
 
 
 class _ColourFormatter(logging.Formatter):
@@ -69,8 +65,7 @@ class _ColourFormatter(logging.Formatter):
 
 
 def _add_file(logger: logging.Logger, path: Path) -> None:
-    files = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
-    if any(Path(file.baseFilename) == path for file in files):
+    if any(getattr(h, "baseFilename", None) == str(path) for h in logger.handlers):
         return
     try:
         handler = logging.FileHandler(path, encoding="utf-8")

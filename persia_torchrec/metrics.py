@@ -40,17 +40,12 @@ class Metrics:
 class Reading(NamedTuple):
     """One current number, for a gateway that keeps numbers over time."""
 
-    name: str
-    """Of the metric, without the ending of a counter."""
-
+    name: str  # without the ending of a counter
     value: float
     help: str
-
+    # ``untyped`` is a counter whose name another program has fixed.
     kind: Literal["counter", "gauge", "untyped"] = "gauge"
-    """``untyped`` is a counter whose name another program has fixed."""
-
-    feature: str | None = None
-    """The value of the label ``feat``, if there is one."""
+    feature: str | None = None  # value of the label ``feat``
 
 
 class Means:

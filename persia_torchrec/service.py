@@ -1,8 +1,7 @@
 """Where the embedding workers of an inference job are, under PERSIA's name."""
 
 from persia_torchrec import env
-
-_DEFAULT = "embedding_worker:8887"
+from persia_torchrec.errors import ConfigError
 
 
 def get_embedding_worker_services() -> list[str]:
@@ -14,4 +13,11 @@ def get_embedding_worker_services() -> list[str]:
     Example:
         ``InferCtx(get_embedding_worker_services())``
     """
-    return env.embedding_worker_services() or [_DEFAULT]
+    text = env.text("EMBEDDING_WORKER_SERVICE") or "embedding_worker:8887"
+    addresses = [part.strip() for part in text.split(",")]
+    if not all(addresses):
+        raise ConfigError(
+            "EMBEDDING_WORKER_SERVICE must list addresses as host:port, with commas "
+            f"between them. Received: {text!r}."
+        )
+    return addresses

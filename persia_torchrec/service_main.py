@@ -18,8 +18,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from concurrent.futures import Future, InvalidStateError
 from typing import Self
 
 from persia_torchrec.errors import NotReadyError, PersiaError, WireError
@@ -45,7 +46,7 @@ def run_service(name: str, serve: Callable[[], int | None], level: str = "INFO")
         return 1
 
 
-class Lifetime:
+class Lifetime(contextlib.ExitStack):
     """The life of a service that stands alone: it ends by SIGTERM or SIGINT.
 
     The signals are handled from the first :meth:`call_at_end` on; before it, they end
@@ -53,33 +54,18 @@ class Lifetime:
     """
 
     def __init__(self, host: str = LOOPBACK, greeting: Greeting = NO_JOB) -> None:
+        super().__init__()
         self.host = host
         self.greeting = greeting
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
-        self._is_over = False  # guarded by _lock
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+        self._end: Future[None] = Future()
+        self._handles_signals = False
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have something called, from another thread, when the service must end."""
-        with self._lock:
-            self._callbacks.append(callback)
-            is_first, is_over = len(self._callbacks) == 1, self._is_over
-        if is_first:
-            self._stack.enter_context(EndSignals(lambda _: self._end()))
-        if is_over:
-            callback()
+        if not self._handles_signals:
+            self._handles_signals = True
+            self.enter_context(EndSignals(lambda _: self._reach_end()))
+        self._end.add_done_callback(lambda _: callback())
 
     def wait_for_end(self) -> None:
         """Wait until the service must end."""
@@ -93,12 +79,9 @@ class Lifetime:
     def tell_compiling(self, is_compiling: bool) -> None:
         """Make known that the service compiles its loops, or no longer does."""
 
-    def _end(self) -> None:
-        with self._lock:
-            self._is_over = True
-            callbacks = list(self._callbacks)
-        for callback in callbacks:
-            callback()
+    def _reach_end(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # it was reached before
+            self._end.set_result(None)
 
 
 class ChildLifetime(Lifetime):
@@ -115,17 +98,16 @@ class ChildLifetime(Lifetime):
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._end_with_parent, daemon=True).start()
-        return self
+        return super().__enter__()
 
     def tell_compiling(self, is_compiling: bool) -> None:
         """Write a line when compiling begins or ends."""
         _write_line("compiling" if is_compiling else "compiled")
 
     def _end_with_parent(self) -> None:
-        never = threading.Event()
         while os.getppid() == self._parent:
-            never.wait(_PARENT_CHECK_S)
-        self._end()
+            time.sleep(_PARENT_CHECK_S)
+        self._reach_end()
 
 
 def tell_ready(address: str) -> None:

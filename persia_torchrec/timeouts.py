@@ -5,38 +5,15 @@ coordinator. Polling intervals, and deadlines within which threads end, are in t
 modules that use them.
 """
 
-JOIN_S = 120.0
-"""A process finds the job's coordinator."""
-
-DISCOVERY_S = 600.0
-"""All servers, embedding workers and trainers of a job have registered."""
-
-RENDEZVOUS_S = 120.0
-"""All trainers have come to the rendezvous of their process group."""
-
-READY_S = 600.0
-"""Servers have loaded their checkpoint, and the workers over them answer."""
-
-REQUEST_S = 60.0
-"""A server answers a worker, and a worker an inference server."""
-
-TRAINING_REQUEST_S = 120.0
-"""A server or a worker answers a trainer."""
-
-ADD_TABLES_S = 120.0
-"""The servers have created, or changed, all tables; the first time they compile."""
-
-PERMIT_S = 3600.0
-"""A staleness permit becomes free: the trainer takes its steps meanwhile."""
-
-SEND_BATCH_S = 900.0
-"""A worker and a trainer take a batch of a data loader; full buffers make it wait."""
-
-JOINT_UPDATE_S = 600.0
-"""All trainers have sent their gradients of a joint step."""
-
-COMPILING_S = 900.0
-"""By how much a deadline is extended at most while a process compiles its loops."""
-
-CHECKPOINT_S = 3600.0
-"""All servers have written or loaded a checkpoint."""
+JOIN_S = 120.0  # a process finds the job's coordinator
+DISCOVERY_S = 600.0  # all servers, embedding workers and trainers have registered
+RENDEZVOUS_S = 120.0  # all trainers are at the rendezvous of their process group
+READY_S = 600.0  # servers have loaded their checkpoint, the workers over them answer
+REQUEST_S = 60.0  # a server answers a worker, a worker an inference server
+TRAINING_REQUEST_S = 120.0  # a server or a worker answers a trainer
+ADD_TABLES_S = 120.0  # the servers have all tables; the first time they compile
+PERMIT_S = 3600.0  # a staleness permit is free: the trainer takes steps meanwhile
+SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
+JOINT_UPDATE_S = 600.0  # all trainers have sent their gradients of a joint step
+COMPILING_S = 900.0  # the longest extension while a process compiles its loops
+CHECKPOINT_S = 3600.0  # all servers have written or loaded a checkpoint

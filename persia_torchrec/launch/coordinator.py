@@ -1,13 +1,11 @@
 """The coordinator of a job: hosts the address book and decides when the job ends.
 
-``python -m persia_torchrec.launch.coordinator --port P --num-trainers N ...``
-
-It starts first and ends last. The job is finished when every trainer has reported its
-work as done; a job of inference servers, without trainers, when the coordinator gets
-SIGTERM or SIGINT. The job has failed when a member reports a failure, does not join in
-time, exits without deregistering, loses its connection or misses heartbeats; also when
-the process that started the coordinator has ended, or the coordinator of trainers gets
-a signal. In a local job of torchx a process that ends before it joins is noticed, too.
+The job is finished when every trainer has reported its work as done; a job of inference
+servers, without trainers, when the coordinator gets SIGTERM or SIGINT. It has failed
+when a member reports a failure, does not join in time, exits without deregistering,
+loses its connection or misses heartbeats; also when the process that started the
+coordinator has ended, or the coordinator of trainers gets a signal. In a local job of
+torchx a process that ends before it joins is noticed, too.
 
 Then the coordinator stays until all members have left, so that each of them learns why.
 A member on its own host that does not leave in time, as a stopped one, is killed, since
@@ -20,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from persia_torchrec import env
 from persia_torchrec.command_line import build, given_flags
@@ -85,21 +84,17 @@ class CoordinatorConfig:
     """Heartbeat intervals and timeouts of all members."""
 
     def __post_init__(self) -> None:
-        for name in ("join_timeout_s", "leave_timeout_s"):
-            self._require(name, getattr(self, name) > 0, "> 0")
-        self._require("linger_s", self.linger_s >= 0, ">= 0")
-        for role, size in self.sizes().items():
-            self._require(f"num_{role}s", size >= 0, ">= 0")
+        timeouts = {n: getattr(self, n) for n in ("join_timeout_s", "leave_timeout_s")}
+        counts = {f"num_{role}s": size for role, size in self.sizes().items()}
+        for name, value in {"linger_s": self.linger_s, **counts, **timeouts}.items():
+            if value < 0 or (value == 0 and name in timeouts):
+                must = "> 0" if name in timeouts else ">= 0"
+                raise ConfigError(f"{name} must be {must}. Received: {value}.")
         if bool(self.num_trainers) == bool(self.num_predictors):
             raise ConfigError(
                 "num_trainers must be >= 1, or num_predictors, one of them. Received: "
                 f"{self.num_trainers} and {self.num_predictors}."
             )
-
-    def _require(self, name: str, holds: bool, must: str) -> None:
-        if not holds:
-            value = getattr(self, name)
-            raise ConfigError(f"{name} must be {must}. Received: {value}.")
 
     def sizes(self) -> dict[str, int]:
         """Return how many members each role has."""
@@ -114,7 +109,7 @@ class Coordinator:
         self._book = book
         self._tick_s = config.timings.heartbeat_s / 4
         self._members = [
-            _Member(MemberRecord(book, role, index), is_trainer=role == "trainer")
+            _Member(MemberRecord(book, role, index))
             for role, size in config.sizes().items()
             for index in range(size)
         ]
@@ -129,10 +124,10 @@ class Coordinator:
 
     def run(self) -> JobState:
         """Watch the job until it has ended and all members have left."""
+        timings = self._config.timings
         for role, size in self._config.sizes().items():
             if size:
                 self._book.claim_size(role, 0, size)
-        timings = self._config.timings
         MemberRecord(self._book, NAME, 0).register(timings.silent_s)
         timings.publish(self._book)
         job_id, port = self._book.greeting.job_id, self._book.port
@@ -143,7 +138,10 @@ class Coordinator:
         else:
             logger.info("the job is finished")
         late = self._wait_until_gone(self._members, self._config.leave_timeout_s)
-        self._wait_until_gone([m for m in late if m.kill()], _KILL_TIMEOUT_S)
+        killed = [m for m in late if m.process is not None and m.process.kill()]
+        for member in killed:
+            logger.warning("killed %s", member.record.who)
+        self._wait_until_gone(killed, _KILL_TIMEOUT_S)
         if late:
             names = ", ".join(member.record.who for member in late)
             logger.error("did not leave in time: %s", names)
@@ -152,22 +150,19 @@ class Coordinator:
         return state
 
     def _watch(self) -> tuple[JobState, str]:
+        num_trainers = self._config.num_trainers
+        trainers = [MemberRecord(self._book, "trainer", i) for i in range(num_trainers)]
         join_deadline = time.monotonic() + self._config.join_timeout_s
         while True:
             reason = self._failure(time.monotonic() > join_deadline)
             if reason is not None:
                 self._book.fail(NAME, reason)
-            elif self._is_over():
+            elif all(t.is_done() for t in trainers) if trainers else self._end_signal:
                 self._book.finish()
             state, reason = self._book.state()
             if state != "running":
                 return state, reason
             time.sleep(self._tick_s)
-
-    def _is_over(self) -> bool:
-        if not self._config.num_trainers:
-            return bool(self._end_signal)
-        return all(m.record.is_done() for m in self._members if m.is_trainer)
 
     def _failure(self, joining_is_over: bool) -> str | None:
         if self._end_signal and self._config.num_trainers:
@@ -210,7 +205,7 @@ class Coordinator:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            remaining = [member for member in members if not member.is_gone()]
+            remaining = [member for member in members if member.ending() is None]
             absent = [member for member in remaining if member.process is None]
             if self._lacks_a_process(len(absent)):
                 remaining = [m for m in remaining if m not in absent]
@@ -222,54 +217,45 @@ class Coordinator:
 class _Member:
     """One member, as the coordinator sees it."""
 
-    def __init__(self, record: MemberRecord, *, is_trainer: bool) -> None:
+    def __init__(self, record: MemberRecord) -> None:
         self.record = record
-        self.is_trainer = is_trainer
         self.process: ProcessIdentity | None = None
         self._num_beats = 0
         self._silent_ticks = 0
 
     def failure(self, tick_s: float, silent_s: float) -> str | None:
         """Check the member, once per tick; return what is wrong with it, or None."""
-        # Ticks are counted, not seconds: if this process was kept from running, so
-        # that it could not see the heartbeats, the member is not to blame.
-        record = self.record
-        self.process = record.process()
+        ending = self.ending()
         if self.process is None:
             return None
-        num_beats = record.num_beats()
+        # Ticks are counted, not seconds: if this process was kept from running, so
+        # that it could not see the heartbeats, the member is not to blame.
+        num_beats = self.record.num_beats()
         has_beaten = num_beats != self._num_beats
         self._silent_ticks = 0 if has_beaten else self._silent_ticks + 1
         self._num_beats = num_beats
+        who, pid = self.record.who, self.process.pid
         if self._silent_ticks * tick_s > silent_s:
-            return f"{record.who} was silent for {silent_s:g} s"
-        # In this order: a member deregisters before it ends.
-        has_ended, is_lost = self.process.has_ended(), record.is_lost(self.process)
-        if not (has_ended or is_lost) or record.has_left(self.process):
-            return None
-        pid = self.process.pid
-        if has_ended:
-            return f"{record.who} (process {pid}) was killed"
-        return (
-            f"{record.who} was lost: its process (pid {pid}) was killed, or its host "
-            "does not answer"
-        )
+            return f"{who} was silent for {silent_s:g} s"
+        if ending == "killed":
+            return f"{who} (process {pid}) was killed"
+        if ending == "lost":
+            return (
+                f"{who} was lost: its process (pid {pid}) was killed, or its host does "
+                "not answer"
+            )
+        return None
 
-    def is_gone(self) -> bool:
-        """Return whether the member has joined, and left or ended since."""
+    def ending(self) -> Literal["left", "killed", "lost"] | None:
+        """Return how the member has ended; None if it has not, or not joined yet."""
         self.process = self.record.process()
-        return self.process is not None and (
-            self.record.has_left(self.process)
-            or self.process.has_ended()
-            or self.record.is_lost(self.process)
-        )
-
-    def kill(self) -> bool:
-        """Kill the member's process, if it is of this host."""
-        if self.process is None or not self.process.kill():
-            return False
-        logger.warning("killed %s (process %d)", self.record.who, self.process.pid)
-        return True
+        if self.process is None:
+            return None
+        # In this order: a member deregisters before it ends.
+        has_ended, is_lost = self.process.has_ended(), self.record.is_lost(self.process)
+        if self.record.has_left(self.process):
+            return "left"
+        return "killed" if has_ended else "lost" if is_lost else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.command_line import add_flags, build, format_flags
@@ -38,7 +38,6 @@ from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
 _MASTER = "nn-worker/master"
 _MACHINE = "machine of NN workers"
-_OR_INFERENCE = ", or give a global_config.yml with job_type: Infer"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -46,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         given = vars(parser().parse_args(argv))
         env.reject_unsupported_variables()
-        if not env.names_store_host():
+        if not (env.text("PERSIA_STORE_HOST") or env.text("PERSIA_STORE_HOST_ENV")):
             env.set_env("PERSIA_STORE_HOST", "localhost")
         command = build(COMMANDS[given.pop("command")], given)
         words = [sys.executable, *command.words()]
     except PersiaError as exc:
         raise SystemExit(f"persia-launcher: {exc}") from exc
-    if env.is_launcher_verbose():
+    if env.integer("PERSIA_LAUNCHER_VERBOSE", 0) > 0:
         sys.stderr.write(f"persia-launcher starts {shlex.join(words)}\n")
     sys.stderr.flush()
     os.execv(words[0], words)
@@ -91,14 +90,15 @@ class NnWorker:
         """Return torchrun's command line, which starts the scripts."""
         refuse_inference("NN worker", env.global_config_path())
         script = _require_file(self.file, "FILE, or PERSIA_NN_WORKER_ENTRY")
-        for name in ("nproc_per_node", "nnodes"):
-            _require_positive(name, getattr(self, name))
-        if not 0 <= self.node_rank < self.nnodes:
+        if self.nproc_per_node < 1:
             raise ConfigError(
-                f"--node-rank must be in [0, {self.nnodes}), below --nnodes. "
-                f"Received: {self.node_rank}."
+                f"--nproc-per-node must be >= 1. Received: {self.nproc_per_node}."
             )
-        address, port = self._meet()
+        _require_index("--node-rank", self.node_rank, "--nnodes", self.nnodes)
+        store = env.require_job_store("An NN worker")
+        address, port = LOOPBACK, str(free_port())
+        if self.nnodes > 1:
+            address, port = self._meet(store)
         flags = format_flags(
             nproc_per_node=self.nproc_per_node,
             nnodes=self.nnodes,
@@ -109,23 +109,9 @@ class NnWorker:
         )
         return ["-m", "torch.distributed.run", *flags, "trainer", script]
 
-    def _meet(self) -> tuple[str, str]:
+    def _meet(self, store: env.JobStore) -> tuple[str, str]:
         """Return address and port at which torchrun's agents of all machines meet."""
-        store = env.require_job_store("An NN worker")
-        if self.nnodes == 1:
-            return LOOPBACK, str(free_port())
         book = AddressBook.join(*store, timeout_s=timeouts.DISCOVERY_S)
-        self._claim_machine(book)
-        if self.node_rank == 0:
-            address = local_address(book.host_name)
-            book.tell(_MASTER, f"{address} {free_port(address)}")
-        (master,) = book.ask([_MASTER], timeout_s=timeouts.DISCOVERY_S)
-        book.close()
-        address, _, port = master.rpartition(" ")
-        return address, port
-
-    def _claim_machine(self, book: AddressBook) -> None:
-        """Reject a second machine of the same index, which belongs to another job."""
         book.claim_size(_MACHINE, self.node_rank, self.nnodes)
         own = secrets.token_hex(8)
         if book.claim_note(f"{_MACHINE}/{self.node_rank}", own) != own:
@@ -134,6 +120,13 @@ class NnWorker:
                 f"in a job. Received: job {book.greeting.job_id!r}, at port "
                 f"{book.port}, has them already. {book.another_port()}"
             )
+        if self.node_rank == 0:
+            address = local_address(book.host_name)
+            book.tell(_MASTER, f"{address} {free_port(address)}")
+        (master,) = book.ask([_MASTER], timeout_s=timeouts.DISCOVERY_S)
+        book.close()
+        address, _, port = master.rpartition(" ")
+        return address, port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +139,10 @@ class _Replica:
 
     def export(self) -> None:
         """Pass the index on to the process that is started, by the environment."""
-        _require_positive("replica_size", self.replica_size)
-        if not 0 <= self.replica_index < self.replica_size:
-            raise ConfigError(
-                f"--replica-index must be in [0, {self.replica_size}), below "
-                f"--replica-size. Received: {self.replica_index}."
-            )
-        env.set_env("REPLICA_INDEX", self.replica_index)
-        env.set_env("REPLICA_SIZE", self.replica_size)
+        index, size = self.replica_index, self.replica_size
+        _require_index("--replica-index", index, "--replica-size", size)
+        env.set_env("REPLICA_INDEX", index)
+        env.set_env("REPLICA_SIZE", size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +165,9 @@ class DataLoader(_Replica):
 
 @dataclass(frozen=True, kw_only=True)
 class _Service(_Replica):
+    module: ClassVar[str]
+    reads_slots: ClassVar[bool]
+
     embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
 
@@ -191,11 +183,11 @@ class _Service(_Replica):
     port: int = 8888
     """TCP port to listen on."""
 
-    def service(self, module: str, *, with_slots: bool) -> list[str]:
+    def words(self) -> list[str]:
         """Return the command line of a service, of a job or of inference without one.
 
-        Without ``with_slots`` it learns its tables from the trainers, but like PERSIA's
-        rejects a mistake in ``embedding_config.yml`` all the same.
+        One that does not read ``embedding_config.yml`` learns its tables from the
+        trainers, but like PERSIA's rejects a mistake in the file all the same.
         """
         slots = _require_file(
             self.embedding_config, "--embedding-config, or PERSIA_EMBEDDING_CONFIG"
@@ -204,37 +196,35 @@ class _Service(_Replica):
             self.global_config, "--global-config, or PERSIA_GLOBAL_CONFIG"
         )
         if inference_settings(path) is None:
-            env.require_job_store("The role", _OR_INFERENCE)
+            or_inference = ", or give a global_config.yml with job_type: Infer"
+            env.require_job_store("The role", or_inference)
         self.export()
-        if not with_slots:
+        if not self.reads_slots:
             load_embedding_config(slots, warns=False)
         flags = format_flags(
             port=self.port,
-            embedding_config=slots if with_slots else None,
+            embedding_config=slots if self.reads_slots else None,
             global_config=path,
             import_=list(self.imports),
         )
-        return ["-m", module, *flags]
+        return ["-m", self.module, *flags]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingWorker(_Service):
     """Look up and update batches."""
 
+    module = "persia_torchrec.worker"
+    reads_slots = True
     port: int = 8887
-
-    def words(self) -> list[str]:
-        """Return the command line of an embedding worker."""
-        return self.service("persia_torchrec.worker", with_slots=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingParameterServer(_Service):
     """Hold the rows."""
 
-    def words(self) -> list[str]:
-        """Return the command line of an embedding server."""
-        return self.service("persia_torchrec.server", with_slots=False)
+    module = "persia_torchrec.server"
+    reads_slots = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +282,11 @@ def _require_file(path: str | None, name: str) -> str:
     return path
 
 
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        flag = name.replace("_", "-")
-        raise ConfigError(f"--{flag} must be >= 1. Received: {value}.")
+def _require_index(name: str, index: int, size_name: str, size: int) -> None:
+    if not 0 <= index < size:
+        raise ConfigError(
+            f"{name} must be in [0, {size}), below {size_name}. Received: {index}."
+        )
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def run_member(
     end_by_signals()
     get_default_logger()
     # torchrun has set the ranks of the trainers, and their rendezvous.
-    by_torchrun = role == "trainer" and env.is_started_by_torchrun()
+    by_torchrun = role == "trainer" and env.text("TORCHELASTIC_RUN_ID") is not None
     index, size = env.get_replica_index(), env.get_replica_size()
     if by_torchrun:
         index, size = env.get_rank(), env.get_world_size()
