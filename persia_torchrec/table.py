@@ -7,10 +7,9 @@ server is full.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
 from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
@@ -18,10 +17,14 @@ from persia_torchrec.embedding.initializer import INITIALIZERS, Uniform
 from persia_torchrec.embedding.optim import OPTIMIZERS
 from persia_torchrec.embedding.setting import (
     Admission,
+    Flag,
     Initializer,
+    NonNegative,
     Optimizer,
     Registry,
+    Rule,
     Setting,
+    integer_in,
 )
 from persia_torchrec.errors import ConfigError
 
@@ -31,15 +34,19 @@ MAX_DIM = 4096
 WeightDtype: TypeAlias = Literal["fp32", "fp16", "bf16"]
 """What a server may keep weights in."""
 
+_DTYPES = get_args(WeightDtype)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableSpec:
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec(Setting):
     """One table, as the servers know it; a field out of its range is a ConfigError."""
 
-    name: str
+    name: Annotated[
+        str, Rule("a string that is not empty", lambda name: name and type(name) is str)
+    ]
     """Unique on a server; not empty."""
 
-    dim: int
+    dim: Annotated[int, integer_in(1, MAX_DIM)]
     """Weights per row, in ``[1, 4096]``."""
 
     optimizer: Optimizer
@@ -48,7 +55,7 @@ class TableSpec:
     initializer: Initializer = field(default_factory=Uniform)
     """What the weights of a new row are."""
 
-    seed: int = 0
+    seed: Annotated[int, integer_in(0, 2**64 - 1)] = 0
     """Mixed into each id by exclusive or before it seeds the row's random numbers;
     uint64. 0 gives PERSIA's numbers."""
 
@@ -58,48 +65,32 @@ class TableSpec:
     expiry: Expiry = field(default_factory=Expiry)
     """When a row leaves although the server is not full."""
 
-    weight_dtype: WeightDtype = "fp32"
+    weight_dtype: Annotated[
+        WeightDtype, Rule(f"one of {_DTYPES}", lambda dtype: dtype in _DTYPES)
+    ] = "fp32"
     """What the weights of a row are kept in; optimizer state is float32 always."""
 
-    keeps_metadata: bool = False
+    keeps_metadata: Flag = False
     """Whether each row carries how often it was seen, and its last step."""
 
-    weight_bound: float = 0.0
+    weight_bound: NonNegative = 0.0
     """After an update each weight is clamped to ``[-weight_bound, weight_bound]``;
     0 switches the bound off."""
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("A table's name must not be empty.")
-        dim_fits = isinstance(self.dim, int) and 1 <= self.dim <= MAX_DIM
-        self._require("dim", dim_fits, f"an integer in [1, {MAX_DIM}]")
-        seed_fits = isinstance(self.seed, int) and 0 <= self.seed < 2**64
-        self._require("seed", seed_fits, "an integer in [0, 2**64)")
-        self._require_settings()
-        dtypes = get_args(WeightDtype)
-        self._require("weight_dtype", self.weight_dtype in dtypes, f"one of {dtypes}")
-        keeps_fits = isinstance(self.keeps_metadata, bool)
-        self._require("keeps_metadata", keeps_fits, "true or false")
-        bound_fits = math.isfinite(self.weight_bound) and self.weight_bound >= 0
-        self._require("weight_bound", bound_fits, "finite and >= 0")
-
-    def _require_settings(self) -> None:
+        super().__post_init__()
         for name, (base, registry) in _SETTINGS.items():
-            known = ", ".join(sorted(cls.__name__ for cls in registry.classes))
+            known = sorted(cls.__name__ for cls in registry.classes.values())
             fits = isinstance(getattr(self, name), base)
-            self._require(name, fits, f"one of {known}")
+            self._require(name, fits, f"one of {', '.join(known)}")
 
-    def _require(self, name: str, holds: bool, must: str) -> None:
-        if not holds:
-            raise ConfigError(
-                f"Table {self.name!r}: {name} must be {must}. "
-                f"Received: {getattr(self, name)!r}."
-            )
+    def _title(self) -> str:
+        return f"Table {self.name!r}"
 
     @property
     def num_state_floats(self) -> int:
         """How many float32 of optimizer state stand beside the weights of a row."""
-        return self.optimizer.num_state_floats(self.dim)
+        return len(self.optimizer.initial_state(self.dim))
 
     def describe_rows(self, *, with_metadata: bool = False) -> str:
         """Return what its rows look like, for errors."""

@@ -79,7 +79,7 @@ def test_rows_carry_metadata_where_it_is_wanted_or_needed(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("name", "", "name must not be empty"),
+        ("name", "", "name must be a string that is not empty"),
         (
             "dim",
             0,
@@ -100,7 +100,7 @@ def test_rows_carry_metadata_where_it_is_wanted_or_needed(
             r"weight_dtype must be one of \('fp32', 'fp16', 'bf16'",
         ),
         ("weight_dtype", None, "weight_dtype must be one of"),
-        ("keeps_metadata", 1, "keeps_metadata must be true or false"),
+        ("keeps_metadata", 1, "keeps_metadata must be True or False"),
         ("weight_bound", -1, "weight_bound must be finite and >= 0"),
         ("weight_bound", math.inf, "weight_bound must be finite and >= 0"),
     ],
@@ -118,7 +118,10 @@ def test_a_field_out_of_its_range_is_refused(field, value, message):
         ({"initializer": {"kind": "zipf"}}, "An initializer must be an object whose"),
         ({"initializer": None}, "An initializer must be an object whose kind is one"),
         ({"admission": {"kind": "none"}}, "An admission must be an object whose kind"),
-        ({"expiry": {"kind": "expiry", "ttl": 1}}, "Expiry has no argument 'ttl'"),
+        (
+            {"expiry": {"kind": "expiry", "ttl": 1}},
+            "Expiry .*unexpected keyword argument 'ttl'",
+        ),
         (
             {"optimizer": {"kind": "lion"}},
             "An optimizer must be an object whose kind",

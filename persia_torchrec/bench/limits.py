@@ -106,7 +106,7 @@ class PlainRows(Filled):
         self._num_updates += 1  # as Adam counts
         optimizer, dim = self.spec.optimizer, self.spec.dim
         numbers = optimizer.step_numbers(dim, self._num_updates)
-        step = _build_step(optimizer.kernel())
+        step = _build_step(optimizer.kernel)
         step(ids_N, self._floats, grads_ND, np.array(numbers, dtype=np.float32))
 
     def _read(self, ids_N: Ids) -> Floats:

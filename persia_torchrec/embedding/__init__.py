@@ -4,8 +4,9 @@ Batches are in ``data``, optimizers in ``optim``; this module has what all table
 in common, and re-exports the settings of a single one.
 """
 
-import math
 from dataclasses import dataclass
+from math import inf
+from typing import Annotated
 
 from persia_torchrec.embedding.admission import (
     AdmitAll,
@@ -21,7 +22,14 @@ from persia_torchrec.embedding.initializer import (
     TruncatedNormal,
     Uniform,
 )
-from persia_torchrec.embedding.setting import Admission, Initializer, Setting
+from persia_torchrec.embedding.setting import (
+    Admission,
+    Fraction,
+    Initializer,
+    NonNegative,
+    Rule,
+    Setting,
+)
 
 __all__ = [
     "Admission",
@@ -58,23 +66,15 @@ class EmbeddingConfig(Setting):
         10
     """
 
-    emb_initialization: tuple[float, float] = (-0.01, 0.01)
-    admit_probability: float = 1.0
-    weight_bound: float = 10
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "emb_initialization", tuple(self.emb_initialization))
-        self._require(
-            "emb_initialization",
-            len(self.emb_initialization) == 2
-            and all(math.isfinite(bound) for bound in self.emb_initialization)
-            and self.emb_initialization[0] <= self.emb_initialization[1],
+    emb_initialization: Annotated[
+        tuple[float, float],
+        Rule(
             "two finite numbers (lower, upper) with lower <= upper",
-        )
-        self._require(
-            "admit_probability", 0 <= self.admit_probability <= 1, "in [0, 1]"
-        )
-        self._require_non_negative("weight_bound")
+            lambda pair: len(pair) == 2 and -inf < pair[0] <= pair[1] < inf,
+        ),
+    ] = (-0.01, 0.01)
+    admit_probability: Fraction = 1.0
+    weight_bound: NonNegative = 10
 
     @property
     def initializer(self) -> Initializer:

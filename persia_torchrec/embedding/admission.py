@@ -13,18 +13,19 @@ Dimension key:
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.kernel import (
-    GOLDEN,
-    mulhi,
-    prefetch,
-    splitmix64,
+from persia_torchrec.embedding.kernel import GOLDEN, mulhi, prefetch, splitmix64
+from persia_torchrec.embedding.setting import (
+    Admission,
+    Fraction,
+    InsideOne,
+    Registry,
+    integer_in,
 )
-from persia_torchrec.embedding.setting import Admission, Kernel, Registry
 
 Ids = npt.NDArray[np.uint64]
 Words = npt.NDArray[np.uint64]
@@ -32,178 +33,10 @@ Counts = npt.NDArray[np.int64]
 Links = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
-MAX_THRESHOLD = 2**32 - 1
-MAX_BLOOM_THRESHOLD = 255
-MAX_WAITING_ROWS = 2**32 - 2
-_MAX_IDS = 2**48
-
-
-@dataclass(frozen=True)
-class AdmitAll(Admission):
-    """Give every id a row when training first looks it up.
-
-    ``unadmitted_value`` is for ids without a row that evaluation looks up.
-    """
-
-    kind: ClassVar[str] = "all"
-
-
-@dataclass(frozen=True)
-class AdmitProbability(Admission):
-    """Give a fraction of the ids a row, drawn by id.
-
-    An id is in or out for good: the draw follows from the id and the table's seed, so
-    that it does not depend on the number of servers, the order of the ids or the
-    process. PERSIA draws again at each lookup, so that there a frequent id gets a row
-    sooner or later; ``AdmitFrequency`` does that here, and better.
-
-    Args:
-        probability: fraction of the ids, in ``[0, 1]``; 0 admits none, 1 all.
-        unadmitted_value: each weight of an id without a row.
-    """
-
-    kind: ClassVar[str] = "probability"
-
-    probability: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_non_negative("probability")
-        self._require("probability", self.probability <= 1, "in [0, 1]")
-
-    def kernel(self) -> Kernel:
-        """Return :func:`admit_drawn`."""
-        return admit_drawn
-
-    def kernel_numbers(self, seed: int) -> tuple[int, ...]:
-        """Return the seed, and how many of ``2**63`` draws win."""
-        return seed, round(self.probability * 2**63)
-
-
-@dataclass(frozen=True)
-class AdmitFrequency(Admission):
-    """Give an id a row when it has been seen often enough, counted exactly.
-
-    Each lookup of training adds how often its batch holds the id. The lookup that
-    reaches the threshold is already served from the new row. An id whose row is evicted
-    starts again at 0. Memory per server: 8 bytes per id that may wait, and 32 more per
-    id that does. Where a million wait, counting takes 85 ns per id, or 225 ns if it
-    makes the oldest leave (one core of a Xeon at 2.5 GHz).
-
-    Args:
-        threshold: how often an id must be seen, in ``[1, 2**32 - 1]``.
-        max_waiting_rows: ids counted at the same time, in ``[1, 2**32 - 2]``; when one
-            more comes, the id that was seen least recently is forgotten.
-        unadmitted_value: each weight of an id without a row.
-    """
-
-    kind: ClassVar[str] = "frequency"
-
-    threshold: int
-    max_waiting_rows: int = 1_000_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_integer("threshold", 1, MAX_THRESHOLD)
-        self._require_integer("max_waiting_rows", 1, MAX_WAITING_ROWS)
-
-    def kernel(self) -> Kernel:
-        """Return :func:`admit_frequent`."""
-        return admit_frequent
-
-    def kernel_numbers(self, seed: int) -> tuple[int, ...]:
-        """Return the threshold, and how many ids may wait."""
-        return self.threshold, self.max_waiting_rows
-
-    def num_memory_words(self) -> int:
-        """Return the words of the candidates and of the heads of their chains."""
-        return 5 * (self.max_waiting_rows + 1)
-
-
-@dataclass(frozen=True)
-class AdmitBloom(Admission):
-    """Give an id a row when it has been seen often enough, counted with few bytes.
-
-    As ``AdmitFrequency``, with a counting Bloom filter of one-byte counters: an id
-    raises the ``k`` counters that its hashes name, and its frequency is the least of
-    them. Ids share counters, so that an id may get a row early; never late. Only the
-    counters that must rise do (Estan and Varghese, "New Directions in Traffic
-    Measurement and Accounting", SIGCOMM 2002). ::
-
-        m = ceil(-ln(false_positive_rate) / ln(2)**2 * expected_ids)    bytes per server
-        k = ceil(log2(1 / false_positive_rate))
-
-    (Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 1970; Fan
-    et al., "Summary Cache", ToN 2000.) Counters never fall: an id whose row is evicted
-    gets one at once when it returns, and more ids than expected raise the fraction of
-    those that come early. With 7 hashes, counting takes 45 ns per id in 10 MB of
-    counters, 90 ns in 96 MB (one core of a Xeon at 2.5 GHz).
-
-    Args:
-        threshold: how often an id must be seen, in ``[1, 255]``.
-        expected_ids: different ids that a server will see, in ``[1, 2**48]``.
-        false_positive_rate: fraction of ids that may find all their counters raised by
-            others when that many have been seen, in ``(0, 1)``.
-        unadmitted_value: each weight of an id without a row.
-
-    Example:
-        >>> bloom = AdmitBloom(3, expected_ids=1_000_000)
-        >>> bloom.num_counters, bloom.num_hashes
-        (9585059, 7)
-    """
-
-    kind: ClassVar[str] = "bloom"
-
-    threshold: int
-    expected_ids: int
-    false_positive_rate: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_integer("threshold", 1, MAX_BLOOM_THRESHOLD)
-        self._require_integer("expected_ids", 1, _MAX_IDS)
-        self._require_positive("false_positive_rate")
-        is_rate = self.false_positive_rate < 1
-        self._require("false_positive_rate", is_rate, "in (0, 1)")
-
-    @property
-    def num_counters(self) -> int:
-        """How many counters a server has, of one byte each."""
-        per_id = -math.log(self.false_positive_rate) / math.log(2) ** 2
-        return math.ceil(per_id * self.expected_ids)
-
-    @property
-    def num_hashes(self) -> int:
-        """How many counters an id raises."""
-        return math.ceil(-math.log2(self.false_positive_rate))
-
-    def kernel(self) -> Kernel:
-        """Return :func:`admit_bloom`."""
-        return admit_bloom
-
-    def kernel_numbers(self, seed: int) -> tuple[int, ...]:
-        """Return the threshold, and the numbers of counters and of hashes."""
-        return self.threshold, self.num_counters, self.num_hashes
-
-    def num_memory_words(self) -> int:
-        """Return the words of the counters."""
-        return -(-self.num_counters // 8)
-
-
-ADMISSIONS: Registry[Admission] = Registry(
-    "An admission", AdmitAll, AdmitProbability, AdmitFrequency, AdmitBloom
-)
-"""Every admission that servers can apply.
-
-Example:
-    >>> ADMISSIONS.from_json({"kind": "probability", "probability": 0.5})
-    AdmitProbability(unadmitted_value=0.0, probability=0.5)
-"""
-
 _ONE = np.uint64(1)
 
 
-def admit_drawn(
+def _admit_drawn(
     memory: Words, p: Words, ids_N: Ids, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
     """Admit the ids that are drawn, which only the id and the seed decide."""
@@ -227,7 +60,7 @@ _BLOOM_CHUNK = 16
 _LARGEST_BYTE = 255
 
 
-def admit_bloom(
+def _admit_bloom(
     memory: Words, p: Words, ids_N: Ids, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
     """Admit the ids that were seen often enough, or seem to have been."""
@@ -306,7 +139,7 @@ _CELL_BYTES = np.uint64(32)
 _HEAD_BYTES = np.uint64(4)
 
 
-def admit_frequent(
+def _admit_frequent(
     memory: Words, p: Words, ids_N: Ids, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
     """Admit the ids that were seen often enough; they wait no longer."""
@@ -319,10 +152,9 @@ def admit_frequent(
 def count_candidates(memory: Words, p: Words, ids_N: Ids, counts_N: Counts) -> Counts:
     """Count ids, in their order; the last one is then the newest candidate.
 
-    Returns how often each was seen since it began to wait, these times included; at
-    most ``2**32 - 1``.
+    Return how often each was seen since it began to wait; at most ``2**32 - 1``.
     """
-    cells, heads = _view_cells(memory, p[1]), _view_heads(memory, p[1])
+    cells, heads = _view(memory, p[1])
     base = np.uint64(memory.ctypes.data)
     heads_base = base + _CELL_BYTES * (p[1] + _ONE)
     totals_N = np.empty(len(ids_N), dtype=np.int64)
@@ -344,7 +176,9 @@ def count_candidates(memory: Words, p: Words, ids_N: Ids, counts_N: Counts) -> C
                 heads[head] = cell
             else:
                 _leave_ring(cell, cells)
-            _become_newest(cell, cells)
+            newest = cells[0, OLDER]
+            cells[cell, OLDER], cells[cell, NEWER] = newest, 0
+            cells[newest, NEWER] = cells[0, OLDER] = cell
             total = min(int(cells[cell, COUNT]) + min(counts_N[i], _MOST), _MOST)
             cells[cell, COUNT] = total
             totals_N[i] = total
@@ -353,7 +187,7 @@ def count_candidates(memory: Words, p: Words, ids_N: Ids, counts_N: Counts) -> C
 
 def forget_candidates(memory: Words, p: Words, ids_N: Ids) -> None:
     """Forget ids; those that do not wait are skipped."""
-    cells, heads = _view_cells(memory, p[1]), _view_heads(memory, p[1])
+    cells, heads = _view(memory, p[1])
     for i in range(len(ids_N)):
         first = heads[_find_head(ids_N[i], heads)]
         cell = _find_cell(ids_N[i], first, memory, cells)
@@ -361,14 +195,11 @@ def forget_candidates(memory: Words, p: Words, ids_N: Ids) -> None:
             _leave(cell, memory, cells, heads)
 
 
-def _view_cells(memory: Words, max_rows: np.uint64) -> Links:
+def _view(memory: Words, max_rows: np.uint64) -> tuple[Links, Links]:
+    """Return the cells and the heads."""
     num = np.int64(max_rows) + 1
-    return memory[: 4 * num].view(np.uint32).reshape((num, 8))
-
-
-def _view_heads(memory: Words, max_rows: np.uint64) -> Links:
-    num = np.int64(max_rows)
-    return memory[4 * (num + 1) :].view(np.uint32)[: 2 * num]
+    cells = memory[: 4 * num].view(np.uint32).reshape((num, 8))
+    return cells, memory[4 * num :].view(np.uint32)[: 2 * (num - 1)]
 
 
 def _find_head(id_: np.uint64, heads: Links) -> np.uint64:
@@ -418,9 +249,132 @@ def _leave_ring(cell: int, cells: Links) -> None:
     cells[newer, OLDER] = older
 
 
-def _become_newest(cell: int, cells: Links) -> None:
-    newest = cells[0, OLDER]
-    cells[cell, OLDER] = newest
-    cells[cell, NEWER] = 0
-    cells[newest, NEWER] = cell
-    cells[0, OLDER] = cell
+@dataclass(frozen=True)
+class AdmitAll(Admission):
+    """Give every id a row when training first looks it up.
+
+    ``unadmitted_value`` is for ids without a row that evaluation looks up.
+    """
+
+    kind: ClassVar[str] = "all"
+
+
+@dataclass(frozen=True)
+class AdmitProbability(Admission):
+    """Give a fraction of the ids a row, drawn by id.
+
+    An id is in or out for good: the draw follows from the id and the table's seed, so
+    that it does not depend on the number of servers, the order of the ids or the
+    process. PERSIA draws again at each lookup, so that there a frequent id gets a row
+    sooner or later; ``AdmitFrequency`` does that here, and better.
+
+    Args:
+        probability: fraction of the ids, in ``[0, 1]``; 0 admits none, 1 all.
+        unadmitted_value: each weight of an id without a row.
+    """
+
+    kind: ClassVar[str] = "probability"
+    kernel = staticmethod(_admit_drawn)
+
+    probability: Fraction
+
+    def kernel_numbers(self, seed: int) -> tuple[int, ...]:
+        """Return the seed, and how many of ``2**63`` draws win."""
+        return seed, round(self.probability * 2**63)
+
+
+@dataclass(frozen=True)
+class AdmitFrequency(Admission):
+    """Give an id a row when it has been seen often enough, counted exactly.
+
+    Each lookup of training adds how often its batch holds the id. The lookup that
+    reaches the threshold is already served from the new row. An id whose row is evicted
+    starts again at 0. Memory per server: 8 bytes per id that may wait, and 32 more per
+    id that does. Where a million wait, counting takes 85 ns per id, or 225 ns if it
+    makes the oldest leave (one core of a Xeon at 2.5 GHz).
+
+    Args:
+        threshold: how often an id must be seen, in ``[1, 2**32 - 1]``.
+        max_waiting_rows: ids counted at the same time, in ``[1, 2**32 - 2]``; when one
+            more comes, the id that was seen least recently is forgotten.
+        unadmitted_value: each weight of an id without a row.
+    """
+
+    kind: ClassVar[str] = "frequency"
+    kernel = staticmethod(_admit_frequent)
+
+    threshold: Annotated[int, integer_in(1, 2**32 - 1)]
+    max_waiting_rows: Annotated[int, integer_in(1, 2**32 - 2)] = 1_000_000
+
+    def kernel_numbers(self, seed: int) -> tuple[int, ...]:
+        """Return the threshold, and how many ids may wait."""
+        return self.threshold, self.max_waiting_rows
+
+    def num_memory_words(self) -> int:
+        """Return the words of the candidates and of the heads of their chains."""
+        return 5 * (self.max_waiting_rows + 1)
+
+
+@dataclass(frozen=True)
+class AdmitBloom(Admission):
+    """Give an id a row when it has been seen often enough, counted with few bytes.
+
+    As ``AdmitFrequency``, with a counting Bloom filter of one-byte counters: an id
+    raises the ``k`` counters that its hashes name, and its frequency is the least of
+    them. Ids share counters, so that an id may get a row early; never late. Only the
+    counters that must rise do (Estan and Varghese, "New Directions in Traffic
+    Measurement and Accounting", SIGCOMM 2002). ::
+
+        m = ceil(-ln(false_positive_rate) / ln(2)**2 * expected_ids)    bytes per server
+        k = ceil(log2(1 / false_positive_rate))
+
+    (Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 1970; Fan
+    et al., "Summary Cache", ToN 2000.) Counters never fall: an id whose row is evicted
+    gets one at once when it returns, and more ids than expected raise the fraction of
+    those that come early. With 7 hashes, counting takes 45 ns per id in 10 MB of
+    counters, 90 ns in 96 MB (one core of a Xeon at 2.5 GHz).
+
+    Args:
+        threshold: how often an id must be seen, in ``[1, 255]``.
+        expected_ids: different ids that a server will see, in ``[1, 2**48]``.
+        false_positive_rate: fraction of ids that may find all their counters raised by
+            others when that many have been seen, in ``(0, 1)``.
+        unadmitted_value: each weight of an id without a row.
+
+    Example:
+        >>> bloom = AdmitBloom(3, expected_ids=1_000_000)
+        >>> bloom.num_counters, bloom.num_hashes
+        (9585059, 7)
+    """
+
+    kind: ClassVar[str] = "bloom"
+    kernel = staticmethod(_admit_bloom)
+
+    threshold: Annotated[int, integer_in(1, 255)]
+    expected_ids: Annotated[int, integer_in(1, 2**48)]
+    false_positive_rate: InsideOne = 0.01
+
+    @property
+    def num_counters(self) -> int:
+        """How many counters a server has, of one byte each."""
+        per_id = -math.log(self.false_positive_rate) / math.log(2) ** 2
+        return math.ceil(per_id * self.expected_ids)
+
+    @property
+    def num_hashes(self) -> int:
+        """How many counters an id raises."""
+        return math.ceil(-math.log2(self.false_positive_rate))
+
+    def kernel_numbers(self, seed: int) -> tuple[int, ...]:
+        """Return the threshold, and the numbers of counters and of hashes."""
+        return self.threshold, self.num_counters, self.num_hashes
+
+    def num_memory_words(self) -> int:
+        """Return the words of the counters."""
+        return -(-self.num_counters // 8)
+
+
+ADMISSIONS: Registry[Admission] = Registry(
+    "An admission", AdmitAll, AdmitProbability, AdmitFrequency, AdmitBloom
+)
+"""Every admission that servers can apply."""

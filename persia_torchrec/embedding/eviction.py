@@ -6,11 +6,11 @@ because their weights are next to nothing.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
-from persia_torchrec.embedding.setting import Registry, Setting
+from persia_torchrec.embedding.setting import NonNegative, Registry, Setting, integer_in
 
-_MAX_STEPS = 2**48
+Steps: TypeAlias = Annotated[int, integer_in(0, 2**48)]
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,13 @@ class Expiry(Setting):
 
     kind: ClassVar[str] = "expiry"
 
-    steps_to_live: int = 0
-    seconds_to_live: float = 0.0
-    min_l2_norm: float = 0.0
-    spared_steps: int = 0
+    steps_to_live: Steps = 0
+    seconds_to_live: NonNegative = 0.0
+    min_l2_norm: NonNegative = 0.0
+    spared_steps: Steps = 0
 
     def __post_init__(self) -> None:
-        self._require_integer("steps_to_live", 0, _MAX_STEPS)
-        self._require_non_negative("seconds_to_live", "min_l2_norm")
-        self._require_integer("spared_steps", 0, _MAX_STEPS)
+        super().__post_init__()
         self._require(
             "spared_steps",
             self.min_l2_norm > 0 or self.spared_steps == 0,
@@ -63,9 +61,4 @@ class Expiry(Setting):
 
 
 EXPIRIES: Registry[Expiry] = Registry("An expiry", Expiry)
-"""The one kind of expiry.
-
-Example:
-    >>> EXPIRIES.from_json({"kind": "expiry", "steps_to_live": 4000}).is_on
-    True
-"""
+"""The one kind of expiry."""

@@ -20,7 +20,13 @@ from typing import ClassVar
 import numpy as np
 
 from persia_torchrec.embedding.kernel import Pointer
-from persia_torchrec.embedding.setting import Initializer, Kernel, Registry
+from persia_torchrec.embedding.setting import (
+    Finite,
+    Initializer,
+    NonNegative,
+    Positive,
+    Registry,
+)
 
 State = tuple[np.uint64, np.uint64, np.uint64, np.uint64]
 """Of the random number generator."""
@@ -34,139 +40,16 @@ _S12, _S17, _S18, _S19, _S23, _S27, _S32, _S41, _S45, _S59 = (
 _UNIT = np.float32(2.0**-23)
 _UNIT_52 = 2.0**-52
 
-
-@dataclass(frozen=True)
-class Uniform(Initializer):
-    """Draw each weight uniformly from ``[lower, upper)``, as PERSIA does.
-
-    If both bounds are equal, they are every weight. ::
-
-        w = u * (upper - lower) + lower          u in [0, 1), 23 bits; all in float32
-    """
-
-    kind: ClassVar[str] = "uniform"
-
-    lower: float = -0.01
-    upper: float = 0.01
-
-    def __post_init__(self) -> None:
-        self._require_finite("lower", "upper")
-        self._require("lower", self.lower <= self.upper, f"<= upper ({self.upper})")
-
-    def kernel(self) -> Kernel:
-        """Return :func:`draw_uniform`."""
-        return draw_uniform
-
-    def fill_numbers(self, dim: int) -> tuple[float, ...]:
-        """Return lower, upper."""
-        return self.lower, self.upper
-
-
-@dataclass(frozen=True)
-class InverseSqrtDim(Initializer):
-    """Draw each weight uniformly from ``[-1 / sqrt(dim), 1 / sqrt(dim))``.
-
-    The weights of a row of any dim then have the same sum of squares: 1/3 on average.
-    """
-
-    kind: ClassVar[str] = "inverse_sqrt_dim"
-
-    def kernel(self) -> Kernel:
-        """Return :func:`draw_uniform`."""
-        return draw_uniform
-
-    def fill_numbers(self, dim: int) -> tuple[float, ...]:
-        """Return the bounds."""
-        return -1 / math.sqrt(dim), 1 / math.sqrt(dim)
-
-
-@dataclass(frozen=True)
-class Normal(Initializer):
-    """Draw each weight from the normal distribution of deviation ``std``, ``>= 0``."""
-
-    kind: ClassVar[str] = "normal"
-
-    mean: float = 0.0
-    std: float = 0.01
-
-    def __post_init__(self) -> None:
-        self._require_finite("mean")
-        self._require_non_negative("std")
-
-    def kernel(self) -> Kernel:
-        """Return :func:`draw_normal`."""
-        return draw_normal
-
-    def fill_numbers(self, dim: int) -> tuple[float, ...]:
-        """Return mean, std; half of all probability, within no bound."""
-        return self.mean, self.std, 0.5, math.inf
-
-
-@dataclass(frozen=True)
-class TruncatedNormal(Initializer):
-    """Draw each weight from the normal distribution without its tails.
-
-    The density is the normal one within ``mean +- bound * std`` and 0 outside: what
-    drawing again until a weight falls inside gives, as TensorFlow's
-    ``truncated_normal`` and ``torch.nn.init.trunc_normal_`` do. ``std`` (``>= 0``) is
-    that of the normal distribution before its tails are cut ``bound`` (``> 0``)
-    standard deviations from ``mean``; the weights' own is smaller (0.88 of it at
-    ``bound=2``).
-    """
-
-    kind: ClassVar[str] = "truncated_normal"
-
-    mean: float = 0.0
-    std: float = 0.01
-    bound: float = 2.0
-
-    def __post_init__(self) -> None:
-        self._require_finite("mean")
-        self._require_non_negative("std")
-        self._require_positive("bound")
-
-    def kernel(self) -> Kernel:
-        """Return :func:`draw_normal`."""
-        return draw_normal
-
-    def fill_numbers(self, dim: int) -> tuple[float, ...]:
-        """Return mean, std, the probability of one side, bound."""
-        return self.mean, self.std, half_probability(self.bound), self.bound
-
-
-@dataclass(frozen=True)
-class Constant(Initializer):
-    """Make each weight the same number."""
-
-    kind: ClassVar[str] = "constant"
-
-    value: float
-
-    def __post_init__(self) -> None:
-        self._require_finite("value")
-
-    def kernel(self) -> Kernel:
-        """Return :func:`draw_constant`."""
-        return draw_constant
-
-    def fill_numbers(self, dim: int) -> tuple[float, ...]:
-        """Return the value."""
-        return (self.value,)
-
-
-INITIALIZERS: Registry[Initializer] = Registry(
-    "An initializer", Uniform, InverseSqrtDim, Normal, TruncatedNormal, Constant
+# By what 1, 2, ... 8 steps of PCG's generator multiply, and what they add. With them,
+# the steps of a row's seed need not wait for one another.
+_MULS = tuple(np.uint64(_PCG_MUL**n % 2**64) for n in range(1, 9))
+_INCS = tuple(
+    np.uint64(_PCG_INC * sum(_PCG_MUL**k for k in range(n)) % 2**64)
+    for n in range(1, 9)
 )
-"""Every initializer that servers can apply.
-
-Example:
-    >>> INITIALIZERS.from_json({"kind": "uniform", "lower": -0.5, "upper": 0.5})
-    Uniform(lower=-0.5, upper=0.5)
-"""
 
 
-def draw_uniform(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
-    """Draw the weights of a row uniformly, of 23 bits each."""
+def _draw_uniform(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
     lower = p[0]
     width = p[1] - lower
     state = _seed_state(seed)
@@ -175,11 +58,10 @@ def draw_uniform(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
         w[d] = np.float32(np.int64(word >> _S41)) * _UNIT * width + lower
 
 
-def draw_normal(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
-    """Draw the weights of a row from the normal distribution, within a bound.
+def _draw_normal(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
+    """Draw within a bound, by the quantile of an evenly drawn probability.
 
-    The quantile of a probability drawn evenly from that of the interval is distributed
-    as draws repeated until one is within.
+    It is distributed as draws that are repeated until one is within the bound.
     """
     mean, std = np.float64(p[0]), np.float64(p[1])
     half, bound = np.float64(p[2]), np.float64(p[3])
@@ -190,26 +72,10 @@ def draw_normal(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
         w[d] = np.float32(mean + std * truncated_normal_quantile(u, half, bound))
 
 
-def draw_constant(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
-    """Write the same number to every weight of a row."""
+def _draw_constant(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
     value = p[0]
     for d in range(dim):
         w[d] = value
-
-
-def _jumps(num_steps: int) -> tuple[tuple[np.uint64, ...], tuple[np.uint64, ...]]:
-    """Return by what n steps of PCG's generator multiply, and what they add.
-
-    With them, the steps of a row's seed need not wait for one another.
-    """
-    muls, incs = [1], [0]
-    for _ in range(num_steps):
-        muls.append(muls[-1] * _PCG_MUL % 2**64)
-        incs.append((incs[-1] * _PCG_MUL + _PCG_INC) % 2**64)
-    return tuple(map(np.uint64, muls[1:])), tuple(map(np.uint64, incs[1:]))
-
-
-_MULS, _INCS = _jumps(8)
 
 
 def _next_word(state: State) -> tuple[np.uint64, State]:
@@ -328,8 +194,7 @@ def normal_quantile(p: float) -> float:
 def truncated_normal_quantile(u: float, half: float, bound: float) -> float:
     """Return a quantile of the standard normal distribution without its tails.
 
-    ``u`` is in ``[2**-53, 1 - 2**-53]``; ``half`` is :func:`half_probability`'s, 0.5
-    for an infinite ``bound``.
+    ``u`` is in ``[2**-53, 1 - 2**-53]``; ``half`` is :func:`half_probability`'s.
     """
     z = normal_quantile(0.5 + half * (2.0 * u - 1.0))
     return min(max(z, -bound), bound)
@@ -361,3 +226,101 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
     for coefficient in coefficients:
         value = value * x + coefficient
     return value
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Draw each weight uniformly from ``[lower, upper)``, as PERSIA does.
+
+    If both bounds are equal, they are every weight. ::
+
+        w = u * (upper - lower) + lower          u in [0, 1), 23 bits; all in float32
+    """
+
+    kind: ClassVar[str] = "uniform"
+    kernel = staticmethod(_draw_uniform)
+
+    lower: Finite = -0.01
+    upper: Finite = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("lower", self.lower <= self.upper, f"<= upper ({self.upper})")
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return lower, upper."""
+        return self.lower, self.upper
+
+
+@dataclass(frozen=True)
+class InverseSqrtDim(Initializer):
+    """Draw each weight uniformly from ``[-1 / sqrt(dim), 1 / sqrt(dim))``.
+
+    The weights of a row of any dim then have the same sum of squares: 1/3 on average.
+    """
+
+    kind: ClassVar[str] = "inverse_sqrt_dim"
+    kernel = staticmethod(_draw_uniform)
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return lower, upper."""
+        return -1 / math.sqrt(dim), 1 / math.sqrt(dim)
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Draw each weight from the normal distribution of deviation ``std``, ``>= 0``."""
+
+    kind: ClassVar[str] = "normal"
+    kernel = staticmethod(_draw_normal)
+
+    mean: Finite = 0.0
+    std: NonNegative = 0.01
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return mean, std; half of all probability, within no bound."""
+        return self.mean, self.std, 0.5, math.inf
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initializer):
+    """Draw each weight from the normal distribution without its tails.
+
+    The density is the normal one within ``mean +- bound * std`` and 0 outside: what
+    drawing again until a weight falls inside gives, as TensorFlow's
+    ``truncated_normal`` and ``torch.nn.init.trunc_normal_`` do. ``std`` (``>= 0``) is
+    that of the normal distribution before its tails are cut ``bound`` (``> 0``)
+    standard deviations from ``mean``; the weights' own is smaller (0.88 of it at
+    ``bound=2``).
+    """
+
+    kind: ClassVar[str] = "truncated_normal"
+    kernel = staticmethod(_draw_normal)
+
+    mean: Finite = 0.0
+    std: NonNegative = 0.01
+    bound: Positive = 2.0
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return mean, std, the probability of one side, bound."""
+        return self.mean, self.std, half_probability(self.bound), self.bound
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """Make each weight the same number."""
+
+    kind: ClassVar[str] = "constant"
+    kernel = staticmethod(_draw_constant)
+
+    value: Finite
+
+    def fill_numbers(self, dim: int) -> tuple[float, ...]:
+        """Return the value."""
+        return (self.value,)
+
+
+INITIALIZERS: Registry[Initializer] = Registry(
+    "An initializer", Uniform, InverseSqrtDim, Normal, TruncatedNormal, Constant
+)
+"""Every initializer that servers can apply."""

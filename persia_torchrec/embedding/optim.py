@@ -1,21 +1,29 @@
 """The optimizers that an embedding server can apply.
 
-They are frozen values that travel to the servers as plain JSON; the kernel beside each
-class is what a server compiles. Names, arguments and
-defaults of ``SGD``, ``Adagrad`` and ``Adam`` are PERSIA's; the formulas are those of
-fbgemm's fused optimizers and of ``torch.optim``, so that a table moved onto a server
-trains as it did before. ``AdagradDecay``, ``AdamAsync`` and ``FTRL`` are DeepRec's and
-TensorFlow's. Where another's formula differs, the docstring says how. Of the optimizers
-that are not PERSIA's, all arguments but ``lr`` are given by name.
+They are frozen values that travel to the servers as plain JSON; the kernel in front of
+each class is what a server compiles. Names, arguments and defaults of ``SGD``,
+``Adagrad`` and ``Adam`` are PERSIA's; the formulas are those of fbgemm's fused
+optimizers and of ``torch.optim``, so that a table moved onto a server trains as it did
+before. ``AdagradDecay``, ``AdamAsync`` and ``FTRL`` are DeepRec's and TensorFlow's.
+Where another's formula differs, the docstring says how. Of the optimizers that are not
+PERSIA's, all arguments but ``lr`` are given by name.
 
 In the formulas ``w`` is a row's weights, ``g`` its gradient summed over the batch,
 ``wd`` is ``weight_decay``. Only rows that are in a batch change; a row that is not in
-the batch keeps its weights and its state.
+the batch keeps its weights and its state. Adam and its kin are in ``optim_adam.py``.
 
 Dimension key:
     D: embedding dim
+    S: optimizer-state floats per row
 """
 
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.embedding.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 from persia_torchrec.embedding.optim_adam import (
     LAMB,
     Adam,
@@ -24,14 +32,17 @@ from persia_torchrec.embedding.optim_adam import (
     RowwiseAdam,
     RowwiseLAMB,
 )
-from persia_torchrec.embedding.optim_sgd import (
-    FTRL,
-    LARS,
-    SGD,
-    Adagrad,
-    AdagradDecay,
+from persia_torchrec.embedding.setting import (
+    BelowOne,
+    InsideOne,
+    Kernel,
+    NonNegative,
+    Optimizer,
+    Positive,
+    Registry,
+    Rule,
+    is_finite,
 )
-from persia_torchrec.embedding.setting import Optimizer, Registry
 
 __all__ = [
     "FTRL",
@@ -49,6 +60,377 @@ __all__ = [
     "RowwiseLAMB",
 ]
 
+Floats = npt.NDArray[np.float32]
+
+_HALF = np.float32(0.5)
+_SGD_TWIN = {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0}
+_ADAGRAD_TWIN = {
+    "lr": 0.01,
+    "initial_accumulator_value": 0.0,
+    "weight_decay": 0.0,
+    "eps": 1e-8,
+}
+
+
+def _step_sgd(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    lr, momentum, weight_decay = p[0], p[1], p[2]
+    if momentum == ZERO:
+        for d in range(dim):
+            w[d] -= lr * (g[d] + weight_decay * w[d])
+    else:
+        for d in range(dim):
+            s[d] = momentum * s[d] + (g[d] + weight_decay * w[d])
+            w[d] -= lr * s[d]
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Step against the gradient, as ``torch.optim.SGD`` does.
+
+    ::
+
+        g = g + wd * w
+        b = momentum * b + g          (only with momentum; b starts at 0)
+        w = w - lr * b
+
+    State: none, or D floats (``b``) when ``momentum`` is not 0. PERSIA accepts
+    ``momentum`` and ignores it; here it works. fbgemm's ``EXACT_SGD`` has neither
+    momentum nor weight decay.
+
+    Args:
+        lr: learning rate, ``>= 0``.
+        momentum: in ``[0, 1)``.
+        weight_decay: L2 penalty, ``>= 0``.
+    """
+
+    kind: ClassVar[str] = "sgd"
+    kernel = staticmethod(_step_sgd)
+    fbgemm: ClassVar[str] = "sgd"
+    torch_twins: ClassVar = {
+        "torch.optim.SGD": _SGD_TWIN,
+        "torchrec.optim.SGD": _SGD_TWIN,
+    }
+
+    momentum: BelowOne = 0.0
+    weight_decay: NonNegative = 0.0
+
+    def initial_state(self, dim: int) -> Floats:
+        """Return ``b`` with momentum, else nothing."""
+        return np.zeros(dim if self.momentum else 0, dtype=np.float32)
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, momentum, weight decay."""
+        return self.lr, self.momentum, self.weight_decay
+
+    def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
+        """Return nothing, or why fbgemm cannot step these rows."""
+        if self.momentum:
+            return "its sgd has no momentum"
+        return "its sgd has no weight decay on CPU" if self.weight_decay else ()
+
+
+def _step_adagrad(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    lr, weight_decay, kept, eps = p[0], p[1], p[2], p[3]
+    for d in range(dim):
+        grad = g[d] + weight_decay * w[d]
+        s[d] = kept * s[d] + grad * grad
+        w[d] -= lr * grad / (np.sqrt(s[d]) + eps)
+
+
+def _step_row_adagrad(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    lr, weight_decay, kept, eps, fraction = p[0], p[1], p[2], p[3], p[4]
+    total = ZERO
+    for d in range(dim):
+        grad = g[d] + weight_decay * w[d]
+        total += grad * grad
+    s[0] = kept * s[0] + fraction * total
+    rate = divide(lr, np.sqrt(s[0]) + eps)
+    for d in range(dim):
+        w[d] -= rate * (g[d] + weight_decay * w[d])
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Scale each step by the root of all squared gradients so far.
+
+    As fbgemm's ``EXACT_ADAGRAD``, and ``EXACT_ROWWISE_ADAGRAD`` when
+    ``vectorwise_shared``::
+
+        g = g + wd * w
+        a = g_square_momentum * a + g * g          (per element: D floats of state)
+        a = g_square_momentum * a + mean(g * g)    (vectorwise_shared: one float)
+        w = w - lr * g / (sqrt(a) + eps)
+
+    The accumulator ``a`` starts at ``initial_accumulator_value``. PERSIA steps with the
+    accumulator without this gradient, puts ``eps`` under the root and ignores
+    ``weight_decay``. Of fbgemm only the GPU kernel of the rowwise one has this weight
+    decay: its CPU kernel ignores ``weight_decay``, and ``EXACT_ADAGRAD`` has none.
+
+    Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
+    Stochastic Optimization", JMLR 2011.
+
+    Args:
+        lr: learning rate, ``>= 0``.
+        initial_accumulator_value: where the accumulator starts, ``>= 0``.
+        weight_decay: L2 penalty, ``>= 0``.
+        g_square_momentum: what is kept of the accumulator at each step, in
+            ``(0, 1]``; 1 is Adagrad, less forgets old gradients.
+        eps: keeps the quotient finite, ``>= 0``.
+        vectorwise_shared: one accumulator per row instead of one per weight.
+    """
+
+    kind: ClassVar[str] = "adagrad"
+    torch_twins: ClassVar = {
+        "torch.optim.Adagrad": _ADAGRAD_TWIN,
+        "torchrec.optim.Adagrad": _ADAGRAD_TWIN,
+        "torchrec.optim.RowWiseAdagrad": {**_ADAGRAD_TWIN, "vectorwise_shared": True},
+    }
+
+    lr: NonNegative = 1e-2
+    initial_accumulator_value: NonNegative = 1e-2
+    weight_decay: NonNegative = 0.0
+    g_square_momentum: Annotated[
+        float, Rule("in (0, 1]", lambda value: 0 < value <= 1)
+    ] = 1.0
+    eps: NonNegative = 1e-10
+    vectorwise_shared: bool = False
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel for one accumulator per row, or per weight."""
+        return _step_row_adagrad if self.vectorwise_shared else _step_adagrad
+
+    def initial_state(self, dim: int) -> Floats:
+        """Return the accumulators at their start, one when ``vectorwise_shared``."""
+        num = 1 if self.vectorwise_shared else dim
+        return np.full(num, self.initial_accumulator_value, dtype=np.float32)
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, weight decay, what is kept of the state, eps, 1 / D."""
+        return self.lr, self.weight_decay, self.g_square_momentum, self.eps, 1 / dim
+
+    def fbgemm_name(self) -> str:
+        """Return fbgemm's name with one accumulator per row, or per weight."""
+        return "rowwise_adagrad" if self.vectorwise_shared else "adagrad"
+
+    def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
+        """Return eps, or why fbgemm cannot step these rows."""
+        if self.g_square_momentum != 1:
+            return f"its {self.fbgemm_name()} has no g_square_momentum"
+        if self.weight_decay:
+            return f"its {self.fbgemm_name()} has no weight decay on CPU"
+        return (self.eps,)
+
+
+def _step_decaying(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    lr, initial, decay_rate, period = p[0], p[1], p[2], p[3]
+    factor = ONE
+    if period > s[dim]:
+        factor = decay_rate ** (period - s[dim])
+        s[dim] = period
+    for d in range(dim):
+        kept = factor * s[d]
+        kept = initial if kept < initial else kept
+        s[d] = kept + g[d] * g[d]
+        w[d] -= lr * g[d] / np.sqrt(s[d])
+
+
+@dataclass(frozen=True)
+class AdagradDecay(Optimizer):
+    """Adagrad that forgets: now and then the accumulator shrinks, down to its start.
+
+    DeepRec's ``AdagradDecayOptimizer``. A period is ``decay_step`` steps; ``t`` counts
+    the update requests of the table on its server, from 1, and ``k`` is how many
+    periods have begun since the row was last updated::
+
+        a = max(decay_rate**k * a, initial_accumulator_value) + g * g
+        w = w - lr * g / sqrt(a)
+
+    The accumulator ``a`` starts at ``initial_accumulator_value``. State: D + 1 floats,
+    ``a`` and then the period of the row's last update, ``t // decay_step``. A row
+    decays when it is next updated, with the result of decaying it at each boundary.
+    DeepRec decays once at most in an update, so that a row which slept for several
+    periods catches up over as many updates; and it keeps the period for every weight.
+    There the arguments are called ``accumulator_decay_step`` and
+    ``accumulator_decay_rate``. fbgemm and torch have no such optimizer.
+
+    Args:
+        lr: learning rate, ``>= 0``.
+        initial_accumulator_value: where the accumulator starts and what it never falls
+            below, ``> 0``.
+        decay_step: steps per period, an integer ``>= 1``.
+        decay_rate: what is kept of the accumulator from one period to the next, in
+            ``(0, 1)``.
+    """
+
+    kind: ClassVar[str] = "adagrad_decay"
+    kernel = staticmethod(_step_decaying)
+
+    lr: NonNegative = 1e-2
+    _: KW_ONLY
+    initial_accumulator_value: Positive = 0.1
+    decay_step: Annotated[
+        int, Rule("an integer >= 1", lambda value: type(value) is int and value >= 1)
+    ] = 100_000
+    decay_rate: InsideOne = 0.9
+
+    def initial_state(self, dim: int) -> Floats:
+        """Return accumulators at their start, in period 0."""
+        initial = [self.initial_accumulator_value] * dim
+        return np.array([*initial, 0], dtype=np.float32)
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, initial accumulator, decay rate, the current period."""
+        period = step // self.decay_step
+        return self.lr, self.initial_accumulator_value, self.decay_rate, period
+
+
+def _step_lars(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    lr, momentum, weight_decay, eta = p[0], p[1], p[2], p[3]
+    length = np.sqrt(sum_of_squares(w, dim))
+    denominator = np.sqrt(sum_of_squares(g, dim)) + weight_decay * length
+    rate = lr
+    if length > ZERO and denominator > ZERO:
+        rate = lr * eta * length / denominator
+    if momentum == ZERO:
+        for d in range(dim):
+            w[d] -= rate * (g[d] + weight_decay * w[d])
+    else:
+        for d in range(dim):
+            s[d] = momentum * s[d] + rate * (g[d] + weight_decay * w[d])
+            w[d] -= s[d]
+
+
+@dataclass(frozen=True)
+class LARS(Optimizer):
+    """SGD whose step is in proportion to the length of the row.
+
+    As fbgemm's ``LARS_SGD``, where a row is what the paper calls a layer::
+
+        ratio = eta * |w| / (|g| + wd * |w|)
+        b = momentum * b + lr * ratio * (g + wd * w)
+        w = w - b
+
+    ``|x|`` is the Euclidean norm of a row. State: D floats (``b``, which starts at 0),
+    or none when ``momentum`` is 0. Where ``w`` is all zero, or the denominator is 0,
+    ``ratio`` is 1; fbgemm's ratio is 0 or NaN there, so that a zero row stays zero.
+    Unlike SGD's, the momentum carries the learning rate of its own step.
+
+    You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
+
+    Args:
+        lr: learning rate, ``>= 0``.
+        eta: trust coefficient, ``> 0``.
+        momentum: in ``[0, 1)``.
+        weight_decay: L2 penalty, ``>= 0``.
+    """
+
+    kind: ClassVar[str] = "lars"
+    kernel = staticmethod(_step_lars)
+    fbgemm: ClassVar[str] = "lars_sgd"
+    torch_twins: ClassVar = {
+        "torchrec.optim.LarsSGD": {**_SGD_TWIN, "eta": 0.001, "momentum": 0.9}
+    }
+
+    lr: NonNegative = 1e-2
+    _: KW_ONLY
+    eta: Positive = 1e-3
+    momentum: BelowOne = 0.9
+    weight_decay: NonNegative = 0.0
+
+    def initial_state(self, dim: int) -> Floats:
+        """Return ``b`` with momentum, else nothing."""
+        return np.zeros(dim if self.momentum else 0, dtype=np.float32)
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return lr, momentum, weight decay, eta."""
+        return self.lr, self.momentum, self.weight_decay, self.eta
+
+
+def _step_ftrl(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    """Step a row; ``n`` is ``s[:dim]``, ``z`` is ``s[dim:]``."""
+    per_lr, power, l1, curvature = p[0], p[1], p[2], p[3]
+    if power == _HALF:  # a loop of its own, since a root is a vector instruction
+        for d in range(dim):
+            squares = s[d] + g[d] * g[d]
+            root = np.sqrt(squares)
+            s[dim + d] += g[d] - per_lr * (root - np.sqrt(s[d])) * w[d]
+            s[d] = squares
+            w[d] = _ftrl_weight(s[dim + d], l1, per_lr * root + curvature)
+    else:
+        for d in range(dim):
+            squares = s[d] + g[d] * g[d]
+            root = squares**power
+            s[dim + d] += g[d] - per_lr * (root - s[d] ** power) * w[d]
+            s[d] = squares
+            w[d] = _ftrl_weight(s[dim + d], l1, per_lr * root + curvature)
+
+
+def _ftrl_weight(z: np.float32, l1: np.float32, curvature: np.float32) -> np.float32:
+    """Return the ``w`` of least ``z * w + l1 * abs(w) + curvature / 2 * w * w``."""
+    clamped = l1 if z > l1 else z
+    clamped = -l1 if clamped < -l1 else clamped
+    # Where z is clamped to itself the weight is 0, also if the curvature is.
+    return (clamped - z) / curvature if clamped != z else ZERO
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """Follow the regularized leader: with ``l1``, weights that matter little are 0.
+
+    FTRL-Proximal, as TensorFlow's ``Ftrl``. With ``p = -lr_power``::
+
+        n' = n + g * g
+        z = z + g - (n'**p - n**p) / lr * w
+        w = 0                                                   (where |z| <= l1)
+        w = (sign(z) * l1 - z) / ((beta + n'**p) / lr + 2 * l2) (elsewhere)
+        n = n'
+
+    State: 2 D floats, ``n`` and then ``z``; ``n`` starts at
+    ``initial_accumulator_value`` and ``z`` at 0, as in TensorFlow. So the first step of
+    a row keeps only the fraction ``1 - (n / n')**p`` of its initial weights; after it,
+    without ``l1``, ``l2`` and ``beta``, a row trains as with Adagrad. The paper writes
+    ``l2`` where TensorFlow writes ``2 * l2``. DeepRec does as TensorFlow, save that its
+    embedding variables compare the norm of the row's ``z`` with ``l1`` and so zero
+    whole rows; here each weight is compared by itself. A gradient that is NaN makes its
+    weight NaN; TensorFlow makes it 0. fbgemm and torch have no FTRL.
+
+    McMahan et al., "Ad Click Prediction: a View from the Trenches", KDD 2013.
+
+    Args:
+        lr: learning rate, ``> 0``.
+        lr_power: how the step shrinks with ``n``, ``<= 0``; -0.5 is the paper's, 0
+            keeps the learning rate.
+        l1: penalty on the absolute weights, ``>= 0``.
+        l2: penalty on the squared weights, ``>= 0``.
+        initial_accumulator_value: where ``n`` starts, ``>= 0``.
+        beta: makes the first steps shorter, ``>= 0``.
+    """
+
+    kind: ClassVar[str] = "ftrl"
+    kernel = staticmethod(_step_ftrl)
+
+    lr: Positive = 1e-3
+    _: KW_ONLY
+    lr_power: Annotated[
+        float, Rule("finite and <= 0", lambda value: is_finite(value) and value <= 0)
+    ] = -0.5
+    l1: NonNegative = 0.0
+    l2: NonNegative = 0.0
+    initial_accumulator_value: NonNegative = 0.1
+    beta: NonNegative = 0.0
+
+    def initial_state(self, dim: int) -> Floats:
+        """Return ``n`` at its start and ``z`` at 0."""
+        initial = np.array([self.initial_accumulator_value, 0], dtype=np.float32)
+        return np.repeat(initial, dim)
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return 1 / lr, -lr_power, l1, beta / lr + 2 * l2."""
+        curvature = self.beta / self.lr + 2 * self.l2
+        return 1 / self.lr, -self.lr_power, self.l1, curvature
+
+
 OPTIMIZERS: Registry[Optimizer] = Registry(
     "An optimizer",
     SGD,
@@ -63,9 +445,4 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
     LAMB,
     RowwiseLAMB,
 )
-"""Every optimizer that servers can apply.
-
-Example:
-    >>> OPTIMIZERS.from_json({"kind": "sgd", "lr": 0.5})
-    SGD(lr=0.5, momentum=0.0, weight_decay=0.0)
-"""
+"""Every optimizer that servers can apply."""

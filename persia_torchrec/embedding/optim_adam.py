@@ -3,41 +3,156 @@
 ``embedding/optim.py`` says what the letters in the formulas mean, and is where users
 import these from. All keep the mean ``m`` of the gradients, per weight, and the mean
 ``v`` of their squares, per weight or per row; both start at 0, which the powers of the
-betas correct. The kernels that step a row stand after the classes.
+betas correct.
 """
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from math import sqrt
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from persia_torchrec.embedding.kernel import (
-    ONE,
-    ZERO,
-    Pointer,
-    divide,
-    sum_of_squares,
-)
-from persia_torchrec.embedding.setting import Kernel, Optimizer
+from persia_torchrec.embedding.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
+from persia_torchrec.embedding.setting import Flag, Kernel, NonNegative, Optimizer, Rule
 from persia_torchrec.errors import ConfigError
 
-_MEANS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+Floats = npt.NDArray[np.float32]
+Betas: TypeAlias = Annotated[
+    tuple[float, float],
+    Rule(
+        "two numbers in [0, 1)",
+        lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+    ),
+]
+
+_TWIN = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
-def _bias_corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
-    """Return what ``m`` and the root of ``v`` are multiplied by at a step."""
-    return 1 / (1 - betas[0] ** step), 1 / sqrt(1 - betas[1] ** step)
+def _step_adam(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    rate, root_scale, weight_decay, kept = p[5], p[6], p[7], p[8]
+    for d in range(dim):
+        grad = g[d] + weight_decay * w[d]
+        m = beta1 * s[d] + rest1 * grad
+        v = beta2 * s[dim + d] + rest2 * grad * grad
+        s[d], s[dim + d] = m, v
+        w[d] = kept * w[d] - rate * m / (root_scale * np.sqrt(v) + eps)
 
 
-def _means(betas: tuple[float, float], eps: float, dim: int = 1) -> tuple[float, ...]:
-    """Return beta1, 1 - beta1, beta2, (1 - beta2) / dim, eps."""
+def _step_nesterov(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    rate = p[5]
+    for d in range(dim):
+        m = beta1 * s[d] + rest1 * g[d]
+        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
+        s[d], s[dim + d] = m, v
+        ahead = beta1 * m + rest1 * g[d]
+        w[d] -= rate * ahead / (np.sqrt(v) + eps)
+
+
+def _step_rmsprop(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    beta1, beta2, rest2, eps, lr = p[0], p[2], p[3], p[4], p[5]
+    for d in range(dim):
+        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
+        m = beta1 * s[d] + lr * g[d] / np.sqrt(v + eps)
+        s[d], s[dim + d] = m, v
+        w[d] -= m
+
+
+def _step_row_adam(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    rate, root_scale, kept = p[5], p[6], p[8]
+    s[dim] = beta2 * s[dim] + rest2 * sum_of_squares(g, dim)
+    rate = divide(rate, root_scale * np.sqrt(s[dim]) + eps)
+    for d in range(dim):
+        s[d] = beta1 * s[d] + rest1 * g[d]
+        w[d] = kept * w[d] - rate * s[d]
+
+
+def _step_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    root_scale, weight_decay, lr, m_scale = p[6], p[7], p[9], p[10]
+    total = ZERO
+    for d in range(dim):
+        s[d] = beta1 * s[d] + rest1 * g[d]
+        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
+        s[dim + d] = v
+        u = m_scale * s[d] / (root_scale * np.sqrt(v) + eps) + weight_decay * w[d]
+        total += u * u
+    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
+    for d in range(dim):  # recompute u: there is no scratch buffer
+        root = root_scale * np.sqrt(s[dim + d])
+        u = m_scale * s[d] / (root + eps) + weight_decay * w[d]
+        w[d] -= rate * u
+
+
+def _step_row_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
+    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
+    root_scale, weight_decay, lr, m_scale = p[6], p[7], p[9], p[10]
+    s[dim] = beta2 * s[dim] + rest2 * sum_of_squares(g, dim)
+    m_scale = divide(m_scale, root_scale * np.sqrt(s[dim]) + eps)
+    total = ZERO
+    for d in range(dim):
+        s[d] = beta1 * s[d] + rest1 * g[d]
+        u = m_scale * s[d] + weight_decay * w[d]
+        total += u * u
+    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
+    for d in range(dim):
+        w[d] -= rate * (m_scale * s[d] + weight_decay * w[d])
+
+
+def _trust_ratio(w_squares: np.float32, u_squares: np.float32) -> np.float32:
+    if w_squares > ZERO and u_squares > ZERO:
+        # Two roots: the quotient of the squares might be too large for a float32.
+        return np.float32(np.sqrt(w_squares) / np.sqrt(u_squares))
+    return ONE
+
+
+def _means(
+    betas: Betas, eps: float, step: int, dim: int = 1
+) -> tuple[tuple[float, ...], float, float]:
+    """Return beta1, 1 - beta1, beta2, (1 - beta2) / dim, eps; and the corrections.
+
+    They are what ``m`` and the root of ``v`` are multiplied by at a step.
+    """
     beta1, beta2 = betas
-    return beta1, 1 - beta1, beta2, (1 - beta2) / dim, eps
+    numbers = beta1, 1 - beta1, beta2, (1 - beta2) / dim, eps
+    return numbers, 1 / (1 - beta1**step), 1 / sqrt(1 - beta2**step)
 
 
 @dataclass(frozen=True)
-class Adam(Optimizer):
+class _Moments(Optimizer):
+    """What those share that have Adam's arguments; all but ``lr`` are given by name."""
+
+    is_rowwise: ClassVar[bool] = False
+    """Whether the row has one mean of squares, and not each weight its own."""
+
+    adds_decay: ClassVar[bool] = False
+    """Whether the decay is a term of gradient or direction; else weights shrink."""
+
+    lr: NonNegative = 1e-3
+    _: KW_ONLY
+    betas: Betas = (0.9, 0.999)
+    weight_decay: NonNegative = 0.0
+    eps: NonNegative = 1e-8
+
+    def initial_state(self, dim: int) -> Floats:
+        """Return ``m`` and ``v``, both 0."""
+        return np.zeros(dim + 1 if self.is_rowwise else 2 * dim, dtype=np.float32)
+
+    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
+        """Return means, rate, root's scale, penalty, kept weight, lr, m's scale."""
+        squares = dim if self.is_rowwise else 1
+        numbers, scale, root_scale = _means(self.betas, self.eps, step, squares)
+        penalty, kept = self.weight_decay, 1.0
+        if not self.adds_decay:
+            penalty, kept = 0.0, 1 - self.lr * self.weight_decay
+        return (*numbers, self.lr * scale, root_scale, penalty, kept, self.lr, scale)
+
+
+@dataclass(frozen=True)
+class Adam(_Moments):
     """Follow running means of the gradient and of its square.
 
     As ``torch.optim.Adam``, with the L2 penalty added to the gradient::
@@ -63,56 +178,17 @@ class Adam(Optimizer):
     """
 
     kind: ClassVar[str] = "adam"
+    kernel = staticmethod(_step_adam)
     fbgemm: ClassVar[str] = "adam"
+    adds_decay: ClassVar[bool] = True
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        self._require_non_negative("lr", "weight_decay", "eps")
-        self._require_betas(self.betas)
-
-    def num_state_floats(self, dim: int) -> int:
-        """Return ``2 * dim``."""
-        return 2 * dim
-
-    def kernel(self) -> Kernel:
-        """Return :func:`step_adam`."""
-        return step_adam
-
-    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
-        """Return the means', rate, scale of the root, L2 penalty, kept weight."""
-        scale, root_scale = _bias_corrections(self.betas, step)
-        rest = (self.lr * scale, root_scale, self.weight_decay, 1.0)
-        return _means(self.betas, self.eps) + rest
+    betas: Betas = (0.9, 0.999)  # by position, as PERSIA has it
+    weight_decay: NonNegative = 0.0
+    eps: NonNegative = 1e-8
 
     def fbgemm_name(self) -> str:
         """Return nothing with weight decay, which fbgemm's applies as AdamW does."""
         return "" if self.weight_decay else self.fbgemm
-
-
-@dataclass(frozen=True)
-class _Moments(Optimizer):
-    """Hold what those share whose weight decay stays out of the means.
-
-    The arguments are :class:`Adam`'s, all but ``lr`` by name.
-    """
-
-    lr: float = 1e-3
-    _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._require_non_negative("lr", "eps", "weight_decay")
-        self._require_betas(self.betas)
-
-    def num_state_floats(self, dim: int) -> int:
-        """Return ``2 * dim``."""
-        return 2 * dim
 
 
 @dataclass(frozen=True)
@@ -135,23 +211,12 @@ class AdamW(_Moments):
     """
 
     kind: ClassVar[str] = "adamw"
+    kernel = staticmethod(_step_adam)
     fbgemm: ClassVar[str] = "adam"
-    torch_twins: ClassVar = {
-        "torch.optim.Adam": _MEANS,
-        "torchrec.optim.Adam": _MEANS,
-    }
+    torch_twins: ClassVar = {"torch.optim.Adam": _TWIN, "torchrec.optim.Adam": _TWIN}
 
-    weight_decay: float = field(default=1e-2, kw_only=True)
-
-    def kernel(self) -> Kernel:
-        """Return :func:`step_adam`."""
-        return step_adam
-
-    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
-        """Return the means', rate, scale of the root, L2 penalty, kept weight."""
-        scale, root_scale = _bias_corrections(self.betas, step)
-        rest = (self.lr * scale, root_scale, 0.0, 1 - self.lr * self.weight_decay)
-        return _means(self.betas, self.eps) + rest
+    _: KW_ONLY
+    weight_decay: NonNegative = 1e-2
 
 
 @dataclass(frozen=True)
@@ -170,22 +235,10 @@ class RowwiseAdam(_Moments):
     """
 
     kind: ClassVar[str] = "rowwise_adam"
+    kernel = staticmethod(_step_row_adam)
     fbgemm: ClassVar[str] = "partial_rowwise_adam"
-    torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseAdam": _MEANS}
-
-    def num_state_floats(self, dim: int) -> int:
-        """Return ``dim + 1``."""
-        return dim + 1
-
-    def kernel(self) -> Kernel:
-        """Return :func:`step_rowwise_adam`."""
-        return step_rowwise_adam
-
-    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
-        """Return the means', rate, scale of the root, kept weight."""
-        scale, root_scale = _bias_corrections(self.betas, step)
-        rest = (self.lr * scale, root_scale, 1 - self.lr * self.weight_decay)
-        return _means(self.betas, self.eps, dim) + rest
+    torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseAdam": _TWIN}
+    is_rowwise: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -209,21 +262,14 @@ class LAMB(_Moments):
     """
 
     kind: ClassVar[str] = "lamb"
+    kernel = staticmethod(_step_lamb)
     fbgemm: ClassVar[str] = "lamb"
-    torch_twins: ClassVar = {"torchrec.optim.LAMB": _MEANS}
-
-    def kernel(self) -> Kernel:
-        """Return :func:`step_lamb`."""
-        return step_lamb
-
-    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
-        """Return the means', lr, weight decay, scales of ``m`` and the root."""
-        rest = (self.lr, self.weight_decay, *_bias_corrections(self.betas, step))
-        return _means(self.betas, self.eps) + rest
+    torch_twins: ClassVar = {"torchrec.optim.LAMB": _TWIN}
+    adds_decay: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class RowwiseLAMB(_Moments):
+class RowwiseLAMB(LAMB):
     """LAMB with one mean of squares for the whole row.
 
     As fbgemm's ``PARTIAL_ROWWISE_LAMB``: LAMB's formula and arguments, in which::
@@ -234,21 +280,10 @@ class RowwiseLAMB(_Moments):
     """
 
     kind: ClassVar[str] = "rowwise_lamb"
+    kernel = staticmethod(_step_row_lamb)
     fbgemm: ClassVar[str] = "partial_rowwise_lamb"
-    torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseLAMB": _MEANS}
-
-    def num_state_floats(self, dim: int) -> int:
-        """Return ``dim + 1``."""
-        return dim + 1
-
-    def kernel(self) -> Kernel:
-        """Return :func:`step_rowwise_lamb`."""
-        return step_rowwise_lamb
-
-    def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
-        """Return the means', lr, weight decay, scales of ``m`` and the root."""
-        rest = (self.lr, self.weight_decay, *_bias_corrections(self.betas, step))
-        return _means(self.betas, self.eps, dim) + rest
+    torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseLAMB": _TWIN}
+    is_rowwise: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -287,124 +322,35 @@ class AdamAsync(Optimizer):
 
     kind: ClassVar[str] = "adam_async"
 
-    lr: float = 1e-3
+    lr: NonNegative = 1e-3
     _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    apply_sparse_rmsprop: bool = False
-    use_nesterov: bool = False
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    apply_sparse_rmsprop: Flag = False
+    use_nesterov: Flag = False
 
     def __post_init__(self) -> None:
-        self._require_non_negative("lr", "eps")
-        self._require_betas(self.betas)
-        self._require_flags("apply_sparse_rmsprop", "use_nesterov")
+        super().__post_init__()
         if self.apply_sparse_rmsprop and self.use_nesterov:
             raise ConfigError(
                 "AdamAsync: use_nesterov must be False with apply_sparse_rmsprop. "
                 "Received: True for both. Choose one."
             )
 
-    def num_state_floats(self, dim: int) -> int:
-        """Return ``2 * dim``."""
-        return 2 * dim
-
+    @property
     def kernel(self) -> Kernel:
-        """Return the kernel that the options choose."""
+        """The kernel that the options choose."""
         if self.apply_sparse_rmsprop:
-            return step_rmsprop
-        return step_nesterov_adam if self.use_nesterov else step_adam
+            return _step_rmsprop
+        return _step_nesterov if self.use_nesterov else _step_adam
+
+    def initial_state(self, dim: int) -> Floats:
+        """Return ``m`` and ``v``, both 0."""
+        return np.zeros(2 * dim, dtype=np.float32)
 
     def step_numbers(self, dim: int, step: int) -> tuple[float, ...]:
         """Return the means', rate; then 1, 0, 1: Adam's root, penalty, kept weight."""
-        scale, root_scale = _bias_corrections(self.betas, step)
+        numbers, scale, root_scale = _means(self.betas, self.eps, step)
         is_corrected = not self.apply_sparse_rmsprop
         rate = self.lr * scale / root_scale if is_corrected else self.lr
-        return (*_means(self.betas, self.eps), rate, 1.0, 0.0, 1.0)
-
-
-def step_adam(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
-    """Apply ``Adam``, ``AdamW`` or ``AdamAsync`` to one row."""
-    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
-    rate, root_scale, weight_decay, kept = p[5], p[6], p[7], p[8]
-    for d in range(dim):
-        grad = g[d] + weight_decay * w[d]
-        m = beta1 * s[d] + rest1 * grad
-        v = beta2 * s[dim + d] + rest2 * grad * grad
-        s[d], s[dim + d] = m, v
-        w[d] = kept * w[d] - rate * m / (root_scale * np.sqrt(v) + eps)
-
-
-def step_nesterov_adam(
-    p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int
-) -> None:
-    """Apply ``AdamAsync`` with Nesterov's step to one row."""
-    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
-    rate = p[5]
-    for d in range(dim):
-        m = beta1 * s[d] + rest1 * g[d]
-        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
-        s[d], s[dim + d] = m, v
-        ahead = beta1 * m + rest1 * g[d]
-        w[d] -= rate * ahead / (np.sqrt(v) + eps)
-
-
-def step_rmsprop(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
-    """Apply ``AdamAsync`` as RMSProp to one row."""
-    beta1, beta2, rest2, eps, lr = p[0], p[2], p[3], p[4], p[5]
-    for d in range(dim):
-        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
-        m = beta1 * s[d] + lr * g[d] / np.sqrt(v + eps)
-        s[d], s[dim + d] = m, v
-        w[d] -= m
-
-
-def step_rowwise_adam(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
-    """Apply ``RowwiseAdam`` to one row."""
-    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
-    rate, root_scale, kept = p[5], p[6], p[7]
-    s[dim] = beta2 * s[dim] + rest2 * sum_of_squares(g, dim)
-    rate = divide(rate, root_scale * np.sqrt(s[dim]) + eps)
-    for d in range(dim):
-        s[d] = beta1 * s[d] + rest1 * g[d]
-        w[d] = kept * w[d] - rate * s[d]
-
-
-def step_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
-    """Apply ``LAMB`` to one row."""
-    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
-    lr, weight_decay, m_scale, root_scale = p[5], p[6], p[7], p[8]
-    total = ZERO
-    for d in range(dim):
-        s[d] = beta1 * s[d] + rest1 * g[d]
-        v = beta2 * s[dim + d] + rest2 * g[d] * g[d]
-        s[dim + d] = v
-        u = m_scale * s[d] / (root_scale * np.sqrt(v) + eps) + weight_decay * w[d]
-        total += u * u
-    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
-    for d in range(dim):  # recompute u: there is no scratch buffer
-        root = root_scale * np.sqrt(s[dim + d])
-        u = m_scale * s[d] / (root + eps) + weight_decay * w[d]
-        w[d] -= rate * u
-
-
-def step_rowwise_lamb(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
-    """Apply ``RowwiseLAMB`` to one row."""
-    beta1, rest1, beta2, rest2, eps = p[0], p[1], p[2], p[3], p[4]
-    lr, weight_decay, m_scale, root_scale = p[5], p[6], p[7], p[8]
-    s[dim] = beta2 * s[dim] + rest2 * sum_of_squares(g, dim)
-    m_scale = divide(m_scale, root_scale * np.sqrt(s[dim]) + eps)
-    total = ZERO
-    for d in range(dim):
-        s[d] = beta1 * s[d] + rest1 * g[d]
-        u = m_scale * s[d] + weight_decay * w[d]
-        total += u * u
-    rate = lr * _trust_ratio(sum_of_squares(w, dim), total)
-    for d in range(dim):
-        w[d] -= rate * (m_scale * s[d] + weight_decay * w[d])
-
-
-def _trust_ratio(w_squares: np.float32, u_squares: np.float32) -> np.float32:
-    if w_squares > ZERO and u_squares > ZERO:
-        # Two roots: the quotient of the squares might be too large for a float32.
-        return np.float32(np.sqrt(w_squares) / np.sqrt(u_squares))
-    return ONE
+        return (*numbers, rate, 1.0, 0.0, 1.0)

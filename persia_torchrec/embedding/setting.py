@@ -2,20 +2,27 @@
 
 An optimizer, an initializer, an admission or an expiry is a frozen dataclass of plain
 numbers; as JSON it is an object of its fields and a ``kind``, which names its class in
-one :class:`Registry` per base. A new one of the package is a class, and its name in the
-list of its registry; from outside, ``register`` adds it.
+one :class:`Registry` per base. A field's annotation says what its value must be.
 
 Dimension key:
-    D: embedding dim
     S: optimizer-state floats per row
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Self,
+    TypeAlias,
+    TypeVar,
+    get_type_hints,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +36,75 @@ Kernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What the value of a field must be, in words and as a test; in its annotation."""
+
+    must: str
+    holds: Callable[[Any], bool]
+
+
+def integer_in(lowest: int, highest: int) -> Rule:
+    """Return the rule of an integer between bounds, which are allowed."""
+    return Rule(
+        f"an integer in [{lowest}, {highest}]",
+        lambda value: type(value) is int and lowest <= value <= highest,
+    )
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number that float32 holds as a finite one."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= _FLOAT32_RANGE
+
+
+Finite: TypeAlias = Annotated[float, Rule("a finite number", is_finite)]
+NonNegative: TypeAlias = Annotated[
+    float, Rule("finite and >= 0", lambda value: is_finite(value) and value >= 0)
+]
+Positive: TypeAlias = Annotated[
+    float, Rule("finite and > 0", lambda value: is_finite(value) and value > 0)
+]
+Fraction: TypeAlias = Annotated[float, Rule("in [0, 1]", lambda value: 0 <= value <= 1)]
+BelowOne: TypeAlias = Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)]
+InsideOne: TypeAlias = Annotated[float, Rule("in (0, 1)", lambda value: 0 < value < 1)]
+Flag: TypeAlias = Annotated[
+    bool, Rule("True or False", lambda value: isinstance(value, bool))
+]
+
+
+@cache
+def _rules(cls: type) -> list[tuple[str, Rule]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return [
+        (field.name, rule)
+        for field in fields(cls)
+        for rule in getattr(hints[field.name], "__metadata__", ())
+    ]
+
+
+@dataclass(frozen=True)
 class Setting:
     """Base of the settings: checks, and what goes into JSON.
 
-    A setting whose field is out of its range cannot be built: ConfigError says which.
+    A setting whose field breaks its :class:`Rule` cannot be built: ConfigError says
+    which. Lists, which JSON has, become tuples.
     """
 
     kind: ClassVar[str]
     """Names the class in JSON."""
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, rule in _rules(cls):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+            try:
+                holds = rule.holds(value)
+            except TypeError:
+                holds = False
+            self._require(name, holds, rule.must)
 
     def to_json(self) -> dict[str, object]:
         """Describe the setting in plain JSON values: its fields, and its ``kind``."""
@@ -45,37 +113,20 @@ class Setting:
     def _require(self, name: str, holds: bool, must: str) -> None:
         if not holds:
             raise ConfigError(
-                f"{type(self).__name__}: {name} must be {must}. "
+                f"{self._title()}: {name} must be {must}. "
                 f"Received: {getattr(self, name)!r}."
             )
 
-    def _require_finite(self, *names: str) -> None:
-        for name in names:
-            self._require(name, _is_finite(getattr(self, name)), "a finite number")
-
-    def _require_non_negative(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            self._require(name, _is_finite(value) and value >= 0, "finite and >= 0")
-
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            self._require(name, _is_finite(value) and value > 0, "finite and > 0")
-
-    def _require_integer(self, name: str, lowest: int, highest: int) -> None:
-        value = getattr(self, name)
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        fits = is_integer and lowest <= value <= highest
-        self._require(name, fits, f"an integer in [{lowest}, {highest}]")
+    def _title(self) -> str:
+        return type(self).__name__
 
 
 @dataclass(frozen=True)
 class Optimizer(Setting, ABC):
     """Describe how a gradient moves a row.
 
-    A subclass sets ``kind``, checks its fields in ``__post_init__``, and defines the
-    abstract methods; ``optim_sgd.py`` has the simplest.
+    A subclass sets ``kind`` and ``kernel`` and defines ``step_numbers``, and
+    ``initial_state`` if rows have any; ``optim.py`` has the simplest.
 
     Args:
         lr: learning rate.
@@ -88,15 +139,12 @@ class Optimizer(Setting, ABC):
     """Classes of torch and TorchRec that become this optimizer on the servers, by their
     full names; and the arguments that they take here, with fbgemm's defaults."""
 
-    lr: float
+    lr: NonNegative
 
-    @abstractmethod
-    def num_state_floats(self, dim: int) -> int:
-        """Return how many float32 of state stand beside a row of ``dim`` weights."""
-
+    @property
     @abstractmethod
     def kernel(self) -> Kernel:
-        """Return the plain function that steps one row.
+        """The plain function that steps one row.
 
         It takes ``(p, w, s, g, dim)``: pointers to the float32 numbers of the request,
         to the row's weights and state, which it changes, and to the gradient, which do
@@ -113,17 +161,14 @@ class Optimizer(Setting, ABC):
 
     def initial_state(self, dim: int) -> npt.NDArray[np.float32]:
         """Return the state of a new row of ``dim`` weights; float32 ``(S,)``."""
-        return np.zeros(self.num_state_floats(dim), dtype=np.float32)
+        return np.zeros(0, dtype=np.float32)
 
     def fbgemm_name(self) -> str:
         """Return fbgemm's name of the optimizer with these arguments, or nothing."""
         return self.fbgemm
 
     def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
-        """Return what fbgemm's CPU kernel takes after the learning rate.
-
-        If there is no such kernel, return why.
-        """
+        """Return what fbgemm's CPU kernel takes after the learning rate, or why not."""
         if not self.fbgemm_name():
             return "fbgemm has no such optimizer"
         return f"fbgemm has {self.fbgemm_name()} on CUDA devices only"
@@ -132,24 +177,15 @@ class Optimizer(Setting, ABC):
         """Return this optimizer with another learning rate."""
         return replace(self, lr=lr)
 
-    def _require_flags(self, *names: str) -> None:
-        for name in names:
-            is_flag = isinstance(getattr(self, name), bool)
-            self._require(name, is_flag, "True or False")
-
-    def _require_betas(self, betas: tuple[float, float]) -> None:
-        object.__setattr__(self, "betas", tuple(betas))  # JSON brings a list
-        holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        self._require("betas", holds, "two numbers in [0, 1)")
-
 
 @dataclass(frozen=True)
 class Initializer(Setting, ABC):
     """Describe what a new row starts with."""
 
+    @property
     @abstractmethod
     def kernel(self) -> Kernel:
-        """Return the plain function that draws the weights of one row.
+        """The plain function that draws the weights of one row.
 
         It takes ``(p, seed, w, dim)``: a pointer to the float32 numbers of the table,
         the row's id mixed with the table's seed (uint64), a pointer to the weights,
@@ -169,13 +205,11 @@ class Admission(Setting, ABC):
     ``unadmitted_value`` is each weight of an id without a row.
     """
 
-    unadmitted_value: float = field(default=0.0, kw_only=True)
+    unadmitted_value: Finite = field(default=0.0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        self._require_finite("unadmitted_value")
-
+    @property
     def kernel(self) -> Kernel | None:
-        """Return the plain function that decides; None to admit every id.
+        """The plain function that decides; None to admit every id.
 
         It takes ``(memory, p, ids_N, counts_N, is_admitted_N)``: uint64 words that are
         zero at first and keep what it writes, the numbers of the table (uint64), and
@@ -202,18 +236,13 @@ class Registry(Generic[S]):
 
     def __init__(self, noun: str, *classes: type[S]) -> None:
         self._noun = noun
-        self._by_kind: dict[str, type[S]] = {}
+        self.classes: dict[str, type[S]] = {}
         for cls in classes:
             self.register(cls)
 
-    @property
-    def classes(self) -> list[type[S]]:
-        """The classes, in the order in which they were registered."""
-        return list(self._by_kind.values())
-
     def register(self, cls: type[S]) -> type[S]:
         """Make a class known under its kind; usable as a decorator."""
-        known = self._by_kind.setdefault(cls.kind, cls)
+        known = self.classes.setdefault(cls.kind, cls)
         if known is not cls:
             raise ConfigError(
                 f"Every kind must name one class. Received: {cls.__qualname__} with "
@@ -225,21 +254,18 @@ class Registry(Generic[S]):
         """Build the setting that :meth:`Setting.to_json` described."""
         arguments = dict(description) if isinstance(description, dict) else {}
         kind = arguments.pop("kind", None)
-        if not isinstance(kind, str) or kind not in self._by_kind:
+        if not isinstance(kind, str) or kind not in self.classes:
             raise ConfigError(
                 f"{self._noun} must be an object whose kind is one of "
-                f"{sorted(self._by_kind)}. Received: {description!r}. Servers and "
+                f"{sorted(self.classes)}. Received: {description!r}. Servers and "
                 "workers know others from the modules of their option --import."
             )
-        cls = self._by_kind[kind]
-        unknown = arguments.keys() - {field.name for field in fields(cls)}
-        if unknown:
-            raise ConfigError(f"{cls.__name__} has no argument {sorted(unknown)[0]!r}.")
+        cls = self.classes[kind]
         try:
             return cls(**arguments)
         except TypeError as exc:
             raise ConfigError(
-                f"The arguments of {cls.__name__} must be complete. "
+                f"The arguments of {cls.__name__} must be complete and known. "
                 f"Received: {description!r} ({exc})."
             ) from exc
 
@@ -254,12 +280,3 @@ def import_settings(modules: Iterable[str]) -> None:
                 "--import must name a module that Python finds, such as one in the "
                 f"working directory or on PYTHONPATH. Received: {name!r} ({exc})."
             ) from exc
-
-
-def _is_finite(value: object) -> bool:
-    """Return whether a value is a number that float32 holds as a finite one."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    return -_FLOAT32_RANGE <= value <= _FLOAT32_RANGE

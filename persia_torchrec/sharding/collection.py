@@ -262,7 +262,7 @@ def translate_optimizer(
     # By class: what the servers apply for it, and its arguments by fbgemm's defaults.
     twins = {
         resolve_name(name): (optimizer, defaults)
-        for optimizer in OPTIMIZERS.classes
+        for optimizer in OPTIMIZERS.classes.values()
         for name, defaults in optimizer.torch_twins.items()
     }
     if cls not in twins:

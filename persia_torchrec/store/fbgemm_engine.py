@@ -119,7 +119,7 @@ class FbgemmEngine:
         ids have no row, and how many gradients were refused.
         """
         dim = grads_ND.shape[1]
-        shape = dim, optimizer.num_state_floats(dim)
+        shape = dim, len(optimizer.initial_state(dim))
         table = self._tables.get(shape) or _DenseTable(self._torch, *shape)
         self._tables[shape] = table
         step = table.build_step(optimizer)

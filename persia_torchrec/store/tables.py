@@ -58,7 +58,7 @@ class AdmissionState:
     """
 
     def __init__(self, admission: Admission, seed: int) -> None:
-        kernel = admission.kernel()
+        kernel = admission.kernel
         assert kernel is not None
         self._admit = build_admit(kernel)
         self.memory: Words = reserve(admission.num_memory_words())
@@ -112,7 +112,7 @@ class TableState:
     ) -> None:
         self.spec, self.layout, self.engine = spec, layout, engine
         self.admission = admission
-        if admission is None and spec.admission.kernel() is not None:
+        if admission is None and spec.admission.kernel is not None:
             self.admission = AdmissionState(spec.admission, spec.seed)
         state_S = spec.optimizer.initial_state(spec.dim)
         fill = spec.initializer.fill_numbers(spec.dim)
@@ -124,7 +124,7 @@ class TableState:
         for column, array in self._kept.items():
             layout[column] = array.ctypes.data
         layout[SEED] = spec.seed
-        self.insert = build_insert(spec.initializer.kernel())
+        self.insert = build_insert(spec.initializer.kernel)
         no_rows = np.empty((0, spec.dim), dtype=np.float32)
         slots = _NO_SLOTS.copy()
         compile_for(
@@ -132,7 +132,7 @@ class TableState:
         )
         self._bound = np.float32(spec.weight_bound or np.inf)
         if engine is None:
-            self._update = build_update(spec.optimizer.kernel())
+            self._update = build_update(spec.optimizer.kernel)
             grads, numbers = read_only(no_rows), self._step_numbers()
             compile_for(self._update, layout, _NO_IDS, _NO_SLOTS, grads, numbers)
 

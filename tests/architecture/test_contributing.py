@@ -41,7 +41,7 @@ def load(tmp_path, monkeypatch):
 
 def registered(registry, cls, **arguments):
     """Return a setting as a registry reads it, which knows one more class."""
-    more = Registry("A setting", *registry.classes, cls)
+    more = Registry("A setting", *registry.classes.values(), cls)
     setting = cls(**arguments)
     assert more.from_json(setting.to_json()) == setting
     return setting

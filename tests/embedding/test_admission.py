@@ -69,10 +69,10 @@ def test_a_bloom_filter_is_as_large_as_its_rate_asks(
         (
             AdmitProbability,
             {"probability": -0.1},
-            "probability must be finite and >= 0",
+            r"probability must be in \[0, 1\]",
         ),
         (AdmitProbability, {"probability": 1.1}, r"probability must be in \[0, 1\]"),
-        (AdmitProbability, {"probability": math.nan}, "probability must be finite"),
+        (AdmitProbability, {"probability": math.nan}, "probability must be in"),
         (
             AdmitProbability,
             {"probability": 1, "unadmitted_value": math.inf},
@@ -100,7 +100,7 @@ def test_a_bloom_filter_is_as_large_as_its_rate_asks(
         (
             AdmitBloom,
             {"threshold": 2, "expected_ids": 9, "false_positive_rate": 0},
-            "false_positive_rate must be finite and > 0",
+            r"false_positive_rate must be in \(0, 1\)",
         ),
         (
             AdmitBloom,
@@ -119,7 +119,10 @@ def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
     [
         (7, r"one of \['all', 'bloom', 'frequency', 'probability'\]\. Received: 7"),
         ({"kind": "some"}, "An admission must be an object whose kind is one of"),
-        ({"kind": "all", "threshold": 1}, "AdmitAll has no argument 'threshold'"),
+        (
+            {"kind": "all", "threshold": 1},
+            "AdmitAll .*unexpected keyword argument 'threshold'",
+        ),
         ({"kind": "bloom", "threshold": 1}, "arguments of AdmitBloom must be complete"),
     ],
 )

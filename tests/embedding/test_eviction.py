@@ -53,7 +53,7 @@ def test_an_argument_out_of_its_range_is_refused(arguments, message):
     ("description", "message"),
     [
         ({"steps_to_live": 1}, r"An expiry must be .*one of \['expiry'\]"),
-        ({"kind": "expiry", "ttl": 1}, "Expiry has no argument 'ttl'"),
+        ({"kind": "expiry", "ttl": 1}, "Expiry .*unexpected keyword argument 'ttl'"),
     ],
 )
 def test_a_description_of_no_expiry_is_refused(description, message):

@@ -107,7 +107,6 @@ def test_a_row_carries_the_state_its_optimizer_needs(optimizer, initial_state):
     state = optimizer.initial_state(3)
     assert state.dtype == np.float32
     assert state.tolist() == initial_state
-    assert optimizer.num_state_floats(3) == len(initial_state)
 
 
 @pytest.mark.parametrize("name", EVERY_OPTIMIZER)
@@ -200,11 +199,14 @@ def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
     [
         ({}, r"one of \['adagrad', 'adagrad_decay', 'adam', .*\]\. Received: \{\}"),
         ({"kind": "lion"}, "Received: {'kind': 'lion'}"),
-        ({"kind": "sgd", "lr": 1, "nesterov": True}, "SGD has no argument 'nesterov'"),
+        (
+            {"kind": "sgd", "lr": 1, "nesterov": True},
+            "SGD .*unexpected keyword argument 'nesterov'",
+        ),
         ({"kind": "sgd", "lr": -1}, "SGD: lr must be finite"),
         ({"kind": "sgd"}, "SGD must be complete"),
         ({"kind": "adamw", "lr": "1"}, "AdamW: lr must be finite and >= 0"),
-        ({"kind": "lamb", "_": 1}, "LAMB has no argument '_'"),
+        ({"kind": "lamb", "_": 1}, "LAMB .*unexpected keyword argument '_'"),
     ],
 )
 def test_a_description_of_no_optimizer_is_refused(description, message):

@@ -23,5 +23,5 @@ def build_fill(kernel):
 def draw(seed, dim, initializer):
     weights = np.full(dim, np.nan, dtype=np.float32)
     numbers = np.array(initializer.fill_numbers(dim), dtype=np.float32)
-    build_fill(initializer.kernel())(numbers, np.uint64(seed), weights)
+    build_fill(initializer.kernel)(numbers, np.uint64(seed), weights)
     return weights

@@ -25,7 +25,7 @@ def admit(state, ids_, counts=None):
 
 
 def test_where_every_id_gets_a_row_nothing_decides():
-    assert AdmitAll().kernel() is None
+    assert AdmitAll().kernel is None
 
 
 @given(id_arrays(), SEEDS)
