@@ -1,22 +1,30 @@
-"""The checkpoints of a run, in one folder, and what each of them consists of.
+"""The checkpoints and logs of increments of a run, and what each consists of.
 
     run-7/checkpoint-00000001/{manifest.json, shard-00000-of-00002.rows, ..., dense/}
     run-7/checkpoint-00000002/     without a manifest: not complete, never loaded
 
-Each dump takes a new number, so an interrupted dump leaves the previous checkpoints as
-they are; its own folder may be deleted. FORMAT.md describes the files.
+    incremental_dir/shard-00000-of-00002-6f1c03b95a2e/     a log of one server
+      log.json                  what its first increment applies to
+      000000000001.increment    applies to the result of the previous one
+
+A dump takes a new number, so an interrupted one leaves the previous checkpoints as they
+are. A server begins a new log when its rows are replaced, and when a write failed. Logs
+are followed from a checkpoint whose manifest names a position in every one of them, or
+that is the base of every one of them: a mixture would combine two runs. FORMAT.md
+describes the files.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec
+from datetime import UTC, datetime
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.row_file import SavedTable
+from persia_torchrec.checkpoint.row_file import SavedTable, require_shard
 from persia_torchrec.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -25,7 +33,10 @@ MANIFEST = "manifest.json"
 DENSE = "dense"
 """Folder of the dense half."""
 
-_NAME = re.compile(r"checkpoint-(\d{8,})")
+LOG_FILE = "log.json"
+"""Name of the file that describes a log; it is written first."""
+
+_LOG_NAME = r"shard-\d{5,}-of-\d{5,}-[0-9a-f]{12}"
 _ATTEMPTS = 100
 
 
@@ -39,19 +50,26 @@ class LogPosition:
 
 @dataclass(frozen=True, slots=True)
 class SavedShard:
-    """What one server wrote, for the manifest."""
+    """What one server wrote, for the manifest; ``checksum`` is ``Written``'s."""
 
     file: str
     num_rows: int
     size_bytes: int
     checksum: int
-    """See ``row_file.Written``."""
     tick: int
     """Of the server's last request."""
     server: Mapping[str, Any]
     """The server's settings, for people."""
     log: LogPosition | None = None
     """Where in the server's log of increments the dump began; None without a log."""
+
+
+@dataclass(frozen=True, slots=True)
+class DumpResult:
+    """What one server has dumped: its entries of the manifest."""
+
+    tables: tuple[SavedTable, ...]
+    shard: SavedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +81,15 @@ class DenseHalf:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint: the tables and files of all servers."""
+    """A complete checkpoint: the tables and files of all servers.
+
+    ``created`` is ISO 8601, ``step`` that of the training, as the user gave it.
+    """
 
     tables: tuple[SavedTable, ...]
     shards: tuple[SavedShard, ...]
     created: str
-    """ISO 8601."""
     step: int | None = None
-    """Of the training, as the user gave it."""
     dense: DenseHalf | None = None
     format: Literal["persia_torchrec checkpoint"] = "persia_torchrec checkpoint"
     version: Literal[1] = 1
@@ -106,7 +125,7 @@ class Manifest:
                     f"bytes that a server wrote. Received: {size_bytes or 'no file'}. "
                     "Give a path that all servers and trainers share."
                 )
-        folder.write(MANIFEST, msgspec.json.format(msgspec.json.encode(self)))
+        folder.write_json(MANIFEST, self)
 
     @classmethod
     def read(cls, folder: Folder) -> "Manifest":
@@ -120,15 +139,14 @@ class Manifest:
         return manifest
 
 
-def merge_tables(servers: Sequence[Sequence[SavedTable]]) -> tuple[SavedTable, ...]:
+def merge_tables(servers: Iterable[Sequence[SavedTable]]) -> tuple[SavedTable, ...]:
     """Return the tables of all servers, each once, with its largest step.
 
     Every server gets every update: steps differ by those that are not applied yet.
     """
     tables: dict[str, SavedTable] = {}
-    for table in (table for tables_P in servers for table in tables_P):
-        known = tables.setdefault(table.name, table)
-        if known.num_updates < table.num_updates:
+    for table in chain.from_iterable(servers):
+        if tables.setdefault(table.name, table).num_updates < table.num_updates:
             tables[table.name] = table
     return tuple(tables.values())
 
@@ -136,7 +154,7 @@ def merge_tables(servers: Sequence[Sequence[SavedTable]]) -> tuple[SavedTable, .
 def begin_checkpoint(path: str | os.PathLike[str]) -> Folder:
     """Make the folder of the next checkpoint of a run."""
     run = Folder(path)
-    number = max(_read_numbers(run), default=0)
+    number = max(_checkpoint_numbers(run), default=0)
     for _ in range(_ATTEMPTS):
         number += 1
         folder = run.child(f"checkpoint-{number:08d}")
@@ -166,17 +184,127 @@ def complete_checkpoints(run: Folder) -> Iterator[Folder]:
     if MANIFEST in run.names():
         yield run
         return
-    for number in sorted(_read_numbers(run), reverse=True):
+    for number in reversed(_checkpoint_numbers(run)):
         folder = run.child(f"checkpoint-{number:08d}")
         if MANIFEST in folder.names():
             yield folder
 
 
-def shard_name(shard: int, num_shards: int) -> str:
-    """Return the name of a server's file."""
-    return f"shard-{shard:05d}-of-{num_shards:05d}.rows"
+def _checkpoint_numbers(run: Folder) -> list[int]:
+    return run.numbers(r"checkpoint-(\d{8,})")
 
 
-def _read_numbers(run: Folder) -> list[int]:
-    matches = (_NAME.fullmatch(name) for name in run.names())
-    return [int(match[1]) for match in matches if match]
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What the first increment of a log applies to.
+
+    ``checkpoint`` is a path or URL, ``created`` as its manifest says. ``unknown`` rows
+    have no copy: their log can only be followed from a checkpoint that was dumped while
+    it was written.
+    """
+
+    kind: Literal["empty", "checkpoint", "unknown"]
+    checkpoint: str = ""
+    created: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A log of one server, named as its folder; ``begun`` is ISO 8601, UTC."""
+
+    name: str
+    shard: int
+    num_shards: int
+    begun: str
+    base: Base
+    format: Literal["persia_torchrec increments"] = "persia_torchrec increments"
+    version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        require_shard(self.shard, self.num_shards)
+
+    @classmethod
+    def begin(cls, shard: int, num_shards: int, base: Base) -> "Log":
+        """Describe a log that begins now."""
+        name = f"shard-{shard:05d}-of-{num_shards:05d}-{secrets.token_hex(6)}"
+        return cls(name, shard, num_shards, datetime.now(UTC).isoformat(), base)
+
+    def position_in(self, manifest: Manifest) -> LogPosition | None:
+        """Return where the dump of a checkpoint began in this log, if it did."""
+        if len(manifest.shards) != self.num_shards:
+            return None
+        position = manifest.shards[self.shard].log
+        return position if position and position.log == self.name else None
+
+    def position_after(self, manifest: Manifest) -> LogPosition | None:
+        """Return the beginning of this log, if the checkpoint is its base."""
+        is_checkpoint = self.base.kind == "checkpoint"
+        is_base = is_checkpoint and self.base.created == manifest.created
+        return LogPosition(self.name, 1) if is_base else None
+
+
+class Start(NamedTuple):
+    """Where to begin to follow a training: a checkpoint, and a position per server."""
+
+    folder: Folder
+    created: str
+    positions: tuple[LogPosition, ...]
+
+
+def find_logs(folder: Folder, known: dict[str, Log]) -> list[Log]:
+    """Return the logs in a folder, oldest first.
+
+    Those in ``known``, by name, are not read again; the others are added to it. A log
+    without a description has just begun, and is left out.
+    """
+    names = [name for name in folder.names() if re.fullmatch(_LOG_NAME, name)]
+    for name in names:
+        child = folder.child(name)
+        if name not in known and LOG_FILE in child.names():
+            known[name] = child.read_json(LOG_FILE, Log)
+    logs = [known[name] for name in names if name in known]
+    return sorted(logs, key=lambda log: (log.begun, log.name))
+
+
+def latest_logs(logs: Sequence[Log]) -> list[Log]:
+    """Return the last log of each server, by shard, of all logs, oldest first.
+
+    There is none while a server has not begun its own.
+    """
+    num_shards = logs[-1].num_shards if logs else 0
+    latest = {log.shard: log for log in logs if log.num_shards == num_shards}
+    is_complete = len(latest) == num_shards
+    return [latest[shard] for shard in range(num_shards)] if is_complete else []
+
+
+def find_start(
+    logs: Sequence[Log], checkpoints: Iterable[tuple[Folder, Manifest]]
+) -> Start | None:
+    """Return the first checkpoint that fits the latest logs, and what follows it."""
+    for folder, manifest in checkpoints if logs else ():
+        for position in (Log.position_in, Log.position_after):
+            found = [position(log, manifest) for log in logs]
+            positions = tuple(p for p in found if p is not None)
+            if len(positions) == len(logs):
+                return Start(folder, manifest.created, positions)
+    return None
+
+
+def find_end(logs: Sequence[Log], folder: Folder, manifest: Manifest) -> Start | None:
+    """Return the last logs, of all, oldest first, that apply to a checkpoint."""
+    candidates = [
+        latest_logs([log for log in logs if position(log, manifest) is not None])
+        for position in (Log.position_in, Log.position_after)
+    ]
+    last = max(candidates, key=lambda found: found[0].begun if found else "")
+    return find_start(last, [(folder, manifest)])
+
+
+def increment_name(number: int) -> str:
+    """Return the name of an increment's file."""
+    return f"{number:012d}.increment"
+
+
+def list_increments(folder: Folder) -> list[int]:
+    """Return the numbers of a log's increments, ascending."""
+    return folder.numbers(r"(\d+)\.increment")

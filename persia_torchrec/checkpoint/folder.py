@@ -6,17 +6,17 @@ then renamed; an object store makes an object visible when its upload ends.
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import fsspec
+import msgspec
 from fsspec.implementations.local import LocalFileSystem
 
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
-
-_UNFINISHED = ".unfinished"
 
 
 class Folder:
@@ -27,43 +27,51 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
-            self._fs, self._path = fsspec.core.url_to_fs(os.fspath(path))
+            self._fs, root = fsspec.core.url_to_fs(os.fspath(path))
         except (ValueError, ImportError) as exc:
             raise ConfigError(
                 "A checkpoint's path must be a local path or a URL that fsspec knows. "
                 f"Received: {os.fspath(path)!r} ({exc})."
             ) from exc
+        self._root = root
         self._is_local = isinstance(self._fs, LocalFileSystem)
-        self.url = self._path
-        if not self._is_local:
-            self.url = str(self._fs.unstrip_protocol(self._path))
+        self.url = root if self._is_local else str(self._fs.unstrip_protocol(root))
 
     def child(self, name: str) -> "Folder":
         """Return a folder in this one."""
-        return Folder(f"{self.url.rstrip('/')}/{name}")
+        return Folder(self.file_path(name))
+
+    def file_path(self, name: str) -> str:
+        """Return the path, or URL, of a file."""
+        return f"{self.url.rstrip('/')}/{name}"
 
     def make(self) -> bool:
         """Make the folder; return False if it existed before."""
         with _named_errors("make", self.url):
             try:
-                self._fs.makedirs(self._path, exist_ok=False)
+                self._fs.makedirs(self._root, exist_ok=False)
             except FileExistsError:
                 return False
             return True
 
     def exists(self) -> bool:
         """Return whether the folder exists; always true on an object store."""
-        return not self._is_local or Path(self._path).is_dir()
+        return not self._is_local or Path(self._root).is_dir()
 
     def names(self) -> list[str]:
         """Return the names of the files and folders in this one; none if missing."""
         self._fs.invalidate_cache()
         with _named_errors("list", self.url):
             try:
-                entries = self._fs.ls(self._path, detail=False)
+                entries = self._fs.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
         return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
+
+    def numbers(self, pattern: str) -> list[int]:
+        """Return the number in each name that fits a pattern, ascending."""
+        matches = (re.fullmatch(pattern, name) for name in self.names())
+        return sorted(int(match[1]) for match in matches if match)
 
     def file_size(self, name: str) -> int | None:
         """Return the bytes of a file; None if it is missing."""
@@ -95,6 +103,10 @@ class Folder:
         with self.created(name) as file:
             file.write(data)
 
+    def write_json(self, name: str, value: object) -> None:
+        """Write a value as JSON that people can read."""
+        self.write(name, msgspec.json.format(msgspec.json.encode(value)))
+
     def remove(self, name: str) -> None:
         """Delete a file, if it exists."""
         with (
@@ -118,21 +130,25 @@ class Folder:
 
         If the block fails, the previous file of this name stays, if there was one.
         """
-        path = self._within(name)
+        write = self._write_local if self._is_local else self._upload
         with _named_errors("write", self.file_path(name)):
-            if not self._is_local:
-                yield from self._upload(path)
-                return
-            unfinished = Path(f"{path}{_UNFINISHED}")
-            try:
-                with unfinished.open("wb", buffering=0) as raw:
-                    yield raw
-                    os.fsync(raw.fileno())
-                unfinished.replace(path)
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
-            _sync_folder(Path(self._path))
+            yield from write(self._within(name))
+
+    def _write_local(self, path: str) -> Iterator[IO[bytes]]:
+        unfinished = Path(f"{path}.unfinished")
+        try:
+            with unfinished.open("wb", buffering=0) as file:
+                yield file
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        folder = os.open(self._root, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def _upload(self, path: str) -> Iterator[IO[bytes]]:
         file = self._fs.open(path, "wb")
@@ -149,12 +165,8 @@ class Folder:
             raise
         file.close()
 
-    def file_path(self, name: str) -> str:
-        """Return the path of a file."""
-        return f"{self.url.rstrip('/')}/{name}"
-
     def _within(self, name: str) -> str:
-        return f"{self._path.rstrip('/')}/{name}"
+        return f"{self._root.rstrip('/')}/{name}"
 
 
 @contextlib.contextmanager
@@ -164,11 +176,3 @@ def _named_errors(verb: str, path: str) -> Iterator[None]:
         yield
     except OSError as exc:
         raise CheckpointError(f"Could not {verb} {path}: {exc}.") from exc
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,23 +18,17 @@ Dimension key:
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.checkpoint.catalog import LogPosition, Manifest
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.background import BackgroundTask
+from persia_torchrec.checkpoint.catalog import Base, Manifest
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increments import (
-    Base,
-    Increment,
-    find_end,
-    find_logs,
-    list_increments,
-    read_increment,
-)
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileReader,
@@ -42,7 +36,6 @@ from persia_torchrec.checkpoint.row_file import (
     ShardHead,
     Written,
 )
-from persia_torchrec.checkpoint.task import BackgroundTask
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
@@ -57,8 +50,11 @@ T = TypeVar("T")
 
 Bools = npt.NDArray[np.bool_]
 Offsets = npt.NDArray[np.int64]
+Rows = list[tuple[int, RowColumns]]
+"""Rows of one table each, with its index in the head of their file."""
 
 _SLICE_ROWS = 2048
+_NO_ROWS = np.empty(0, np.uint64), np.empty(0, np.uint16), np.empty(0, np.uint32)
 
 
 class Target(NamedTuple):
@@ -72,11 +68,7 @@ class Target(NamedTuple):
     def select(self, of_servers: Sequence[T]) -> list[T]:
         """Return the items of those writing servers that may hold rows of this one."""
         common = math.gcd(len(of_servers), self.num_shards)
-        return [
-            item
-            for number, item in enumerate(of_servers)
-            if number % common == self.shard % common
-        ]
+        return list(of_servers[self.shard % common :: common])
 
     def owns(self, ids_N: Ids) -> Bools:
         """Return which ids are this server's; bool ``(N,)``."""
@@ -84,20 +76,32 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class IncrementPart:
-    """One server's part of an increment; tables by their index in its head."""
+class Increment:
+    """One increment, or one server's part of it."""
 
     head: IncrementHead
-    gone: list[tuple[int, Ids]]
+    rows: Rows = field(default_factory=list)
+    gone: list[tuple[int, Ids]] = field(default_factory=list)
     """Ids whose rows have left, or for which there is no room."""
-    rows: list[tuple[int, RowColumns]]
-    """Slices of rows of one table, in the order in which they would be evicted."""
 
     @classmethod
-    def select(cls, increment: Increment, target: Target) -> "IncrementPart":
-        """Take a server's part."""
+    def read(cls, folder: Folder, number: int) -> "Increment":
+        """Read an increment of the log in a folder, and check all of it."""
+        name = catalog.increment_name(number)
+        with folder.opened(name) as file:
+            reader = RowFileReader(file, folder.file_path(name), IncrementHead)
+            increment = cls(reader.head)
+            for table, block in reader.blocks():
+                if isinstance(block, RowColumns):
+                    increment.rows.append((table, block))
+                else:
+                    increment.gone.append((table, block))
+        return increment
+
+    def select(self, target: Target) -> "Increment":
+        """Return a server's part: its rows in slices, in the order of eviction."""
         blocks: dict[int, list[list[npt.NDArray[Any]]]] = {}
-        for table, rows in increment.rows:
+        for table, rows in self.rows:
             is_own_N = target.owns(rows.ids)
             columns = [column[is_own_N] for column in rows.columns()]
             blocks.setdefault(table, []).append(columns)
@@ -108,83 +112,68 @@ class IncrementPart:
         order_R = _eviction_order(tables, is_lfu=target.is_lfu)
         num_left_out = max(len(order_R) - target.capacity_rows, 0)
         left_out = _slices(tables, order_R[:num_left_out])
-        gone = [*increment.gone, *((table, rows.ids) for table, rows in left_out)]
-        kept = list(_slices(tables, order_R[num_left_out:]))
-        return cls(increment.head, gone, kept)
+        gone = [*self.gone, *((table, rows.ids) for table, rows in left_out)]
+        return Increment(self.head, list(_slices(tables, order_R[num_left_out:])), gone)
 
 
-class IncrementImport:
-    """One increment on its way into a store; ``num_rows`` are written so far.
+def apply_increment(
+    store: EmbeddingStore, increment: Increment, *, follows: bool
+) -> Iterator[int]:
+    """Apply a server's part of an increment to its store; the store's owner runs it.
 
-    The store's owner calls it. With ``follows``, its tables take over what an id
-    without a row reads.
+    Yields how many rows each slice of the work has written. With ``follows``, the
+    store's tables take over what an id without a row reads.
     """
-
-    def __init__(
-        self, store: EmbeddingStore, part: IncrementPart, *, follows: bool
-    ) -> None:
-        self._store = store
-        self._part = part
-        self.num_rows = 0
-        _require_same_rows(_describe(part.head), part.head.tables, store.tables)
-        self._numbers = _add_tables(store, part.head.tables, follows=follows)
-        self._steps = self._work()
-
-    def advance(self) -> bool:
-        """Do a slice of the work; return whether there is more."""
-        return next(self._steps, None) is not None
-
-    def _work(self) -> Iterator[bool]:
-        store, head = self._store, self._part.head
-        for table in range(len(store.tables)) if head.was_cleared else ():
-            start: int | None = 0
-            while start is not None:
-                found = store.scan(table, start, _SLICE_ROWS)
-                is_dropped_N = is_of_shard(found.ids, head.shard, head.num_shards)
-                store.remove(table, found.ids[is_dropped_N])
-                start = found.next_slot
-                yield True
-        for table, ids_N in self._part.gone:
-            for first in range(0, len(ids_N), _SLICE_ROWS):
-                ids = ids_N[first : first + _SLICE_ROWS]
-                store.remove(self._numbers[table], ids)
-                yield True
-        states = store.memory.states
-        rows_in = RowChanges(store.memory)
-        for table, rows in self._part.rows:
-            number = self._numbers[table]
-            rows_in.put(number, _with_metadata(rows, states[number]))
-            self.num_rows += len(rows)
-            yield True
-        rows_in.finish(head.tick)
-        for number, saved in zip(self._numbers, head.tables, strict=True):
-            previous = 0 if head.was_cleared else states[number].num_updates
-            states[number].num_updates = max(previous, saved.num_updates)
+    head = increment.head
+    _require_same_rows(_describe(head), head.tables, store.tables)
+    numbers = _add_tables(store, head.tables, follows=follows)
+    states = store.memory.states
+    for number in range(len(states)) if head.was_cleared else ():
+        start: int | None = 0
+        while start is not None:
+            found = store.scan(number, start, _SLICE_ROWS)
+            is_dropped_N = is_of_shard(found.ids, head.shard, head.num_shards)
+            store.remove(number, found.ids[is_dropped_N])
+            start = found.next_slot
+            yield 0
+    for table, ids_N in increment.gone:
+        for first in range(0, len(ids_N), _SLICE_ROWS):
+            store.remove(numbers[table], ids_N[first : first + _SLICE_ROWS])
+            yield 0
+    rows_in = RowChanges(store.memory)
+    for table, rows in increment.rows:
+        number = numbers[table]
+        rows_in.put(number, _with_metadata(rows, states[number]))
+        yield len(rows)
+    rows_in.finish(head.tick)
+    for number, saved in zip(numbers, head.tables, strict=True):
+        previous = 0 if head.was_cleared else states[number].num_updates
+        states[number].num_updates = max(previous, saved.num_updates)
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What a server has loaded."""
+    """What a server has loaded: rows in its store, and increments applied to them.
+
+    For ``num_left_out`` rows, those that would be evicted first, there was no room.
+    """
 
     num_rows: int
-    """Rows put into the store."""
     num_left_out: int
-    """Rows that would be evicted first, for which there was no room."""
     num_increments: int
-    """Increments that were applied to them."""
 
 
 class ShardLoad(BackgroundTask):
     """Loads one server's part of a checkpoint: ``result``, at the end.
 
-    Its phases are ``checking``, ``checked``, ``loading``, and ``loaded`` or ``failed``.
-    It owns the store while ``loading``. With ``replaces``, it drops what the store
+    :meth:`check` and :meth:`load` may take long: call them in a thread of their own,
+    which owns the store while it loads. With ``replaces``, a load drops what the store
     holds; with the ``logs`` of the training, it applies all increments.
     """
 
     def __init__(
         self,
         folder: Folder,
-        shard: tuple[int, int],
+        target: Target,
         store: EmbeddingStore,
         *,
         replaces: bool = True,
@@ -192,14 +181,13 @@ class ShardLoad(BackgroundTask):
     ) -> None:
         super().__init__(f"Loading {folder.url}")
         self._folder = folder
-        self._target = Target(*shard, store.capacity_rows, store.is_lfu)
+        self._target = target
         self._store = store
         self._replaces = replaces
         self._logs = logs
-        self._increments: list[LogPosition] = []
+        self._increments: list[tuple[Folder, int]] = []
         self._num_read = self._num_to_read = 0
         self.result: Loaded | None = None
-        self._start("checking", self._check, "checked")
 
     @property
     def base(self) -> Base:
@@ -209,26 +197,21 @@ class ShardLoad(BackgroundTask):
         is_exact = self._replaces and self._logs is None
         if not is_exact or self.result.num_left_out:
             return Base("unknown")
-        return Base("checkpoint", self._folder.url, self._manifest.created)
+        return Base("checkpoint", self._folder.url, self.manifest.created)
 
     @property
     def progress(self) -> float:
         """The fraction of the work that is done."""
-        if self.phase == "loaded":
+        if self.result is not None:
             return 1.0
         return min(self._num_read / max(self._num_to_read, 1), 1.0)
 
-    def load(self) -> None:
-        """Begin the second phase; the first must be over: ``checked``."""
-        assert self.phase == "checked"
-        self._start("loading", self._load, "loaded")
-
-    def _check(self) -> None:
+    def check(self) -> None:
         """Read everything, and remember the uses of the rows of this server."""
-        manifest = self._manifest = Manifest.read(self._folder)
+        manifest = self.manifest = Manifest.read(self._folder)
         _require_same_rows(self._folder.url, manifest.tables, self._store.tables)
-        saved_names = {table.name for table in manifest.tables}
-        missing = {spec.name for spec in self._store.tables} - saved_names
+        saved_names = [table.name for table in manifest.tables]
+        missing = {spec.name for spec in self._store.tables}.difference(saved_names)
         if missing and self._replaces:
             raise CheckpointError(
                 f"{self._folder.url} must have all tables of this server. It lacks "
@@ -236,21 +219,19 @@ class ShardLoad(BackgroundTask):
                 "same, and leave the others as they are, use replace=False."
             )
         if self._logs is not None:
-            self._check_increments(self._logs, manifest)
-        empty = np.empty(0, np.uint64), np.empty(0, np.uint16), np.empty(0, np.uint32)
-        found = [empty]
+            self._check_increments(self._logs)
         self._files = self._target.select(manifest.shards)
         self._num_to_read = 2 * sum(saved.size_bytes for saved in self._files)
-        index_of = {table.name: i for i, table in enumerate(manifest.tables)}
+        found = [_NO_ROWS]
         for name, rows, is_own_N in self._read_rows():
             uses = rows.uses[is_own_N]
-            tables = np.full(len(uses), np.uint16(index_of[name]))
+            tables = np.full(len(uses), np.uint16(saved_names.index(name)))
             found.append((uses, tables, _frequencies(rows)[is_own_N]))
         columns = map(np.concatenate, zip(*found, strict=True))
         self._uses, self._table_of, self._frequencies = columns
 
-    def _load(self) -> None:
-        """Put the rows into the store; if that fails, leave it empty."""
+    def load(self) -> None:
+        """Put the rows into the store, once checked; if that fails, leave it empty."""
         try:
             self._fill()
         except BaseException:
@@ -259,7 +240,7 @@ class ShardLoad(BackgroundTask):
 
     def _fill(self) -> None:
         store, memory = self._store, self._store.memory
-        saved = self._manifest.tables
+        saved = self.manifest.tables
         numbers = _add_tables(store, saved, follows=False)
         if self._replaces:
             store.clear()
@@ -281,18 +262,19 @@ class ShardLoad(BackgroundTask):
             number = number_of[name]
             fitting = _with_metadata(rows, memory.states[number])
             first = rows_in.add(number, first, fitting, is_own_N)
-        rows_in.finish(max((shard.tick for shard in self._manifest.shards), default=0))
-        for position in self._increments:
-            part = IncrementPart.select(self._read_increment(position), self._target)
-            moving = IncrementImport(store, part, follows=False)
-            while moving.advance():
+        rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
+        for log, number in self._increments:
+            self.require_not_cancelled()
+            part = Increment.read(log, number).select(self._target)
+            for _ in apply_increment(store, part, follows=False):
                 pass
         num_left_out = len(self._uses) - rows_in.num_kept
         self.result = Loaded(rows_in.num_kept, num_left_out, len(self._increments))
 
-    def _check_increments(self, logs: Folder, manifest: Manifest) -> None:
+    def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""
-        end = find_end(find_logs(logs, {}), self._folder, manifest)
+        manifest = self.manifest
+        end = catalog.find_end(catalog.find_logs(logs, {}), self._folder, manifest)
         if end is None:
             raise CheckpointError(
                 f"{logs.url} must hold a log of every server that applies to "
@@ -301,36 +283,31 @@ class ShardLoad(BackgroundTask):
             )
         known = [*(table.spec for table in manifest.tables), *self._store.tables]
         for position in self._target.select(end.positions):
-            log = logs.child(position.log)
-            numbers = [n for n in list_increments(log) if n >= position.number]
-            if numbers != list(range(position.number, position.number + len(numbers))):
+            log, begin = logs.child(position.log), position.number
+            numbers = [n for n in catalog.list_increments(log) if n >= begin]
+            if numbers != list(range(begin, begin + len(numbers))):
                 raise CheckpointError(
-                    f"{log.url} must have all increments from {position.number} on. "
+                    f"{log.url} must have all increments from {begin} on. "
                     f"Received: {numbers}. Load the checkpoint without increments."
                 )
             for number in numbers:
-                increment = LogPosition(position.log, number)
-                head = self._read_increment(increment).head
+                self.require_not_cancelled()
+                head = Increment.read(log, number).head
                 _require_same_rows(_describe(head), head.tables, known)
-                self._increments.append(increment)
-
-    def _read_increment(self, position: LogPosition) -> Increment:
-        self._require_not_cancelled()
-        assert self._logs is not None  # increments are named
-        return read_increment(self._logs.child(position.log), position.number)
+                self._increments.append((log, number))
 
     def _read_rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
         """Yield table, rows, and which rows are this server's, of all blocks."""
+        specs = [table.spec for table in self.manifest.tables]
         for saved in self._files:
             path = self._folder.file_path(saved.file)
             with self._folder.opened(saved.file) as file:
                 reader = RowFileReader(file, path, ShardHead)
-                specs = [table.spec for table in self._manifest.tables]
                 _require_same_rows(path, reader.head.tables, specs, all_known=True)
                 previous = self._num_read
                 for number, rows in reader.blocks():
                     assert isinstance(rows, RowColumns)  # by the kind of file
-                    self._require_not_cancelled()
+                    self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
                     name = reader.head.tables[number].name
                     yield name, rows, self._target.owns(rows.ids)
@@ -370,12 +347,10 @@ def _require_same_rows(
     all_known: bool = False,
 ) -> None:
     """Refuse tables whose rows differ; with ``all_known``, unknown tables, too."""
-    known = {spec.name: spec for spec in known_specs}
+    known = {spec.name: spec.describe_rows() for spec in known_specs}
     for spec in (table.spec for table in tables):
         received = spec.describe_rows()
-        expected = received if not all_known else "no rows there"
-        if spec.name in known:
-            expected = known[spec.name].describe_rows()
+        expected = known.get(spec.name, "no rows there" if all_known else received)
         if received != expected:
             raise CheckpointError(
                 f"{where}: table {spec.name!r} must have {expected}. "
@@ -402,19 +377,16 @@ def _frequencies(rows: RowColumns) -> npt.NDArray[np.uint32]:
     return np.ones(len(rows), dtype=np.uint32)
 
 
-def _eviction_order(tables: list[tuple[int, RowColumns]], *, is_lfu: bool) -> Offsets:
+def _eviction_order(tables: Rows, *, is_lfu: bool) -> Offsets:
     """Return the offsets of all rows, tables joined, in the order of eviction."""
-    uses_R = np.concatenate([np.empty(0, np.uint64), *(r.uses for _, r in tables)])
+    uses_R = np.concatenate([_NO_ROWS[0], *(rows.uses for _, rows in tables)])
     if not is_lfu:
         return np.argsort(uses_R, kind="stable")
-    frequencies = [_frequencies(rows) for _, rows in tables]
-    frequencies_R = np.concatenate([np.empty(0, dtype=np.uint32), *frequencies])
-    return np.lexsort((uses_R, classify_all(frequencies_R)))
+    frequencies = [_NO_ROWS[2], *(_frequencies(rows) for _, rows in tables)]
+    return np.lexsort((uses_R, classify_all(np.concatenate(frequencies))))
 
 
-def _slices(
-    tables: list[tuple[int, RowColumns]], offsets_R: Offsets
-) -> Iterator[tuple[int, RowColumns]]:
+def _slices(tables: Rows, offsets_R: Offsets) -> Iterator[tuple[int, RowColumns]]:
     """Yield rows in the order of their offsets: runs of one table, in slices."""
     if len(offsets_R) == 0:
         return

@@ -11,9 +11,9 @@ raise a CheckpointError that names the file and the byte offset.
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import IO, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,9 +26,7 @@ from persia_torchrec.store.row_columns import RowColumns, RowShape
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
-VERSION = 1
-"""Version of the format."""
-
+_VERSION = 1
 _BEGIN = struct.Struct("<8sIII")
 _HEAD = struct.Struct("<4sIII")
 _END = struct.Struct("<4sIQ")
@@ -42,27 +40,13 @@ class SavedTable(msgspec.Struct, frozen=True):
     """A table in a file: its settings as JSON, its step, and the form of its rows."""
 
     description: dict[str, Any] = msgspec.field(name="spec")
-    num_updates: int
+    num_updates: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     has_metadata: bool
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.num_updates < 2**63:
-            raise ValueError(
-                f"num_updates must be in [0, 2**63), not {self.num_updates}"
-            )
-
     @classmethod
-    def build(
-        cls, spec: TableSpec, num_updates: int, *, has_metadata: bool
-    ) -> "SavedTable":
-        """Describe a table with these settings."""
-        return cls(_describe(spec), num_updates, has_metadata)
-
-    @classmethod
-    def from_state(cls, state: TableState) -> "SavedTable":
+    def of(cls, state: TableState) -> "SavedTable":
         """Describe a table of a store."""
-        has_metadata = state.has_metadata
-        return cls.build(state.spec, state.num_updates, has_metadata=has_metadata)
+        return cls(_describe(state.spec), state.num_updates, state.has_metadata)
 
     @property
     def name(self) -> str:
@@ -89,14 +73,16 @@ def _describe(spec: TableSpec) -> dict[str, Any]:
 
 
 class ShardHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of a shard file."""
+    """The JSON of a shard file; ``tables`` in the order of their numbers on the server.
+
+    Their steps are as of the beginning of the file.
+    """
 
     magic: ClassVar[bytes] = b"PTRCROWS"
 
     shard: int
     num_shards: int
     tables: tuple[SavedTable, ...]
-    """Of the server, in the order of their numbers, as of the beginning of the file."""
 
     def __post_init__(self) -> None:
         require_shard(self.shard, self.num_shards)
@@ -142,37 +128,33 @@ class RowFileWriter:
         self._file = file
         self._num_rows = self._size_bytes = self._checksum = 0
         text = msgspec.json.encode(head)
-        self._write(_BEGIN.pack(head.magic, VERSION, len(text), zlib.crc32(text)))
+        self._write(_BEGIN.pack(head.magic, _VERSION, len(text), zlib.crc32(text)))
         self._write(text)
 
-    def write_rows(self, table: int, rows: RowColumns) -> None:
-        """Write rows of one table; there may be none."""
-        self._write_block(_ROWS, table, len(rows), rows.columns())
-
-    def write_gone(self, table: int, ids_N: Ids) -> None:
-        """Write the ids of one table whose rows are gone; there may be none."""
-        self._write_block(_GONE, table, len(ids_N), [ids_N])
+    def write(self, table: int, block: RowColumns | Ids) -> None:
+        """Write rows of one table, or ids whose rows are gone; there may be none."""
+        if len(block) == 0:
+            return
+        arrays: list[npt.NDArray[Any]]
+        if isinstance(block, RowColumns):
+            kind, arrays = _ROWS, block.columns()
+        else:
+            kind, arrays = _GONE, [block]
+        columns = [column.data.cast("B") for column in arrays if column.size]
+        checksum = 0
+        for column in columns:
+            checksum = zlib.crc32(column, checksum)
+        head = _HEAD.pack(kind, table, len(block), checksum)
+        self._checksum = zlib.crc32(head, self._checksum)
+        self._num_rows += len(block)
+        self._write(head)
+        for column in columns:
+            self._write(column)
 
     def end(self) -> Written:
         """Write the end of the file; nothing may follow."""
         self._write(_END.pack(_ENDS, self._checksum, self._num_rows))
         return Written(self._num_rows, self._size_bytes, self._checksum)
-
-    def _write_block(
-        self, kind: bytes, table: int, num_rows: int, arrays: Sequence[npt.NDArray[Any]]
-    ) -> None:
-        if not num_rows:
-            return
-        columns = [column.data.cast("B") for column in arrays if column.size]
-        checksum = 0
-        for column in columns:
-            checksum = zlib.crc32(column, checksum)
-        head = _HEAD.pack(kind, table, num_rows, checksum)
-        self._checksum = zlib.crc32(head, self._checksum)
-        self._num_rows += num_rows
-        self._write(head)
-        for column in columns:
-            self._write(column)
 
     def _write(self, data: bytes | memoryview) -> None:
         self._size_bytes += len(data)
@@ -194,16 +176,14 @@ class RowFileReader(Generic[Head]):
             raise CheckpointError(
                 f"{path} must begin with {head_type.magic!r}. Received: {magic!r}."
             )
-        if version != VERSION:
+        if version != _VERSION:
             raise CheckpointError(
-                f"{path}: the format's version must be {VERSION}. Received: {version}. "
-                "Load it with the version of persia_torchrec that wrote it."
+                f"{path}: the format's version must be {_VERSION}. Received: "
+                f"{version}. Load it with the version of persia_torchrec that wrote it."
             )
-        if num_bytes > _MAX_JSON_BYTES:
-            raise self._damaged(f"a header of {num_bytes} bytes")
+        self._require(num_bytes <= _MAX_JSON_BYTES, f"a header of {num_bytes} bytes")
         text = self._take(num_bytes)
-        if zlib.crc32(text) != checksum:
-            raise self._damaged("a header with another checksum")
+        self._require(zlib.crc32(text) == checksum, "a header with another checksum")
         self.head: Head = parse_json(text, head_type, "header", self._damaged)
         try:
             self._shapes = [table.shape for table in self.head.tables]
@@ -216,37 +196,41 @@ class RowFileReader(Generic[Head]):
         while (head := self._take(_HEAD.size))[:4] != _ENDS:
             kind, table, num_rows, checksum = _HEAD.unpack(head)
             num_bytes = num_rows * self._row_bytes(kind, table)
-            if num_bytes == 0:
-                raise self._damaged(f"{head!r} as the head of a block")
-            if num_bytes > _MAX_BLOCK_BYTES:
-                raise self._damaged(f"a block of {num_bytes} bytes")
+            self._require(num_bytes > 0, f"{head!r} as the head of a block")
+            self._require(
+                num_bytes <= _MAX_BLOCK_BYTES, f"a block of {num_bytes} bytes"
+            )
             payload = self._take(num_bytes)
-            if zlib.crc32(payload) != checksum:
-                raise self._damaged("a block with another checksum")
+            is_whole = zlib.crc32(payload) == checksum
+            self._require(is_whole, "a block with another checksum")
             total += num_rows
             all_heads = zlib.crc32(head, all_heads)
             if kind == _ROWS:
                 yield table, self._shapes[table].view(payload)
             else:
                 yield table, np.frombuffer(payload, dtype=np.uint64)
-        if _END.unpack(head) != (_ENDS, all_heads, total):
-            raise self._damaged(f"an end that does not fit the {total} rows before it")
-        if self._file.read(1):
-            raise self._damaged("more bytes after the end")
+        is_end = _END.unpack(head) == (_ENDS, all_heads, total)
+        self._require(is_end, f"an end that does not fit the {total} rows before it")
+        self._require(not self._file.read(1), "more bytes after the end")
         self.written = Written(total, self.num_bytes, all_heads)
 
     def _row_bytes(self, kind: bytes, table: int) -> int:
         """Return the bytes of each row of a block; 0 if there is no such block."""
         if table >= len(self._shapes):
             return 0
-        has_gone = isinstance(self.head, IncrementHead)
-        others = {_GONE: _ID_BYTES} if has_gone else {}
-        return self._shapes[table].row_bytes if kind == _ROWS else others.get(kind, 0)
+        sizes: dict[bytes, int] = {_ROWS: self._shapes[table].row_bytes}
+        if isinstance(self.head, IncrementHead):
+            sizes[_GONE] = _ID_BYTES
+        return sizes.get(kind, 0)
 
-    def _damaged(self, what: str) -> CheckpointError:
+    def _require(self, holds: bool, received: str) -> None:
+        if not holds:
+            raise self._damaged(received)
+
+    def _damaged(self, received: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path} is damaged. Received: {what}, before byte {self.num_bytes}. "
-            "Load another checkpoint."
+            f"{self._path} is damaged. Received: {received}, before byte "
+            f"{self.num_bytes}. Load another checkpoint."
         )
 
     def _take(self, num_bytes: int) -> bytes:

@@ -21,12 +21,12 @@ from typing import Generic, TypeVar
 
 from persia_torchrec import timeouts
 from persia_torchrec.checkpoint.catalog import (
+    DumpResult,
     Manifest,
     begin_checkpoint,
     find_checkpoint,
     merge_tables,
 )
-from persia_torchrec.checkpoint.dump import DumpResult
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import Loaded
 from persia_torchrec.client.servers import Servers
@@ -236,7 +236,7 @@ class Checkpoints:
                 "replace": replace,
                 "increments": None if increments is None else Folder(increments).url,
             }
-            steps = [check, {"do": "load"}]
+            steps: list[dict[str, object]] = [check, {"do": "load"}]
             what = f"load of {folder.url}"
             results = self._run_steps(task, steps, what, deadline, Loaded)
             return dataclasses.replace(

@@ -1,70 +1,153 @@
 """Dumps and loads of one server, in the background of its requests.
 
-    dump    the serving thread copies slots, a slice at a time; a thread writes the file
+    dump    serving thread: RowExport --1 MiB of slots--> queue
+            another thread: queue --> columns --> checksum --> file
     load    a thread reads and checks the files; when told to, it takes the store over
             and fills it, and requests for rows are refused meanwhile
 
 A CHECKPOINT request begins something, and PROGRESS asks how far it has come. Both are
-answered at once, by the state of the task: ``phase`` is ``idle`` or that of a
-``ShardDump`` or ``ShardLoad``; ``result``, at the end, a ``DumpResult`` or a
-``Loaded``.
+answered at once, by the state of the task: ``phase`` is ``idle`` or that of the task;
+``result``, at the end, a ``DumpResult`` or a ``Loaded``.
 """
 
-import logging
+import contextlib
+import queue
 import secrets
+import time
+from typing import Literal
 
 import msgspec
 
-from persia_torchrec.checkpoint.dump import ShardDump
+from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
+from persia_torchrec.checkpoint.catalog import DumpResult, LogPosition, SavedShard
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.load import ShardLoad
+from persia_torchrec.checkpoint.load import ShardLoad, Target
+from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
 from persia_torchrec.errors import CheckpointError, StoreError
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.cpu_budget import Activity, CpuBudget
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
-
-logger = logging.getLogger(__name__)
+from persia_torchrec.store.row_export import RawRows, RowExport, split_by_table
+from persia_torchrec.wire.messages import ErrorReply, TaskState
 
 _CPU_FRACTION = 0.05
 """Of a CPU that a dump takes while requests for rows arrive, its writing included."""
 
+_MAX_CHUNKS = 4
+_CHECK_S = 0.1
 
-class BeginDump(msgspec.Struct, tag_field="do", tag="dump"):
-    """Dump into a folder, which exists."""
 
+class CheckpointRequest(msgspec.Struct):
+    """What a CHECKPOINT asks for.
+
+    ``dump`` into a folder, which exists; ``check`` a checkpoint, and its increments if
+    they are named; ``load`` what was checked; ``cancel`` a dump, or a load that does
+    not fill the store yet. The client chooses the number of the task.
+    """
+
+    do: Literal["dump", "check", "load", "cancel"]
     task: int
-    folder: str
-
-
-class BeginCheck(msgspec.Struct, tag_field="do", tag="check"):
-    """Read and check a checkpoint, and its increments if they are named."""
-
-    task: int
-    folder: str
+    folder: str = ""
     replace: bool = True
     increments: str | None = None
 
-
-class BeginLoad(msgspec.Struct, tag_field="do", tag="load"):
-    """Load what was checked."""
-
-    task: int
+    def __post_init__(self) -> None:
+        if self.do in ("dump", "check") and not self.folder:
+            raise ValueError("folder must be a path or URL")
 
 
-class Cancel(msgspec.Struct, tag_field="do", tag="cancel"):
-    """End a dump, or a load that does not fill the store yet."""
+class ShardDump(BackgroundTask):
+    """A dump of one server: ``dumping``, then ``dumped`` or ``failed``.
 
-    task: int
+    The serving thread calls all methods, and never waits for the one that writes.
+    ``log`` is where in the log of increments the dump begins.
+    """
 
+    def __init__(
+        self, folder: Folder, store: EmbeddingStore, config: ServerConfig
+    ) -> None:
+        if not folder.exists():
+            raise CheckpointError(
+                f"The folder {folder.url} must exist. Received: it does not. Give a "
+                "path that all servers and trainers share."
+            )
+        self._name = f"shard-{config.shard:05d}-of-{config.num_shards:05d}.rows"
+        super().__init__(folder.file_path(self._name))
+        self._folder = folder
+        self._store = store
+        self._config = config
+        self.log: LogPosition | None = None
+        self._export = RowExport(store.memory)
+        self._tables = self._describe_tables()
+        self._chunks: queue.Queue[RawRows | None] = queue.Queue(_MAX_CHUNKS)
+        self._has_copied_all = False
+        self._tick = 0
+        self._writer_cpu_s = self._charged_cpu_s = 0.0
+        self.result: DumpResult | None = None
+        self.start("dumping", self._write, "dumped")
 
-class Progress(msgspec.Struct):
-    """How far a task has come."""
+    @property
+    def progress(self) -> float:
+        """The fraction of the slots that are copied."""
+        return self._export.progress
 
-    task: int
+    @property
+    def is_copying(self) -> bool:
+        """Whether :meth:`advance` has something to do, now or later."""
+        return self.phase == "dumping" and not self._has_copied_all
 
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`advance` may be called."""
+        return not self._chunks.full()
 
-CheckpointRequest = BeginDump | BeginCheck | BeginLoad | Cancel
+    def advance(self) -> float:
+        """Copy a slice; return the seconds of a CPU that the writing took since."""
+        chunk = self._export.advance()
+        if chunk is not None:
+            self._chunks.put_nowait(chunk)
+        elif self._export.is_done:
+            self._tables = self._describe_tables()  # with their steps
+            self._tick = self._store.memory.tick
+            self._chunks.put_nowait(None)
+            self._has_copied_all = True
+        cpu_s = self._writer_cpu_s
+        self._charged_cpu_s, since_s = cpu_s, cpu_s - self._charged_cpu_s
+        return since_s
+
+    def end_early(self, why: str) -> None:
+        """Give the dump up, unless it is over."""
+        if self.phase == "dumping":
+            self.error = CheckpointError(f"The dump ended early: {why}.")
+            self.phase = "failed"
+        self.cancel()
+
+    def _describe_tables(self) -> tuple[SavedTable, ...]:
+        states = self._store.memory.states[: len(self._export.tables)]
+        return tuple(map(SavedTable.of, states))
+
+    def _write(self) -> None:
+        config = self._config
+        head = ShardHead(
+            shard=config.shard, num_shards=config.num_shards, tables=self._tables
+        )
+        with self._folder.created(self._name) as file:
+            writer = RowFileWriter(file, head)
+            while (chunk := self._next_chunk()) is not None:
+                for table, rows in split_by_table(chunk, self._export.tables):
+                    writer.write(table, rows)
+                del chunk
+                self._writer_cpu_s = time.thread_time()
+            written = writer.end()
+        server = msgspec.to_builtins(config)
+        saved = SavedShard(self._name, *written, self._tick, server, self.log)
+        self.result = DumpResult(self._tables, saved)
+
+    def _next_chunk(self) -> RawRows | None:
+        while True:
+            self.require_not_cancelled()
+            with contextlib.suppress(queue.Empty):
+                return self._chunks.get(timeout=_CHECK_S)
 
 
 class Checkpoints:
@@ -92,41 +175,41 @@ class Checkpoints:
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._increments = Increments(config, store, activity)
 
-    def begin(self, request: CheckpointRequest) -> dict[str, object]:
+    def begin(self, request: CheckpointRequest) -> TaskState:
         """Do what a client asks; return the state of the task."""
         self.is_active = True
-        match request:
-            case BeginDump(task, url):
+        config, store, load = self._config, self._store, self._load
+        match request.do:
+            case "dump":
                 self._require_idle()
-                server = msgspec.to_builtins(self._config)
-                self._dump = ShardDump(Folder(url), self._store, server)
-                self._dump.log = self._increments.begin_dump(url)
-                self._load, self._task = None, task
-            case BeginCheck(task, url, replaces, logs):
+                self._dump = ShardDump(Folder(request.folder), store, config)
+                self._dump.log = self._increments.begin_dump(request.folder)
+                self._load, self._task = None, request.task
+            case "check":
                 self._require_idle()
+                shard, logs = (config.shard, config.num_shards), request.increments
                 self._load = ShardLoad(
-                    Folder(url),
-                    (self._config.shard, self._config.num_shards),
-                    self._store,
-                    replaces=replaces,
+                    Folder(request.folder),
+                    Target(*shard, store.capacity_rows, store.is_lfu),
+                    store,
+                    replaces=request.replace,
                     logs=None if logs is None else Folder(logs),
                 )
-                self._dump, self._task = None, task
-            case BeginLoad(task):
-                load = self._load
-                if task != self._task or load is None or load.phase != "checked":
+                self._load.start("checking", self._load.check, "checked")
+                self._dump, self._task = None, request.task
+            case "load":
+                if request.task != self._task or not load or load.phase != "checked":
                     raise CheckpointError("A checkpoint must be checked before a load.")
                 self._increments.suspend()
                 self.is_loading = True
-                load.load()
-            case Cancel(task):
-                if task == self._task:
-                    self.cancel("it was cancelled")
+                load.start("loading", load.load, "loaded")
+            case "cancel" if request.task == self._task:
+                self.cancel("it was cancelled")
         return self._state()
 
-    def progress(self, request: Progress) -> dict[str, object]:
+    def progress(self, task: int) -> TaskState:
         """Return the state of a task."""
-        if request.task != self._task:
+        if task != self._task:
             raise CheckpointError("The server is not at this dump or load (any more).")
         return self._state()
 
@@ -157,21 +240,18 @@ class Checkpoints:
         idle_ms = self._increments.wait_ms(idle_ms)
         if self._dump is None or not self._dump.is_copying:
             return idle_ms
-        if not self._dump.has_room:
-            return self._budget.poll_ms(idle_ms)
-        return self._budget.wait_ms(idle_ms)
+        return self._budget.wait_ms(idle_ms, is_ready=self._dump.has_room)
 
     def work(self) -> None:
         """Do a slice of a dump, and of increments."""
         load, dump = self._load, self._dump
         if self.is_loading and load is not None and load.phase != "loading":
             self.is_loading = False
-            self._increments.resume(load.base)
+            self._increments.begin_log(load.base)
         self._increments.work()
         if dump is None or not dump.is_copying:
             self.is_active = self.is_loading or self._config.incremental_dir is not None
-            return
-        if self._budget.has_credit() and dump.has_room:
+        elif self._budget.has_credit() and dump.has_room:
             with self._budget.spend():
                 writing_s = dump.advance()
             self._budget.charge(writing_s)
@@ -189,15 +269,10 @@ class Checkpoints:
                 "Wait for its end, or cancel it."
             )
 
-    def _state(self) -> dict[str, object]:
+    def _state(self) -> TaskState:
         task = self._dump or self._load
         if task is None:
-            return {"phase": "idle", "progress": 0.0, "error": None, "result": None}
-        error = task.error
-        kind = {"kind": type(error).__name__, "message": str(error)}
-        return {
-            "phase": task.phase,
-            "progress": task.progress,
-            "error": None if error is None else kind,
-            "result": msgspec.to_builtins(task.result),
-        }
+            return TaskState("idle", 0.0)
+        exc = task.error
+        error = None if exc is None else ErrorReply(type(exc).__name__, str(exc))
+        return TaskState(task.phase, task.progress, error, task.result)

@@ -24,11 +24,7 @@ import msgspec
 import numpy as np
 
 from persia_torchrec.errors import BatchError
-from persia_torchrec.server.checkpoints import (
-    CheckpointRequest,
-    Checkpoints,
-    Progress,
-)
+from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
 from persia_torchrec.server.shard import (
     Request,
     RequestKind,
@@ -260,13 +256,17 @@ def _answer_checkpoint(shard: Shard, request: Request) -> Frames:
     assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
     shard.apply_all_updates()  # acknowledged updates are in a dump
     asked = decode_json(request.frames, CheckpointRequest)
-    return [encode_json(shard.checkpoints.begin(asked))]
+    return [msgspec.json.encode(shard.checkpoints.begin(asked))]
+
+
+class _Progress(msgspec.Struct):
+    task: int
 
 
 def _answer_progress(shard: Shard, request: Request) -> Frames:
     assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
-    asked = decode_json(request.frames, Progress)
-    return [encode_json(shard.checkpoints.progress(asked))]
+    asked = decode_json(request.frames, _Progress)
+    return [msgspec.json.encode(shard.checkpoints.progress(asked.task))]
 
 
 KINDS = {

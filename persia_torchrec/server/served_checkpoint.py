@@ -1,37 +1,45 @@
-"""The checkpoint that a server of inference serves, and follows.
+"""The checkpoint that a server of inference serves, and the training that it follows.
 
-    checking --> loading --> catching up --> ready
-       a thread reads           what the training has changed since, if the server
-       the files, twice         follows it; lookups are answered once it is ready
+    follower's thread                                   serving thread
+      a checkpoint, read twice ------> a store --> queue --> takes its rows over
+      logs --next increments, checked -----------> queue --> applies them, in slices
 
-Only :meth:`ServedCheckpoint.work` changes the rows: clients cannot, and no row expires,
-since training is what keeps a row alive. It applies one increment after the other, in
-slices between requests, and replaces the store when it continues from another
-checkpoint. After a restart the server has the same incarnation as long as its tables
-are the same, so its clients need no restart.
+Lookups are answered once all increments that existed are applied. When an increment is
+missing or damaged, or the training continues from other rows, the follower reads a
+checkpoint from which it can continue, into another store, and lookups are answered
+meanwhile. Clients cannot change the rows, and no row expires, since training is what
+keeps a row alive. After a restart the server has the same incarnation as long as its
+tables are the same, so its clients need no restart.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
+import queue
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
+from persia_torchrec.checkpoint.catalog import Log, LogPosition, Manifest
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.follower import Follower, FollowerEvent
 from persia_torchrec.checkpoint.load import (
-    IncrementImport,
-    IncrementPart,
+    Increment,
     ShardLoad,
     Target,
+    apply_increment,
 )
 from persia_torchrec.errors import CheckpointError, PersiaError, StoreError
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.cpu_budget import Activity, CpuBudget
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often the folders are polled."""
 
 _CPU_FRACTION = 0.2
 """Of a CPU that increments may take while lookups arrive."""
@@ -39,9 +47,202 @@ _CPU_FRACTION = 0.2
 _LOADING_POLL_MS = 20
 """How often the progress of the load is checked."""
 
+_MAX_EVENTS = 2
+_CHECK_S = 0.1
+_RETRY_S = 30.0
+
+FollowerEvent = Increment | tuple[EmbeddingStore, Folder] | None
+"""This server's part of an increment, or a store that replaces the current one, and its
+checkpoint; None once all increments that existed have been handed over."""
+
+
+class Follower(BackgroundTask):
+    """Reads a checkpoint, and follows its training if that writes logs.
+
+    The serving thread owns ``store`` and calls all methods. There is an ``error`` if
+    the checkpoint could not be read.
+
+    Attributes:
+        events: what the server is to do next.
+        load: of the checkpoint that was read last.
+        num_reloads: checkpoints that were read to continue from.
+        is_lost: the training cannot be followed before its next checkpoint.
+    """
+
+    def __init__(
+        self, config: ServerConfig, folder: Folder, store: EmbeddingStore
+    ) -> None:
+        super().__init__(f"Following {folder.url}")
+        self._config = config
+        self._folder = folder
+        self._store = store
+        self._target = Target(
+            config.shard, config.num_shards, store.capacity_rows, store.is_lfu
+        )
+        self._manifests: dict[str, Manifest] = {}
+        self._retry_s: dict[str, float] = {}  # by URL of a checkpoint that failed
+        self._positions: list[LogPosition] = []
+        self._known_logs: dict[str, Log] = {}
+        self.events: queue.Queue[FollowerEvent] = queue.Queue(_MAX_EVENTS)
+        self.load: ShardLoad | None = None
+        self.num_errors = self.num_reloads = 0
+        self.is_lost = False
+        self.start("following", self._run, "followed")
+
+    def _run(self) -> None:
+        self._created = self._read_checkpoint(self._folder)
+        if self._config.incremental_dir is None:
+            self._send(None)
+        else:
+            self._follow(Folder(self._config.incremental_dir))
+
+    def _read_checkpoint(self, folder: Folder) -> str:
+        """Read a checkpoint into another store, and hand that over.
+
+        Returns when it was created.
+        """
+        store = self._config.make_store()
+        store.add_tables(self._store.tables)  # so that they have the same numbers
+        self.load = load = ShardLoad(folder, self._target, store)
+        load.cancelled = self.cancelled
+        load.check()
+        load.load()
+        assert load.result is not None
+        num_rows, num_left_out = load.result.num_rows, load.result.num_left_out
+        logger.info("loaded %s num_rows=%d", folder.url, num_rows)
+        if num_left_out:
+            logger.warning(
+                "%s: %d of the %d rows for this server were left out, those that would "
+                "be evicted first in training; they read zeros. Raise the capacity, or "
+                "start more than %d servers.",
+                folder.url,
+                num_left_out,
+                num_left_out + num_rows,
+                self._config.num_shards,
+            )
+        self._send((store, folder))
+        return load.manifest.created
+
+    def _follow(self, logs: Folder) -> None:
+        has_caught_up = False
+        logged = ""
+        while not self.cancelled.is_set():
+            has_read = False
+            try:
+                has_read = self._poll(logs)
+                logged = ""
+            except Exception as exc:  # the server continues with the rows that it has
+                if self.cancelled.is_set():
+                    return
+                self.num_errors += 1
+                if str(exc) != logged:  # once, however often it is tried
+                    has_bug = not isinstance(exc, PersiaError)
+                    logger.warning("following %s: %s", logs.url, exc, exc_info=has_bug)
+                logged = str(exc)
+            if not has_read:
+                if not has_caught_up:  # or as far as possible
+                    self._send(None)
+                    has_caught_up = True
+                self.cancelled.wait(POLL_S)
+
+    def _poll(self, folder: Folder) -> bool:
+        """Hand over the next increment of each log; return whether there was one."""
+        logs = catalog.latest_logs(catalog.find_logs(folder, self._known_logs))
+        followed = [position.log for position in self._positions]
+        is_other = [log.name for log in logs] not in ([], followed)
+        is_lost = is_other and not self._switch(logs)
+        has_read = False
+        for number in self._target.select(range(len(self._positions))):
+            position = self._positions[number]
+            try:
+                increment = _read_increment(folder, position)
+            except CheckpointError as exc:
+                self.is_lost = not self._switch(logs, beyond=position)
+                if self.is_lost:
+                    raise
+                logger.warning("following %s: %s", folder.url, exc)
+                return True
+            if increment is not None:
+                self._send(increment.select(self._target))
+                self._positions[number] = replace(position, number=position.number + 1)
+                has_read = True
+        self.is_lost = is_lost
+        if is_lost and not has_read:
+            raise CheckpointError(
+                "The training continues from rows of which there is no checkpoint in "
+                f"{self._config.checkpoint}. Until the next one, lookups read the "
+                "previous rows."
+            )
+        return has_read
+
+    def _switch(self, logs: Sequence[Log], beyond: LogPosition | None = None) -> bool:
+        """Continue in some logs; return whether a checkpoint leads past ``beyond``."""
+        start = catalog.find_start(logs, self._list_checkpoints())
+        if start is None:
+            return False
+        numbers = {position.log: position.number for position in start.positions}
+        if beyond and numbers.get(beyond.log, beyond.number + 1) <= beyond.number:
+            return False
+        url = start.folder.url
+        if self._positions or start.created != self._created:
+            try:
+                self._read_checkpoint(start.folder)
+            except Exception as exc:
+                if self.cancelled.is_set():
+                    raise
+                self.num_errors += 1
+                self._retry_s[url] = time.monotonic() + _RETRY_S
+                logger.warning("continuing from %s: %s", url, exc)
+                return False
+            self.num_reloads += 1
+        logger.info("following %s from %s", list(numbers), url)
+        self._positions = list(start.positions)
+        self._created = start.created
+        return True
+
+    def _list_checkpoints(self) -> Iterator[tuple[Folder, Manifest]]:
+        """Yield the complete checkpoints, but for those that failed just now."""
+        assert self._config.checkpoint is not None
+        now_s = time.monotonic()
+        for folder in catalog.complete_checkpoints(Folder(self._config.checkpoint)):
+            if self._retry_s.get(folder.url, 0.0) <= now_s:
+                if folder.url not in self._manifests:  # manifests never change
+                    self._manifests[folder.url] = Manifest.read(folder)
+                yield folder, self._manifests[folder.url]
+
+    def _send(self, event: FollowerEvent) -> None:
+        while not self.cancelled.is_set():
+            with contextlib.suppress(queue.Full):
+                self.events.put(event, timeout=_CHECK_S)
+                return
+
+
+def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
+    """Return the increment at a position; None if it does not exist yet."""
+    folder = logs.child(position.log)
+    name = catalog.increment_name(position.number)
+    if folder.file_size(name) is None:
+        numbers = catalog.list_increments(folder)
+        later = [number for number in numbers if number > position.number]
+        if later and folder.file_size(name) is None:
+            raise CheckpointError(
+                f"{folder.file_path(name)} is missing, and there is "
+                f"{catalog.increment_name(later[0])}. A dump deletes increments that "
+                "the previous dump does not need."
+            )
+        return None
+    increment = Increment.read(folder, position.number)
+    head = increment.head
+    if (head.log, head.number) != (position.log, position.number):
+        raise CheckpointError(
+            f"{folder.file_path(name)} must be increment {position.number} of "
+            f"{position.log}. Received: {head.number} of {head.log}."
+        )
+    return increment
+
 
 class ServedCheckpoint:
-    """Loads a server's part of a checkpoint, and follows its training.
+    """Serves a server's part of a checkpoint, and follows its training.
 
     The serving thread owns it. The load begins with the first :meth:`work`.
     """
@@ -52,25 +253,22 @@ class ServedCheckpoint:
         assert config.checkpoint is not None
         self._config = config
         self._store = store
-        self._run = config.checkpoint
-        self._folder = find_checkpoint(config.checkpoint)
-        manifest = Manifest.read(self._folder)
-        self.incarnation = _identify(config, manifest)
+        self._folder = catalog.find_checkpoint(config.checkpoint)
+        self.incarnation = _identify(config, Manifest.read(self._folder))
         self.is_loading = self.is_active = True
-        self._created = manifest.created
-        self._load: ShardLoad | None = None
+        self._has_rows = self._has_stopped = False
         self._follower: Follower | None = None
-        self._increment: IncrementImport | None = None
-        self._has_stopped = False
+        self._increment: Iterator[int] | None = None
         self._created_s = 0.0  # of the increment that is being applied
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._counts = Counter[str]()
 
     def not_loaded(self) -> StoreError:
         """Return the error of lookups while ``is_loading``."""
-        progress = 0.0 if self._load is None else self._load.progress
+        load = None if self._follower is None else self._follower.load
+        progress = 0.0 if load is None else load.progress
         does = f"loads {self._folder.url}, {progress:.0%} of it so far"
-        if self._follower is not None:
+        if self._has_rows:
             does = (
                 f"has loaded {self._folder.url}, and applies what the training has "
                 "changed since"
@@ -79,7 +277,7 @@ class ServedCheckpoint:
 
     def counters(self) -> dict[str, int]:
         """Return what has been applied of the training's increments."""
-        if self._follower is None:
+        if self._follower is None or self._config.incremental_dir is None:
             return {}
         return {
             "increments_put_in": 0,
@@ -95,26 +293,26 @@ class ServedCheckpoint:
         """End what requests have begun: nothing."""
 
     def close(self) -> None:
-        """End the load and the follower. May be called twice."""
-        if self._load is not None:
-            self._load.cancel()
+        """End the thread. May be called twice."""
         if self._follower is not None:
-            self._follower.close()
+            self._follower.cancel()
 
     def wait_ms(self, idle_ms: int) -> int:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
         follower = self._follower
         has_events = follower is not None and not follower.events.empty()
         if self._increment is not None or (has_events and not self._has_stopped):
-            return self._budget.wait_ms(idle_ms)
+            return self._budget.wait_ms(idle_ms, is_ready=True)
         return min(idle_ms, _LOADING_POLL_MS) if self.is_loading else idle_ms
 
     def work(self) -> None:
         """Do a slice of what is due between two requests."""
         follower = self._follower
         if follower is None:
-            if self.is_loading and self._has_loaded():
-                self._begin_to_follow()
+            logger.info("loading %s", self._folder.url)
+            self._follower = Follower(self._config, self._folder, self._store)
+        elif follower.error is not None:
+            raise follower.error
         elif not self._has_stopped and self._budget.has_credit():
             with self._budget.spend():
                 try:
@@ -125,69 +323,25 @@ class ServedCheckpoint:
                 except PersiaError as exc:
                     self._stop_following(follower, exc)
 
-    def _has_loaded(self) -> bool:
-        """Let the load continue; return whether it is complete."""
-        shard = self._config.shard, self._config.num_shards
-        if self._load is None:
-            logger.info("loading %s", self._folder.url)
-            self._load = ShardLoad(self._folder, shard, self._store)
-        load = self._load
-        if load.error is not None:
-            raise load.error
-        if load.phase == "checked":
-            load.load()
-        if load.result is None or load.phase != "loaded":
-            return False
-        num_rows, num_left_out = load.result.num_rows, load.result.num_left_out
-        logger.info("loaded %s num_rows=%d", self._folder.url, num_rows)
-        if num_left_out:
-            logger.warning(
-                "%s: %d of the %d rows for this server were left out, those that would "
-                "be evicted first in training; they read zeros. Raise the capacity, or "
-                "start more than %d servers.",
-                self._folder.url,
-                num_left_out,
-                num_left_out + num_rows,
-                self._config.num_shards,
-            )
-        return True
-
-    def _begin_to_follow(self) -> None:
-        config, store = self._config, self._store
-        if config.incremental_dir is None:
-            self.is_loading = self.is_active = False
-            return
-        self._follower = Follower(
-            Folder(config.incremental_dir),
-            Folder(self._run),
-            Target(config.shard, config.num_shards, store.capacity_rows, store.is_lfu),
-            self._created,
-            self._make_store,
-        )
-
-    def _make_store(self) -> EmbeddingStore:
-        """Return an empty store like the server's, with the same table numbers."""
-        store = self._config.make_store()
-        store.add_tables(self._store.tables)
-        return store
-
-    def _apply_slice(self, increment: IncrementImport) -> None:
-        if increment.advance():
+    def _apply_slice(self, increment: Iterator[int]) -> None:
+        num_rows = next(increment, None)
+        counts = self._counts
+        if num_rows is not None:
+            counts["increment_rows_put_in"] += num_rows
             return
         self._increment = None
         delay_s = time.time() - self._created_s  # noqa: TID251  # the writer's clock
-        counts, delay_ms = self._counts, max(int(1000 * delay_s), 0)
+        delay_ms = max(int(1000 * delay_s), 0)
         counts["increment_delay_ms"] = delay_ms
         most_ms = max(counts["increment_delay_ms_max"], delay_ms)
         counts["increment_delay_ms_max"] = most_ms
         counts["increments_put_in"] += 1
-        counts["increment_rows_put_in"] += increment.num_rows
 
     def _take(self, event: FollowerEvent) -> None:
         match event:
-            case IncrementPart():
+            case Increment():
                 self._created_s = event.head.created_s
-                self._increment = IncrementImport(self._store, event, follows=True)
+                self._increment = apply_increment(self._store, event, follows=True)
             case (store, folder):
                 names = [spec.name for spec in self._store.tables]
                 received = [spec.name for spec in store.tables]
@@ -196,15 +350,16 @@ class ServedCheckpoint:
                         f"The training's tables must begin with {names}. "
                         f"Received: {received}."
                     )
-                logger.info("continuing from %s", folder.url)
+                logger.info("serving %s", folder.url)
                 self._store.take_rows_of(store)
-                self._folder = folder
+                self._folder, self._has_rows = folder, True
             case None:
                 self.is_loading = False
+                self.is_active = self._config.incremental_dir is not None
 
     def _stop_following(self, follower: Follower, exc: PersiaError) -> None:
         logger.error("%s Lookups read the previous rows: restart the server.", exc)
-        follower.ending.set()
+        follower.cancelled.set()
         self._has_stopped = True
         self._increment = None
         self._counts["following_stopped"] += 1

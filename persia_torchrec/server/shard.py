@@ -16,10 +16,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.cpu_budget import Activity
 from persia_torchrec.server.metrics import Stages
 from persia_torchrec.server.open_batches import OpenBatches
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint

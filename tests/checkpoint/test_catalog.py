@@ -36,7 +36,7 @@ def path(request, tmp_path):
 
 
 def saved(spec, num_updates):
-    return SavedTable.build(spec, num_updates, has_metadata=False)
+    return SavedTable(json.loads(json.dumps(spec.to_json())), num_updates, False)
 
 
 def manifest_of(folder, name="rows", size_bytes=4):
@@ -143,7 +143,10 @@ def test_no_manifest_is_written_if_a_file_has_another_length(path, size_bytes):
         ({"format": "x"}, r"format: .*x"),
         ({"tables": [{"spec": {}}]}, r"tables\[0\] must have the key 'num_updates'"),
         ({"tables": [{**TABLE, "spec": {}}]}, "needs an optimizer"),
-        ({"tables": [{**TABLE, "num_updates": -1}]}, r"num_updates must be in "),
+        (
+            {"tables": [{**TABLE, "num_updates": -1}]},
+            r"num_updates must be >= 0. Received: -1",
+        ),
         ({"tables": 1}, "tables must be a list. Received: 1"),
         ({"shards": [{"file": "x"}]}, r"shards\[0\] must have the key 'num_rows'"),
         ({"dense": 3}, "dense must be a mapping. Received: 3"),

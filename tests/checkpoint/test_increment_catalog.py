@@ -1,14 +1,16 @@
 """From where a training can be followed."""
 
-from persia_torchrec.checkpoint.catalog import LogPosition, Manifest, SavedShard
-from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increments import (
+from persia_torchrec.checkpoint.catalog import (
     Base,
     Log,
+    LogPosition,
+    Manifest,
+    SavedShard,
     find_end,
     find_start,
     latest_logs,
 )
+from persia_torchrec.checkpoint.folder import Folder
 
 ANYWHERE = Folder("/tmp")
 EMPTY = Base("empty")

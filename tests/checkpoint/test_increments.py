@@ -7,14 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec.checkpoint.catalog import increment_name
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increment_writer import DirtySet
-from persia_torchrec.checkpoint.increments import (
-    Increment,
-    increment_name,
-    read_increment,
-)
-from persia_torchrec.checkpoint.load import IncrementImport, IncrementPart, Target
+from persia_torchrec.checkpoint.load import Increment, Target, apply_increment
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileWriter,
@@ -24,6 +19,7 @@ from persia_torchrec.embedding import AdmitFrequency, Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
+from persia_torchrec.server.increments import DirtySet
 from persia_torchrec.store.row_export import gather_rows
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
@@ -102,7 +98,7 @@ class Journaled:
             "num_shards": 1,
             "created_s": 7.0,
             "tick": store.memory.tick,
-            "tables": tuple(map(SavedTable.from_state, states)),
+            "tables": tuple(map(SavedTable.of, states)),
         }
         dirty.add(store.journal.cut())
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))
@@ -122,17 +118,15 @@ def write_increment(folder, increment):
     with folder.created(increment_name(increment.head.number)) as file:
         writer = RowFileWriter(file, increment.head)
         for table, rows in increment.rows:
-            writer.write_rows(table, rows)
+            writer.write(table, rows)
         for table, ids in increment.gone:
-            writer.write_gone(table, ids)
+            writer.write(table, ids)
         return writer.end()
 
 
 def put_in(store, increment, shard=0, num_shards=1):
     target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
-    part = IncrementPart.select(increment, target)
-    moving = IncrementImport(store, part, follows=True)
-    while moving.advance():
+    for _ in apply_increment(store, increment.select(target), follows=True):
         check_store(store)
     check_store(store)
 
@@ -338,7 +332,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
     increment = source.cut()
     folder = Folder(tmp_path)
     written = write_increment(folder, increment)
-    found = read_increment(folder, 1)
+    found = Increment.read(folder, 1)
     assert found.head == increment.head
     assert written.size_bytes == folder.file_size(increment_name(1))
     source_rows = [(t, rows) for t, rows in increment.rows if len(rows)]
@@ -365,7 +359,7 @@ def test_a_damaged_file_is_refused(data, tmp_path_factory):
     damaged[place] ^= 1 << bit
     folder.write(increment_name(1), bytes(damaged))
     with pytest.raises(CheckpointError, match=increment_name(1)):
-        read_increment(folder, 1)
+        Increment.read(folder, 1)
 
 
 def test_an_increment_of_other_tables_is_refused_before_anything_changes():

@@ -29,7 +29,8 @@ SPECS = [
     TableSpec(name="c", dim=5, optimizer=Adagrad(0.1), weight_dtype="bf16"),
 ]
 TABLES = tuple(
-    SavedTable.build(spec, 7, has_metadata=spec.has_metadata) for spec in SPECS
+    SavedTable(json.loads(json.dumps(spec.to_json())), 7, spec.has_metadata)
+    for spec in SPECS
 )
 HEAD = ShardHead(shard=1, num_shards=3, tables=TABLES)
 KEYS_OF_A_TABLE = [
@@ -52,7 +53,7 @@ def written(blocks):
     file = io.BytesIO()
     writer = RowFileWriter(file, HEAD)
     for seed, (table, num_rows) in enumerate(blocks):
-        writer.write_rows(table, rows_of(table, num_rows, seed))
+        writer.write(table, rows_of(table, num_rows, seed))
     said = writer.end()
     return file.getvalue(), said
 

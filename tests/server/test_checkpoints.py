@@ -5,17 +5,14 @@ from functools import partial
 import numpy as np
 import pytest
 
+from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, FrameError
 from persia_torchrec.server.checkpoints import (
-    BeginDump,
-    BeginLoad,
     CheckpointRequest,
     Checkpoints,
-    Progress,
 )
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.cpu_budget import Activity
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -47,7 +44,9 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     # The thread that writes lives in real time.
-    monkeypatch.setattr("persia_torchrec.checkpoint.dump.time.thread_time", lambda: 0)
+    monkeypatch.setattr(
+        "persia_torchrec.server.checkpoints.time.thread_time", lambda: 0
+    )
     monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**8)
     return clock
 
@@ -64,7 +63,10 @@ def checkpoints(tmp_path, activity):
     ids = np.arange(20_000, dtype=np.uint64)
     store.lookup(0, ids, np.empty((len(ids), 2), np.float32), training=True)
     checkpoints = Checkpoints(ServerConfig(), store, activity)
-    assert checkpoints.begin(BeginDump(7, str(tmp_path)))["phase"] == "dumping"
+    assert (
+        checkpoints.begin(CheckpointRequest("dump", 7, str(tmp_path))).phase
+        == "dumping"
+    )
     yield checkpoints
     checkpoints.close()
 
@@ -115,10 +117,10 @@ def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints)
     checkpoints.cancel("the test ends")
     assert checkpoints.wait_ms(100) == 100
     with pytest.raises(CheckpointError, match="not at this dump"):
-        checkpoints.progress(Progress(8))
-    state = checkpoints.progress(Progress(7))
-    assert state["phase"] == "failed"
-    assert state["error"]["message"] == "The dump ended early: the test ends."
+        checkpoints.progress(8)
+    state = checkpoints.progress(7)
+    assert state.phase == "failed"
+    assert state.error.message == "The dump ended early: the test ends."
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,8 @@ def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints)
         ([], "must be a mapping"),
         ({}, "must have the key 'do'"),
         ({"do": "dump"}, "must have the key 'task'"),
+        ({"do": "dump", "task": 7}, "folder must be a path or URL"),
+        ({"do": "check", "task": 7}, "folder must be a path or URL"),
         ({"do": "dump", "task": 7, "folder": 3}, r"folder must be .*Received: 3"),
         ({"do": "check", "task": "7", "folder": ""}, r"task must be an integer"),
         ({"do": "x", "task": 7}, "Frame 1: do"),
@@ -141,10 +145,10 @@ def test_an_invalid_request_is_refused(request_, message):
 def test_a_missing_folder_is_refused(checkpoints, tmp_path):
     checkpoints.cancel("the next one begins")
     with pytest.raises(CheckpointError, match=r"must exist\. Received: it does not"):
-        checkpoints.begin(BeginDump(1, str(tmp_path / "no")))
+        checkpoints.begin(CheckpointRequest("dump", 1, str(tmp_path / "no")))
 
 
 @pytest.mark.parametrize("task", [3, 7])
 def test_nothing_is_loaded_that_was_not_checked(checkpoints, task):
     with pytest.raises(CheckpointError, match="must be checked before"):
-        checkpoints.begin(BeginLoad(task))
+        checkpoints.begin(CheckpointRequest("load", task))

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.increments import (
+from persia_torchrec.checkpoint.catalog import (
     find_logs,
     increment_name,
     list_increments,
 )
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding import Expiry
@@ -36,9 +36,9 @@ WRITING = {"incremental_interval_s": 0.02}
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch):
     """Poll often, so that tests wait for what happens and not for the next poll."""
-    monkeypatch.setattr("persia_torchrec.checkpoint.follower.POLL_S", 0.02)
-    monkeypatch.setattr("persia_torchrec.checkpoint.follower._CHECK_S", 0.005)
-    monkeypatch.setattr("persia_torchrec.checkpoint.increment_writer._CHECK_S", 0.005)
+    monkeypatch.setattr("persia_torchrec.server.served_checkpoint.POLL_S", 0.02)
+    monkeypatch.setattr("persia_torchrec.server.served_checkpoint._CHECK_S", 0.005)
+    monkeypatch.setattr("persia_torchrec.server.increments._CHECK_S", 0.005)
 
 
 class Training:
@@ -571,9 +571,7 @@ def test_a_server_without_a_folder_writes_nothing(servers, tmp_path):
 
 
 def test_an_increment_of_many_requests_is_written_whole(servers, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "persia_torchrec.checkpoint.increment_writer._REQUEST_BYTES", 64
-    )
+    monkeypatch.setattr("persia_torchrec.server.increments._SLICE_BYTES", 64)
     training = Training(servers, tmp_path, 1)
     training.dump()
     client = follow(servers, training)

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding import Expiry
@@ -18,9 +19,7 @@ from persia_torchrec.errors import (
     RemoteError,
 )
 from persia_torchrec.server.config import ServerConfig
-from persia_torchrec.server.cpu_budget import Activity
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint
-from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.ports import draw_port
 from tests.processes import wait_until
@@ -65,8 +64,11 @@ def client_of(servers, running):
     return client
 
 
-def serve(checkpoint, store):
-    return ServedCheckpoint(ServerConfig(checkpoint=checkpoint), store, Activity())
+def serve(checkpoint, capacity_rows=100):
+    """Return what serves a checkpoint, and the store of its rows."""
+    config = ServerConfig(checkpoint=checkpoint, capacity_rows=capacity_rows)
+    store = config.make_store()
+    return ServedCheckpoint(config, store, Activity()), store
 
 
 def finish(served):
@@ -111,7 +113,7 @@ def test_nothing_that_belongs_to_a_training_is_answered(servers, trained, tmp_pa
 
 
 def test_lookups_are_refused_until_the_rows_are_loaded(trained):
-    served = serve(trained[0], EmbeddingStore(100))
+    served, _ = serve(trained[0])
     assert served.is_loading
     assert re.search(r"loads .*run.*, 0% of it .*Wait until", str(served.not_loaded()))
     finish(served)
@@ -120,13 +122,13 @@ def test_lookups_are_refused_until_the_rows_are_loaded(trained):
 
 
 def test_a_client_connects_before_the_rows_are_loaded(servers, trained, monkeypatch):
-    may_load, check = threading.Event(), ShardLoad._check
+    may_load, check = threading.Event(), ShardLoad.check
 
     def wait_and_check(load):
         assert may_load.wait(DEADLINE_S)
         check(load)
 
-    monkeypatch.setattr(ShardLoad, "_check", wait_and_check)
+    monkeypatch.setattr(ShardLoad, "check", wait_and_check)
     client = servers.client(servers.start(checkpoint=trained[0]))
     assert client.learn_tables() == []
     with pytest.raises(RemoteError, match=r"StoreError: The server loads .*, 0% of it"):
@@ -136,15 +138,14 @@ def test_a_client_connects_before_the_rows_are_loaded(servers, trained, monkeypa
 
 
 def test_it_polls_often_while_it_loads_and_seldom_afterwards(trained):
-    served = serve(trained[0], EmbeddingStore(100))
+    served, _ = serve(trained[0])
     assert served.wait_ms(100) < 100
     finish(served)
     assert served.wait_ms(100) == 100
 
 
 def test_rows_that_do_not_fit_are_left_out_with_a_warning(trained, caplog):
-    store = EmbeddingStore(30)
-    served = serve(trained[0], store)
+    served, store = serve(trained[0], capacity_rows=30)
     with caplog.at_level(logging.WARNING):
         finish(served)
     assert store.counters()["rows"] == 30
@@ -157,7 +158,7 @@ def test_rows_that_do_not_fit_are_left_out_with_a_warning(trained, caplog):
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="must be a checkpoint, or hold one"):
-        serve(str(tmp_path), EmbeddingStore(100))
+        serve(str(tmp_path))
 
 
 def test_a_damaged_checkpoint_ends_the_server(trained, tmp_path):
@@ -165,8 +166,7 @@ def test_a_damaged_checkpoint_ends_the_server(trained, tmp_path):
     content = bytearray(file.read_bytes())
     content[-20] ^= 1
     file.write_bytes(content)
-    store = EmbeddingStore(100)
-    served = serve(trained[0], store)
+    served, store = serve(trained[0])
     with pytest.raises(CheckpointError):
         finish(served)
     assert store.counters()["rows"] == 0
