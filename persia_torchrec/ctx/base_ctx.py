@@ -1,33 +1,24 @@
 """What contexts share: entering and leaving, lookups, the model on embeddings."""
 
+import contextlib
 import enum
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.data import loader
 from persia_torchrec.data.dataset import require_at_least_1
-from persia_torchrec.data.loader import (
-    LookupSettings,
-    PersiaTrainingBatch,
-    entered,
-    leave_context,
-)
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.serving.embeddings import ConcurrentLookups
+from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.sharding.slot_tensors import dense_tensor
-from persia_torchrec.training.checkpoint import (
-    Target,
-    apply_state,
-    is_first,
-    read_state,
-    script_bytes,
-    state_bytes,
-)
+from persia_torchrec.training import checkpoint
 from persia_torchrec.training.engine import Engine
+
+Tensors = list[torch.Tensor]
 
 
 class BaseCtx:
@@ -48,7 +39,7 @@ class BaseCtx:
         self.device_id = device_id
         self._device = torch.device("cpu")
         if device_id is not None:
-            num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            num_devices = torch.cuda.device_count()
             if not 0 <= device_id < num_devices:
                 raise ConfigError(
                     "device_id must be a CUDA device of this machine, in "
@@ -59,31 +50,25 @@ class BaseCtx:
 
     def __enter__(self) -> Self:
         """Make this the current context; see :func:`cnt_ctx`."""
-        self._begin()
-        entered.append(self)
+        self._entered = self._block()
+        self._entered.__enter__()
+        loader.entered.append(self)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Return to the context around this one; an exception propagates."""
-        leave_context(self)
-        self._end(exc)
+        loader.leave_context(self)
+        self._entered.__exit__(*exc_info)
 
-    def _begin(self) -> None:
-        """Prepare the block."""
-
-    def _end(self, exc: BaseException | None) -> None:
-        """Clean up after the block, which may have raised."""
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        """Prepare the user's block and clean up after it; it may raise."""
+        yield
 
 
 def cnt_ctx() -> BaseCtx | None:
     """Return the context that was entered last and not left, or None."""
-    context = entered[-1] if entered else None
-    return context if isinstance(context, BaseCtx) else None
+    return loader.entered[-1] if loader.entered else None
 
 
 class PreprocessMode(enum.Enum):
@@ -105,20 +90,34 @@ class LookupCtx(BaseCtx):
 
     preprocess_mode: PreprocessMode
     model: nn.Module | None
-    embeddings: Engine | ConcurrentLookups
+    embeddings: Engine | SlotsReader
 
     def start_lookup(
-        self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
-    ) -> PersiaTrainingBatch:
-        """Begin to look up a batch; a ``DataLoader`` calls this."""
-        num_workers = min(settings.num_workers, self.threadpool_worker_size)
-        settings = settings._replace(num_workers=num_workers)
-        is_training = (
-            isinstance(self.embeddings, Engine)
-            and batch.requires_grad
-            and self.preprocess_mode is PreprocessMode.TRAIN
+        self,
+        batch: PersiaBatch | ReferencedBatch,
+        settings: loader.LookupSettings | None = None,
+    ) -> loader.PersiaTrainingBatch:
+        """Begin to look up a batch: to evaluate, unless a loader gives its settings."""
+        is_training = False
+        if settings is not None:
+            num_workers = min(settings.num_workers, self.threadpool_worker_size)
+            settings = settings._replace(num_workers=num_workers)
+            is_training = (
+                isinstance(self.embeddings, Engine)
+                and batch.requires_grad
+                and self.preprocess_mode is PreprocessMode.TRAIN
+            )
+        pull = self.embeddings.start_pull(
+            batch, is_training=is_training, settings=settings
         )
-        return self._start(batch, is_training=is_training, settings=settings)
+        return loader.PersiaTrainingBatch(
+            pull=pull,
+            non_id_type_features=batch.non_id_type_features,
+            labels=batch.labels,
+            is_training=is_training,
+            meta=batch.meta,
+            batch_id=batch.batch_id,
+        )
 
     def note_wait(self, seconds: float) -> None:
         """Learn how long a ``DataLoader`` made its caller wait for a batch."""
@@ -126,8 +125,8 @@ class LookupCtx(BaseCtx):
             self.embeddings.loader_wait_s = seconds
 
     def prepare_features(
-        self, batch: PersiaTrainingBatch
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
+        self, batch: loader.PersiaTrainingBatch
+    ) -> tuple[Tensors, Tensors, Tensors | None]:
         """Make tensors of a batch, on the context's device.
 
         To train a model of one's own on them is right with one trainer; with several,
@@ -148,9 +147,7 @@ class LookupCtx(BaseCtx):
             embeddings = [e.requires_grad_() for e in embeddings]
         return non_id_tensors, embeddings, labels
 
-    def forward(
-        self, batch: PersiaTrainingBatch
-    ) -> tuple[Any, list[torch.Tensor] | None]:
+    def forward(self, batch: loader.PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None."""
         model = self._require_model()
         non_id_tensors, embeddings, labels = self.prepare_features(batch)
@@ -158,7 +155,7 @@ class LookupCtx(BaseCtx):
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
-    ) -> PersiaTrainingBatch:
+    ) -> loader.PersiaTrainingBatch:
         """Begin to look up a batch of this process, for evaluation.
 
         ``device_id`` may only be the context's own.
@@ -169,11 +166,11 @@ class LookupCtx(BaseCtx):
                 f"device_id must be that of the context, {device.index}. "
                 f"Received: {device_id}."
             )
-        return self._start(persia_batch, is_training=False)
+        return self.start_lookup(persia_batch)
 
     def get_embedding_from_bytes(
         self, data: bytes, device_id: int | None = None
-    ) -> PersiaTrainingBatch:
+    ) -> loader.PersiaTrainingBatch:
         """Begin to look up a batch from ``PersiaBatch.to_bytes``, for evaluation.
 
         ``device_id`` may only be the context's own.
@@ -182,7 +179,7 @@ class LookupCtx(BaseCtx):
 
     def dump_torch_state_dict(
         self,
-        torch_instance: Target,
+        torch_instance: checkpoint.Target,
         dst_dir: str,
         file_name: str,
         is_jit: bool = False,
@@ -197,23 +194,19 @@ class LookupCtx(BaseCtx):
             file_name: in that folder.
             is_jit: write a model as TorchScript instead.
         """
-        if not is_first():
+        if not checkpoint.is_first():
             return
         if is_jit:
-            if not isinstance(torch_instance, nn.Module):
-                raise ConfigError(
-                    f"is_jit is for models. Received: {type(torch_instance).__name__}."
-                )
-            data = script_bytes(torch_instance)
+            data = checkpoint.script_bytes(torch_instance)
         else:
-            data = state_bytes(torch_instance.state_dict())
+            data = checkpoint.state_bytes(torch_instance.state_dict())
         folder = Folder(dst_dir)
         folder.make()
         folder.write(file_name, data)
 
     def load_torch_state_dict(
         self,
-        torch_instance: Target,
+        torch_instance: checkpoint.Target,
         src_dir: str,
         map_location: str | None = None,
     ) -> None:
@@ -224,26 +217,8 @@ class LookupCtx(BaseCtx):
         instance stays on its device.
         """
         path, _, name = src_dir.rpartition("/")
-        state = read_state(Folder(path or "."), name, map_location)
-        apply_state(torch_instance, state, src_dir)
-
-    def _start(
-        self,
-        batch: PersiaBatch | ReferencedBatch,
-        *,
-        is_training: bool,
-        settings: LookupSettings | None = None,
-    ) -> PersiaTrainingBatch:
-        return PersiaTrainingBatch(
-            pull=self.embeddings.start_pull(
-                batch, is_training=is_training, settings=settings
-            ),
-            non_id_type_features=tuple(batch.non_id_type_features),
-            labels=tuple(batch.labels),
-            is_training=is_training,
-            meta=batch.meta,
-            batch_id=batch.batch_id,
-        )
+        state = checkpoint.read_state(Folder(path or "."), name, map_location)
+        checkpoint.apply_state(torch_instance, state, src_dir)
 
     def _require_model(self) -> nn.Module:
         if self.model is None:
@@ -254,8 +229,8 @@ class LookupCtx(BaseCtx):
         return self.model
 
     def _dense_tensors(
-        self, batch: PersiaTrainingBatch
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        self, batch: loader.PersiaTrainingBatch
+    ) -> tuple[Tensors, Tensors | None]:
         device = self.embeddings.device
         non_id = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         if self.preprocess_mode is PreprocessMode.INFERENCE:

@@ -1,5 +1,6 @@
 """The data loader's context: batches on their way to workers and trainers."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -45,10 +46,9 @@ class DataCtx(BaseCtx):
                 f"REPLICA_INDEX must be in [0, {self._num_loaders}), below "
                 f"REPLICA_SIZE. Received: {self._loader}."
             )
-        book = AddressBook.join(*store)
-        workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
-        trainers = book.addresses("trainer", timeout_s=timeouts.DISCOVERY_S)
-        book.close()
+        with contextlib.closing(AddressBook.join(*store)) as book:
+            workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
+            trainers = book.addresses("trainer", timeout_s=timeouts.DISCOVERY_S)
         self._workers = RemoteWorkers(workers, greeting=book.greeting)
         self._sender = BatchSender(
             trainers,
@@ -81,14 +81,12 @@ class DataCtx(BaseCtx):
             time.sleep(next(waits))
         self._num_sent += 1
 
-    def _end(self, exc: BaseException | None) -> None:
-        try:
-            if exc is None:
-                self._sender.end()
-                logger.info("data loader sent batches=%d", self._num_sent)
-        finally:
-            self._sender.close()
-            self._workers.close()
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        with contextlib.closing(self._workers), contextlib.closing(self._sender):
+            yield
+            self._sender.end()
+            logger.info("data loader sent batches=%d", self._num_sent)
 
 
 def _waits(where: str, deadline: float) -> Iterator[float]:

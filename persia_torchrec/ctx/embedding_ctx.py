@@ -1,4 +1,7 @@
-"""What training and evaluation share: a model, and the embeddings of its job."""
+"""Lookups without training: in a job, or outside of any by addresses of workers."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -9,14 +12,11 @@ from persia_torchrec.data.loader import entered_context
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.lookup.slots import LookupHello, wait_until_ready
-from persia_torchrec.serving.embeddings import ConcurrentLookups
-from persia_torchrec.training.checkpoint import (
-    ContextCheckpoints,
-    is_first,
-    script_bytes,
-    state_bytes,
-)
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.training import checkpoint
 from persia_torchrec.training.engine import Engine, connect_to_job, reconfigure
+from persia_torchrec.wire.ports import tcp_address
 
 _NO_TABLES = (
     "Received: servers without any. They come with the first TrainCtx of the job, or "
@@ -199,29 +199,25 @@ class EmbeddingCtx(LookupCtx):
 
     def _dense_files(self, dense: str, jit: str | None) -> dict[str, bytes]:
         """Return the model's files by name; none where another rank writes them."""
-        if not is_first():
+        if not checkpoint.is_first():
             return {}
         model = self._require_model()
-        files = {dense: state_bytes(model.state_dict())}
+        files = {dense: checkpoint.state_bytes(model.state_dict())}
         if jit is not None:
-            files[jit] = script_bytes(model)
+            files[jit] = checkpoint.script_bytes(model)
         return files
 
-    def _begin(self) -> None:
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
         """Connect if it was left before, and wait for earlier updates."""
         self._connect()
         try:
             if self.preprocess_mode is not PreprocessMode.TRAIN:
                 self.embeddings.flush()
             if self.embedding_config is not None:
-                self.configure_embedding_parameter_servers(self.embedding_config)
-        except BaseException:
-            self._disconnect()
-            raise
-
-    def _end(self, exc: BaseException | None) -> None:
-        try:
-            if exc is None and self._own is not None:
+                self.embeddings.configure(self.embedding_config)
+            yield
+            if self._own is not None:
                 self._own.checkpoints.wait_for_dump()
                 self._own.checkpoints.wait_for_load()
         finally:
@@ -259,7 +255,77 @@ def eval_ctx(
     )
 
 
-class ReadOnlyEmbeddings(ConcurrentLookups):
+class InferCtx(LookupCtx):
+    """Look up embeddings for inference; nothing changes on the servers.
+
+    It belongs to no job and needs no environment. Its workers may be those of a job
+    that trains, or stand by themselves over servers that have loaded a checkpoint. It
+    connects in the background; any thread may use it.
+
+    Args:
+        embedding_worker_address_list: of all embedding workers, as ``"10.0.0.1:7000"``,
+            ``"10.0.0.1: 7000"`` or ``"tcp://10.0.0.1:7000"``; batches go to them in
+            turn.
+        model: the dense model, already on its device; None where only embeddings are
+            wanted.
+        embedding_config: None; here because PERSIA has it here.
+        threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
+            once, if its ``num_workers`` does not allow fewer.
+        device_id: CUDA device of tensors; None is the CPU.
+        timeout_s: seconds that a lookup may take.
+
+    Example:
+        ``with InferCtx(["127.0.0.1:7000"], model) as ctx: ctx.wait_for_serving()``
+    """
+
+    embeddings: SlotsReader
+
+    def __init__(
+        self,
+        embedding_worker_address_list: Sequence[str],
+        model: nn.Module | None = None,
+        embedding_config: None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        *,
+        timeout_s: float = timeouts.REQUEST_S,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be > 0. Received: {timeout_s}.")
+        if embedding_config is not None:
+            raise ConfigError(
+                "embedding_config must be None: an InferCtx changes nothing on the "
+                f"servers. Received: {embedding_config}. It is for TrainCtx."
+            )
+        super().__init__(threadpool_worker_size, device_id)
+        self.preprocess_mode = PreprocessMode.INFERENCE
+        self.model = model
+        addresses = [tcp_address(a) for a in embedding_worker_address_list]
+        self._workers = RemoteWorkers(addresses, timeout_s=timeout_s)
+        self.embeddings = SlotsReader(
+            self._workers, self._device, timeout_s=2 * timeout_s + 5
+        )
+
+    def wait_for_serving(self, timeout_s: float = timeouts.READY_S) -> None:
+        """Wait until all workers and their servers answer and have their tables."""
+        self.embeddings.wait_until_ready(timeout_s)
+
+    def get_embedding_size(self) -> list[int]:
+        """Return how many rows each embedding server holds."""
+        return list(self.embeddings.hello().num_rows)
+
+    def close(self) -> None:
+        """Close the connections; workers and servers live on. May be called twice."""
+        self.embeddings.close()
+        self._workers.close()
+
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        with contextlib.closing(self):
+            yield
+
+
+class ReadOnlyEmbeddings(SlotsReader):
     """Reads the embeddings of a job, in a process that does not train them.
 
     It has connections of its own and sends no gradients: lookups and new settings go to
@@ -273,7 +339,7 @@ class ReadOnlyEmbeddings(ConcurrentLookups):
         super().__init__(
             self._workers, device, timeout_s=2 * timeouts.TRAINING_REQUEST_S
         )
-        self.checkpoints = ContextCheckpoints(self.client, self.flush)
+        self.checkpoints = checkpoint.ContextCheckpoints(self.client, self.flush)
 
     def hello(self) -> LookupHello:
         """Return slots and rows; raise ConfigError if there are no tables yet."""

@@ -1,24 +1,18 @@
 """The trainer's context: both halves of the model, stepped together."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from persia_torchrec import env, timeouts
-from persia_torchrec.config.embedding_config import (
-    EmbeddingSchema,
-    load_embedding_config,
-)
-from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode
+from persia_torchrec import distributed, env, timeouts
+from persia_torchrec.config import embedding_config as config_file
+from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode, Tensors
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
 from persia_torchrec.data.dataset import require_at_least_1
 from persia_torchrec.data.loader import PersiaTrainingBatch
-from persia_torchrec.distributed import (
-    DistributedBaseOption,
-    get_default_distributed_option,
-)
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
@@ -94,7 +88,7 @@ class TrainCtx(EmbeddingCtx):
         grad_update_buffer_size: int = 60,
         lookup_emb_directly: bool = True,
         mixed_precision: bool = True,
-        distributed_option: DistributedBaseOption | None = None,
+        distributed_option: distributed.DistributedBaseOption | None = None,
         model: nn.Module | None = None,
         embedding_config: EmbeddingConfig | None = None,
         threadpool_worker_size: int = 10,
@@ -129,7 +123,8 @@ class TrainCtx(EmbeddingCtx):
             embedding_config=self.embedding_config,
             tables=dict(tables or {}),
             device=self._device,
-            distributed=distributed_option or get_default_distributed_option(device_id),
+            distributed=distributed_option
+            or distributed.get_default_distributed_option(device_id),
             backward_buffer_size=backward_buffer_size,
             backward_workers_size=backward_workers_size,
             grad_update_buffer_size=grad_update_buffer_size,
@@ -138,9 +133,7 @@ class TrainCtx(EmbeddingCtx):
         self.embeddings = Engine(self.model, config)
         self.embedding_optimizer = self.embeddings.sharder.optimizer
 
-    def forward(
-        self, batch: PersiaTrainingBatch
-    ) -> tuple[Any, list[torch.Tensor] | None]:
+    def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None."""
         non_id_tensors, labels = self._dense_tensors(batch)
         enabled = self._scaler is not None
@@ -252,26 +245,21 @@ class TrainCtx(EmbeddingCtx):
         if self._scaler is not None and training["grad_scaler"]:
             self._scaler.load_state_dict(training["grad_scaler"])
 
-    def _begin(self) -> None:
-        self._in_step = self.embeddings.in_step(self._scaler)
-        self._in_step.__enter__()
-
-    def _end(self, exc: BaseException | None) -> None:
-        try:
-            self._in_step.__exit__(type(exc) if exc else None, exc, None)
-            if exc is None:
-                self.embeddings.flush()
-                self.embeddings.checkpoints.wait_for_dump()
-                self.embeddings.sharder.report_at_end()
-        finally:
-            self.embeddings.close()
+    @contextlib.contextmanager
+    def _block(self) -> Iterator[None]:
+        with contextlib.closing(self.embeddings) as engine:
+            with engine.in_step(self._scaler):
+                yield
+            engine.flush()
+            engine.checkpoints.wait_for_dump()
+            engine.sharder.report_at_end()
 
 
-def _slots() -> EmbeddingSchema:
+def _slots() -> config_file.EmbeddingSchema:
     """Return the slots: of this process's file, or else of the embedding workers'."""
     path = env.embedding_config_path()
     if path is not None:
-        return load_embedding_config(path, warns=False)
+        return config_file.load_embedding_config(path, warns=False)
     store = env.require_job_store("A training context")
     return ask_for_slots(store, timeout_s=timeouts.DISCOVERY_S)
 

@@ -6,15 +6,15 @@ the user's own iterator of ``PersiaBatch``, in this process.
 """
 
 import contextlib
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from persia_torchrec import env
-from persia_torchrec.data.stream import BatchReceiver, Inbox
+from persia_torchrec.data.stream import Inbox
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.address_book import AddressBook
@@ -22,7 +22,8 @@ from persia_torchrec.wire.ports import local_address
 
 T = TypeVar("T")
 
-_CHECK_S = 0.1
+_Entry = tuple[T] | BaseException | None
+"""An item, or how the items end."""
 
 
 def require_at_least_1(**numbers: int | None) -> None:
@@ -78,11 +79,11 @@ class StreamingDataset(IterableDatasetBase):
 
     def __init__(self, buffer_size: int = 10) -> None:
         super().__init__(buffer_size)
-        self._receiver: BatchReceiver | None = None
+        self._is_iterated = False
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
         """Yield the batches as they come; raise DataflowError if none comes in time."""
-        if self._receiver is not None:
+        if self._is_iterated:
             raise ConfigError(
                 "A StreamingDataset can be iterated over once: what was received is "
                 "gone. Let the data loaders send the data again to a new job."
@@ -92,16 +93,15 @@ class StreamingDataset(IterableDatasetBase):
         )
         rank, world_size = env.get_rank(), env.get_world_size()
         inbox = Inbox(self.buffer_size, rank, world_size)
-        book = AddressBook.join(*store)
-        receiver = BatchReceiver(inbox, local_address(store.host), book.greeting)
-        self._receiver = receiver
-        book.register("trainer", rank, world_size, receiver.address)
-        book.close()
+        with contextlib.closing(AddressBook.join(*store)) as book:
+            service = inbox.listen(local_address(store.host), book.greeting)
+            self._is_iterated = True
+            book.register("trainer", rank, world_size, service.address)
 
         def take_all() -> Iterator[ReferencedBatch]:
             while (batch := inbox.take(timeout_s, in_order=in_order)) is not None:
                 yield batch
-            receiver.close()
+            service.close()
 
         return take_all()
 
@@ -122,44 +122,46 @@ def in_background(
         >>> list(in_background(range(3), 2, "numbers"))
         [0, 1, 2]
     """
-    made: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(capacity)
-    stopping = threading.Event()
+    made: deque[_Entry[T]] = deque()  # guarded by changed
+    changed = threading.Condition()
+    is_over = False  # guarded by changed
 
-    def put(entry: tuple[T] | BaseException | None) -> bool:
-        while not stopping.is_set():
-            with contextlib.suppress(queue.Full):
-                made.put(entry, timeout=_CHECK_S)
-                if not stopping.is_set():
-                    return True
-        _empty(made)
-        return False
+    def put(entry: _Entry[T]) -> bool:
+        with changed:
+            changed.wait_for(lambda: is_over or len(made) < capacity)
+            if not is_over:
+                made.append(entry)
+                changed.notify_all()
+            return not is_over
 
-    def make() -> None:
-        try:
-            for item in items:
-                if not put((item,)):
-                    return
-                del item  # not kept alive while the next one is waited for
-            put(None)
-        except BaseException as exc:  # noqa: BLE001  # raised by the caller's thread
-            put(exc)
-
-    threading.Thread(target=make, name=name, daemon=True).start()
+    threading.Thread(target=_fill, args=(put, items), name=name, daemon=True).start()
     try:
-        began_s = time.perf_counter()
-        while (entry := made.get()) is not None:
-            if isinstance(entry, BaseException):
-                raise entry
+        while True:
+            began_s = time.perf_counter()
+            with changed:
+                changed.wait_for(lambda: made)
+                entry = made.popleft()
+                changed.notify_all()
+            if not isinstance(entry, tuple):
+                break
             note_wait(time.perf_counter() - began_s)
             yield entry[0]
-            began_s = time.perf_counter()
+        if entry is not None:
+            raise entry
     finally:
-        stopping.set()
-        _empty(made)
+        with changed:
+            is_over = True
+            made.clear()
+            changed.notify_all()
 
 
-def _empty(made: "queue.Queue[tuple[T] | BaseException | None]") -> None:
-    """Drain the queue, so that the producer thread can exit."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            made.get_nowait()
+def _fill(put: Callable[[_Entry[T]], bool], items: Iterable[T]) -> None:
+    """Put items, and at last their error or None, until one is refused."""
+    try:
+        for item in items:
+            if not put((item,)):
+                return
+            del item  # not kept alive while the next one is waited for
+        put(None)
+    except BaseException as exc:  # noqa: BLE001  # raised by the caller's thread
+        put(exc)

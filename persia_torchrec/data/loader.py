@@ -11,19 +11,14 @@ is the only thing in this package that is known without being passed on.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from persia_torchrec.data.dataset import (
     IterableDatasetBase,
     in_background,
     require_at_least_1,
 )
-from persia_torchrec.embedding.data import (
-    Label,
-    NonIDTypeFeature,
-    PersiaBatch,
-    ReferencedBatch,
-)
+from persia_torchrec.embedding.data import Label, NonIDTypeFeature
 from persia_torchrec.errors import ConfigError
 
 
@@ -56,21 +51,8 @@ class LookupSettings(NamedTuple):
     embedding_staleness: int | None
 
 
-@runtime_checkable
-class LookupContext(Protocol):
-    """What an entered context offers to loaders."""
-
-    def start_lookup(
-        self, batch: PersiaBatch | ReferencedBatch, settings: LookupSettings
-    ) -> PersiaTrainingBatch:
-        """Begin to pull a batch, as a loader's settings say."""
-
-    def note_wait(self, seconds: float) -> None:
-        """Learn how long a loader made its caller wait for the next batch."""
-
-
-entered: list[object] = []
-"""Contexts, the current one last; loaders belong to the last one that looks up."""
+entered: list[Any] = []
+"""Contexts, the current one last; loaders belong to the last ``LookupCtx``."""
 
 
 def leave_context(context: object) -> None:
@@ -82,15 +64,18 @@ def leave_context(context: object) -> None:
         return
     index = entered.index(context)
     within = entered[index + 1 :]
-    if isinstance(context, LookupContext):
-        within = [other for other in within if not isinstance(other, LookupContext)]
+    if _looks_up(context):
+        within = [other for other in within if not _looks_up(other)]
     entered[index:] = within
 
 
-def entered_context() -> LookupContext | None:
+def entered_context() -> Any:
     """Return the innermost context that looks up, or None."""
-    looking_up = (c for c in reversed(entered) if isinstance(c, LookupContext))
-    return next(looking_up, None)
+    return next(filter(_looks_up, reversed(entered)), None)
+
+
+def _looks_up(context: object) -> bool:
+    return hasattr(context, "start_lookup")
 
 
 class DataLoader:
@@ -128,10 +113,9 @@ class DataLoader:
         self.dataset = dataset
         self._timeout_s = timeout_ms / 1000
         self._reproducible = reproducible
+        num_workers = 1 if reproducible else num_workers
         self._settings = LookupSettings(
-            forward_buffer_size=forward_buffer_size,
-            num_workers=1 if reproducible else num_workers,
-            embedding_staleness=embedding_staleness,
+            forward_buffer_size, num_workers, embedding_staleness
         )
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:

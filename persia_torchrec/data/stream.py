@@ -26,21 +26,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from persia_torchrec.embedding.data import (
-    PersiaBatch,
-    ReferencedBatch,
-    decode_rest,
-    encode_rest,
-)
+from persia_torchrec.embedding import data
+from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import DataflowError, FrameError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import (
-    Frames,
-    Header,
-    Kind,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json, encode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.wire.transport import Connections
 
@@ -49,9 +39,10 @@ _MAX_LOADERS_AT_ONCE = 16
 
 
 class Inbox:
-    """Queues of ``capacity`` batches, one per loader. Any thread may call any method.
+    """The trainer's end: queues of ``capacity`` batches, one per loader.
 
-    The trainer ``rank`` gets the batches ``rank + n * world_size``.
+    Any thread may call any method. Trainer ``rank`` gets the batches
+    ``rank + n * world_size``.
     """
 
     def __init__(self, capacity: int, rank: int, world_size: int) -> None:
@@ -62,6 +53,16 @@ class Inbox:
         self._ended: set[int] = set()  # guarded by _changed
         self._num_loaders: int | None = None  # guarded by _changed
         self._next_batch = rank  # guarded by _changed
+
+    def listen(self, host: str, greeting: Greeting = NO_JOB) -> Service:
+        """Take what data loaders of a job send, until the service is closed."""
+        return Service(
+            "batch receiver",
+            self._receive,
+            host=host,
+            num_threads=_MAX_LOADERS_AT_ONCE,
+            greeting=greeting,
+        )
 
     def put(
         self, loader: int, num_loaders: int, batch: ReferencedBatch, timeout_s: float
@@ -137,47 +138,23 @@ class Inbox:
         fullest = max(self._queues, key=lambda n: len(self._queues[n]), default=None)
         return fullest if fullest is not None and self._queues[fullest] else None
 
-
-class BatchReceiver:
-    """The trainer's end: fills an inbox with what data loaders of its job send."""
-
-    def __init__(self, inbox: Inbox, host: str, greeting: Greeting = NO_JOB) -> None:
-        self._inbox = inbox
-        self._service = Service(
-            "batch receiver",
-            self._receive,
-            host=host,
-            num_threads=_MAX_LOADERS_AT_ONCE,
-            greeting=greeting,
-        )
-        self.address = self._service.address
-
-    def close(self) -> None:
-        """Stop listening. May be called twice."""
-        self._service.close()
-
     def _receive(self, header: Header, frames: Frames) -> Frames:
         loader, num_loaders = header.stream, header.flags
         if header.kind is Kind.END_OF_DATA:
-            self._inbox.end(loader, num_loaders)
+            self.end(loader, num_loaders)
             return [encode_json(None)]
         if header.kind is not Kind.BATCH or len(frames) != 3:
             raise FrameError(f"A trainer answers no such message: {header}.")
         worker, source, reference = decode_json(frames[:2], tuple[int, int, int])
         # Copied: a frame is read-only, and torch wants memory that can be written.
-        batch = decode_rest(
+        batch = data.decode_rest(
             bytearray(frames[2]), worker=worker, loader=source, reference=reference
         )
-        came = self._inbox.put(loader, num_loaders, batch, _PUT_TIMEOUT_S)
-        return [encode_json(came)]
+        return [encode_json(self.put(loader, num_loaders, batch, _PUT_TIMEOUT_S))]
 
 
 class BatchSender:
-    """The data loader's end: sends batches to the trainers; addresses are by rank.
-
-    It is loader number ``loader`` of ``num_loaders``; one message may take
-    ``timeout_s``.
-    """
+    """The data loader's end: sends batches to the trainers; addresses are by rank."""
 
     def __init__(
         self,
@@ -202,7 +179,7 @@ class BatchSender:
         The ids wait at an embedding worker under ``reference``.
         """
         origin = encode_json([worker, self._loader, reference])
-        frames: Frames = [origin, encode_rest(batch)]
+        frames: Frames = [origin, data.encode_rest(batch)]
         return self._ask(trainer, Kind.BATCH, batch.batch_id or 0, frames) is True
 
     def end(self) -> None:

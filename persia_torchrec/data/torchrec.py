@@ -10,17 +10,15 @@ the other and never converted by value: the id 2**64 - 1 is -1 on torch's side. 
 a ``KeyedJaggedTensor`` holds in fewer bits are int64 ids of the same value first.
 
 Both ways give equal batches. The tensors share the arrays' memory where they can.
-TorchRec's train pipelines take a ``TorchRecBatch`` as it is: it can be moved to a
-device.
 
 Dimension key:
     B: samples
-    F: features
     L: ids of all features, or of one
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -31,19 +29,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec.streamable import Pipelineable
 
-from persia_torchrec.embedding.data import (
-    IDFeature,
-    IDTypeFeature,
-    IDTypeFeatureWithSingleID,
-    Label,
-    NdarrayDataBase,
-    NonIDTypeFeature,
-    PersiaBatch,
-)
+from persia_torchrec.embedding import data
+from persia_torchrec.embedding.data import IDTypeFeature, PersiaBatch
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import Bags
 
-D = TypeVar("D", bound=NdarrayDataBase)
+D = TypeVar("D", bound=data.NdarrayDataBase)
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -54,6 +45,19 @@ class JaggedBatch:
 
     kjt: KeyedJaggedTensor
     features: dict[str, Bags]
+
+    @classmethod
+    def of(
+        cls, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]
+    ) -> "JaggedBatch":
+        """Take features of a batch; a ``TensorDict`` has nested or jagged tensors."""
+        if isinstance(batch, TensorDict):
+            received = list(map(str, batch.keys()))
+            for key in keys:
+                if key not in received:
+                    raise _missing(key, received)
+            batch = maybe_td_to_kjt(batch, list(keys))
+        return cls(batch, to_jagged_ids(batch, keys))
 
     def weights(self) -> torch.Tensor:
         """Return the weights of all ids, in their order, in the autograd graph."""
@@ -78,26 +82,8 @@ class JaggedBatch:
         return tensor[indices]
 
 
-def from_tensor_dict(batch: TensorDict, keys: Sequence[str]) -> KeyedJaggedTensor:
-    """Join features of a ``TensorDict``: nested tensors, or ``JaggedTensor``s."""
-    received = list(map(str, batch.keys()))
-    for key in keys:
-        if key not in received:
-            raise _missing(key, received)
-    return maybe_td_to_kjt(batch, list(keys))
-
-
-def to_keyed_jagged_tensor(
-    features: Sequence[IDTypeFeature | IDTypeFeatureWithSingleID],
-) -> KeyedJaggedTensor:
-    """Join the ID features of a batch, at least one: int64 values, int32 lengths.
-
-    Example:
-        >>> ids = [np.array([7, 8], dtype=np.uint64), np.array([], dtype=np.uint64)]
-        >>> kjt = to_keyed_jagged_tensor([IDTypeFeature("ads", ids)])
-        >>> kjt.keys(), kjt.values().tolist(), kjt.lengths().tolist()
-        (['ads'], [7, 8], [2, 0])
-    """
+def to_keyed_jagged_tensor(features: Sequence[data.IDFeature]) -> KeyedJaggedTensor:
+    """Join the ID features of a batch, at least one: int64 values, int32 lengths."""
     ids = np.concatenate([feature.ids for feature in features])
     lengths = np.concatenate([feature.lengths for feature in features])
     return KeyedJaggedTensor(
@@ -110,12 +96,10 @@ def to_keyed_jagged_tensor(
 def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags]:
     """Take the ids of some features out of a ``KeyedJaggedTensor``.
 
-    Where the features have different numbers of samples, because equal ones are kept
-    once, they are repeated as ``inverse_indices`` says: then all have B.
-
-    The values are int64, or of fewer bits, on any device; weights are not read. The ids
-    are views of the tensor where it is int64 and on the CPU; the lengths, which the
-    backward pass needs again, are copies.
+    Features with different numbers of samples, of which equal ones are kept once, are
+    repeated as ``inverse_indices`` says: then all have B. The ids are views of the
+    tensor where it is int64 and on the CPU; the lengths, which the backward pass needs
+    again, are copies.
     """
     values = kjt.values()
     if values.dtype not in _ID_DTYPES:
@@ -153,9 +137,8 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags
 
 
 def _missing(key: str, keys: Iterable[str]) -> BatchError:
-    return BatchError(
-        f"The batch must have the feature {key!r}. Received: {list(keys)}."
-    )
+    keys = list(keys)
+    return BatchError(f"The batch must have the feature {key!r}. Received: {keys}.")
 
 
 def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:
@@ -191,7 +174,7 @@ def _repeated(key: str, jagged: Bags, samples_B: npt.NDArray[np.int64]) -> Bags:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchRecBatch(Pipelineable):  # type: ignore[misc]  # TorchRec's are Any to mypy
-    """One batch, as tensors.
+    """One batch, as tensors; TorchRec's train pipelines take it as it is.
 
     Attributes:
         id_features: int64 values and int32 lengths, the features' names as keys.
@@ -219,9 +202,9 @@ class TorchRecBatch(Pipelineable):  # type: ignore[misc]  # TorchRec's are Any t
             tuple(tensor.to(device, non_blocking=non_blocking) for tensor in tensors)
             for tensors in (self.dense_features, self.labels)
         )
-        id_features = self.id_features.to(device, non_blocking)
-        return replace(
-            self, id_features=id_features, dense_features=dense, labels=labels
+        ids = self.id_features.to(device, non_blocking)
+        return dataclasses.replace(
+            self, id_features=ids, dense_features=dense, labels=labels
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -236,19 +219,18 @@ def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
 
     Example:
         >>> ids = np.array([7, 2**64 - 1], dtype=np.uint64)
-        >>> features = [IDTypeFeatureWithSingleID("ads", ids)]
+        >>> features = [data.IDTypeFeatureWithSingleID("ads", ids)]
         >>> tensors = to_torchrec(PersiaBatch(features, requires_grad=False))
         >>> tensors.id_features["ads"].values().tolist()
         [7, -1]
     """
+    dense, labels = batch.non_id_type_features, batch.labels
     return TorchRecBatch(
         id_features=to_keyed_jagged_tensor(batch.id_type_features),
-        dense_features=tuple(
-            torch.from_numpy(feature.data) for feature in batch.non_id_type_features
-        ),
-        labels=tuple(torch.from_numpy(label.data) for label in batch.labels),
-        dense_names=tuple(feature.name for feature in batch.non_id_type_features),
-        label_names=tuple(label.name for label in batch.labels),
+        dense_features=tuple(torch.from_numpy(feature.data) for feature in dense),
+        labels=tuple(torch.from_numpy(label.data) for label in labels),
+        dense_names=tuple(feature.name for feature in dense),
+        label_names=tuple(label.name for label in labels),
         requires_grad=batch.requires_grad,
         meta=batch.meta,
         batch_id=batch.batch_id,
@@ -271,24 +253,21 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
             "with weights. Give it without, or look weighted ids up with TorchRec's "
             "modules."
         )
+    features: list[data.IDFeature] = [
+        data.IDTypeFeatureWithSingleID(name, bags.ids)
+        if (bags.lengths == 1).all()
+        else IDTypeFeature.from_flat(name, bags.ids, bags.lengths)
+        for name, bags in to_jagged_ids(kjt, kjt.keys()).items()
+    ]
     result = PersiaBatch(
-        [
-            _id_feature(key, jagged)
-            for key, jagged in to_jagged_ids(kjt, kjt.keys()).items()
-        ],
-        _arrays(NonIDTypeFeature, batch.dense_features, batch.dense_names),
-        _arrays(Label, batch.labels, batch.label_names),
+        features,
+        _arrays(data.NonIDTypeFeature, batch.dense_features, batch.dense_names),
+        _arrays(data.Label, batch.labels, batch.label_names),
         requires_grad=batch.requires_grad,
         meta=batch.meta,
     )
     result.batch_id = batch.batch_id
     return result
-
-
-def _id_feature(name: str, jagged: Bags) -> IDFeature:
-    if (jagged.lengths == 1).all():
-        return IDTypeFeatureWithSingleID(name, jagged.ids)
-    return IDTypeFeature.from_flat(name, jagged.ids, jagged.lengths)
 
 
 def _arrays(

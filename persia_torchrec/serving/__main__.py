@@ -13,7 +13,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -84,32 +84,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(flags: ServingFlags) -> None:
-    if not flags.workers_of_job:
-        with Lifetime() as life:
-            _run(flags, flags.http, life)
-        return
-    store = env.require_job_store("An inference server with --workers-of-job")
-    index, size = env.get_replica_index(), env.get_replica_size()
-    port = flags.http.port + index if flags.http.port else 0
-    with JobMember.join("predictor", index, size, store=store) as member:
-        _run(flags, replace(flags.http, port=port), member)
-
-
-def _run(flags: ServingFlags, http: HttpConfig, life: JobMember | Lifetime) -> None:
     ending = threading.Event()
-    workers: Sequence[str] = flags.workers
-    if isinstance(life, JobMember):
-        life.call_at_end(ending.set)
-        book = life.book
-        workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
-    model, path = load_model(flags.checkpoint, flags.model, _DEVICE)
-    with (
-        _open_reader(flags, workers, life.greeting) as reader,
-        contextlib.ExitStack() as stack,
-    ):
+    http, addresses = flags.http, flags.workers
+    life: JobMember | Lifetime
+    with contextlib.ExitStack() as stack:
+        if flags.workers_of_job:
+            store = env.require_job_store("An inference server with --workers-of-job")
+            index, size = env.get_replica_index(), env.get_replica_size()
+            http = replace(http, port=http.port + index if http.port else 0)
+            life = stack.enter_context(
+                JobMember.join("predictor", index, size, store=store)
+            )
+            life.call_at_end(ending.set)
+            found = life.book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
+            addresses = tuple(found)
+        else:
+            life = stack.enter_context(Lifetime())
+        model, path = load_model(flags.checkpoint, flags.model, _DEVICE)
+        reader = _open_reader(flags, addresses, life.greeting, stack)
         predictor = Predictor(reader, model, path)
         if flags.follow_model or flags.follow is not None:
-            follower = ModelFollower(predictor, flags.checkpoint, flags.model, _DEVICE)
+            follower = ModelFollower(predictor, flags.checkpoint, flags.model)
             stack.callback(follower.close)
         server = PredictionServer(predictor, http)
         stack.callback(server.close)
@@ -119,27 +114,27 @@ def _run(flags: ServingFlags, http: HttpConfig, life: JobMember | Lifetime) -> N
         ending.wait()
 
 
-@contextlib.contextmanager
 def _open_reader(
-    flags: ServingFlags, addresses: Sequence[str], greeting: Greeting
-) -> Iterator[SlotsReader]:
+    flags: ServingFlags,
+    addresses: Sequence[str],
+    greeting: Greeting,
+    stack: contextlib.ExitStack,
+) -> SlotsReader:
     """Open a reader over embedding workers, or over servers of its own."""
     if not addresses:
-        path = flags.embedding_config
-        if path is None:
+        if flags.embedding_config is None:
             raise ConfigError(
                 "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed."
             )
-        with host_checkpoint(
+        hosting = host_checkpoint(
             flags.checkpoint,
-            load_embedding_config(path),
+            load_embedding_config(flags.embedding_config),
             _DEVICE,
             num_servers=flags.num_servers,
             incremental_dir=flags.follow,
             imports=flags.imports,
-        ) as reader:
-            yield reader
-        return
+        )
+        return stack.enter_context(hosting)
     if flags.follow is not None:
         raise ConfigError(
             "--follow is for servers of its own. Received: embedding workers too. "
@@ -147,12 +142,10 @@ def _open_reader(
             "give --follow-model for the dense model."
         )
     workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
-    try:
-        reader = SlotsReader(workers, _DEVICE)
-        reader.wait_until_ready(timeouts.READY_S)
-        yield reader
-    finally:
-        workers.close()
+    stack.callback(workers.close)
+    reader = SlotsReader(workers, _DEVICE)
+    reader.wait_until_ready(timeouts.READY_S)
+    return reader
 
 
 if __name__ == "__main__":

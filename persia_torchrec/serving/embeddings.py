@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.lookup.pooling import warm_up
-from persia_torchrec.lookup.sharded_lookup import Outputs
+from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.lookup.slots import (
     LookupHello,
     Slot,
@@ -30,26 +30,21 @@ from persia_torchrec.lookup.slots import (
     require_slots,
     wait_until_ready,
 )
-from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.routing.shard import Positions
+from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.slot_tensors import slot_tensors
 from persia_torchrec.worker.serving import require_dims
 
-
-class LookedUp(NamedTuple):
-    """The embeddings of one batch, on the CPU."""
-
-    slots: tuple[Slot, ...]  # all
-    names: tuple[str, ...]  # of the slots in the batch, in its order
-    outputs: Outputs  # for these
-    places: Sequence[Positions]  # of the ids, for each raw slot of the batch
+Pulled = tuple[Outputs, RoutedBatch | RemoteBatch]
+"""The embeddings of a batch, on the CPU, and which of its slots they are for."""
 
 
 class SlotsReader:
     """Looks batches up for inference. Any thread may call any method.
 
-    It does not close the lookup. ``status`` is for ``GET /health``.
+    It does not close the lookup. ``status`` is for ``GET /health``; ``timeout_s`` for a
+    batch of a ``DataLoader`` and those before it, of which several are looked up at
+    once.
     """
 
     takes_references: ClassVar[bool] = False
@@ -60,11 +55,16 @@ class SlotsReader:
         lookup: SlotsLookup | RemoteWorkers,
         device: torch.device,
         status: Callable[[], Mapping[str, object]] = dict,
+        timeout_s: float = timeouts.REQUEST_S,
     ) -> None:
         self.device = device
         self.status = status
         self._lookup = lookup
         self._slots: tuple[Slot, ...] | None = None
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._num_threads = 1  # guarded by _lock
+        self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
 
     def hello(self) -> LookupHello:
         """Return slots and rows; raise PersiaError if something is not ready."""
@@ -80,52 +80,30 @@ class SlotsReader:
         """Return the slots; asks for them once."""
         return self._slots or self.hello().slots
 
-    def look_up(self, batch: PersiaBatch | ReferencedBatch) -> LookedUp:
+    def look_up(self, batch: PersiaBatch | ReferencedBatch) -> Pulled:
         """Look a batch up, or raise BatchError or ServerError."""
         source: Any = batch
+        names = [slot.name for slot in self.slots()]
         if isinstance(batch, PersiaBatch):
             features = {feature.name: feature for feature in batch.id_type_features}
-            require_slots(list(features), [slot.name for slot in self.slots()])
+            require_slots(list(features), names)
             source = build_bags(features)
         elif not self.takes_references:
             raise BatchError(
                 "A batch for inference must have its ids. Received: a batch of a "
                 "StreamingDataset, whose ids an embedding worker of a job holds."
             )
-        slots = self.slots()
-        outputs, handle = self._lookup.pull(source, None)
-        return LookedUp(slots, handle.slots, outputs, handle.places)
+        pulled: Pulled = self._lookup.pull(source, None)
+        return pulled
 
-    def to_tensors(self, looked_up: LookedUp) -> list[torch.Tensor]:
+    def to_tensors(self, pulled: Pulled) -> dict[str, torch.Tensor]:
         """Return a tensor per slot, in the batch's order; see ``slot_tensors.py``."""
-        outputs = [
+        outputs, handle = pulled
+        on_device = [
             torch.from_numpy(output).to(self.device, non_blocking=True)
-            for output in looked_up.outputs
+            for output in outputs
         ]
-        tensors = slot_tensors(
-            looked_up.slots, looked_up.names, outputs, looked_up.places
-        )
-        return list(tensors.values())
-
-
-class ConcurrentLookups(SlotsReader):
-    """Looks up several batches of a ``DataLoader`` at once.
-
-    ``timeout_s`` is for a batch and those before it.
-    """
-
-    def __init__(
-        self,
-        lookup: SlotsLookup | RemoteWorkers,
-        device: torch.device,
-        *,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(lookup, device)
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._num_threads = 1  # guarded by _lock
-        self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
+        return slot_tensors(self.slots(), handle.slots, on_device, handle.places)
 
     def start_pull(
         self,
@@ -133,13 +111,13 @@ class ConcurrentLookups(SlotsReader):
         *,
         is_training: bool,
         settings: LookupSettings | None = None,
-    ) -> Future[LookedUp]:
+    ) -> Future[Pulled]:
         """Begin to look a batch up; without settings, finish before this returns."""
         assert not is_training, "a reader changes nothing"
         if settings is None:
-            looked_up: Future[LookedUp] = Future()
-            looked_up.set_result(self.look_up(batch))
-            return looked_up
+            pull: Future[Pulled] = Future()
+            pull.set_result(self.look_up(batch))
+            return pull
         with self._lock:
             if settings.num_workers != self._num_threads:
                 self._num_threads = settings.num_workers
@@ -147,10 +125,10 @@ class ConcurrentLookups(SlotsReader):
                 self._pool = ThreadPoolExecutor(self._num_threads, "lookups")
             return self._pool.submit(self.look_up, batch)
 
-    def embed(self, pull: Future[LookedUp]) -> list[torch.Tensor]:
+    def embed(self, pull: Future[Pulled]) -> list[torch.Tensor]:
         """Wait for a batch; return its embeddings, a tensor per slot."""
         try:
-            looked_up = pull.result(self._timeout_s)
+            pulled = pull.result(self._timeout_s)
         except PersiaError:
             raise
         except CancelledError as exc:
@@ -160,7 +138,7 @@ class ConcurrentLookups(SlotsReader):
                 f"a batch must be looked up within {self._timeout_s:g} s",
                 server="embeddings",
             ) from exc
-        return self.to_tensors(looked_up)
+        return list(self.to_tensors(pulled).values())
 
     def close(self) -> None:
         """Begin no further lookup. May be called twice."""

@@ -51,6 +51,7 @@ from persia_torchrec.serving.predictor import Predictor
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 65536
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
 _Ids = list[list[int]]
 _Numbers = list[float | list[float]]
@@ -81,10 +82,8 @@ class HttpConfig:
                 f"port must be in [0, {MAX_PORT}]. Received: {self.port}."
             )
         for name in ("max_requests", "max_body_bytes", "receive_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"{name} must be > 0. Received: {getattr(self, name)}."
-                )
+            if (value := getattr(self, name)) <= 0:
+                raise ConfigError(f"{name} must be > 0. Received: {value}.")
 
 
 class PredictionServer:
@@ -223,36 +222,47 @@ class _Handler(BaseHTTPRequestHandler):
         self._deadline = time.monotonic() + timeout_s
 
     def do_GET(self) -> None:
-        """Answer GET /health."""
-        if self.path != "/health":
-            self._answer_unknown()
-            return
-        health = self.server.predictor.health()
-        is_ready = health["ready"]
-        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        self._answer(status, health)
-
-    def do_POST(self) -> None:
-        """Answer POST /predict."""
-        if self.path != "/predict":
-            self._answer_unknown()
-            return
+        """Answer a request of either method; an error is an answer too."""
+        value: dict[str, object]
         try:
-            kind = self.headers.get_content_type()
-            if kind not in _READERS:
-                raise BatchError(
-                    f"Content-Type must be one of {', '.join(_READERS)}. "
-                    f"Received: {kind}."
-                )
-            batch = _READERS[kind](self._receive_body())
-            predictions = self.server.predictor.predict(batch)
+            status, value = self._respond()
         except Exception as exc:  # the server continues; the client gets the error
             if not isinstance(exc, PersiaError | TimeoutError):
                 logger.exception("a request failed")
             status = next(code for kind, code in _STATUSES if isinstance(exc, kind))
-            self._answer(status, {"error": f"{type(exc).__name__}: {exc}"})
-        else:
-            self._answer(HTTPStatus.OK, {"predictions": predictions})
+            value = {"error": f"{type(exc).__name__}: {exc}"}
+        body = msgspec.json.encode(value)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        """See :meth:`do_GET`."""
+        self.do_GET()
+
+    def _respond(self) -> tuple[HTTPStatus, dict[str, object]]:
+        predictor = self.server.predictor
+        match self.command, self.path:
+            case "GET", "/health":
+                health = predictor.health()
+                is_ready = health["ready"]
+                return HTTPStatus.OK if is_ready else _UNAVAILABLE, health
+            case "POST", "/predict":
+                kind = self.headers.get_content_type()
+                if kind not in _READERS:
+                    raise BatchError(
+                        f"Content-Type must be one of {', '.join(_READERS)}. "
+                        f"Received: {kind}."
+                    )
+                batch = _READERS[kind](self._receive_body())
+                return HTTPStatus.OK, {"predictions": predictor.predict(batch)}
+        error = (
+            "The path must be /health (GET) or /predict (POST). "
+            f"Received: {self.command} {self.path!r:.100}."
+        )
+        return HTTPStatus.NOT_FOUND, {"error": error}
 
     def _receive_body(self) -> bytes:
         """Receive the body, within the limits of size and time."""
@@ -280,21 +290,6 @@ class _Handler(BaseHTTPRequestHandler):
                 raise TimeoutError(f"Only {len(body)} of {size} bytes came in time.")
         return bytes(body)
 
-    def _answer_unknown(self) -> None:
-        error = (
-            "The path must be /health (GET) or /predict (POST). "
-            f"Received: {self.command} {self.path!r:.100}."
-        )
-        self._answer(HTTPStatus.NOT_FOUND, {"error": error})
-
-    def _answer(self, status: HTTPStatus, value: dict[str, object]) -> None:
-        body = msgspec.json.encode(value)
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
     def log_message(self, format: str, *args: object) -> None:
         """Log a request, at DEBUG."""
         logger.debug(format, *args)
@@ -306,9 +301,8 @@ class _BodyTooLargeError(BatchError):
 
 _STATUSES = (
     (_BodyTooLargeError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
-    (BatchError, HTTPStatus.BAD_REQUEST),
-    (FrameError, HTTPStatus.BAD_REQUEST),
-    (ServerError, HTTPStatus.SERVICE_UNAVAILABLE),
+    ((BatchError, FrameError), HTTPStatus.BAD_REQUEST),
+    (ServerError, _UNAVAILABLE),
     (TimeoutError, HTTPStatus.REQUEST_TIMEOUT),
     (Exception, HTTPStatus.INTERNAL_SERVER_ERROR),
 )

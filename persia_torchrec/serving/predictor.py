@@ -33,7 +33,7 @@ class Predictor:
     """
 
     def __init__(self, reader: SlotsReader, model: nn.Module, name: str) -> None:
-        self._reader = reader
+        self.reader = reader
         self._started_s = time.monotonic()
         self.use(model, name)
 
@@ -43,21 +43,20 @@ class Predictor:
 
     def predict(self, batch: PersiaBatch) -> Predictions:
         """Return a number for each sample, or where the model gives several, a list."""
-        looked_up = self._reader.look_up(batch)
-        device = self._reader.device
+        pulled = self.reader.look_up(batch)
+        device = self.reader.device
         dense = [dense_tensor(f.data, device) for f in batch.non_id_type_features]
         with torch.inference_mode():
-            embeddings = self._reader.to_tensors(looked_up)
+            slots = self.reader.to_tensors(pulled)
             try:
-                output = self._model(dense, embeddings)
+                output = self._model(dense, list(slots.values()))
             except (RuntimeError, IndexError) as exc:
                 reason = str(exc).strip().splitlines()[-1:]
-                shapes = [tuple(embedding.shape) for embedding in embeddings]
-                slots = map("{} {}".format, looked_up.names, shapes)
+                shapes = [f"{name} {tuple(slots[name].shape)}" for name in slots]
                 raise BatchError(
                     "The model must be able to take the batch. Received: "
                     f"{[tuple(tensor.shape) for tensor in dense]} as dense features, "
-                    f"{', '.join(slots)} as embeddings; "
+                    f"{', '.join(shapes)} as embeddings; "
                     f"{type(exc).__name__}: {''.join(reason)}"
                 ) from exc
         return _read_predictions(output, batch.batch_size)
@@ -66,8 +65,8 @@ class Predictor:
         """Return readiness, rows on the servers, model and uptime."""
         health: dict[str, object] = {"ready": True}
         try:
-            health["rows"] = sum(self._reader.hello().num_rows)
-            health.update(self._reader.status())
+            health["rows"] = sum(self.reader.hello().num_rows)
+            health.update(self.reader.status())
         except PersiaError as exc:
             health = {"ready": False, "error": str(exc)}
         uptime_s = round(time.monotonic() - self._started_s, 3)
@@ -85,13 +84,11 @@ class ModelFollower:
         predictor: Predictor,
         run: str | os.PathLike[str],
         name: str,
-        device: torch.device,
         poll_s: float = 1.0,
     ) -> None:
         self._predictor = predictor
         self._run_folder = Folder(run)
         self._name = name
-        self._device = device
         self._poll_s = poll_s
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -118,7 +115,8 @@ class ModelFollower:
         for folder in complete_checkpoints(self._run_folder):
             if self._name in folder.names():
                 if folder.file_path(self._name) != self._predictor.name:
-                    model, name = load_model(folder.url, self._name, self._device)
+                    device = self._predictor.reader.device
+                    model, name = load_model(folder.url, self._name, device)
                     self._predictor.use(model, name)
                     logger.info("serving model=%s", name)
                 return

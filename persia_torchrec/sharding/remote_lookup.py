@@ -46,7 +46,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from persia_torchrec.data.torchrec import JaggedBatch, from_tensor_dict, to_jagged_ids
+from persia_torchrec.data.torchrec import JaggedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.sharding.collection import CollectionSpec
@@ -186,9 +186,7 @@ class ShardedRemoteCollection(
             self.before_first_pull = None
         if not isinstance(batch, KeyedJaggedTensor | TensorDict):
             return self.pipeline.start(batch, training=is_training)
-        if isinstance(batch, TensorDict):
-            batch = from_tensor_dict(batch, self._keys)
-        given = JaggedBatch(batch, to_jagged_ids(batch, self._keys))
+        given = JaggedBatch.of(batch, self._keys)
         return self.pipeline.start(given.features, training=is_training, given=given)
 
     def input_dist(

@@ -25,35 +25,25 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import default_planner, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.checkpoint.catalog import (
-    DENSE,
-    MANIFEST,
-    DenseHalf,
-    Manifest,
-    begin_checkpoint,
-    find_checkpoint,
-)
+from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.checkpoints import SavedCheckpoint, Task
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
+from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import is_state_entry
 
 T = TypeVar("T")
@@ -66,19 +56,11 @@ _CANCEL_S = 30.0
 _CLOSE_S = 10.0
 
 
-@runtime_checkable
-class Flushing(Protocol):
-    """What sends updates to the servers, as a sharder does."""
-
-    def flush(self) -> None:
-        """Wait until every update so far is applied."""
-
-
 def save_checkpoint(
     path: str | os.PathLike[str],
     state: dict[str, Any],
     client: EmbeddingClient,
-    sharders: Flushing | Iterable[Flushing],
+    sharders: TableControl | Iterable[TableControl],
     *,
     step: int | None = None,
     timeout_s: float = timeouts.CHECKPOINT_S,
@@ -109,16 +91,16 @@ def save_checkpoint(
     """
 
     def flush() -> None:
-        for sharder in [sharders] if isinstance(sharders, Flushing) else sharders:
+        for sharder in [sharders] if isinstance(sharders, TableControl) else sharders:
             sharder.flush()
 
     everywhere(flush)
-    folder = Folder(at_first(lambda: begin_checkpoint(path).url))
+    folder = Folder(at_first(lambda: catalog.begin_checkpoint(path).url))
     servers = None
     if _rank() == 0:
         servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
     try:
-        everywhere(lambda: _save_dense(state, folder.child(DENSE)))
+        everywhere(lambda: _save_dense(state, folder.child(catalog.DENSE)))
     except BaseException:
         if servers is not None:  # the servers must be free for the next attempt
             _give_up(servers, _CANCEL_S)
@@ -131,7 +113,8 @@ def save_checkpoint(
             for name, value in state.items()
             if isinstance(value, torch.optim.Optimizer) and value.state
         )
-        manifest = dataclasses.replace(servers.wait(), dense=DenseHalf(begun))
+        dense = catalog.DenseHalf(begun)
+        manifest = dataclasses.replace(servers.wait(), dense=dense)
         manifest.write(folder)
         return SavedCheckpoint.of(folder, manifest)
 
@@ -165,8 +148,8 @@ def load_checkpoint(
     """
 
     def load_servers() -> tuple[SavedCheckpoint, tuple[str, ...]]:
-        folder = find_checkpoint(path)
-        dense = Manifest.read(folder).dense
+        folder = catalog.find_checkpoint(path)
+        dense = catalog.Manifest.read(folder).dense
         if dense is None:
             raise CheckpointError(
                 f"{folder.url} must have both halves, and has that of the servers "
@@ -175,7 +158,7 @@ def load_checkpoint(
         return client.checkpoints.load(folder.url, timeout_s=timeout_s), dense.begun
 
     saved, begun = at_first(load_servers)
-    folder = Folder(saved.path).child(DENSE)
+    folder = Folder(saved.path).child(catalog.DENSE)
     everywhere(lambda: _load_dense(state, folder, begun))
     return saved
 
@@ -193,48 +176,45 @@ class _DenseOnly:
         self.mappings = {key: self.mappings[key] for key in self.state_dict}
 
 
-class _SavePlanner(_DenseOnly, DefaultSavePlanner):
+class _SavePlanner(_DenseOnly, default_planner.DefaultSavePlanner):
     pass
 
 
-class _LoadPlanner(_DenseOnly, DefaultLoadPlanner):
+class _LoadPlanner(_DenseOnly, default_planner.DefaultLoadPlanner):
     pass
 
 
 def _save_dense(state: dict[str, Any], folder: Folder) -> None:
     folder.make()
-    with _dense_half(folder) as where:
-        save_state(state, planner=_SavePlanner(), **where)
+    _let_torch(save_state, state, _SavePlanner(), folder)
 
 
 def _load_dense(state: dict[str, Any], folder: Folder, begun: Iterable[str]) -> None:
     for name in begun:
         if isinstance(optimizer := state.get(name), torch.optim.Optimizer):
             _make_state(optimizer)
-    with _dense_half(folder) as where:
-        load_state(state, planner=_LoadPlanner(), **where)
+    _let_torch(state_dict_loader.load, state, _LoadPlanner(), folder)
 
 
-@contextlib.contextmanager
-def _dense_half(folder: Folder) -> Iterator[dict[str, Any]]:
-    """Yield where torch saves or loads; raise its errors as ours."""
+def _let_torch(
+    act: Callable[..., object], state: dict[str, Any], planner: _DenseOnly, at: Folder
+) -> None:
+    """Let torch save or load the dense half; raise its errors as ours."""
+    no_dist = not dist.is_initialized()
     try:
-        yield {"checkpoint_id": folder.url, "no_dist": not dist.is_initialized()}
+        act(state, planner=planner, checkpoint_id=at.url, no_dist=no_dist)
     except CheckpointException as exc:  # no Exception, and of all trainers
-        raise CheckpointError(f"The dense half in {folder.url}: {exc}") from exc
+        raise CheckpointError(f"The dense half in {at.url}: {exc}") from exc
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, which is loaded into: by a step of nothing.
-
-    A fused one, as that of the tables on the servers, has its state already.
-    """
+    """Let an optimizer make its state, which is loaded into: by a step of nothing."""
     if isinstance(optimizer, CombinedOptimizer):
         for _, inner in optimizer.optimizers:
             _make_state(inner)
         return
     if optimizer.state or isinstance(optimizer, FusedOptimizer):
-        return
+        return  # there already, or on the servers
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]
@@ -300,23 +280,18 @@ class ContextCheckpoints:
         self._load: Task[SavedCheckpoint] | None = None
         self._is_loading = False
 
-    def dump(
-        self,
-        path: str | os.PathLike[str],
-        files: Mapping[str, bytes],
-        *,
-        blocking: bool,
-    ) -> None:
+    def dump(self, path: str, files: Mapping[str, bytes], *, blocking: bool) -> None:
         """Write a checkpoint; ranks other than 0 wait for their updates only.
 
         ``files`` are bytes by name, written before the rows. Unless ``blocking``, the
         call returns when they are written.
         """
         for name in files:
-            if not name or "/" in name or name == MANIFEST or name.endswith(".rows"):
+            taken = name == catalog.MANIFEST or name.endswith(".rows")
+            if not name or "/" in name or taken:
                 raise ConfigError(
-                    f"A file's name must be a plain one, neither {MANIFEST} nor "
-                    f"*.rows. Received: {name!r}."
+                    "A file's name must be a plain one, neither "
+                    f"{catalog.MANIFEST} nor *.rows. Received: {name!r}."
                 )
         self.wait_for_dump()
         self._flush()
@@ -339,15 +314,15 @@ class ContextCheckpoints:
 
     def load(
         self,
-        path: str | os.PathLike[str],
+        path: str,
         targets: Mapping[str, Target],
         map_location: str | None = None,
         *,
         blocking: bool,
     ) -> Folder:
-        """Load rows, and each file into what is given for it; all ranks call this.
+        """Load rows, and files into their targets, from the checkpoint returned.
 
-        Returns the complete checkpoint that rank 0 has found.
+        All ranks call this.
         """
         if env.get_world_size() > 1 and not dist.is_initialized():
             raise ConfigError(
@@ -355,12 +330,11 @@ class ContextCheckpoints:
                 "Received: an EmbeddingCtx without a process group. Load within the "
                 "TrainCtx, or call torch.distributed.init_process_group before."
             )
-        folder = Folder(at_first(lambda: find_checkpoint(path).url))
+        folder = Folder(at_first(lambda: catalog.find_checkpoint(path).url))
         states: dict[str, Any] = {}
 
         def read() -> None:
-            for name in targets:
-                states[name] = read_state(folder, name, map_location)
+            states.update((n, read_state(folder, n, map_location)) for n in targets)
 
         def apply() -> None:
             for name, target in targets.items():
@@ -408,8 +382,8 @@ def state_bytes(state: object) -> bytes:
     return buffer.getvalue()
 
 
-def script_bytes(model: nn.Module) -> bytes:
-    """Return a model as TorchScript, for ``torch.jit.load``."""
+def script_bytes(model: Target) -> bytes:
+    """Return a model as TorchScript, for ``torch.jit.load``; others are refused."""
     buffer = io.BytesIO()
     try:
         with warnings.catch_warnings():
@@ -426,11 +400,7 @@ def script_bytes(model: nn.Module) -> bytes:
 
 
 def read_state(folder: Folder, name: str, map_location: str | None = None) -> Any:
-    """Return what :func:`state_bytes` wrote to a file.
-
-    It is read to ``map_location``; by default to the CPU, from where
-    ``load_state_dict`` copies to the device of model and optimizer.
-    """
+    """Return what :func:`state_bytes` wrote to a file, on the CPU by default."""
     if folder.file_size(name) is None:
         raise CheckpointError(
             f"{folder.file_path(name)} must be there. Received: {folder.url} with "

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
@@ -29,29 +31,35 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.bags import Bags
-from persia_torchrec.lookup.slots import require_slots, wait_until_ready
 from persia_torchrec.metrics import Reading
-from persia_torchrec.pipeline.pipeline import PrefetchedBatch
+from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
+from persia_torchrec.sharding.base_sharder import CollectionSharder
+from persia_torchrec.sharding.collection import CollectionSpec
+from persia_torchrec.sharding.remote_lookup import (
+    RemoteContext,
+    ShardedRemoteCollection,
+)
+from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints
 from persia_torchrec.training.data_parallel import build_replication, init_process_group
-from persia_torchrec.training.slots import ShardedSlots, SlotsSharder, make_collection
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.pushgateway import push_metrics
 
 Pull = PrefetchedBatch[RemoteBatch]
+SlotsPipeline = BatchPipeline[ReferencedBatch | Mapping[str, Bags], RemoteBatch]
 
 _SHORT_WAIT_S = 1e-3
 
 
 class HybridModel(nn.Module):
-    """A user's dense model with its embeddings before it.
+    """A user's dense model behind its embeddings, which have a table per feature group.
 
-    ``embeddings`` has one table per feature group, on the meta device; ``dense`` takes
-    dense tensors, and embedding tensors in the order of the batch.
+    ``dense`` takes dense tensors, and embedding tensors in the order of the batch.
     """
 
     def __init__(self, embeddings: nn.Module, dense: nn.Module) -> None:
@@ -62,6 +70,38 @@ class HybridModel(nn.Module):
     def forward(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model on one batch."""
         return self.dense(non_id_tensors, list(self.embeddings(pull).values()))
+
+
+def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
+    """Return the slots as a collection on the meta device, one table per group."""
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=group,
+                embedding_dim=schema.slots[names[0]].dim,
+                num_embeddings=1,  # the servers' tables have no length
+                feature_names=list(names),
+            )
+            for group, names in schema.groups.items()
+        ],
+        device=torch.device("meta"),
+    )
+
+
+class ShardedSlots(ShardedRemoteCollection):
+    """PERSIA's slots on the servers; gives float32 tensors in the batch's order."""
+
+    unsharded_module_type = EmbeddingBagCollection
+
+    def compute(self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]) -> Slots:
+        """Wait for the embeddings of each slot; see ``sharding/slot_tensors.py``."""
+        pulled = dist_input.wait()
+        handle, outputs = pulled.handle, self.embeddings(pulled)
+        of_config = [
+            slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)
+            for feature, dim in zip(self.spec.features, self.spec.dims(), strict=True)
+        ]
+        return slot_tensors(of_config, handle.slots, outputs, handle.places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +120,38 @@ class EngineConfig:
     lookup_emb_directly: bool = True
 
 
+class SlotsSharder(CollectionSharder):
+    """Put PERSIA's slots on the servers, through the embedding workers of the job.
+
+    What the configuration of a collection cannot say (prefixes, the root scaling, how
+    PERSIA draws initial weights) it takes from the schema. The gradient of each trainer
+    is applied by itself, as in PERSIA: embedding gradients add up over trainers, while
+    the dense ones are averaged.
+    """
+
+    module_type = EmbeddingBagCollection
+    sharded_type = ShardedSlots
+
+    def __init__(self, workers: RemoteWorkers, config: EngineConfig) -> None:
+        super().__init__(timeout_s=timeouts.TRAINING_REQUEST_S, gradient_division=False)
+        self._workers = workers
+        tables = slots.build_tables(
+            config.schema, config.embedding_config, config.optimizer, config.tables
+        )
+        self._spec = CollectionSpec(tables, slots.build_features(config.schema))
+
+    def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
+        """Return the slots; a batch has any of them, in an order of its own."""
+        return self._spec
+
+    def make_pipeline(
+        self, spec: CollectionSpec, device: torch.device
+    ) -> SlotsPipeline:
+        """Return the pipeline, its tables known to workers and servers."""
+        self._workers.add_tables(spec.tables)
+        return BatchPipeline(self._workers, staleness=1, timeout_s=self.timeout_s)
+
+
 class Engine:
     """One trainer's connections, and its model inside DMP.
 
@@ -95,14 +167,7 @@ class Engine:
         metrics = _metrics_settings()
         self.client, self._workers = connect_to_job()
         init_process_group(config.distributed, config.device)
-        self.sharder = SlotsSharder(
-            self._workers,
-            config.schema,
-            config.embedding_config,
-            config.optimizer,
-            config.tables,
-            timeout_s=timeouts.TRAINING_REQUEST_S,
-        )
+        self.sharder = SlotsSharder(self._workers, config)
         hybrid = HybridModel(make_collection(config.schema), model)
         self.replication = build_replication(config.distributed, model)
         self.dmp = DistributedModelParallel(
@@ -157,16 +222,16 @@ class Engine:
             )
         if settings is not None:
             self._apply(settings, is_training=is_training)
-        if isinstance(batch, PersiaBatch):
-            names = [feature.name for feature in batch.id_type_features]
-            require_slots(names, list(self._config.schema.slots))
-            # Copied: the pull is put off, and the user's arrays may change meanwhile.
-            bags = {
-                feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
-                for feature in batch.id_type_features
-            }
-            return self._sharded.start(bags, is_training=is_training)
-        return self._sharded.start(batch, is_training=is_training)
+        if not isinstance(batch, PersiaBatch):
+            return self._sharded.start(batch, is_training=is_training)
+        names = [feature.name for feature in batch.id_type_features]
+        slots.require_slots(names, list(self._config.schema.slots))
+        # Copied: the pull is put off, and the user's arrays may change meanwhile.
+        bags = {
+            feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
+            for feature in batch.id_type_features
+        }
+        return self._sharded.start(bags, is_training=is_training)
 
     def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model; its backward pass updates both halves."""
@@ -190,9 +255,7 @@ class Engine:
         num_skipped = self._sharded.num_skipped
         scaled_loss.backward()
         has_skipped = self._sharded.num_skipped > num_skipped
-        if self._agreement is None:
-            return has_skipped
-        return self._agreement.any(has_skipped)
+        return self._agreement.any(has_skipped) if self._agreement else has_skipped
 
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.
@@ -209,7 +272,7 @@ class Engine:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until workers and servers answer and have their tables."""
-        wait_until_ready(self._workers.hello, timeout_s)
+        slots.wait_until_ready(self._workers.hello, timeout_s)
 
     def flush(self) -> None:
         """Wait until every update so far is applied; raise the error of one."""
@@ -247,17 +310,17 @@ class Engine:
         return [*self._workers.observed.read(), *own]
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
+        pipeline = self._sharded.pipeline
         if not is_training:
-            self._sharded.pipeline.set_num_pullers(evaluation=settings.num_workers)
-            return
-        if settings == self._settings:
-            return
-        staleness = settings.embedding_staleness
-        if staleness is None:
-            staleness = settings.forward_buffer_size + self._config.backward_buffer_size
-        self._sharded.pipeline.set_staleness(staleness)
-        self._sharded.pipeline.set_num_pullers(training=settings.num_workers)
-        self._settings = settings
+            pipeline.set_num_pullers(evaluation=settings.num_workers)
+        elif settings != self._settings:
+            staleness = settings.embedding_staleness
+            if staleness is None:
+                buffered = self._config.backward_buffer_size
+                staleness = settings.forward_buffer_size + buffered
+            pipeline.set_staleness(staleness)
+            pipeline.set_num_pullers(training=settings.num_workers)
+            self._settings = settings
 
 
 def reconfigure(spec: TableSpec, config: EmbeddingConfig) -> TableSpec:

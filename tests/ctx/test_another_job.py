@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from persia_torchrec.ctx import EmbeddingCtx, PreprocessMode
-from persia_torchrec.data.stream import BatchReceiver, Inbox
+from persia_torchrec.data.stream import Inbox
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.training.engine import connect_to_job
 from persia_torchrec.wire.greeting import Greeting
@@ -44,9 +44,8 @@ def test_an_evaluation_outside_of_the_job_is_refused(job, refused):
 @contextlib.contextmanager
 def loader(job, receiver_of):
     """A data loader, and a trainer of some job that it sends to."""
-    with contextlib.closing(
-        BatchReceiver(Inbox(1, 0, 1), "127.0.0.1", receiver_of)
-    ) as receiver:
+    receiving = Inbox(1, 0, 1).listen("127.0.0.1", receiver_of)
+    with contextlib.closing(receiving) as receiver:
         job.book.register("trainer", 0, 1, receiver.address)
         with job.data_ctx() as ctx:
             yield ctx

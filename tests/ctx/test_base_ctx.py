@@ -77,7 +77,7 @@ def test_a_loader_needs_a_context_that_looks_up():
 
 
 def test_the_settings_are_kept_and_checked(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert BaseCtx().threadpool_worker_size == 10
     assert BaseCtx(3).threadpool_worker_size == 3
     assert BaseCtx(3, None).device_id is None

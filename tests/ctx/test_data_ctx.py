@@ -135,7 +135,8 @@ def test_a_trainer_that_stops_early_leaves_no_loader_behind(job):
         ctx.backward(ctx.forward(next(batches))[0].sum())
         batches.close()
     assert (job.read("item", 0) < 0).all()
-    data_ctx.__exit__(None, None, None)
+    with data_ctx:
+        pass
 
 
 def test_outside_a_job_there_is_no_trainer_to_send_to(monkeypatch):

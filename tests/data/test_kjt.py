@@ -8,7 +8,6 @@ from torchrec import KeyedJaggedTensor
 
 from persia_torchrec.data.torchrec import (
     JaggedBatch,
-    from_tensor_dict,
     to_jagged_ids,
     to_keyed_jagged_tensor,
 )
@@ -24,12 +23,6 @@ def batches(draw):
     num_samples = draw(st.integers(1, 5))
     feature = st.lists(bags, min_size=num_samples, max_size=num_samples)
     return draw(st.dictionaries(st.text(min_size=1, max_size=3), feature, min_size=1))
-
-
-def jagged_batch_of(batch, keys):
-    if isinstance(batch, TensorDict):
-        batch = from_tensor_dict(batch, keys)
-    return JaggedBatch(batch, to_jagged_ids(batch, keys))
 
 
 def kjt(values, lengths, keys=("ad", "user"), **more):
@@ -128,7 +121,7 @@ def test_a_missing_feature_is_named():
 def test_narrower_ids_are_widened_as_values(dtype):
     values = torch.tensor([3, -1 if dtype.is_signed else 255], dtype=dtype)
     batch = KeyedJaggedTensor(["ad"], values, lengths=torch.tensor([1, 1]))
-    jagged = jagged_batch_of(batch, ["ad"])
+    jagged = JaggedBatch.of(batch, ["ad"])
     ids = jagged.features["ad"].ids
     assert ids.dtype == np.uint64
     assert ids.view(np.int64).tolist() == values.tolist()
@@ -167,7 +160,7 @@ def tensor_dict(**features):
 
 def test_a_tensor_dict_is_taken_feature_by_feature():
     batch = tensor_dict(extra=([9], [0, 1]), user=([4], [1, 0]), ad=([7, 8], [0, 2]))
-    jagged = jagged_batch_of(batch, ["ad", "user"])
+    jagged = JaggedBatch.of(batch, ["ad", "user"])
     taken = {
         key: (of_key.ids.tolist(), of_key.lengths.tolist())
         for key, of_key in jagged.features.items()
@@ -178,7 +171,7 @@ def test_a_tensor_dict_is_taken_feature_by_feature():
 
 def test_a_feature_that_a_tensor_dict_lacks_is_named():
     with pytest.raises(BatchError, match=r"feature 'user'\. Received: \['ad'\]"):
-        jagged_batch_of(tensor_dict(ad=([7], [1])), ["ad", "user"])
+        JaggedBatch.of(tensor_dict(ad=([7], [1])), ["ad", "user"])
 
 
 def test_features_of_different_numbers_of_samples_are_refused():
@@ -275,11 +268,11 @@ def test_repeats_of_a_sample_that_is_not_there_are_refused():
 
 def test_a_batch_gives_the_slice_of_each_feature():
     batch = kjt([1, 2, 3], [1, 0, 0, 2], weights=torch.tensor([7.0, 8.0, 9.0]))
-    jagged = jagged_batch_of(batch, ["user"])
+    jagged = JaggedBatch.of(batch, ["user"])
     assert jagged.of_feature("user", jagged.weights()).tolist() == [8.0, 9.0]
     assert jagged.ids("user").tolist() == [2, 3]
 
 
 def test_a_batch_without_weights_says_what_to_do():
     with pytest.raises(BatchError, match=r"with weights, one for each id\..*weights="):
-        jagged_batch_of(kjt([], []), ["ad"]).weights()
+        JaggedBatch.of(kjt([], []), ["ad"]).weights()

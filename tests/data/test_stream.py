@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from persia_torchrec.data.stream import BatchReceiver, BatchSender, Inbox
+from persia_torchrec.data.stream import BatchSender, Inbox
 from persia_torchrec.embedding.data import (
     IDTypeFeatureWithSingleID,
     Label,
@@ -26,7 +26,7 @@ class Trainers:
     def __init__(self, num: int = 1, *, capacity: int = 10) -> None:
         self._stack = ExitStack()
         self.inboxes = [Inbox(capacity, rank, num) for rank in range(num)]
-        self.receivers = [BatchReceiver(box, "127.0.0.1") for box in self.inboxes]
+        self.receivers = [box.listen("127.0.0.1") for box in self.inboxes]
         self.addresses = [receiver.address for receiver in self.receivers]
         for receiver in self.receivers:
             self._stack.callback(receiver.close)

@@ -129,7 +129,7 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
         ) as reader:
             script, name = load_model(run, "jit_dense.pt", CPU)
             predictor = Predictor(reader, script, name)
-            follower = ModelFollower(predictor, run, "jit_dense.pt", CPU, poll_s=0.1)
+            follower = ModelFollower(predictor, run, "jit_dense.pt", poll_s=0.1)
             server = PredictionServer(predictor, HttpConfig())
             assert are_close(predict(server.address), first)
 

@@ -2,14 +2,18 @@ import pytest
 import torch
 
 from persia_torchrec.config.embedding_config import load_embedding_config
+from persia_torchrec.distributed import DDPOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.lookup.slots import build_features, build_tables
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.training.slots import SlotsSharder, make_collection
+from persia_torchrec.training.engine import (
+    EngineConfig,
+    SlotsSharder,
+    make_collection,
+)
 from tests.local_job import LocalJob
-from tests.servers import DEADLINE_S
 
 CPU = torch.device("cpu")
 YAML = """
@@ -43,13 +47,15 @@ def workers(job):
 
 
 def sharder_of(workers, schema, config=None, optimizer=None):
-    return SlotsSharder(
-        workers,
-        schema,
-        config or EmbeddingConfig(),
-        optimizer or SGD(1.0),
-        timeout_s=DEADLINE_S,
+    settings = EngineConfig(
+        schema=schema,
+        optimizer=optimizer or SGD(1.0),
+        embedding_config=config or EmbeddingConfig(),
+        device=CPU,
+        distributed=DDPOption(backend="gloo"),
+        backward_buffer_size=2,
     )
+    return SlotsSharder(workers, settings)
 
 
 def test_every_group_is_a_table_without_memory(schema):
