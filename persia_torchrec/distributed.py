@@ -19,18 +19,13 @@ all trainers average after ``averaging_period`` steps, so that a run does not de
 the speed of its machines.
 """
 
-from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 
 DEFAULT_MASTER_PORT = 23456
 DEFAULT_BUCKET_BYTES = 10 * 1024**2
-DEFAULT_AVERAGING_PERIOD = 4
-
-BACKENDS = ("nccl", "gloo")
-INITIALIZATION_METHODS = ("tcp", "file")
 
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "async")
 """The algorithms of Bagua that can be chosen."""
@@ -48,9 +43,14 @@ REFUSED_ALGORITHMS = {
 }
 """The other algorithms of Bagua, and what to do instead."""
 
+_HONOURED = (
+    *("master_port", "master_addr", "algorithm"),
+    *("default_bucket_size", "averaging_period"),
+)
+
 
 @dataclass(frozen=True)
-class DistributedBaseOption(ABC):
+class DistributedBaseOption:
     """What all options have: where the trainers meet. Use a subclass."""
 
     _: KW_ONLY
@@ -69,14 +69,9 @@ class DistributedBaseOption(ABC):
             f"master_port must be in [1, {MAX_PORT}]. Received: {port}.",
         )
 
-    @abstractmethod
     def backend_for(self, device_type: str) -> str:
         """Return torch's backend for a dense model on ``"cuda"`` or ``"cpu"``."""
-
-    @property
-    def file(self) -> str | None:
-        """The file at which the trainers meet; None: they meet over TCP."""
-        return None
+        return "nccl" if device_type == "cuda" else "gloo"
 
 
 @dataclass(frozen=True)
@@ -114,8 +109,8 @@ class DDPOption(DistributedBaseOption):
             )
             object.__setattr__(self, "initialization_method", self.init_method)
         method = self.initialization_method
-        _require_known("backend", self.backend, BACKENDS)
-        _require_known("initialization_method", method, INITIALIZATION_METHODS)
+        _require_known("backend", self.backend, ("nccl", "gloo"))
+        _require_known("initialization_method", method, ("tcp", "file"))
         _require(
             (method == "file") == (self.sync_file is not None),
             "sync_file must be given with initialization_method='file', and only then. "
@@ -136,11 +131,6 @@ class DDPOption(DistributedBaseOption):
             "context.",
         )
         return self.backend
-
-    @property
-    def file(self) -> str | None:
-        """The file at which the trainers meet; None: they meet over TCP."""
-        return self.sync_file
 
 
 @dataclass(frozen=True)
@@ -183,17 +173,16 @@ class BaguaDistributedOption(DistributedBaseOption):
             f"algorithm must not be {algorithm!r}. {REFUSED_ALGORITHMS.get(algorithm)}",
         )
         _require_known("algorithm", algorithm, ALGORITHMS)
-        for name in _OF_BAGUA_ALONE:
-            default = type(self).__dataclass_fields__[name].default
-            value = getattr(self, name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             _require(
-                value == default,
-                f"{name} must be {default!r}. Received: {value!r}. It tunes a part of "
-                "Bagua that has no counterpart here; leave it out.",
+                value == field.default or field.name in _HONOURED,
+                f"{field.name} must be {field.default!r}. Received: {value!r}. It "
+                "tunes a part of Bagua that has no counterpart here; leave it out.",
             )
         _require(size >= 1, f"default_bucket_size must be >= 1 byte. Received: {size}.")
         _require(
-            size == DEFAULT_BUCKET_BYTES or not self.averages_weights,
+            size == DEFAULT_BUCKET_BYTES or self.period is None,
             f"default_bucket_size must be left out with {algorithm!r}, which sends no "
             "gradients.",
         )
@@ -206,31 +195,10 @@ class BaguaDistributedOption(DistributedBaseOption):
             _require(period >= 1, f"averaging_period must be >= 1. Received: {period}.")
 
     @property
-    def averages_weights(self) -> bool:
-        """Whether weights are averaged, instead of gradients."""
-        return self.algorithm in ("decentralized", "async")
-
-    @property
-    def period(self) -> int:
-        """Steps from one average of the weights to the next."""
-        if self.algorithm != "async":
-            return 1
-        return self.averaging_period or DEFAULT_AVERAGING_PERIOD
-
-    def backend_for(self, device_type: str) -> str:
-        """Return ``"nccl"`` for CUDA, ``"gloo"`` for the CPU."""
-        return "nccl" if device_type == "cuda" else "gloo"
-
-
-_OF_BAGUA_ALONE = (
-    "autotune_level",
-    "bagua_service_port",
-    "autotune_max_samples",
-    "autotune_warmup_time",
-    "is_output_autotune_log",
-    "autotune_sampling_confidence_time",
-    "enable_bagua_net",
-)
+    def period(self) -> int | None:
+        """Steps from one average of the weights to the next; None: of gradients."""
+        periods = {"decentralized": 1, "async": self.averaging_period or 4}
+        return periods.get(self.algorithm)
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:

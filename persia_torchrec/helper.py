@@ -10,13 +10,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import FunctionType, TracebackType
-from typing import Self
+from types import FunctionType
+from typing import Any, Self
 
 from persia_torchrec import env
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import refuse_inference
+from persia_torchrec.data.dataset import require_at_least_1
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.utils import dump_yaml
@@ -83,29 +84,31 @@ class PersiaServiceCtx:
             raise ConfigError(f"timeout_s must be > 0. Received: {timeout_s}.")
         if global_config is None and global_config_path is None:
             global_config = _DEFAULT_GLOBAL_CONFIG
-        self._configs = [
-            _choose("embedding_config", embedding_config, embedding_config_path),
-            _choose("global_config", global_config, global_config_path),
-        ]
+        configs = {
+            "embedding_config": (embedding_config, embedding_config_path),
+            "global_config": (global_config, global_config_path),
+        }
+        self._configs = {name: _choose(name, *of) for name, of in configs.items()}
         self._work = {
             "loader": _check_work("data_loader_func", data_loader_func),
             "trainer": _check_work("nn_worker_func", nn_worker_func),
         }
         counts = {
-            "data_loader_replica_num": data_loader_replica_num,
-            "nproc_per_node": nproc_per_node,
-            "embedding_worker_replica_num": embedding_worker_replica_num,
-            "embedding_parameter_replica_num": embedding_parameter_replica_num,
+            ("loader", "data_loader_replica_num"): data_loader_replica_num,
+            ("trainer", "nproc_per_node"): nproc_per_node,
+            ("worker", "embedding_worker_replica_num"): embedding_worker_replica_num,
+            ("server", "embedding_parameter_replica_num"): (
+                embedding_parameter_replica_num
+            ),
         }
-        for name, count in counts.items():
-            if count < 1:
-                raise ConfigError(f"{name} must be >= 1. Received: {count}.")
-            if count > 1 and name in _NEEDS and self._work[_NEEDS[name]] is None:
+        for (role, name), count in counts.items():
+            require_at_least_1(**{name: count})
+            if count > 1 and self._work.get(role, role) is None:
                 raise ConfigError(
                     f"{name} must be 1 where no function is given for that role. "
                     f"Received: {count}."
                 )
-        self._counts = dict(zip(_ROLES, counts.values(), strict=True))
+        self._counts = {role: count for (role, _), count in counts.items()}
         self._ports = {
             "worker": embedding_worker_port,
             "server": embedding_parameter_server_port,
@@ -130,18 +133,19 @@ class PersiaServiceCtx:
                 look=self._children.require_none_failed,
             )
             stack.callback(book.close)
-            self._start_scripts()
+            for role, work in self._work.items():
+                if work is not None:
+                    for index in range(self._counts[role]):
+                        self._children.start_work(role, index, self._counts[role], work)
+                elif role == "trainer":
+                    self._children.start_proxy_trainer()
             self._watch = Watch(book, self._children)
             stack.callback(self._watch.stop)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
+        exc = exc_info[1]
         with self._stack:
             failure = self._watch.disarm()
             if exc is None and failure is None:
@@ -156,10 +160,9 @@ class PersiaServiceCtx:
     def _variables(self, folder: Path, port: int) -> dict[str, str]:
         """Write the job's files; return the variables that name the job."""
         paths = []
-        for name, config in zip(_CONFIG_NAMES, self._configs, strict=True):
-            path = config
-            if not isinstance(path, Path):
-                path = folder / f"{name}.yml"
+        for name, config in self._configs.items():
+            path = config if isinstance(config, Path) else folder / f"{name}.yml"
+            if path is not config:
                 dump_yaml(config, path)
             paths.append(str(path.absolute()))
         load_embedding_config(paths[0], warns=False)
@@ -184,32 +187,19 @@ class PersiaServiceCtx:
             num_servers=counts["server"],
         )
         self._children.start_module("coordinator", "launch.coordinator", *flags)
-        for role in ("server", "worker"):
+        replica_flags = (
+            ("server", "shard", "num_shards"),
+            ("worker", "index", "num_workers"),
+        )
+        for role, own, all_ in replica_flags:
             for index in range(counts[role]):
                 free = stack.enter_context(reserved_port_from(self._ports[role]))
-                own, all_ = _REPLICA_FLAGS[role]
                 flags = format_flags(**{own: index, all_: counts[role]}, port=free)
                 self._children.start_module(f"{role} {index}", role, *flags)
-
-    def _start_scripts(self) -> None:
-        for role, work in self._work.items():
-            if work is not None:
-                for index in range(self._counts[role]):
-                    self._children.start_work(role, index, self._counts[role], work)
-            elif role == "trainer":
-                self._children.start_proxy_trainer()
 
 
 ensure_persia_service = PersiaServiceCtx
 """PERSIA's other name for it."""
-
-_CONFIG_NAMES = ("embedding_config", "global_config")
-_REPLICA_FLAGS = {
-    "server": ("shard", "num_shards"),
-    "worker": ("index", "num_workers"),
-}
-_ROLES = ("loader", "trainer", "worker", "server")
-_NEEDS = {"data_loader_replica_num": "loader", "nproc_per_node": "trainer"}
 
 
 def _choose(
@@ -238,14 +228,10 @@ def _check_work(name: str, work: Work | None) -> Work | None:
                 f"Received: {str(work)!r}, and there is no such file."
             )
         return Path(work)
-    if work is None:
-        return None
     module = sys.modules.get(getattr(work, "__module__", ""))
     qualname = getattr(work, "__qualname__", "")
-    if (
-        not isinstance(work, FunctionType)
-        or getattr(module, qualname, None) is not work
-    ):
+    is_at_top = getattr(module, qualname, None) is work
+    if work is not None and not (isinstance(work, FunctionType) and is_at_top):
         raise ConfigError(
             f"{name} must be a function at the top of a module, which its process "
             f"imports. Received: {work!r}. Move it there, or give the path of a script."

@@ -16,8 +16,8 @@ def test_both_of_persias_names_say_how_trainers_meet():
     by_code = DDPOption("file", sync_file="/shared/file")
     by_documentation = DDPOption(init_method="file", sync_file="/shared/file")
     assert by_code.initialization_method == by_documentation.initialization_method
-    assert by_code.file == by_documentation.file == "/shared/file"
-    assert DDPOption(init_method="tcp").file is None
+    assert by_code.sync_file == by_documentation.sync_file == "/shared/file"
+    assert DDPOption(init_method="tcp").sync_file is None
 
 
 def test_without_an_option_the_backend_follows_the_device():
@@ -100,5 +100,9 @@ def test_the_settings_of_bagua_have_persias_defaults():
 @pytest.mark.parametrize(("algorithm", "period"), [("async", 4), ("decentralized", 1)])
 def test_weights_are_averaged_at_every_step_or_every_fourth(algorithm, period):
     option = BaguaDistributedOption(algorithm)
-    assert option.averages_weights
     assert option.period == period
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_gradients_are_averaged_instead_of_weights(algorithm):
+    assert BaguaDistributedOption(algorithm).period is None

@@ -60,6 +60,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.distributed import (
     DEFAULT_MASTER_PORT,
     BaguaDistributedOption,
+    DDPOption,
     DistributedBaseOption,
 )
 from persia_torchrec.errors import ConfigError, DiscoveryError
@@ -247,7 +248,7 @@ def build_replication(option: DistributedBaseOption, dense: nn.Module) -> Replic
     """Build what keeps copies of a dense model alike as an option says."""
     if not isinstance(option, BaguaDistributedOption):
         return ReducedGradients()
-    if option.averages_weights:
+    if option.period is not None:
         return AveragedWeights(dense, option.period)
     hook = average_as_bytes if option.algorithm == "bytegrad" else None
     return ReducedGradients(hook, option.default_bucket_size)
@@ -263,8 +264,8 @@ def init_process_group(option: DistributedBaseOption, device: torch.device) -> N
     store: HashStore | FileStore | TCPStore | None = None
     if world_size == 1:
         store = HashStore()
-    elif option.file is not None:
-        store = _rendezvous_at_file(Path(option.file), rank, world_size)
+    elif isinstance(option, DDPOption) and option.sync_file is not None:
+        store = _rendezvous_at_file(Path(option.sync_file), rank, world_size)
     elif not (names_none and all(env.master())):
         store = _rendezvous_at_port(option, rank, world_size)
     # Without a store torch takes the launcher's own rendezvous, which torchrun's
