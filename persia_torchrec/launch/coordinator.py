@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from persia_torchrec import env
 from persia_torchrec.command_line import build, given_flags
@@ -26,8 +25,7 @@ from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.service_main import run_service
 from persia_torchrec.wire.address_book import AddressBook, JobState
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.membership import JobTimings
+from persia_torchrec.wire.membership import Ending, JobTimings, MemberRecord
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals
 
@@ -246,16 +244,12 @@ class _Member:
             )
         return None
 
-    def ending(self) -> Literal["left", "killed", "lost"] | None:
+    def ending(self) -> Ending | None:
         """Return how the member has ended; None if it has not, or not joined yet."""
         self.process = self.record.process()
         if self.process is None:
             return None
-        # In this order: a member deregisters before it ends.
-        has_ended, is_lost = self.process.has_ended(), self.record.is_lost(self.process)
-        if self.record.has_left(self.process):
-            return "left"
-        return "killed" if has_ended else "lost" if is_lost else None
+        return self.record.ending(self.process)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

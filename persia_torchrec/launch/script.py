@@ -76,9 +76,7 @@ def run_member(
     try:
         refuse_inference(_ROLES[role], env.global_config_path())
         store = env.require_job_store(f"A {_ROLES[role]}")
-        member = JobMember.join(
-            role, index, size, store=store, expendable=role == "loader"
-        )
+        member = JobMember(role, index, size, store=store, expendable=role == "loader")
     except PersiaError as exc:
         logger.error("%s", exc)
         return 1
@@ -89,7 +87,7 @@ def run_member(
             except PersiaError as exc:
                 raise SystemExit(str(exc)) from exc
         work()
-        if not member.job_has_ended:
+        if not member.ended.is_set():
             logger.info("%s: %s has ended, waiting for the job", member.who, name)
         member.report_done()
         try:

@@ -88,7 +88,7 @@ def _serve(flags: dict[str, Any]) -> None:
     )
     # A member before anything can go wrong, so that the job learns of it.
     shard, num_shards = flags["shard"], flags["num_shards"]
-    with JobMember.join("server", shard, num_shards, store=store) as member:
+    with JobMember("server", shard, num_shards, store=store) as member:
         _run(_config(flags, path, member.host), member)
 
 

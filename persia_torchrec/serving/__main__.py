@@ -92,9 +92,7 @@ def _serve(flags: ServingFlags) -> None:
             store = env.require_job_store("An inference server with --workers-of-job")
             index, size = env.get_replica_index(), env.get_replica_size()
             http = replace(http, port=http.port + index if http.port else 0)
-            life = stack.enter_context(
-                JobMember.join("predictor", index, size, store=store)
-            )
+            life = stack.enter_context(JobMember("predictor", index, size, store=store))
             life.call_at_end(ending.set)
             found = life.book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
             addresses = tuple(found)

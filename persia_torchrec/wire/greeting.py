@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from persia_torchrec.errors import ConfigError, FrameError, JobMismatchError
 
 VERSION = 1
-MAX_JOB_ID = 128
-"""Characters that a job's id may have."""
+MAX_JOB_ID = 128  # characters
 
 _NONCE_BYTES = 16
 _HEAD_BYTES = 2
@@ -33,7 +32,7 @@ _JOB_ID = re.compile(rf"[A-Za-z0-9._:-]{{0,{MAX_JOB_ID}}}")
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The job of a process, as its connections tell it.
+    """The job of a process, as its connections tell it; an empty id: it has none.
 
     Raises:
         ConfigError: the id has characters or a length that it must not have.
@@ -48,7 +47,6 @@ class Greeting:
     """
 
     job_id: str = ""
-    """Id of the job; empty: the process belongs to none."""
 
     def __post_init__(self) -> None:
         if not _JOB_ID.fullmatch(self.job_id):
@@ -70,11 +68,7 @@ class Greeting:
 
     @classmethod
     def decode(cls, name: bytes) -> "Greeting":
-        """Read the routing id of a peer.
-
-        Raises:
-            FrameError: it is not a greeting of this version.
-        """
+        """Read the routing id of a peer; raise FrameError if it is not a greeting."""
         length = name[1] if len(name) >= _HEAD_BYTES else 0
         size = _HEAD_BYTES + length + _NONCE_BYTES
         if name[:1] != bytes([VERSION]) or len(name) != size:
@@ -89,11 +83,9 @@ class Greeting:
             raise FrameError(f"A greeting must hold a job's id. {exc}") from exc
 
     def admit(self, name: bytes, address: str) -> None:
-        """Raise JobMismatchError if the client of a listener belongs to another job.
+        """Raise JobMismatchError if a listener's client belongs to another job.
 
-        Args:
-            name: routing id of the client.
-            address: of the listener, for the error.
+        ``name`` is the client's routing id, ``address`` the listener's.
         """
         if not self.job_id:
             return

@@ -20,6 +20,18 @@ Three threads do it. One sends heartbeats, and may get stuck if the network does
 another touches no network and watches the first. A third receives signals, which the
 main thread may miss: see ``signals.py``. A script that handles a signal by itself sets
 its own handler.
+
+The keys of a member in the address book:
+
+    member/<role>/<index>       identity of its process, as JSON
+    beats/<role>/<index>        number of heartbeats
+    compiling                   number of heartbeats of processes that compile
+    done/<role>/<index>         "1": the work of this member is done
+    left/<role>/<index>         identity of the process that has left
+    lost/<role>/<index>         identity of the process whose connection is lost
+
+Clocks of two hosts are never compared: the number of heartbeats must grow, and the
+reader measures on its own clock for how long it did not.
 """
 
 import contextlib
@@ -31,26 +43,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
+from typing import Literal, Self
+
+import msgspec
 
 from persia_torchrec import timeouts
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import ConfigError, FrameError, JobError
-from persia_torchrec.wire.address_book import AddressBook, JobState
-from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
+from persia_torchrec.wire.address_book import COMPILING, AddressBook, JobState
 from persia_torchrec.wire.ports import local_address
-from persia_torchrec.wire.processes import Siblings
+from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals, is_in_compiler
 
 logger = logging.getLogger(__name__)
+
+Ending = Literal["left", "killed", "lost"]
 
 _TIMINGS = "timings"
 _TIMINGS_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
+_POLL_S = 0.05
 
 _VERDICT_S = 2.0
 """How long an interrupted main thread waits for the job's state."""
@@ -62,11 +79,7 @@ which does not name it, waits for that end to be reported."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobTimings:
-    """Heartbeat intervals and timeouts of a job, set by the coordinator for all.
-
-    Raises:
-        ConfigError: a time is not positive, or ``silent_s`` is below two heartbeats.
-    """
+    """Heartbeat intervals and timeouts of a job, set by the coordinator for all."""
 
     heartbeat_s: float = 1.0
     """Seconds between two heartbeats of a member."""
@@ -96,126 +109,191 @@ class JobTimings:
 
     @classmethod
     def read(cls, book: AddressBook) -> "JobTimings":
-        """Return the timings of the job.
-
-        Raises:
-            DiscoveryError: the coordinator did not publish them in time.
-        """
+        """Return the timings of the job, once the coordinator has published them."""
         (text,) = book.ask([_TIMINGS], timeout_s=_TIMINGS_TIMEOUT_S)
         timings: JobTimings = parse_json(text, cls, "note 'timings'", FrameError)
         return timings
 
 
-class JobMember:
-    """This process as a member of a job, from :meth:`join` to the end of a block.
+class MemberRecord:
+    """The keys of one member in the address book. Any thread may call any method."""
 
-    Leaving the ``with`` block by an exception, by ``SystemExit`` with a status other
-    than 0, or before the job has ended makes the whole job fail. One per process; the
-    main thread enters and leaves the block, and calls the methods. The process must end
-    soon after the block: it is made to.
+    def __init__(self, book: AddressBook, role: str, index: int) -> None:
+        self._book = book
+        self.who = f"{role} {index}"
+        self._key = f"{role}/{index}"
+        self._own = ""
+
+    def register(self, silent_s: float) -> None:
+        """Become the member, after the previous one has ended if there was one.
+
+        A previous one that misses heartbeats for ``silent_s`` counts as dead.
+
+        Raises:
+            JobMismatchError: a living process is that member.
+        """
+        own = msgspec.json.encode(ProcessIdentity.of_this_process()).decode()
+        key = f"member/{self._key}"
+        holder = self._book.peek(key)
+        while holder is None or self._await_end(_parse(holder), silent_s):
+            if self._book.claim(key, own, holder or "") == own:
+                self._own = own
+                self.beat()
+                return
+            holder = self._book.peek(key)  # another was faster
+        raise JobMismatchError(
+            f"No other process must be {self.who} in job "
+            f"{self._book.greeting.job_id!r}, at port {self._book.port}. Received: "
+            f"process {_parse(holder).pid} is, in a job that is "
+            f"{self._book.state()[0]}. Start each process of a job once. "
+            f"{self._book.another_port()}"
+        )
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+        self._book.increase(f"beats/{self._key}")
+
+    def report_done(self) -> None:
+        """Report that the work of this member is done."""
+        self._book.put(f"done/{self._key}", "1")
+
+    def leave(self) -> None:
+        """Report that this member is about to end as it should."""
+        self._book.put(f"left/{self._key}", self._own)
+
+    def process(self) -> ProcessIdentity | None:
+        """Return the process that has registered last, or None."""
+        return self._read("member")
+
+    def num_beats(self) -> int:
+        """Return the number of heartbeats, over all restarts of the member."""
+        return int(self._book.peek(f"beats/{self._key}") or 0)
+
+    def is_done(self) -> bool:
+        """Return whether the member's work is done."""
+        return self._book.peek(f"done/{self._key}") is not None
+
+    def has_left(self, process: ProcessIdentity) -> bool:
+        """Return whether that process has left."""
+        return self._read("left") == process
+
+    def ending(self, process: ProcessIdentity) -> Ending | None:
+        """Return how that process has ended, or None; "lost" is its connection."""
+        # In this order: a member deregisters before it ends.
+        has_ended, is_lost = process.has_ended(), self._read("lost") == process
+        if self.has_left(process):
+            return "left"
+        return "killed" if has_ended else "lost" if is_lost else None
+
+    def _read(self, kind: str) -> ProcessIdentity | None:
+        text = self._book.peek(f"{kind}/{self._key}")
+        return None if text is None else _parse(text)
+
+    def _await_end(self, process: ProcessIdentity, silent_s: float) -> bool:
+        """Wait until a member beats, or has ended; return whether it has ended."""
+        num_beats = self.num_beats()
+        deadline = time.monotonic() + silent_s
+        while time.monotonic() < deadline:
+            if self._book.state()[0] == "finished":
+                return False  # a finished job needs no replacement
+            if self.ending(process) is not None:
+                return True
+            if self.num_beats() != num_beats:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class JobMember:
+    """This process as a member of a job, from here to the end of a ``with`` block.
+
+    It connects to the job and registers; enter the block at once. A process that is
+    rejected here is not a member: it ends alone, and the job continues.
+
+    Leaving the block by an exception, by ``SystemExit`` with a status other than 0, or
+    before the job has ended makes the whole job fail. One per process; the main thread
+    enters and leaves the block, and calls the methods. The process must end soon after
+    the block: it is made to.
+
+    Args:
+        role: ``"server"``, ``"worker"``, ``"loader"``, ``"trainer"`` or
+            ``"predictor"``.
+        index: which of the role.
+        size: how many the role has.
+        store: where the address book is, as ``env.job_store()`` returns it.
+        expendable: the process may be interrupted once the job is finished.
 
     Attributes:
         who: role and index.
         book: the job's address book.
         host: address of the interface that leads to it, to listen on.
         greeting: of connections within the job.
+        ended: set once the job is finished or has failed, as far as is known here.
+
+    Raises:
+        ConfigError: the role has another number of processes in this job.
+        DiscoveryError: no coordinator answered in time.
+        JobMismatchError: the address is another job's, or another process is this
+            member.
+        JobError: the coordinator, started alongside by torchx, has ended.
 
     Example::
 
-        with JobMember.join("server", 0, 1, store=store) as member:
+        with JobMember("server", 0, 1, store=store) as member:
             member.register(address)
             member.call_at_end(server.stop)
             server.serve()                    # returns once stop() was called
     """
 
     def __init__(
-        self, role: str, index: int, book: AddressBook, *, expendable: bool = False
-    ) -> None:
-        self.who = f"{role} {index}"
-        self.book = book
-        self.host = local_address(book.host_name)
-        self.greeting = book.greeting
-        self._replica = (role, index, 1)
-        self._record = MemberRecord(book, role, index)
-        self._expendable = expendable
-        self._timings = JobTimings.read(book)
-        self._coordinator = MemberRecord(book, "coordinator", 0).process()
-        self._pid = os.getpid()
-        self._parent = os.getppid()
-        self._callbacks: list[Callable[[], None]] = []  # guarded by _lock
-        self._has_called_back = False  # guarded by _lock
-        self._has_logged_failure = False  # guarded by _lock
-        self._verdict: tuple[JobState, str] = ("running", "")  # guarded by _lock
-        self._lock = threading.RLock()  # a signal may interrupt its holder
-        self._ended = threading.Event()
-        self._waiting = threading.Event()
-        self._leaving = threading.Event()
-        self._is_compiling = False
-        self._has_asked = False  # for the verdict, since a signal came
-        self._is_deferred = False  # whether the last signal interrupted nothing
-        self._num_beats = 0  # written by the heartbeat thread only
-        self._beating: threading.Thread | None = None
-
-    @classmethod
-    def join(
-        cls,
+        self,
         role: str,
         index: int,
         size: int,
         *,
         store: tuple[str, int, str],
         expendable: bool = False,
-        timeout_s: float = timeouts.JOIN_S,
-    ) -> "JobMember":
-        """Connect to the job, and register; enter the block at once.
-
-        A process that is rejected here is not a member: it ends alone, and the job
-        continues.
-
-        Args:
-            role: ``"server"``, ``"worker"``, ``"loader"``, ``"trainer"`` or
-                ``"predictor"``.
-            index: which of the role.
-            size: how many the role has.
-            store: where the address book is, as ``env.job_store()`` returns it.
-            expendable: the process may be interrupted once the job is finished.
-            timeout_s: how long to wait for the coordinator.
-
-        Raises:
-            ConfigError: the role has another number of processes in this job.
-            DiscoveryError: no coordinator answered in time.
-            JobMismatchError: the address is another job's, or another process is
-                this member.
-            JobError: the coordinator, started alongside by torchx, has ended.
-        """
+    ) -> None:
         look = Siblings().require_coordinator
-        book = AddressBook.join(*store, timeout_s=timeout_s, look=look)
-        member = cls(role, index, book, expendable=expendable)
+        book = AddressBook.join(*store, timeout_s=timeouts.JOIN_S, look=look)
+        self.who = f"{role} {index}"
+        self.book = book
+        self.host = local_address(book.host_name)
+        self.greeting = book.greeting
+        self.ended = threading.Event()
+        self._replica = (role, index, size)
+        self._record = MemberRecord(book, role, index)
+        self._expendable = expendable
+        self._timings = JobTimings.read(book)
+        self._coordinator = MemberRecord(book, "coordinator", 0).process()
+        self._pid = os.getpid()
+        self._parent = os.getppid()
+        self._callbacks: Future[None] = Future()  # done: they have been called
+        self._has_logged_failure = False  # guarded by _lock
+        self._verdict: tuple[JobState, str] = ("running", "")  # set under _lock
+        self._lock = threading.Lock()  # no handler of signals takes it
+        self._waiting = threading.Event()
+        self._leaving = threading.Event()
+        self._is_compiling = False
+        self._has_asked = False  # for the verdict, since a signal came
+        self._is_deferred = False  # whether the last signal interrupted nothing
+        self._num_beats = 0  # written by the heartbeat thread only
+        self._beating = threading.Thread(
+            target=self._keep_beating, name="job-heartbeat", daemon=True
+        )
         book.claim_size(role, index, size)
-        member._replica = (role, index, size)
-        member._record.register(member._timings.silent_s)
-        return member
-
-    @property
-    def job_has_ended(self) -> bool:
-        """Whether the job is finished or has failed, as far as this member knows."""
-        return self._ended.is_set()
+        self._record.register(self._timings.silent_s)
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have something called, from another thread, once the job has ended.
 
         It must return quickly. It is called at once if the job has ended already.
         """
-        with self._lock:
-            self._callbacks.append(callback)
-            too_late = self._has_called_back
-        if too_late:
-            callback()
+        self._callbacks.add_done_callback(lambda _: callback())
 
     def register(self, address: str) -> None:
         """Make the address of this process known to the job."""
-        role, index, size = self._replica
-        self.book.register(role, index, size, address)
+        self.book.register(*self._replica, address)
 
     def tell_compiling(self, is_compiling: bool) -> None:
         """Report whether this process compiles its loops.
@@ -229,21 +307,15 @@ class JobMember:
         self._record.report_done()
 
     def wait_for_end(self) -> None:
-        """Wait until the job is finished, or has failed: for as long as it runs.
+        """Wait until the job is finished; raise JobError with the reason if it failed.
 
-        Raises:
-            JobError: the job has failed; the message says why.
+        It waits for as long as the job runs.
         """
         self._waiting.set()
-        self._ended.wait()
-        state, reason = self._state()
-        if state == "failed":
-            raise JobError(f"The job failed: {reason}")
+        self.ended.wait()
+        self._raise_failure()
 
     def __enter__(self) -> Self:
-        self._beating = threading.Thread(
-            target=self._keep_beating, name="job-heartbeat", daemon=True
-        )
         self._beating.start()
         self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._signals.__enter__()
@@ -251,12 +323,7 @@ class JobMember:
         logger.info("%s joined the job at %s", self.who, self.book.host_name)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, _: object, exc: BaseException | None, traceback: object) -> bool:
         if os.getpid() != self._pid:
             return False  # a forked child that leaves the block as it exits
         failure = None if exc is None else _describe_failure(exc)
@@ -264,19 +331,18 @@ class JobMember:
             self._ask_for_verdict()  # which may be the reason for the exception
             if _may_be_of_a_process_group(exc):
                 self._ask_for_cause()
-        elif self._state()[0] == "running":
+        elif self._verdict[0] == "running":
             failure = "it left before the job had ended"
-        is_ignorable = self._expendable and self._state()[0] == "finished"
+        is_ignorable = self._expendable and self._verdict[0] == "finished"
         if failure is not None and is_ignorable:
             logger.info("the job is finished, %s ends: %s", self.who, failure)
         elif failure is not None:
             self._fail(failure)
         self._log_failure()
         self._leave()
-        self._signals.__exit__(exc_type, exc, traceback)
-        state, reason = self._state()
-        if exc is None and state == "failed":
-            raise JobError(f"The job failed: {reason}")
+        self._signals.__exit__()
+        if exc is None:
+            self._raise_failure()
         return failure is not None and is_ignorable
 
     # The thread that receives signals, and the handler in the main thread
@@ -287,16 +353,15 @@ class JobMember:
         self._has_asked = True
         deadline = time.monotonic() + self._timings.grace_s
         while time.monotonic() < deadline:
-            if self._ended.is_set() or self._leaving.wait(_RETRY_S):
+            if self.ended.is_set() or self._leaving.wait(_RETRY_S):
                 return
             if self._is_deferred:  # interrupt the main thread again
                 _interrupt_main(signal.Signals[name])
         self._ask_for_verdict()
-        state, reason = self._state()
-        if state == "running":
+        if self._verdict[0] == "running":
             self._fail(_from_outside(name))
         else:
-            self._end(state, reason)
+            self._end(*self._verdict)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Make the main thread leave the block; the handler of signals."""
@@ -307,10 +372,10 @@ class JobMember:
         # thread that receives signals does: this one may hold the locks of a request.
         deadline = time.monotonic() + _VERDICT_S
         while not self._has_asked and time.monotonic() < deadline:
-            if self._state()[0] != "running":
+            if self._verdict[0] != "running":
                 break
             time.sleep(_RETRY_S / 10)
-        state, _ = self._state()
+        state, _ = self._verdict
         if state == "running":
             why = _from_outside(signal.Signals(number).name)
             is_ctrl_c = number == signal.SIGINT
@@ -329,12 +394,12 @@ class JobMember:
 
     def _leave(self) -> None:
         self._leaving.set()
-        assert self._beating is not None
         self._beating.join(_LEAVE_TIMEOUT_S)
 
-    def _state(self) -> tuple[JobState, str]:
-        with self._lock:
-            return self._verdict
+    def _raise_failure(self) -> None:
+        state, reason = self._verdict
+        if state == "failed":
+            raise JobError(f"The job failed: {reason}")
 
     def _ask_for_verdict(self) -> None:
         """Read the state of the job, without waiting for the next heartbeat."""
@@ -344,7 +409,7 @@ class JobMember:
     def _ask_for_cause(self) -> None:
         """Give the others, and the coordinator, a moment to report the cause."""
         deadline = time.monotonic() + _CAUSE_S
-        while self._state()[0] == "running" and time.monotonic() < deadline:
+        while self._verdict[0] == "running" and time.monotonic() < deadline:
             time.sleep(_RETRY_S)
             self._ask_for_verdict()
 
@@ -358,7 +423,7 @@ class JobMember:
         """Remember how the job ended, if it has, and have this process end."""
         self._note(state, reason)
         if state != "running":
-            self._ended.set()
+            self.ended.set()
 
     def _log_failure(self) -> None:
         """Log once why the job has failed, if it has."""
@@ -375,7 +440,7 @@ class JobMember:
             while not self._leaving.is_set():
                 self._record.beat()
                 if self._is_compiling:
-                    self._record.beat_compiling()
+                    self.book.increase(COMPILING)
                 state, reason = self.book.state()
                 self._num_beats += 1
                 self._end(state, reason)
@@ -392,6 +457,8 @@ class JobMember:
     def _guard(self) -> None:
         try:
             self._watch_parent_and_beats()
+            self._log_failure()
+            self._callbacks.set_result(None)
             self._end_process()
         except Exception:
             logger.exception("the guard of %s broke", self.who)
@@ -401,60 +468,44 @@ class JobMember:
         """Return once the job has ended, for any reason."""
         # Silence is counted in own ticks, not read off the clock: a process that did
         # not run at all for a while must not blame the coordinator.
-        tick_s = self._timings.heartbeat_s / 2
+        timings = self._timings
+        tick_s = timings.heartbeat_s / 2
         silent_ticks, last_seen = 0, -1
-        while not self._ended.wait(tick_s):
+        while not self.ended.wait(tick_s):
             silent_ticks += 1
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
             if os.getppid() != self._parent:
                 self._end("failed", f"{self.who} lost the process that started it")
-            elif silent_ticks * tick_s > self._timings.silent_s:
-                self._give_up_coordinator()
-
-    def _give_up_coordinator(self) -> None:
-        silent = f"for {self._timings.silent_s:g} s"
-        self._end("failed", f"{self.who}: no answer of the coordinator {silent}")
-        # One that is stopped, on this host, would stay, and torchx with it.
-        if self._coordinator is not None and self._coordinator.kill():
-            logger.warning("killed the coordinator (%d)", self._coordinator.pid)
+            elif silent_ticks * tick_s > timings.silent_s:
+                silent = f"no answer of the coordinator for {timings.silent_s:g} s"
+                self._end("failed", f"{self.who}: {silent}")
+                # One that is stopped, on this host, would stay, and torchx with it.
+                if self._coordinator is not None and self._coordinator.kill():
+                    logger.warning("killed the coordinator (%d)", self._coordinator.pid)
 
     def _end_process(self) -> None:
         """Make this process end within its time, now that the job has ended."""
-        self._log_failure()
-        self._call_back()
-        state, _ = self._state()
-        if state == "failed":
-            self._interrupt_unless_leaving(after_s=_VOLUNTARY_S)
-            self._exit_after(self._timings.grace_s, status=1)
-        elif self._expendable and not self._waiting.is_set():
-            logger.info("the job is finished, %s is not needed any more", self.who)
-            self._interrupt_unless_leaving(after_s=0)
-            self._exit_after(self._timings.grace_s, status=0)
-        else:
-            self._exit_after(self._timings.finish_s, status=1)
-
-    def _call_back(self) -> None:
-        with self._lock:
-            callbacks = list(self._callbacks)
-            self._has_called_back = True
-        for callback in callbacks:
-            try:
-                callback()
-            except Exception:
-                logger.exception("%s could not be told of the end", self.who)
-
-    def _interrupt_unless_leaving(self, *, after_s: float) -> None:
-        if not self._leaving.wait(after_s):
-            _interrupt_main(signal.SIGTERM)
-
-    def _exit_after(self, seconds: float, *, status: int) -> None:
-        """End the process, which should have ended by itself before."""
-        time.sleep(seconds)
+        has_failed = self._verdict[0] == "failed"
+        seconds, status = self._timings.finish_s, 1
+        if has_failed or (self._expendable and not self._waiting.is_set()):
+            seconds, status = self._timings.grace_s, int(has_failed)
+            if not has_failed:
+                logger.info("the job is finished, %s is not needed any more", self.who)
+            if not self._leaving.wait(_VOLUNTARY_S if has_failed else 0):
+                _interrupt_main(signal.SIGTERM)
+        time.sleep(seconds)  # it should have ended by itself then
         late = f"{self.who} did not end within {seconds:g} s of the job's end"
         logger.warning("%s, and is ended with status %d", late, status)
         self._leave()
         os._exit(status)
+
+
+def _parse(text: str) -> ProcessIdentity:
+    process: ProcessIdentity = parse_json(
+        text, ProcessIdentity, "a member's key", FrameError
+    )
+    return process
 
 
 def _interrupt_main(number: signal.Signals) -> None:

@@ -182,11 +182,7 @@ class Header(NamedTuple):
     flags: int = 0
 
     def encode(self, *, request: int | None = None) -> bytes:
-        """Return the 48 bytes.
-
-        Args:
-            request: stands for the request of this header.
-        """
+        """Return the 48 bytes; ``request`` stands for the number of this header."""
         kind, number, *others = self
         number = number if request is None else request
         return _HEADER.pack(_MAGIC, VERSION, kind, number, *others)
@@ -199,7 +195,7 @@ class Header(NamedTuple):
                 f"A message's header must be {_HEADER.size} bytes. "
                 f"Received: {len(frame)} bytes."
             )
-        magic, version, kind, *numbers = _HEADER.unpack(frame)
+        magic, version, kind, *numbers, precision, flags = _HEADER.unpack(frame)
         if magic != _MAGIC:
             raise FrameError(
                 f"A message must begin with {_MAGIC!r}. Received: {magic!r}."
@@ -209,17 +205,8 @@ class Header(NamedTuple):
                 f"The protocol's version must be {VERSION}. Received: {version}. "
                 "Run the same version of persia_torchrec on both sides."
             )
-        request, incarnation, stream, batch, precision, flags = numbers
         try:
-            return cls(
-                Kind(kind),
-                request,
-                incarnation,
-                stream,
-                batch,
-                Precision(precision),
-                flags,
-            )
+            return cls._make((Kind(kind), *numbers, Precision(precision), flags))
         except ValueError as exc:
             raise FrameError(f"Unknown field in a message's header: {exc}.") from exc
 
@@ -257,29 +244,19 @@ class Share(NamedTuple):
 
 
 class ErrorReply(msgspec.Struct):
-    """Frame 1 of an ERROR."""
+    """Frame 1 of an ERROR: name of the error's class, and its text."""
 
     kind: str
-    """Name of the error's class."""
-
     message: str
-    """Its text."""
 
 
 class TaskState(msgspec.Struct):
-    """Frame 1 of a reply to CHECKPOINT or PROGRESS."""
+    """Frame 1 of a reply to CHECKPOINT or PROGRESS; see ``server/checkpoints.py``."""
 
     phase: str
-    """See ``server/checkpoints.py``."""
-
-    progress: float
-    """The fraction of the work that is done, in [0, 1]."""
-
-    error: ErrorReply | None = None
-    """What made it fail."""
-
-    result: Any = None
-    """Of a task that is done."""
+    progress: float  # the fraction of the work that is done, in [0, 1]
+    error: ErrorReply | None = None  # what made it fail
+    result: Any = None  # of a task that is done
 
 
 class TableIds(NamedTuple):
@@ -295,15 +272,7 @@ def encode_json(value: object) -> bytes:
 
 
 def decode_json(frames: Sequence[Frame], type_: Any = Any) -> Any:
-    """Return the JSON value of frame 1.
-
-    Args:
-        frames: all frames of the message.
-        type_: what the value must be, see ``parse_json``; anything by default.
-
-    Raises:
-        FrameError: there is no such frame, or it holds no JSON, or another value.
-    """
+    """Return the JSON value of frame 1, the last, of a type as for ``parse_json``."""
     if len(frames) != 2:
         raise FrameError(f"The message must have 2 frames. Received: {len(frames)}.")
     return parse_json(frames[1], type_, "Frame 1", FrameError)
@@ -324,10 +293,7 @@ def encode_segments(tables: Sequence[TableIds]) -> Frames:
 
 
 def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableIds]:
-    """Read frames 1 and 2 of a request of ``num_frames`` frames.
-
-    Returns:
-        The ids of each table, views of the frames.
+    """Read frames 1 and 2 of a request; the ids of each table are views of them.
 
     Raises:
         FrameError: frames are missing, or their lengths do not fit one another.

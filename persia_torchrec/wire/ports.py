@@ -12,14 +12,11 @@ from persia_torchrec.errors import ConfigError, DiscoveryError
 LOOPBACK = "127.0.0.1"
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port that no process listens on at this moment.
+def free_port(address: str = LOOPBACK) -> int:
+    """Return a TCP port of an interface that no process listens on at this moment.
 
     Another process may take it before the caller does: listen on port 0 and publish the
     port afterwards where that is possible.
-
-    Args:
-        address: the interface's IP address, or an empty string for all of them.
 
     Example:
         >>> free_port() > 0
@@ -35,13 +32,7 @@ def free_port_from(first: int, step: int = 1) -> int:
     """Return the first of ``first``, ``first + step``, ... that is free just now.
 
     Another process may take it before the caller does, as with :func:`free_port`.
-
-    Args:
-        first: in ``[1, 65535]``.
-        step: at least 1.
-
-    Raises:
-        ConfigError: an argument is out of its range, or no such port is free.
+    Without a free port, or with an argument out of its range, there is a ConfigError.
     """
     if not 1 <= first <= MAX_PORT or step < 1:
         raise ConfigError(
@@ -50,12 +41,7 @@ def free_port_from(first: int, step: int = 1) -> int:
         )
     for port in range(first, MAX_PORT + 1, step):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError as exc:
-                if exc.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise
-            else:
+            if _bind(probe, port, errno.EADDRINUSE, errno.EACCES):
                 return port
     raise ConfigError(f"A port from {first} in steps of {step} must be free. None is.")
 
@@ -67,18 +53,22 @@ def reserved_port_from(first: int) -> Iterator[int]:
     Within the block :func:`free_port_from` skips it, in all processes, while ZeroMQ and
     c10d can listen on it: they share a port with sockets that do not listen.
     """
-    while True:
-        port = free_port_from(first)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as place:
-            try:
-                place.bind(("", port))
-            except OSError as exc:
-                if exc.errno != errno.EADDRINUSE:
-                    raise
-                continue  # another process was faster
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            yield port
-            return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        while not _bind(holder, port := free_port_from(first), errno.EADDRINUSE):
+            pass  # another process was faster
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield port
+
+
+def _bind(holder: socket.socket, port: int, *errors: int) -> bool:
+    """Bind a socket to a port; return False if that fails with one of these errors."""
+    try:
+        holder.bind(("", port))
+    except OSError as exc:
+        if exc.errno not in errors:
+            raise
+        return False
+    return True
 
 
 def tcp_address(address: str) -> str:
@@ -95,13 +85,10 @@ def tcp_address(address: str) -> str:
 
 
 def local_address(towards: str) -> str:
-    """Return the IP address under which a host reaches this one.
+    """Return the IP address under which a host reaches this one, IPv4 if it has one.
 
-    It is the address of the interface that routes there, so 127.0.0.1 for
-    ``localhost``. Nothing is sent. IPv4 is preferred.
-
-    Raises:
-        DiscoveryError: the name is unknown, or no interface routes there.
+    It is the address of the interface that routes there; nothing is sent. The name may
+    be unknown, or without a route: then there is a DiscoveryError.
 
     Example:
         >>> local_address("localhost")

@@ -54,8 +54,7 @@ def size_of(precision: Precision) -> int:
 
 def frame_size(num: int, precision: Precision) -> int:
     """Return the bytes of a frame of ``num`` numbers."""
-    exponent = 2 if precision is Precision.FP16 else 0
-    return num * size_of(precision) + exponent
+    return num * size_of(precision) + (2 if precision is Precision.FP16 else 0)
 
 
 def encode_floats(values: Floats, precision: Precision) -> memoryview:
@@ -73,11 +72,7 @@ def encode_floats(values: Floats, precision: Precision) -> memoryview:
 
 
 def decode_floats(frame: Frame, num: int, precision: Precision) -> Floats:
-    """Read ``num`` numbers from a frame; float32 is not copied.
-
-    Raises:
-        FrameError: the frame has another length.
-    """
+    """Read ``num`` numbers from a frame of that length; float32 is not copied."""
     size_bytes = 4 * num if precision is Precision.FP32 else frame_size(num, precision)
     if len(frame) != size_bytes:
         raise FrameError(

@@ -9,11 +9,11 @@ not wait for a coordinator that has ended, as when its port was taken, and the
 coordinator does not wait for members that ended before they joined.
 """
 
+import contextlib
 import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -46,7 +46,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     def of_this_process(cls) -> "ProcessIdentity":
         """Return a new identity of this process."""
         pid = os.getpid()
-        return cls(pid, _process_table(), _read_state(pid)[1], uuid.uuid4().hex)
+        return cls(pid, _process_table(), _read_stat(pid)[2], uuid.uuid4().hex)
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended: one of this host."""
@@ -58,28 +58,21 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         Returns:
             Whether the signal was sent.
         """
-        if not self._is_in_own_table():
-            return False
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except OSError:
-            return False
-        try:
-            # The descriptor holds the process that is checked: its number may not.
-            if not self._is_running():
-                return False
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            if self._is_in_own_table():
+                descriptor = os.pidfd_open(self.pid)
+                stack.callback(os.close, descriptor)
+                # The descriptor holds the process that is checked: its number may not.
+                if self._is_running():
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    return True
+        return False
 
     def _is_in_own_table(self) -> bool:
         return bool(self.process_table) and self.process_table == _process_table()
 
     def _is_running(self) -> bool:
-        state, start = _read_state(self.pid)
+        state, _, start = _read_stat(self.pid)
         return state not in "ZX" and start == self.start
 
 
@@ -103,15 +96,15 @@ class Siblings:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
-            self._pids = set(_find_children(self._parent))
+            self._pids = set()
+            for entry in Path("/proc").glob("[0-9]*"):
+                state, parent, _ = _read_stat(int(entry.name))
+                if parent == self._parent and state not in "ZX":
+                    self._pids.add(int(entry.name))
         return self._pids
 
     def require_coordinator(self) -> None:
-        """Raise once the coordinator is known to have ended; call it repeatedly.
-
-        Raises:
-            JobError: it has.
-        """
+        """Raise JobError once the coordinator is known to have ended; call it often."""
         pids = self.running()
         if pids is None or any(map(_is_coordinator, pids)):
             self._gone_since = None
@@ -126,16 +119,6 @@ class Siblings:
             )
 
 
-def _find_children(parent: int) -> Iterator[int]:
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, its_parent, *_ = _read_stat(int(entry.name))
-        except OSError:
-            continue  # it has ended meanwhile
-        if int(its_parent) == parent and state not in "ZX":
-            yield int(entry.name)
-
-
 def _is_coordinator(pid: int) -> bool:
     try:
         return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -143,19 +126,14 @@ def _is_coordinator(pid: int) -> bool:
         return False
 
 
-def _read_stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on."""
-    # "pid (name) state parent ...", where the name may hold any character.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _read_state(pid: int) -> tuple[str, str]:
-    """Return the state of a process, "X" if there is none, and its start time."""
+def _read_stat(pid: int) -> tuple[str, int, str]:
+    """Return state ("X": there is no such process), parent and start of a process."""
     try:
-        fields = _read_stat(pid)
+        # "pid (name) state parent ...", where the name may hold any character.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "X", ""
-    return fields[0], fields[19]
+        return "X", 0, ""
+    return fields[0], int(fields[1]), fields[19]
 
 
 def _process_table() -> str:

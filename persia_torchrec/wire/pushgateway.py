@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -52,7 +53,8 @@ _EXPECTED = (OSError, http.client.HTTPException, PersiaError)
 """Errors of a push that are logged without a traceback."""
 
 Read = Callable[[], Sequence[Reading]]
-"""Returns the current metrics; the pushing thread calls it."""
+"""Returns the current metrics; the pushing thread calls it. An error that it raises is
+logged like a failed push."""
 
 
 def is_pushed(settings: MetricsSettings) -> bool:
@@ -65,30 +67,18 @@ def push_metrics(
 ) -> "Pushes | None":
     """Start to push metrics until closed; return None if :func:`is_pushed` is false.
 
-    Args:
-        role: as PERSIA's launcher calls it.
-        index: which replica of the role this is.
-        settings: of the global config.
-        read: see ``Read``.
+    ``role`` is as PERSIA's launcher calls it, ``index`` that of the replica.
     """
-    gateway = env.metrics_gateway()
-    if gateway is not None and settings.enable_metrics:
-        labels = {"job": settings.job_name, "instance": f"rep_{index}", "role": role}
-        return Pushes(gateway, labels, settings.push_interval_seconds, read)
-    enabled = settings.enable_metrics
-    logger.info("metrics are not pushed gateway=%s enable=%s", gateway, enabled)
-    return None
+    gateway, enabled = env.metrics_gateway(), settings.enable_metrics
+    if gateway is None or not enabled:
+        logger.info("metrics are not pushed gateway=%s enable=%s", gateway, enabled)
+        return None
+    labels = {"job": settings.job_name, "instance": f"rep_{index}", "role": role}
+    return Pushes(gateway, labels, settings.push_interval_seconds, read)
 
 
 class Pushes:
-    """Pushes metrics until it is closed. Any thread may close it.
-
-    Args:
-        gateway: host, a name or an address without brackets, and port.
-        labels: all but ``ip_addr``.
-        interval_s: seconds from one push to the next.
-        read: see ``Read``; an error that it raises is logged like a failed push.
-    """
+    """Pushes metrics until it is closed. Any thread may close it."""
 
     def __init__(
         self,
@@ -97,9 +87,9 @@ class Pushes:
         interval_s: float,
         read: Read,
     ) -> None:
-        self._host = gateway[0]
+        self._host, port = gateway
         host = f"[{self._host}]" if ":" in self._host else self._host
-        self._url = f"{host}:{gateway[1]}"
+        self._url = url = f"{host}:{port}"
         self._labels = labels
         self._interval_s = interval_s
         self._read = read
@@ -110,12 +100,8 @@ class Pushes:
             target=self._run, name="metrics pushes", daemon=True
         )
         self._thread.start()
-        logger.info(
-            "metrics are pushed gateway=%s %s interval_s=%g",
-            self._url,
-            labels,
-            interval_s,
-        )
+        said = "metrics are pushed gateway=%s %s interval_s=%g"
+        logger.info(said, url, labels, interval_s)
 
     def close(self) -> None:
         """Push once more, and stop. Waits for ``CLOSE_TIMEOUT_S`` at most."""
@@ -133,10 +119,11 @@ class Pushes:
 
     def _push(self, timeout_s: float) -> None:
         try:
-            readings = _Readings(self._read())
-            address = local_address(self._host)  # it may change
-            labels = {**self._labels, "ip_addr": address}
-            job = labels.pop("job")
+            labels = {
+                **self._labels,
+                "ip_addr": local_address(self._host),
+            }  # may change
+            job, readings = labels.pop("job"), _Readings(self._read())
             push_to_gateway(self._url, job, readings, labels, timeout_s, _send)
         except Exception as exc:  # the role continues without metrics
             self._num_failed += 1
@@ -165,26 +152,24 @@ def _send(
 
     def send() -> None:
         request = Request(url, data, dict(headers), method=method)
-        with build_opener(ProxyHandler({})).open(request, timeout=timeout):
-            pass
+        build_opener(ProxyHandler({})).open(request, timeout=timeout).close()
 
     return send
 
 
+@dataclass
 class _Readings(Collector):
     """Readings as the library expects them: those of one name together."""
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
-        self._readings = readings
+    readings: Sequence[Reading]
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for reading in self._readings:
+        for reading in self.readings:
+            name = reading.name
             kind = "unknown" if reading.kind == "untyped" else reading.kind
-            family = families.setdefault(
-                reading.name, Metric(reading.name, reading.help, kind)
-            )
-            ending = "_total" if reading.kind == "counter" else ""
+            family = families.setdefault(name, Metric(name, reading.help, kind))
+            ending = "_total" if kind == "counter" else ""
             labels = {} if reading.feature is None else {"feat": reading.feature}
-            family.add_sample(reading.name + ending, labels, reading.value)
+            family.add_sample(name + ending, labels, reading.value)
         yield from families.values()

@@ -15,8 +15,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable
+from types import FrameType
 from typing import Self
 
 logger = logging.getLogger(__name__)
@@ -26,18 +26,20 @@ Handler = Callable[[int, FrameType | None], None]
 _JOIN_TIMEOUT_S = 2.0
 
 
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing in the main thread; the call interrupts a sleep there."""
+
+
 class EndSignals:
     """Receives signals from the beginning to the end of a ``with`` block.
+
+    A thread of its own calls ``react`` with the signal's name, as ``"SIGTERM"``, and
+    the main thread calls ``handler``, as soon as possible.
 
     The main thread enters and leaves the block. Outside of it the previous handlers
     hold, which by default end the process at once; so they do in a child that is forked
     within the block. SIGINT stays ignored where it was, as in a command that a shell
     runs in the background. A handler set by other code within the block replaces ours.
-
-    Args:
-        react: called with the signal's name, as ``"SIGTERM"``, in a thread of its own.
-        handler: called as well, in the main thread, as soon as possible.
-        numbers: of the signals.
 
     Example::
 
@@ -47,18 +49,16 @@ class EndSignals:
     """
 
     def __init__(
-        self,
-        react: Callable[[str], None],
-        *,
-        handler: Handler | None = None,
-        numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
+        self, react: Callable[[str], None], *, handler: Handler = _ignore
     ) -> None:
         self._react = react
-        self._handler = handler or _ignore
+        self._handler = handler
         self._is_set = False
         self._held = threading.local()  # signal mask of a thread that forks
         self._numbers = [
-            n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN
+            number
+            for number in (signal.SIGTERM, signal.SIGINT)
+            if signal.getsignal(number) is not signal.SIG_IGN
         ]
 
     def __enter__(self) -> Self:
@@ -78,12 +78,7 @@ class EndSignals:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
         os.close(self._writer)  # which ends the thread
         self._thread.join(_JOIN_TIMEOUT_S)
@@ -120,7 +115,7 @@ class EndSignals:
             for number in self._numbers:
                 if number in numbers and signal.getsignal(number) == self._handler:
                     try:
-                        self._react(signal.Signals(number).name)
+                        self._react(number.name)
                     except Exception:
                         logger.exception("the reaction to %s failed", number)
         os.close(self._reader)
@@ -137,13 +132,10 @@ def end_by_signals() -> None:
 
 
 def is_in_compiler(frame: FrameType | None) -> bool:
-    """Return whether a thread is inside numba, which compiles or loads a loop.
+    """Return whether a thread is inside numba, by its innermost frame.
 
     An exception that a handler raises there is lost, or leaves incomplete objects of
     LLVM, which end the process by SIGSEGV.
-
-    Args:
-        frame: the innermost of the thread, as a handler gets it.
     """
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -151,7 +143,3 @@ def is_in_compiler(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing in the main thread; the call interrupts a sleep there."""

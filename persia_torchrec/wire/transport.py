@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import zmq
@@ -64,6 +64,19 @@ _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
 _CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+_LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
+    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: SILENT_S // 2,
+    zmq.TCP_KEEPALIVE_INTVL: 1,
+    zmq.TCP_KEEPALIVE_CNT: SILENT_S - SILENT_S // 2,
+    zmq.TCP_MAXRT: 1000 * SILENT_S,  # TCP_USER_TIMEOUT
+}
+"""They end connections to a host that is gone. The kernels of both hosts detect the
+loss: an idle connection is probed, and sent data must be acknowledged. A process that
+compiles, holds the interpreter's lock or sends a frame for a minute keeps its
+connections. A stopped one (SIGSTOP) loses them only once its buffers are full."""
 
 _KEPT_BYTES = 2**28
 """Freed memory that stays with a process."""
@@ -119,11 +132,9 @@ class Listener:
     def __init__(self, host: str, port: int, greeting: Greeting = NO_JOB) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
         # A client reconnects under its routing id, maybe before its loss is seen.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        _set_limits(self._socket)
+        options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
+        self._socket = _open_socket(zmq.ROUTER, options)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as exc:
@@ -264,13 +275,24 @@ class Connections:
         self._closed = False  # guarded by _lock
         self._lost: set[int] = set()  # guarded by _lock
         self._numbers = itertools.count(1)
-        self._sockets: list[zmq.Socket[bytes]] = []
-        try:
-            self._sockets.extend(_connect(address, greeting) for address in addresses)
-        except ConfigError:
-            for socket in self._sockets:
-                socket.close(linger=0)
-            raise
+        options = {
+            zmq.SNDHWM: 0,
+            zmq.RECONNECT_IVL_MAX: 1000,
+        }  # max_pending is the bound
+        self._sockets = [
+            _open_socket(zmq.DEALER, {**options, zmq.ROUTING_ID: greeting.encode()})
+            for _ in addresses
+        ]
+        for socket, address in zip(self._sockets, addresses, strict=True):
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as exc:
+                for opened in self._sockets:
+                    opened.close(linger=0)
+                raise ConfigError(
+                    "An address must look like 'tcp://host:port'. "
+                    f"Received: {address!r} ({exc})."
+                ) from exc
         self._monitors = [
             socket.get_monitor_socket(_CHANGES) for socket in self._sockets
         ]
@@ -507,35 +529,11 @@ def keep_freed_memory() -> bool:
     return bool(reused and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
-def _connect(address: str, greeting: Greeting) -> "zmq.Socket[bytes]":
+def _open_socket(
+    kind: int, options: Mapping[zmq.SocketOption, int | bytes]
+) -> "zmq.Socket[bytes]":
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.SNDHWM, 0)  # max_pending is the bound
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.setsockopt(zmq.ROUTING_ID, greeting.encode())
-    _set_limits(socket)
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as exc:
-        socket.close()
-        raise ConfigError(
-            "An address must look like 'tcp://host:port'. "
-            f"Received: {address!r} ({exc})."
-        ) from exc
+    socket = context.socket(kind)
+    for option, value in {**_LIMITS, **options}.items():
+        socket.setsockopt(option, value)
     return socket
-
-
-def _set_limits(socket: "zmq.Socket[bytes]") -> None:
-    """Bound the messages of a socket, and end connections to a host that is gone.
-
-    Called before it is bound or connected. The kernels of both hosts detect the loss:
-    an idle connection is probed, and sent data must be acknowledged. A process that
-    compiles, holds the interpreter's lock or sends a frame for a minute keeps its
-    connections. A stopped one (SIGSTOP) loses them only once its buffers are full.
-    """
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, SILENT_S // 2)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, SILENT_S - SILENT_S // 2)
-    socket.setsockopt(zmq.TCP_MAXRT, 1000 * SILENT_S)  # TCP_USER_TIMEOUT

@@ -112,7 +112,7 @@ def _serve(flags: WorkerFlags) -> None:
             ", or pass --servers, or a global_config.yml with job_type: Infer",
         )
         index, size = flags.index, flags.num_workers
-        with JobMember.join("worker", index, size, store=store) as member:
+        with JobMember("worker", index, size, store=store) as member:
             _run(flags, member, ())
 
 

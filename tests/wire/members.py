@@ -31,7 +31,7 @@ def fail_after_the_end(port: int) -> None:
     """Send to a trainer that has left, as a data loader may."""
     get_default_logger()
     store = ("localhost", port, "")
-    with JobMember.join("loader", 0, 1, store=store, expendable=True) as member:
+    with JobMember("loader", 0, 1, store=store, expendable=True) as member:
         while member._num_beats == 0:  # the next is due in 30 s
             time.sleep(0.01)
         print("serving", flush=True)
@@ -152,4 +152,4 @@ def fork_a_child_that_leaves(port: int) -> None:
 
 
 def _join(port: int) -> JobMember:
-    return JobMember.join("server", 0, 1, store=("localhost", port, ""), timeout_s=120)
+    return JobMember("server", 0, 1, store=("localhost", port, ""))

@@ -7,8 +7,7 @@ import pytest
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.membership import JobTimings
+from persia_torchrec.wire.membership import JobTimings, MemberRecord
 from tests.processes import Processes, is_running, wait_until
 from tests.wire import members
 
