@@ -61,7 +61,9 @@ def train(
         imports=imports,
     )
     loaders = (
-        [roles.data_loaders(job, data_loader, data_loaders)] if data_loaders else []
+        [roles.scripts(job, "loader", data_loader, data_loaders)]
+        if data_loaders
+        else []
     )
     return specs.AppDef(
         name=roles.APP_NAME,
@@ -76,6 +78,6 @@ def train(
             roles.embedding_servers(job, embedding_servers, eviction),
             roles.embedding_workers(job, embedding_workers),
             *loaders,
-            roles.nn_workers(job, nn_worker, nn_workers, gpus=nn_worker_gpus),
+            roles.scripts(job, "trainer", nn_worker, nn_workers, gpus=nn_worker_gpus),
         ],
     )

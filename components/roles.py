@@ -100,7 +100,7 @@ def data_loader(
         env: further variables for the role, as NAME=value,NAME=value
     """
     job = _job(host, port, embedding_config, global_config, python, image, env)
-    return _app(roles.data_loaders(job, script, replicas))
+    return _app(roles.scripts(job, "loader", script, replicas))
 
 
 def nn_worker(
@@ -130,7 +130,7 @@ def nn_worker(
         env: further variables for the role, as NAME=value,NAME=value
     """
     job = _job(host, port, embedding_config, global_config, python, image, env)
-    return _app(roles.nn_workers(job, script, replicas, gpus=gpus))
+    return _app(roles.scripts(job, "trainer", script, replicas, gpus=gpus))
 
 
 def _job(

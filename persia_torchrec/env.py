@@ -92,20 +92,13 @@ def integer(name: str, minimum: int) -> int:
     return number
 
 
+# Under PERSIA's names: this NN worker's rank among all, its rank on its machine, how
+# many there are; which copy of its role this process is, how many there are.
 get_rank = partial(integer, "RANK", 0)
-"""Return this NN worker's rank among all; 0 when unset."""
-
 get_local_rank = partial(integer, "LOCAL_RANK", 0)
-"""Return this NN worker's rank on its machine; 0 when unset."""
-
 get_world_size = partial(integer, "WORLD_SIZE", 1)
-"""Return how many NN workers there are; 1 when unset."""
-
 get_replica_index = partial(integer, "REPLICA_INDEX", 0)
-"""Return which copy of its role this is; 0 when unset."""
-
 get_replica_size = partial(integer, "REPLICA_SIZE", 1)
-"""Return how many copies the role has; 1 when unset."""
 
 # Paths, each None when unset.
 embedding_config_path = partial(text, "PERSIA_EMBEDDING_CONFIG")

@@ -34,15 +34,11 @@ class FrameError(WireError):
 
 
 class ServerError(PersiaError):
-    """A server, or an embedding worker, did not do what was asked.
-
-    Attributes:
-        server: which one, as ``"embedding server 1 at tcp://127.0.0.1:7000"``.
-    """
+    """A server, or an embedding worker, did not do what was asked."""
 
     def __init__(self, message: str, *, server: str) -> None:
         super().__init__(f"{server}: {message}")
-        self.server = server
+        self.server = server  # as ``embedding server 1 at tcp://127.0.0.1:7000``
 
 
 class RequestTimeoutError(ServerError, TimeoutError):
@@ -54,15 +50,11 @@ class NotReadyError(ServerError):
 
 
 class RemoteError(ServerError):
-    """The other side raised; its own message follows.
-
-    Attributes:
-        kind: name of the error class on the other side, as ``"ConfigError"``.
-    """
+    """The other side raised; its own message follows."""
 
     def __init__(self, message: str, *, server: str, kind: str) -> None:
         super().__init__(f"{kind}: {message}", server=server)
-        self.kind = kind
+        self.kind = kind  # the error class on the other side, as ``ConfigError``
 
 
 class StalenessError(PersiaError, TimeoutError):

@@ -1,9 +1,7 @@
 """Metrics of a process: counters, gauges with their maximum, means between two pushes.
 
-``Metrics`` belongs to one thread. ``Observations`` are made by several and read by the
-one that pushes them: see ``wire/pushgateway.py``, which turns a ``Reading`` into
-``prometheus_client``'s types. PERSIA's names are gauges of means since the last push,
-which its own ``Summary`` does not have.
+``wire/pushgateway.py`` turns a ``Reading`` into ``prometheus_client``'s types, whose
+``Summary`` does not have PERSIA's gauges of means since the last push.
 """
 
 import threading
@@ -12,6 +10,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
+
+Kind = Literal["counter", "gauge", "untyped"]
+_Key = tuple[str, str | None]  # name and feature
 
 
 class Metrics:
@@ -43,8 +44,7 @@ class Reading(NamedTuple):
     name: str  # without the ending of a counter
     value: float
     help: str
-    # ``untyped`` is a counter whose name another program has fixed.
-    kind: Literal["counter", "gauge", "untyped"] = "gauge"
+    kind: Kind = "gauge"  # ``untyped`` is a counter whose name another program fixed
     feature: str | None = None  # value of the label ``feat``
 
 
@@ -83,10 +83,9 @@ class Observations:
     def __init__(self, helps: Mapping[str, str]) -> None:
         self._helps = helps
         self._lock = threading.Lock()
-        # By name and feature: sum and number. guarded by _lock
-        self._sums: dict[tuple[str, str | None], tuple[float, int]] = {}
-        self._counts: dict[tuple[str, str | None], int] = {}  # guarded by _lock
-        self._means = Means()
+        self._sums: dict[_Key, tuple[float, int]] = {}  # and numbers. guarded by _lock
+        self._counts: dict[_Key, int] = {}  # guarded by _lock
+        self._means: dict[_Key, float] = {}  # of the last reading
 
     def observe(self, name: str, value: float, feature: str | None = None) -> None:
         """Record a value; its mean since the last reading is read."""
@@ -107,16 +106,17 @@ class Observations:
             self._counts[name, feature] = self._counts.get((name, feature), 0) + times
 
     def read(self) -> list[Reading]:
-        """Return every mean and every count."""
+        """Return every count, and every mean: the previous one if there is no new."""
         with self._lock:
-            sums, counts = dict(self._sums), dict(self._counts)
-        readings = [
-            Reading(name, times, self._helps[name], "untyped", feature)
-            for (name, feature), times in counts.items()
+            sums, self._sums = self._sums, {}
+            counts = dict(self._counts)
+        self._means |= {key: total / num for key, (total, num) in sums.items()}
+        kinds: dict[Kind, Mapping[_Key, float]] = {
+            "untyped": counts,
+            "gauge": self._means,
+        }
+        return [
+            Reading(name, value, self._helps[name], kind, feature)
+            for kind, values in kinds.items()
+            for (name, feature), value in values.items()
         ]
-        for (name, feature), (total, num) in sums.items():
-            mean = self._means.since_last((name, feature), total, num)
-            if mean is not None:
-                help_ = self._helps[name]
-                readings.append(Reading(name, mean, help_, "gauge", feature))
-        return readings

@@ -1,8 +1,7 @@
 """What the mains of embedding servers, workers and inference servers have in common.
 
-A service is a member of a job, and ends with it; or it stands alone, and ends by
-SIGTERM or SIGINT. A ``Lifetime`` has the methods of ``JobMember``, so that a main need
-not tell the two apart::
+A service is a member of a job, or stands alone. A ``Lifetime`` has the methods of
+``JobMember``, so that a main need not tell the two apart::
 
     def serve(life: JobMember | Lifetime):
         server = Server(life.greeting)

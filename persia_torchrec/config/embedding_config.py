@@ -32,11 +32,8 @@ ID_BITS = 64
 class HashStack(Struct, frozen=True, kw_only=True):
     """``hash_stack_config`` of a slot: bucket ids instead of each id."""
 
-    hash_stack_rounds: Annotated[int, Meta(ge=0)]
-    """Bucket ids per id; 0 leaves the id as it is."""
-
-    embedding_size: Annotated[int, Meta(ge=0)]
-    """Buckets per round."""
+    hash_stack_rounds: Annotated[int, Meta(ge=0)]  # bucket ids per id; 0: the id stays
+    embedding_size: Annotated[int, Meta(ge=0)]  # buckets per round
 
     def __post_init__(self) -> None:
         if self.hash_stack_rounds and not self.embedding_size:
@@ -49,18 +46,10 @@ class HashStack(Struct, frozen=True, kw_only=True):
 class SlotSettings(Struct, frozen=True, kw_only=True):
     """One entry of ``slots_config``."""
 
-    dim: Annotated[int, Meta(ge=1)]
-    """Weights per row."""
-
-    sample_fixed_size: Annotated[int, Meta(ge=1)] = 10
-    """Ids per sample when they are not summed."""
-
-    embedding_summation: bool = True
-    """Whether the rows of a sample are summed up to one."""
-
-    sqrt_scaling: bool = False
-    """Whether that sum is divided by the square root of the number of ids."""
-
+    dim: Annotated[int, Meta(ge=1)]  # weights per row
+    sample_fixed_size: Annotated[int, Meta(ge=1)] = 10  # ids, when they are not summed
+    embedding_summation: bool = True  # of the rows of a sample
+    sqrt_scaling: bool = False  # divide the sum by the root of the number of ids
     hash_stack: HashStack = field(
         name="hash_stack_config",
         default=HashStack(hash_stack_rounds=0, embedding_size=0),
@@ -70,29 +59,20 @@ class SlotSettings(Struct, frozen=True, kw_only=True):
 class SlotConfig(SlotSettings, frozen=True, kw_only=True):
     """One feature: how its ids are looked up, and what becomes of the rows."""
 
-    name: str
-    """Of the id type feature in a batch."""
-
-    group: str
-    """Name of its feature group."""
-
-    index_prefix: int
-    """Added to its ids: the number of the group, shifted to the top bits."""
+    name: str  # of the id type feature in a batch
+    group: str  # name of its feature group
+    index_prefix: int  # added to its ids: the group's number, shifted to the top bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddingSchema:
     """The whole file, its groups numbered."""
 
-    feature_index_prefix_bit: int
-    """How many top bits of an id are the number of its feature group."""
-
-    slots: Mapping[str, SlotConfig]
-    """By name, in the file's order."""
-
+    feature_index_prefix_bit: int  # top bits of an id that are its group's number
+    slots: Mapping[str, SlotConfig]  # by name, in the file's order
+    # Names of the slots of each group, all of one dim, in the order of the groups'
+    # numbers. A slot in no group is alone in one with its name.
     groups: Mapping[str, tuple[str, ...]]
-    """Names of the slots of each group, all of one dim, in the order of the groups'
-    numbers. A slot in no group is alone in one with its name."""
 
 
 class _File(Struct, frozen=True, kw_only=True):

@@ -37,37 +37,30 @@ from persia_torchrec.errors import ConfigError
 _ADDRESS = re.compile(r"(?:tcp://)?([^\s:/\[\]]+):([0-9]{1,5})")
 
 Positive = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(min_length=1)]
 
 
 class MetricsSettings(Struct, frozen=True, kw_only=True):
     """``common_config.metrics_config``."""
 
-    enable_metrics: bool = True
-    """Whether metrics are pushed, to the gateway that the environment names."""
-
-    job_name: Annotated[str, Meta(min_length=1)] = "persia_default_jobname"
-    """The value of the label ``job``."""
-
+    enable_metrics: bool = True  # push them, to the gateway of the environment
+    job_name: Text = "persia_default_jobname"  # the value of the label ``job``
     push_interval_seconds: Positive = 10
-    """Seconds from one push to the next."""
 
 
 class CheckpointingSettings(Struct, frozen=True, kw_only=True):
     """``common_config.checkpointing_config``."""
 
-    num_workers: Positive = 4
-    """Threads that write or read a checkpoint."""
+    num_workers: Positive = 4  # threads that write or read a checkpoint, in PERSIA
 
 
 class InferSettings(Struct, frozen=True, kw_only=True):
     """``common_config.infer_config``."""
 
+    # Addresses of the servers, as ``host:port``, in the order of their shards.
     servers: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """Addresses of the servers, as ``host:port``, in the order of their shards."""
-
-    embedding_checkpoint: Annotated[str, Meta(min_length=1)]
-    """The folder that the servers load: a checkpoint, or a folder with several, for
-    its latest complete one."""
+    # A checkpoint, or a folder with several, for its latest complete one.
+    embedding_checkpoint: Text
 
     def __post_init__(self) -> None:
         for address in self.servers:
@@ -102,13 +95,8 @@ class CommonSettings(Struct, frozen=True, kw_only=True):
     """``common_config``: for all roles."""
 
     metrics: MetricsSettings = field(name="metrics_config", default=MetricsSettings())
-    job_type: str = "Train"
-    """``Train``; ``Eval``, which is the same without increments; or ``Infer``: servers
-    and workers serve a checkpoint."""
-
+    job_type: str = "Train"  # or Eval, the same without increments; or Infer
     infer: InferSettings | None = field(name="infer_config", default=None)
-    """See :class:`InferSettings`; present if, and only if, the job is for inference."""
-
     checkpointing: CheckpointingSettings = field(
         name="checkpointing_config", default=CheckpointingSettings()
     )
@@ -131,38 +119,26 @@ class CommonSettings(Struct, frozen=True, kw_only=True):
 class EmbeddingWorkerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_worker_config``."""
 
+    # Batches of one data loader that may wait for their lookup; then the loader waits.
     forward_buffer_size: Positive = 1000
-    """Batches of one data loader that may wait for their lookup; a full buffer makes
-    the loader wait."""
-
+    # After which a batch that no trainer asked for may be forgotten.
     buffered_data_expired_sec: Positive = 1000
-    """Seconds after which a batch that no trainer asked for may be forgotten."""
 
 
 class EmbeddingParameterServerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_parameter_server_config``."""
 
+    # Rows per server; beyond that, the least recently used are evicted.
     capacity: Positive = 1_000_000_000
-    """Rows per server; beyond that, the least recently used are evicted."""
-
-    num_hashmap_internal_shards: Positive = 100
-    """Locks of PERSIA's index."""
-
+    num_hashmap_internal_shards: Positive = 100  # locks of PERSIA's index
+    # Write increments in training; with job_type: Infer, follow those of a training.
     enable_incremental_update: bool = False
-    """Whether servers write increments in training; with ``job_type: Infer``, whether
-    they follow those of a training."""
-
+    # Changes of rows after which an increment is begun before its time.
     incremental_buffer_size: Positive = 1_000_000
-    """Changes of rows after which an increment is begun before its time."""
-
-    incremental_dir: str = "/workspace/incremental_dir/"
-    """Where the increments are: a folder that all servers see, or a URL."""
-
+    incremental_dir: str = "/workspace/incremental_dir/"  # of all servers, or a URL
+    # Increments that may wait while they cannot be written.
     incremental_channel_capacity: Positive = 1000
-    """Increments that may wait while they cannot be written."""
-
-    incremental_interval_seconds: Positive = 2
-    """Seconds from one increment to the next."""
+    incremental_interval_seconds: Positive = 2  # from one increment to the next
 
 
 class GlobalSettings(Struct, frozen=True, kw_only=True):

@@ -27,17 +27,10 @@ T = TypeVar("T")
 class OtherKey(NamedTuple):
     """A key of PERSIA's files or pages that does not do here what it says."""
 
-    kind: str
-    """``renamed``, ``ignored``, ``no_effect`` or ``zero``: see the TOML file."""
-
-    key_path: str
-    """Keys from the top of the file, with a dot between; ``*`` is any key."""
-
-    right_key: str
-    """Key path of what was meant; empty: there is no such setting here."""
-
-    reason: str
-    """Where the key comes from; without a right key, what it would have done."""
+    kind: str  # ``renamed``, ``ignored``, ``no_effect`` or ``zero``
+    key_path: str  # keys from the top, with a dot between; ``*`` is any key
+    right_key: str  # key path of what was meant; empty: there is no such setting here
+    reason: str  # origin of the key; without a right key, what it would have done
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("differences.toml").read_text())

@@ -74,14 +74,13 @@ class Children:
     def find_failed(self) -> str | None:
         """Return a message about a process that has failed, if one has."""
         for name, process in self._processes:
-            if status := _poll(process):
+            if status := _wait(process, 0):
                 return f"{name} ended with status {status}; its error stands above."
         return None
 
     def require_none_failed(self) -> None:
         """Raise JobError if a process has failed."""
-        failure = self.find_failed()
-        if failure is not None:
+        if failure := self.find_failed():
             raise JobError(f"The job failed: {failure}")
 
     def end(self) -> None:
@@ -155,19 +154,14 @@ class Watch:
         return reason if state == "failed" else None
 
 
-def _poll(process: Process) -> int | None:
-    """Return the exit status of a process; None while it runs."""
-    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
-
-
 def _wait(process: Process, timeout_s: float | None) -> int | None:
     """Wait for the end of a process; return its status, None if it still runs."""
     if isinstance(process, BaseProcess):
         process.join(timeout_s)
-    else:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s)
-    return _poll(process)
+        return process.exitcode
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout_s)
+    return None
 
 
 def _run_work(role: str, index: int, size: int, work: Work) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from persia_torchrec import env
-from persia_torchrec.command_line import build, given_flags
+from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.service_main import run_service
@@ -44,40 +44,25 @@ class CoordinatorConfig:
 
     port: int
     """TCP port of the address book; 0 takes a free one."""
-
-    job_id: str = field(default="", metadata={"flag": None})
-    """Id of the job; empty: one is drawn."""
-
     num_trainers: int = 0
     """How many NN workers the job has; it is finished when all are done."""
-
     num_predictors: int = 0
     """How many inference servers a job without NN workers has; it is finished when the
     coordinator is told to end."""
-
     num_servers: int = 0
     """How many embedding servers the job has."""
-
     num_workers: int = 0
     """How many embedding workers the job has."""
-
     num_loaders: int = 0
     """How many data loaders the job has."""
-
-    loopback: bool = field(default=False, metadata={"flag": None})
-    """Listen for this host only; so for a job of torchx's local_cwd."""
-
     join_timeout_s: float = 120.0
     """How long after the start a member may join."""
-
     leave_timeout_s: float = 30.0
     """How long after the end of the job a member may take to leave. One on the
     coordinator's host is killed then; others are left to their scheduler."""
-
     linger_s: float = 1.5
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
     local job at the moment its last process ends, and may lose lines of the others."""
-
     timings: JobTimings = field(default_factory=JobTimings)
     """Heartbeat intervals and timeouts of all members."""
 
@@ -259,10 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(argv: Sequence[str] | None) -> int:
     refuse_inference("coordinator", env.global_config_path())
-    given = given_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
-    given |= {"loopback": env.is_local_job(), "job_id": env.job_id()}
-    config = build(CoordinatorConfig, given)
-    book = AddressBook.host(config.port, loopback=config.loopback, job_id=config.job_id)
+    config = parse_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
+    is_local, job_id = env.is_local_job(), env.job_id()
+    book = AddressBook.host(config.port, loopback=is_local, job_id=job_id)
     coordinator = Coordinator(config, book)
     with EndSignals(coordinator.end):
         return 0 if coordinator.run() == "finished" else 1

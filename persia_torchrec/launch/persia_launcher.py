@@ -1,22 +1,7 @@
 """``persia-launcher``: PERSIA's command line, for jobs that are started by hand.
 
-Its four commands and their flags, and a fifth where PERSIA starts nats-server. A whole
-job on one machine::
-
-    export PERSIA_STORE_PORT=29400
-    export PERSIA_EMBEDDING_CONFIG=embedding_config.yml
-    export PERSIA_GLOBAL_CONFIG=global_config.yml
-    persia-launcher coordinator &
-    persia-launcher embedding-parameter-server &
-    persia-launcher embedding-worker &
-    persia-launcher data-loader data_loader.py &
-    persia-launcher nn-worker train.py
-
-On several machines ``PERSIA_STORE_HOST`` names the coordinator's, for all of them. With
-``PERSIA_JOB_ID``, for the coordinator too, a process that comes to the port of another
-job is rejected at once; without it, when its index is taken. With ``job_type: Infer``
-in ``global_config.yml`` the embedding servers and workers need no coordinator. A
-command replaces itself by the process that it starts.
+Its four commands and their flags, and a fifth where PERSIA starts nats-server; see
+``MIGRATION.md``. A command replaces itself by the process that it starts.
 """
 
 import argparse
@@ -76,13 +61,10 @@ class NnWorker:
         default_factory=env.nn_worker_entry, metadata={"positional": True}
     )
     """The script [PERSIA_NN_WORKER_ENTRY]"""
-
     nproc_per_node: int = 1
     """NN workers per machine."""
-
     node_rank: int = 0
     """Index of this machine."""
-
     nnodes: int = 1
     """Machines with NN workers."""
 
@@ -133,7 +115,6 @@ class NnWorker:
 class _Replica:
     replica_index: int = 0
     """Index of this process among those of its role."""
-
     replica_size: int = 1
     """How many processes the role has."""
 
@@ -170,16 +151,13 @@ class _Service(_Replica):
 
     embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
-
     global_config: str | None = field(default_factory=env.global_config_path)
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
-
     imports: tuple[str, ...] = field(
         default=(), metadata={"flag": "--import", "repeat": True}
     )
     """Module to import at the start, which registers optimizers, initializers or
     admissions of its own; may be given several times."""
-
     port: int = 8888
     """TCP port to listen on."""
 
@@ -233,16 +211,12 @@ class Coordinator:
 
     port: int | None = None
     """TCP port [PERSIA_STORE_PORT]"""
-
     embedding_parameter_servers: int = 1
     """Processes of the role."""
-
     embedding_workers: int = 1
     """Processes of the role."""
-
     data_loaders: int = 1
     """Processes of the role."""
-
     nn_workers: int = 1
     """Processes of the role."""
 

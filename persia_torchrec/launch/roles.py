@@ -9,6 +9,7 @@ Variables tell a process where the others are, see ``env.py``; flags, the rest.
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torchx import specs
 
@@ -19,36 +20,27 @@ from persia_torchrec.wire.ports import free_port
 
 APP_NAME = "persia"
 
+_SETTINGS = {  # how components call the number of processes of a role
+    "server": "embedding_servers",
+    "worker": "embedding_workers",
+    "loader": "data_loaders",
+    "trainer": "nn_workers",
+    "predictor": "predictors",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings:
     """What all roles of one job have in common."""
 
-    embedding_config: str
-    """Path of ``embedding_config.yml``, where the roles run."""
-
+    embedding_config: str  # path where the roles run, like the next
     global_config: str
-    """Path of ``global_config.yml``, where the roles run."""
-
-    port: int
-    """TCP port of the job's address book, in ``[1, 65535]``."""
-
-    host: str = ""
-    """Host of the address book; empty: where torchx starts the first role, of an app
-    that holds the whole job."""
-
-    python: str = "python3"
-    """The interpreter, looked up in PATH where the role runs."""
-
-    image: str = ""
-    """Passed to the scheduler unchanged."""
-
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Further variables for every role."""
-
-    imports: str = ""
-    """Modules that servers and workers import, separated by commas: they register
-    optimizers, initializers or admissions of their own."""
+    port: int  # of the address book, in ``[1, 65535]``
+    host: str = ""  # of the address book; empty: of the first role of the whole job
+    python: str = "python3"  # the interpreter, looked up in PATH where the role runs
+    image: str = ""  # passed to the scheduler unchanged
+    env: Mapping[str, str] = field(default_factory=dict)  # further variables
+    imports: str = ""  # modules that servers and workers import, separated by commas
 
     def __post_init__(self) -> None:
         for name in ("embedding_config", "global_config", "python"):
@@ -57,13 +49,14 @@ class JobSettings:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
             )
-        reserved = sorted(self.env.keys() & self._variables(1).keys())
+        variables = self._variables(1)
+        reserved = sorted(self.env.keys() & variables.keys())
         if reserved:
             raise ConfigError(
                 f"env must not set what the job sets itself. Received: {reserved}."
             )
         # Slurm takes the variables as one list, separated by commas.
-        for name, value in {**self._variables(1), **self.env}.items():
+        for name, value in {**variables, **self.env}.items():
             if "," in value:
                 raise ConfigError(
                     f"A variable must hold no comma. Received: {name}={value!r}."
@@ -71,15 +64,12 @@ class JobSettings:
 
     def _variables(self, num_replicas: int) -> dict[str, str]:
         """Return the variables by which a process finds the job and its index in it."""
-        # A single role joins the job at the host, whatever its id is.
-        job = (
-            {"PERSIA_STORE_HOST": self.host}
-            if self.host
-            else {
+        job = {"PERSIA_STORE_HOST": self.host}
+        if not self.host:  # else a single role, which joins whichever job is there
+            job = {
                 "PERSIA_STORE_HOST_ENV": specs.macros.rank0_env,
                 "PERSIA_JOB_ID": specs.macros.app_id,
             }
-        )
         return {
             "PERSIA_STORE_PORT": str(self.port),
             **job,
@@ -104,6 +94,10 @@ class JobSettings:
         gpus: int = 0,
     ) -> specs.Role:
         """Build a role that runs a module of this package."""
+        if num_replicas < 1:
+            raise ConfigError(
+                f"{_SETTINGS[name]} must be >= 1. Received: {num_replicas}."
+            )
         return specs.Role(
             name=name,
             image=self.image,
@@ -133,11 +127,7 @@ def embedding_servers(
     *,
     checkpoint: str | None = None,
 ) -> specs.Role:
-    """Build the role of the embedding servers, one process per shard.
-
-    With a checkpoint they serve it, for inference.
-    """
-    _require_count("embedding_servers", num_servers, 1)
+    """Build the role of the servers; with a checkpoint they serve it, for inference."""
     if eviction not in ("lru", "lfu"):
         raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
     if checkpoint is not None:
@@ -156,11 +146,7 @@ def embedding_servers(
 def embedding_workers(
     job: JobSettings, num_workers: int, *, learn_tables: bool = False
 ) -> specs.Role:
-    """Build the role of the embedding workers.
-
-    They learn the tables from servers that serve a checkpoint.
-    """
-    _require_count("embedding_workers", num_workers, 1)
+    """Build the role of the workers, which may learn the tables from a checkpoint."""
     flags = format_flags(
         index=specs.macros.replica_id,
         num_workers=num_workers,
@@ -182,7 +168,6 @@ def predictors(
     follow_model: bool = False,
 ) -> specs.Role:
     """Build the role of the inference servers; the i-th listens on ``port + i``."""
-    _require_count("predictors", num_predictors, 1)
     _require_text("http_host", host)
     if port < 1 or port + num_predictors - 1 > MAX_PORT:
         raise ConfigError(
@@ -199,39 +184,32 @@ def predictors(
     return job.role("predictor", "serving", flags, num_predictors)
 
 
-def data_loaders(job: JobSettings, script: str, num_loaders: int) -> specs.Role:
-    """Build the role of the data loaders; ``script`` may hold arguments."""
-    _require_count("data_loaders", num_loaders, 1)
-    arguments = ["loader", *_split_words("data_loader", script)]
-    return job.role("loader", "launch.script", arguments, num_loaders)
-
-
-def nn_workers(
-    job: JobSettings, script: str, num_trainers: int, *, gpus: int = 0
+def scripts(
+    job: JobSettings,
+    role: Literal["loader", "trainer"],
+    script: str,
+    num: int,
+    *,
+    gpus: int = 0,
 ) -> specs.Role:
-    """Build the role of the NN workers, with ``gpus`` devices each."""
-    _require_count("nn_workers", num_trainers, 1)
-    _require_count("nn_worker_gpus", gpus, 0)
-    arguments = ["trainer", *_split_words("nn_worker", script)]
-    return job.role("trainer", "launch.script", arguments, num_trainers, gpus=gpus)
+    """Build the role of the data loaders, or of NN workers with ``gpus`` devices each.
 
-
-def _split_words(name: str, script: str) -> list[str]:
+    ``script`` may hold arguments, as in a shell.
+    """
+    name = _SETTINGS[role].removesuffix("s")
     _require_text(name, script)
+    if gpus < 0:
+        raise ConfigError(f"{name}_gpus must be >= 0. Received: {gpus}.")
     try:
-        return shlex.split(script)
+        words = shlex.split(script)
     except ValueError as exc:
         raise ConfigError(
             f"{name} must be a file name and its arguments, as in a shell. "
             f"Received: {script!r} ({exc})."
         ) from exc
+    return job.role(role, "launch.script", [role, *words], num, gpus=gpus)
 
 
 def _require_text(name: str, value: str) -> None:
     if not value.strip():
         raise ConfigError(f"{name} must name a file. Received: {value!r}.")
-
-
-def _require_count(name: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ConfigError(f"{name} must be >= {minimum}. Received: {value}.")

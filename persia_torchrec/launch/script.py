@@ -1,12 +1,9 @@
 """Run a user's script as a trainer or a data loader of a job.
 
-``python -m persia_torchrec.launch.script trainer|loader SCRIPT [ARGUMENTS...]``
-
-The script runs in this process as ``__main__``, as ``python SCRIPT ARGUMENTS...``
-would run it. Around it the process is a member of the job. An exception of the script,
-or an exit status other than 0, ends the whole job. When the script has ended, the
-process stays until the job is finished, because Slurm ends a job soon after the first
-of its processes ends. A data loader whose script still runs then is interrupted.
+An exception of the script, or an exit status other than 0, ends the whole job. When the
+script has ended, the process stays until the job is finished, because Slurm ends a job
+soon after the first of its processes ends. A data loader whose script still runs then
+is interrupted.
 
 ``trainer -`` is a proxy trainer: its work is done when its standard input is closed. A
 job lasts as long as its trainers work, and a member ends with its job. So a test or a
@@ -32,18 +29,15 @@ from persia_torchrec.wire.signals import end_by_signals
 
 logger = logging.getLogger("persia_torchrec.launch.script")  # also as __main__
 
-PROXY = "-"
-"""In place of a script."""
+PROXY = "-"  # in place of a script
 
 _ROLES = {"trainer": "NN worker", "loader": "data loader"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script as a member of the job; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__spec__.name}",
-        description="Run a user's script as a member of a job.",
-    )
+    about = "Run a user's script as a member of a job."
+    parser = argparse.ArgumentParser(f"python -m {__spec__.name}", description=about)
     parser.add_argument("role", choices=_ROLES)
     parser.add_argument("script", help="the user's Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -59,20 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_member(
     role: str, name: str, work: Callable[[], object], *, is_proxy: bool = False
 ) -> int:
-    """Do a trainer's or a data loader's work as a member of the job; return the status.
+    """Do work as a member of the job, in the main thread; return the exit status.
 
-    The main thread calls this, and the process ends soon after. What ``work`` raises
-    ends the job. A proxy is the only trainer, whatever the environment says.
+    What ``work`` raises ends the job. A proxy is the only trainer, whatever the
+    environment says.
     """
     end_by_signals()
     get_default_logger()
     # torchrun has set the ranks of the trainers, and their rendezvous.
     by_torchrun = role == "trainer" and env.text("TORCHELASTIC_RUN_ID") is not None
-    index, size = env.get_replica_index(), env.get_replica_size()
-    if by_torchrun:
-        index, size = env.get_rank(), env.get_world_size()
     if is_proxy:
         index, size = 0, 1
+    elif by_torchrun:
+        index, size = env.get_rank(), env.get_world_size()
+    else:
+        index, size = env.get_replica_index(), env.get_replica_size()
     try:
         refuse_inference(_ROLES[role], env.global_config_path())
         store = env.require_job_store(f"A {_ROLES[role]}")
@@ -113,17 +108,10 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
             raise
 
 
-def set_up_rendezvous(
-    book: AddressBook,
-    rank: int,
-    world_size: int,
-    *,
-    timeout_s: float = timeouts.RENDEZVOUS_S,
-) -> None:
+def set_up_rendezvous(book: AddressBook, rank: int, world_size: int) -> None:
     """Set the variables of this trainer that ``torch.distributed`` reads.
 
-    A trainer's rank is its replica index, its local rank that among the trainers with
-    the same host name, so that each takes a device of its own. Waits until every
+    The local rank is among the trainers with the same host name. Waits until every
     trainer of the job has called this, or raises DiscoveryError.
     """
     if not 0 <= rank < world_size:
@@ -135,18 +123,16 @@ def set_up_rendezvous(
     if rank == 0:
         address = local_address(book.host_name)
         book.tell("trainer/master", f"{address} {free_port(address)}")
-    *host_names, master = book.ask([*hosts, "trainer/master"], timeout_s=timeout_s)
+    *host_names, master = book.ask(
+        [*hosts, "trainer/master"], timeout_s=timeouts.RENDEZVOUS_S
+    )
     address, _, port = master.rpartition(" ")
-    variables: dict[str, str | int] = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": host_names[:rank].count(host_names[rank]),
-        "LOCAL_WORLD_SIZE": host_names.count(host_names[rank]),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
-    for name, value in variables.items():
-        env.set_env(name, value)
+    env.set_env("RANK", rank)
+    env.set_env("WORLD_SIZE", world_size)
+    env.set_env("LOCAL_RANK", host_names[:rank].count(host_names[rank]))
+    env.set_env("LOCAL_WORLD_SIZE", host_names.count(host_names[rank]))
+    env.set_env("MASTER_ADDR", address)
+    env.set_env("MASTER_PORT", port)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ def train(port: int = 0) -> specs.AppDef:
         name=roles.APP_NAME,
         roles=[
             roles.coordinator(job, **counts),
-            roles.data_loaders(job, "loader.py", 1),
-            roles.nn_workers(job, "train.py", 1),
+            roles.scripts(job, "loader", "loader.py", 1),
+            roles.scripts(job, "trainer", "train.py", 1),
         ],
     )
 """
