@@ -39,8 +39,8 @@ class FeatureSpec(NamedTuple):
     """One feature: which table its ids belong to, and how a bag becomes one vector.
 
     Attributes:
-        name: of the columns in the pooled array, each once in a collection.
-        key: name of its ids in a batch; features of several tables may share it.
+        name: of its columns, each once in a collection.
+        key: of its ids in a batch; features of several tables may share it.
         table: name of the table; several features may share one.
         pooling: ``sum``; ``mean``: divided by the number of ids; ``sqrt``: by its root.
             An empty bag gives zeros.

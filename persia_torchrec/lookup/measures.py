@@ -19,16 +19,15 @@ Dimension key:
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from persia_torchrec.compiled import read_only
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
-from persia_torchrec.lookup.sharded_lookup import RoutedBatch
+from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.metrics import Observations, Reading
 from persia_torchrec.routing.hashing import Ids, farmhash64
-from persia_torchrec.wire.precision import Floats
 
 _HELPS = {
     "batch_unique_indices_rate": "different ids of a batch, of all its ids",
@@ -70,36 +69,35 @@ class LookupMeasures(Observations):
 
     def note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:
         """Take down the ids of a batch, and which of them are different."""
+        table_of = batch.features.table_of
         for f, feature in enumerate(batch.features.specs):
             ids = bags[feature.key].ids
             if len(ids) == 0:
                 continue
             rounds = feature.hash_stack_rounds
-            unique_U = _unique_ids(batch, f)
+            unique_U = batch.tables[table_of[f]][1].ids
+            if table_of.count(table_of[f]) > 1:
+                is_used_U = np.zeros(len(unique_U), dtype=np.bool_)
+                is_used_U[batch.inverses[f]] = True
+                unique_U = unique_U[is_used_U]
             # Where buckets stand for ids, the ids themselves are those of the batch.
             self._distinct[feature.name].add(ids if rounds else unique_U)
             rate = len(unique_U) / (len(ids) * max(rounds, 1))
             self.observe("batch_unique_indices_rate", rate, feature.name)
 
-    def note_not_finite(self, grads: Iterable[tuple[str, Floats]]) -> None:
+    def note_not_finite(self, batch: RoutedBatch, grads: Outputs) -> None:
         """Count values of gradients that are not finite, of each feature."""
-        for feature, grad in grads:
-            is_bad = ~np.isfinite(grad)
-            if num := int(np.count_nonzero(is_bad)):
-                num_embeddings = int(np.count_nonzero(is_bad.any(axis=1)))
-                self.count("nan_count", num, feature)
-                self.count("nan_grad_skipped", num_embeddings, feature)
-
-
-def _unique_ids(batch: RoutedBatch, f: int) -> Ids:
-    """Return the different ids of a feature, of all those of its table."""
-    table_of = batch.features.table_of
-    ids_U = batch.tables[table_of[f]][1].ids
-    if table_of.count(table_of[f]) == 1:
-        return ids_U
-    is_used_U = np.zeros(len(ids_U), dtype=np.bool_)
-    is_used_U[batch.inverses[f]] = True
-    return ids_U[is_used_U]
+        features = batch.features
+        for output, grad in zip(features.outputs, grads, strict=True):
+            start = 0
+            for f in output:
+                stop = start + batch.row_shapes[features.table_of[f]][1]
+                is_bad = ~np.isfinite(grad[:, start:stop])
+                start, name = stop, features.specs[f].name
+                if num := int(np.count_nonzero(is_bad)):
+                    num_embeddings = int(np.count_nonzero(is_bad.any(axis=1)))
+                    self.count("nan_count", num, name)
+                    self.count("nan_grad_skipped", num_embeddings, name)
 
 
 class DistinctIds:

@@ -97,40 +97,26 @@ def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
 
 def pool_weighted(bags: FeatureBags, weights_L: Floats) -> Floats:
     """Pool the bags of one feature with weights ``(L,)``; float32 ``(B, D)``."""
-    inverse_L, lengths_B = read_only(bags.inverse), read_only(bags.lengths)
-    pooling = POOLINGS.index(bags.pooling)
-    rows_UD = read_only(bags.rows)
-    return _pool_weighted(rows_UD, read_only(weights_L), inverse_L, lengths_B, pooling)
+    return _pool_weighted(*_weighted(bags, weights_L))
 
 
 def weighted_gradients(
     grads_BD: Floats, bags: FeatureBags, weights_L: Floats
 ) -> tuple[Floats, Floats]:
     """Return the gradients of the rows, ``(U, D)``, and of the weights, ``(L,)``."""
-    return _weighted_gradients(
-        read_only(grads_BD),
+    return _weighted_gradients(*_weighted(bags, weights_L), read_only(grads_BD))
+
+
+def _weighted(
+    bags: FeatureBags, weights_L: Floats
+) -> tuple[Floats, Floats, Positions, Lengths, int]:
+    return (
         read_only(bags.rows),
         read_only(weights_L),
         read_only(bags.inverse),
         read_only(bags.lengths),
         POOLINGS.index(bags.pooling),
     )
-
-
-def gather(rows_UD: Floats, inverse_L: Positions) -> Floats:
-    """Return the row of each id, float32 ``(L, D)``.
-
-    Example:
-        >>> rows_UD = np.array([[1, 2], [3, 4]], dtype=np.float32)
-        >>> gather(rows_UD, np.array([1, 1, 0], dtype=np.int32)).tolist()
-        [[3.0, 4.0], [3.0, 4.0], [1.0, 2.0]]
-    """
-    return _gather(read_only(rows_UD), read_only(inverse_L))
-
-
-def scatter_add(grads_LD: Floats, inverse_L: Positions, out_UD: Floats) -> None:
-    """Add the gradient of each id to that of its row."""
-    _scatter_add(read_only(grads_LD), read_only(inverse_L), out_UD)
 
 
 def warm_up() -> None:
@@ -282,12 +268,12 @@ def _pool_weighted(
 
 @compiled
 def _weighted_gradients(
-    grads_BD: Floats,
     rows_UD: Floats,
     weights_L: Floats,
     inverse_L: Positions,
     lengths_B: Lengths,
     pooling: int,
+    grads_BD: Floats,
 ) -> tuple[Floats, Floats]:
     dim = rows_UD.shape[1]
     of_rows_UD = np.zeros(rows_UD.shape, dtype=np.float32)
@@ -306,23 +292,3 @@ def _weighted_gradients(
             of_weights_L[j] = scale * dot
             j += 1
     return of_rows_UD, of_weights_L
-
-
-@compiled
-def _gather(rows_UD: Floats, inverse_L: Positions) -> Floats:
-    dim = rows_UD.shape[1]
-    out_LD = np.empty((len(inverse_L), dim), dtype=np.float32)
-    for j in range(len(inverse_L)):
-        row, out = rows_UD[inverse_L[j]], out_LD[j]
-        for d in range(dim):
-            out[d] = row[d]
-    return out_LD
-
-
-@compiled
-def _scatter_add(grads_LD: Floats, inverse_L: Positions, out_UD: Floats) -> None:
-    dim = out_UD.shape[1]
-    for j in range(len(inverse_L)):
-        grad, out = grads_LD[j], out_UD[inverse_L[j]]
-        for d in range(dim):
-            out[d] += grad[d]

@@ -20,34 +20,20 @@ Dimension key:
 """
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.lookup import pooling
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths, check_bags
-from persia_torchrec.lookup.pooling import (
-    FeatureBags,
-    add_gradients,
-    gather,
-    pool,
-    scatter_add,
-    warm_up,
-)
+from persia_torchrec.routing import shard
 from persia_torchrec.routing.hashing import add_prefix, hash_stack
-from persia_torchrec.routing.shard import (
-    Counts,
-    Positions,
-    ShardedIds,
-    count_repeats,
-    route_ids,
-)
+from persia_torchrec.routing.shard import Counts, Positions, ShardedIds
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire.messages import Precision
 from persia_torchrec.wire.precision import Floats
@@ -60,23 +46,21 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 
 class BatchFeatures:
-    """The features of a batch, in the order of the outputs or of their columns.
+    """The features of a batch, in the order of its outputs and of their columns.
 
-    ``tables`` names each of their tables once, ``table_of`` gives the index of each
-    feature's table, and ``by_table`` the features in the order of their tables.
+    ``outputs`` has the indices of the features in each output, ``tables`` names each
+    table once, ``table_of`` has the index of each feature's table, and ``by_table`` the
+    features in the order of their tables.
     """
 
-    def __init__(self, specs: Sequence[FeatureSpec]) -> None:
+    def __init__(
+        self, specs: Sequence[FeatureSpec], outputs: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.specs = tuple(specs)
+        self.outputs = outputs
         self.tables = list(dict.fromkeys(spec.table for spec in self.specs))
         self.table_of = [self.tables.index(spec.table) for spec in self.specs]
         self.by_table = sorted(range(len(self.specs)), key=self.table_of.__getitem__)
-
-    @cached_property
-    def pooled_and_raw(self) -> list[list[int]]:
-        """Indices of all pooled features; then, by itself, that of each raw one."""
-        pooled = [f for f, spec in enumerate(self.specs) if not spec.num_places]
-        return [pooled, *([f] for f, spec in enumerate(self.specs) if spec.num_places)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +70,11 @@ class RoutedBatch:
     Attributes:
         number: None when the batch is not for training.
         features: of the batch; only their tables are asked and updated.
+        row_shapes: for each table, ``(U, D)``.
         inverses: for each feature, int32 ``(L,)``: which of its table's grouped ids
             each id is.
         lengths: for each feature, int32 ``(B,)``: ids per bag.
+        num_bags: for each output, its length.
         counts: for each table, uint32 ``(U,)``: how often each of its grouped ids
             occurs in the batch; None where that is not needed.
         places: for each raw feature, int32 ``(B, F)``, see ``RawIds``.
@@ -98,44 +84,33 @@ class RoutedBatch:
     number: BatchNumber | None
     features: BatchFeatures
     tables: list[tuple[str, ShardedIds]]
-    dims: list[int]
+    row_shapes: list[tuple[int, int]]
     inverses: list[Positions]
     lengths: list[Lengths]
-    num_samples: int
+    num_bags: list[int]
     counts: list[Counts | None]
     places: Sequence[Positions]
     slots: tuple[str, ...]
 
     def bags(
-        self, rows: Sequence[Floats], features: Iterable[int] | None = None
-    ) -> list[FeatureBags]:
-        """Return the bags of features (all of them) over rows or sums of gradients."""
+        self, rows: Sequence[Floats], features: Iterable[int]
+    ) -> list[pooling.FeatureBags]:
+        """Return the bags of some features over rows or sums of gradients."""
         specs, table_of = self.features.specs, self.features.table_of
         return [
-            FeatureBags(
+            pooling.FeatureBags(
                 rows[table_of[f]], self.inverses[f], self.lengths[f], specs[f].pooling
             )
-            for f in (range(len(specs)) if features is None else features)
+            for f in features
         ]
 
-    def zeros(self) -> list[Floats]:
-        """Return zeros for each table's unique rows: slices of one array, as sent."""
-        shapes = [
-            (len(ids.ids), dim)
-            for (_, ids), dim in zip(self.tables, self.dims, strict=True)
-        ]
-        stops = list(itertools.accumulate([num * dim for num, dim in shapes]))
-        flat = np.zeros(stops[-1], dtype=np.float32)
-        pieces = np.split(flat, stops[:-1])
-        return [piece.reshape(s) for piece, s in zip(pieces, shapes, strict=True)]
 
+class ShardedLookup:
+    """Pull batches and push their gradients; pool all features into one output.
 
-class ShardedLookup(ABC):
-    """Pull batches and push their gradients; what all lookups share.
-
-    Any thread may call any method. The features are in the order of the outputs, or of
-    their columns; one may stand there more than once, as a feature that a table names
-    twice. The lookup does not close its client.
+    The output is float32 ``(B, T)``. Any thread may call any method. The features are
+    in the order of the outputs' columns; one may stand there more than once, as a
+    feature that a table names twice. The lookup does not close its client.
     """
 
     def __init__(
@@ -146,9 +121,8 @@ class ShardedLookup(ABC):
         precision: Precision = Precision.FP32,
         timed: Timed = nullcontext,
     ) -> None:
-        self._all = BatchFeatures(features)
+        self._all = BatchFeatures(features, self.group(features))
         self.features = self._all.specs
-        self.table_of = self._all.table_of
         self._keys = {feature.key for feature in self.features}
         different = [feature.name for feature in dict.fromkeys(self.features)]
         if not different or len(set(different)) < len(different):
@@ -159,7 +133,7 @@ class ShardedLookup(ABC):
         self._precision = precision
         self._timed = timed
         with telling_of_compilation():  # before the first batch waits for it
-            warm_up()
+            pooling.warm_up()
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make the tables known to the servers; see ``EmbeddingClient.add_tables``."""
@@ -187,17 +161,43 @@ class ShardedLookup(ABC):
         """Return the dim of each feature."""
         return [self.client.table(feature.table).dim for feature in self.features]
 
-    @abstractmethod
-    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
-        """Return the shape of each output, and of its gradient."""
+    def group(self, specs: Sequence[FeatureSpec]) -> list[list[int]]:
+        """Return the indices of the features in each output."""
+        return [[*range(len(specs))]]
 
-    @abstractmethod
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
+        """Return the shape of each output, and of its gradient."""
+        features, rows = batch.features, batch.row_shapes
+        return [
+            (num, sum([rows[features.table_of[f]][1] for f in output]))
+            for num, output in zip(batch.num_bags, features.outputs, strict=True)
+        ]
+
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Make what the model is given out of the read-only rows, per table."""
+        return tuple(
+            [
+                pooling.pool(batch.bags(rows, output), num)
+                for num, output in zip(
+                    batch.num_bags, batch.features.outputs, strict=True
+                )
+            ]
+        )
 
-    @abstractmethod
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Return the gradient of the unique rows, float32 ``(U, D)`` per table."""
+        """Return the gradient of the unique rows, float32 ``(U, D)`` per table.
+
+        They are slices of one array, as they are sent.
+        """
+        stops = list(itertools.accumulate([num * dim for num, dim in batch.row_shapes]))
+        pieces = np.split(np.zeros(stops[-1], dtype=np.float32), stops[:-1])
+        sums = [
+            piece.reshape(shape)
+            for piece, shape in zip(pieces, batch.row_shapes, strict=True)
+        ]
+        for grad, output in zip(grads, batch.features.outputs, strict=True):
+            pooling.add_gradients(grad, batch.bags(sums, output))
+        return sums
 
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
@@ -272,7 +272,7 @@ class ShardedLookup(ABC):
         for f, piece in zip(features.by_table, pieces, strict=True):
             num_ids[features.table_of[f]] += len(piece)
         ids_L, num_servers = np.concatenate(pieces), self.client.num_servers
-        tables, inverse_L = route_ids(ids_L, num_ids, num_servers)
+        tables, inverse_L = shard.route_ids(ids_L, num_ids, num_servers)
         inverses, stop = [inverse_L] * len(specs), 0
         for f, piece in zip(features.by_table, pieces, strict=True):
             start, stop = stop, stop + len(piece)
@@ -282,12 +282,15 @@ class ShardedLookup(ABC):
             number,
             features,
             list(zip(features.tables, tables, strict=True)),
-            [table.spec.dim for table in known],
+            [
+                (len(ids.ids), table.spec.dim)
+                for table, ids in zip(known, tables, strict=True)
+            ],
             inverses,
             [bag.lengths for bag in bags],
-            num_samples,
+            [len(bags[o[0]].lengths) if o else num_samples for o in features.outputs],
             [
-                count_repeats(ids.inverse, len(ids.ids))
+                shard.count_repeats(ids.inverse, len(ids.ids))
                 if number is not None and table.wants_counts
                 else None
                 for table, ids in zip(known, tables, strict=True)
@@ -303,48 +306,25 @@ def _stack_hashes(bags: Bags, feature: FeatureSpec) -> Bags:
     return Bags(hash_stack(bags.ids, rounds, size), bags.lengths * np.int32(rounds))
 
 
-class PooledLookup(ShardedLookup):
-    """Pools the bags of a batch; its one output is float32 ``(B, T)``."""
-
-    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
-        """Return the shape of the one output."""
-        return [(batch.num_samples, sum([batch.dims[t] for t in self.table_of]))]
-
-    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
-        """Pool the rows of a batch."""
-        return (pool(batch.bags(rows), batch.num_samples),)
-
-    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Sum the gradients of the bags for each row in them."""
-        (grads_BT,) = grads
-        sums = batch.zeros()
-        add_gradients(grads_BT, batch.bags(sums))
-        return sums
-
-
 class SequenceLookup(ShardedLookup):
     """Gives a row for each id; its outputs are float32 ``(L, D)``, one per feature."""
 
-    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
-        """Return the shape of each feature's output."""
-        return [
-            (len(inverse_L), batch.dims[table])
-            for inverse_L, table in zip(batch.inverses, self.table_of, strict=True)
-        ]
+    def group(self, specs: Sequence[FeatureSpec]) -> list[list[int]]:
+        """Return an output for each feature."""
+        return [[f] for f in range(len(specs))]
+
+    def select(
+        self, bags: Mapping[str, Bags]
+    ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
+        """Return the features of a batch, with a bag for each id."""
+        features, selected, _ = super().select(bags)
+        ids = [bag.ids for bag in selected]
+        return features, [Bags(i, np.ones(len(i), dtype=np.int32)) for i in ids], ()
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
-        """Gather the row of each id."""
-        return tuple(
-            gather(rows[table], inverse_L)
-            for table, inverse_L in zip(self.table_of, batch.inverses, strict=True)
-        )
-
-    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Sum the gradients of each row."""
-        sums = batch.zeros()
-        for f, grads_LD in enumerate(grads):
-            scatter_add(grads_LD, batch.inverses[f], sums[self.table_of[f]])
-        return sums
+        """Return the row of each id; faster than to pool bags of one id."""
+        each = zip(batch.features.table_of, batch.inverses, strict=True)
+        return tuple([rows[table].take(inverse_L, axis=0) for table, inverse_L in each])
 
 
 class RowsLookup(ShardedLookup):
@@ -354,12 +334,9 @@ class RowsLookup(ShardedLookup):
     however often its id is in the batch. The outputs cannot be written to.
     """
 
-    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
+    def shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
         """Return the shape of each table's output."""
-        return [
-            (len(ids.ids), dim)
-            for (_, ids), dim in zip(batch.tables, batch.dims, strict=True)
-        ]
+        return batch.row_shapes
 
     def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
         """Return the rows."""

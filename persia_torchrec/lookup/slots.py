@@ -22,9 +22,9 @@ Dimension key:
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,14 +33,13 @@ import numpy.typing as npt
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.compiled import compiled, read_only
-from persia_torchrec.config.embedding_config import EmbeddingSchema, SlotConfig
+from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths
 from persia_torchrec.lookup.measures import LookupMeasures
-from persia_torchrec.lookup.pooling import add_gradients, pool
 from persia_torchrec.lookup.sharded_lookup import (
     BatchFeatures,
     Outputs,
@@ -50,7 +49,6 @@ from persia_torchrec.lookup.sharded_lookup import (
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
-from persia_torchrec.wire.precision import Floats
 
 _RETRY_S = 0.1
 
@@ -73,10 +71,6 @@ class LookupHello:
 
     slots: tuple[Slot, ...]
     num_rows: tuple[int, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Describe it in plain JSON values."""
-        return asdict(self)
 
 
 def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> LookupHello:
@@ -107,9 +101,8 @@ def require_slots(received: Sequence[str], expected: Sequence[str]) -> None:
 
 def build_features(schema: EmbeddingSchema) -> tuple[FeatureSpec, ...]:
     """Return one feature per slot, in the file's order."""
-
-    def build(slot: SlotConfig) -> FeatureSpec:
-        return FeatureSpec(
+    return tuple(
+        FeatureSpec(
             name=slot.name,
             key=slot.name,
             table=slot.group,
@@ -120,8 +113,8 @@ def build_features(schema: EmbeddingSchema) -> tuple[FeatureSpec, ...]:
             hash_stack_size=slot.hash_stack.embedding_size,
             num_places=0 if slot.embedding_summation else slot.sample_fixed_size,
         )
-
-    return tuple(map(build, schema.slots.values()))
+        for slot in schema.slots.values()
+    )
 
 
 def build_tables(
@@ -156,17 +149,16 @@ def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
 class RawIds(NamedTuple):
     """The ids of a raw slot, as PERSIA lays out what it does not pool.
 
-    A sample has as many places as the slot's ``sample_fixed_size`` says. Its first ids
-    take them in their order; further ids are left out, and places without an id are
-    empty. Each different id of the batch is looked up once, and a place names its row,
-    from 1:
+    The first ids of a sample take its places, as many as the slot's
+    ``sample_fixed_size`` says; further ids are left out. Each different id of the batch
+    is looked up once, and a place names its row, from 1; 0 is an empty place:
 
         samples [7, 8], [], [8, 9, 9]    ids     7  8  9
         of 2 places each                 places  1  2 | 0  0 | 2  3
 
     Attributes:
         ids: uint64 ``(N,)``, in the order of their first appearance.
-        places: int32 ``(B, F)``: which id stands there, from 1; 0 where none does.
+        places: int32 ``(B, F)``.
     """
 
     ids: Ids
@@ -239,36 +231,30 @@ class SlotsLookup(ShardedLookup):
             replies = self.push(batch, grads)
             outcome = PushOutcome.read(reply.frames() for reply in replies)
         if self.measures is not None and outcome.num_refused:  # else all were finite
-            self.measures.note_not_finite(self.gradients_of_slots(batch, grads))
+            self.measures.note_not_finite(batch, grads)
         return outcome
+
+    def group(self, specs: Sequence[FeatureSpec]) -> list[list[int]]:
+        """Return an output for all pooled slots, and one for each raw slot."""
+        pooled = [f for f, spec in enumerate(specs) if not spec.num_places]
+        return [pooled, *([f] for f, spec in enumerate(specs) if spec.num_places)]
 
     def select(
         self, bags: Mapping[str, Bags]
     ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
         """Return the slots of a batch; see :meth:`ShardedLookup.select`."""
         require_slots(list(bags), [feature.key for feature in self.features])
-        feature_of = {feature.key: feature for feature in self.features}
-        features = BatchFeatures([feature_of[key] for key in bags])
+        spec_of = {feature.key: feature for feature in self.features}
+        specs = [spec_of[key] for key in bags]
         selected, places = [], []
-        for feature in features.specs:
-            of_feature = bags[feature.key]
-            if feature.num_places:
-                raw = build_raw_ids(of_feature, feature.num_places)
+        for spec in specs:
+            of_slot = bags[spec.key]
+            if spec.num_places:
+                raw = build_raw_ids(of_slot, spec.num_places)
                 places.append(raw.places)
-                of_feature = Bags(raw.ids, np.ones(len(raw.ids), dtype=np.int32))
-            selected.append(of_feature)
-        return features, selected, places
-
-    def gradients_of_slots(
-        self, batch: RoutedBatch, grads: Sequence[Floats]
-    ) -> Iterator[tuple[str, Floats]]:
-        """Yield each slot of a batch with its columns of the outputs' gradients."""
-        features = batch.features
-        for part, grad in zip(features.pooled_and_raw, grads, strict=True):
-            ends = np.cumsum([batch.dims[features.table_of[f]] for f in part])[:-1]
-            pieces = np.split(grad, ends, axis=1) if part else []
-            for f, piece in zip(part, pieces, strict=True):
-                yield features.specs[f].name, piece
+                of_slot = Bags(raw.ids, np.ones(len(raw.ids), dtype=np.int32))
+            selected.append(of_slot)
+        return BatchFeatures(specs, self.group(specs)), selected, places
 
     def hello(self) -> LookupHello:
         """Tell all slots, and how many rows the servers hold."""
@@ -277,25 +263,3 @@ class SlotsLookup(ShardedLookup):
             for feature, dim in zip(self.features, self.dims(), strict=True)
         )
         return LookupHello(slots, tuple(self.client.num_rows()))
-
-    def shapes(self, batch: RoutedBatch) -> list[tuple[int, ...]]:
-        """Return the shape of each output."""
-        features = batch.features
-        dims = [batch.dims[table] for table in features.table_of]
-        pooled, *raw = features.pooled_and_raw
-        return [
-            (batch.num_samples, sum(dims[f] for f in pooled)),
-            *((len(batch.lengths[f]), dims[f]) for (f,) in raw),
-        ]
-
-    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
-        """Sum the rows of each bag, or of each id's buckets."""
-        parts = zip(batch.features.pooled_and_raw, self.shapes(batch), strict=True)
-        return tuple(pool(batch.bags(rows, part), num) for part, (num, _) in parts)
-
-    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Sum the gradients of each row."""
-        sums = batch.zeros()
-        for part, grad in zip(batch.features.pooled_and_raw, grads, strict=True):
-            add_gradients(grad, batch.bags(sums, part))
-        return sums

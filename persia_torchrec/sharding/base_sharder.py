@@ -155,20 +155,21 @@ class CollectionSharder(TableControl, PlannedSharder):
         spec = self.describe(module)
         world_size = env.world_size if self._gradient_division else 1
         pipeline = self.make_pipeline(spec, device)
-        tables = self.remote_tables.add(pipeline, spec.tables, device)
+        added = self.remote_tables.add(pipeline, spec.tables, device)
         if env.world_size > 1:
             self.remote_tables.meet(env.process_group, device)
         self.join_trainers(pipeline, env, device)
-        # A table of two collections is in the optimizer of the first.
-        keys = {f"{sharded_type.weights_in}.{name}.weight": name for name in tables}
         sharded = sharded_type(
             pipeline,
             spec,
             self.remote_tables,
             device=device,
             gradient_scale=1 / world_size,
-            optimizer=self.remote_tables.build_optimizer(keys),
         )
+        # A table of two collections is in the optimizer of the first.
+        names = {k: n for k, n in sharded.tables_by_key().items() if n in added}
+        if names:
+            sharded.fused_optimizer = self.remote_tables.build_optimizer(names)
         sharded.before_first_pull = self.require_known_settings
         return sharded
 

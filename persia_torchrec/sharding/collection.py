@@ -78,14 +78,6 @@ class CollectionSpec:
     is_weighted: bool = False  # a batch has a weight for each id, which pooling uses
     needs_ids: bool = False  # sequences come with their ids
 
-    def keys(self) -> list[str]:
-        """Return the features that a batch must have, each once."""
-        return list(dict.fromkeys(feature.key for feature in self.features))
-
-    def names(self) -> list[str]:
-        """Return the names of the columns, one per feature."""
-        return [feature.name for feature in self.features]
-
     def dims(self) -> list[int]:
         """Return the dim of each feature, in the order of the columns."""
         dim_of = {table.name: table.dim for table in self.tables}

@@ -38,6 +38,7 @@ from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     LazyAwaitable,
+    LazyNoWait,
     ModuleSharder,
     ParameterSharding,
     ShardedModule,
@@ -65,7 +66,7 @@ from persia_torchrec.sharding.collection import (
     select_tables,
     table_configs,
 )
-from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection, lazy_output
+from persia_torchrec.sharding.remote_lookup import LazyOutput, ShardedRemoteCollection
 from persia_torchrec.sharding.torchrec_api import ParametersInTurn, sharded_settings
 from persia_torchrec.table import require_known_tables
 
@@ -244,7 +245,12 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
         started = ctx.remote_input.wait().wait()
         remote = self.remote.compute_and_output_dist(ctx.remote_context, started)
         columns = self._columns
-        return lazy_output(lambda: join_outputs(columns, local.wait(), remote.wait()))
+
+        def join() -> KeyedTensor | dict[str, JaggedTensor]:
+            return join_outputs(columns, local.wait(), remote.wait())
+
+        is_traced = torch.compiler.is_dynamo_compiling()  # see LazyOutput
+        return LazyNoWait(join()) if is_traced else LazyOutput(join)
 
 
 class ShardedMixedEmbeddingBagCollection(

@@ -26,15 +26,11 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.lookup.bags import Bags, Pooling
-from persia_torchrec.lookup.pooling import (
-    FeatureBags,
-    pool_weighted,
-    weighted_gradients,
-)
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.lookup import pooling as host
+from persia_torchrec.lookup.bags import Bags, FeatureSpec, Pooling
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch, RowsLookup
-from persia_torchrec.table import TableChange
+from persia_torchrec.wire.messages import Precision
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -48,7 +44,6 @@ class DeviceBatch:
         rows: float32 ``(U, D)``, one per table.
         inverses: int32 ``(L,)``, one per feature.
         offsets: int32 ``(B + 1,)``, one per feature: where its bags begin, and L.
-        table_of: for each feature, the index of its table.
         came: ends when the above are on the device; None on the CPU.
         left: ends when the gradients are on the host; None before, and on the CPU.
     """
@@ -57,7 +52,6 @@ class DeviceBatch:
     rows: Tensors
     inverses: Tensors
     offsets: Tensors
-    table_of: Sequence[int]
     came: torch.cuda.Event | None
     left: torch.cuda.Event | None = None
 
@@ -84,59 +78,56 @@ class DeviceBatch:
         return tuple(arrays)
 
 
-class RowsOnDevice:
-    """A lookup whose batches have their rows on a device. Any thread may call it."""
+class RowsOnDevice(RowsLookup):
+    """A lookup whose batches are a ``DeviceBatch``: their rows are on a device."""
 
-    def __init__(self, lookup: RowsLookup, device: torch.device) -> None:
-        self._lookup = lookup
+    def __init__(
+        self,
+        client: EmbeddingClient,
+        features: Sequence[FeatureSpec],
+        *,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        super().__init__(client, features, precision=precision)
         self._device = device
-        self._on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def pull(
-        self, source: Mapping[str, Bags], number: BatchNumber | None
-    ) -> tuple[Outputs, DeviceBatch]:
+        self, bags: Mapping[str, Bags], number: BatchNumber | None
+    ) -> tuple[Outputs, Any]:
         """Fetch the rows of a batch, and begin to copy them to the device."""
-        rows, batch = self._lookup.pull(source, number)
+        rows, batch = super().pull(bags, number)
         return (), self._copied(rows, batch)  # the handle has the rows
 
-    def push(self, handle: DeviceBatch, grads: Outputs) -> list[Reply]:
+    def push(self, batch: Any, grads: Outputs) -> list[Reply]:
         """Send the gradients of the rows, when they are on the host."""
-        if handle.left is not None:
-            handle.left.synchronize()
-        return self._lookup.push(handle.batch, grads)
+        if batch.left is not None:
+            batch.left.synchronize()
+        return super().push(batch.batch, grads)
 
-    def abandon(self, handle: DeviceBatch) -> list[Reply]:
+    def abandon(self, batch: Any) -> list[Reply]:
         """Tell the servers that a training batch will get no gradients."""
-        return self._lookup.abandon(handle.batch)
-
-    def change_tables(self, change: TableChange) -> None:
-        """Change the settings of the tables; no push is in flight."""
-        self._lookup.change_tables(change)
+        return super().abandon(batch.batch)
 
     def _copied(self, rows: Outputs, batch: RoutedBatch) -> DeviceBatch:
         offsets = [np.append(np.int32(0), np.cumsum(n)) for n in batch.lengths]
-        indices = [*batch.inverses, *offsets]
+        indices, num = [*batch.inverses, *offsets], len(batch.inverses)
         with torch.cuda.stream(self._stream):  # does nothing for None
-            on_device = tuple(self._copy([of_table], np.float32) for of_table in rows)
+            on_device = tuple([self._copy([of_table], np.float32) for of_table in rows])
             flat = self._copy(indices, np.int32)
-            came = torch.cuda.Event() if self._on_gpu else None
-            if came is not None:
-                came.record()
+            came = None if self._stream is None else self._stream.record_event()
         tensors = torch.split(flat, [len(index) for index in indices])
-        num = len(batch.inverses)
-        table_of = self._lookup.table_of
-        return DeviceBatch(
-            batch, on_device, tensors[:num], tensors[num:], table_of, came
-        )
+        return DeviceBatch(batch, on_device, tensors[:num], tensors[num:], came)
 
     def _copy(
         self, arrays: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]
     ) -> torch.Tensor:
         """Return arrays on the device, one after the other."""
-        shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
+        shape = (sum([len(array) for array in arrays]), *arrays[0].shape[1:])
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        staged = torch.empty(shape, dtype=torch_dtype, pin_memory=self._on_gpu)
+        is_pinned = self._stream is not None
+        staged = torch.empty(shape, dtype=torch_dtype, pin_memory=is_pinned)
         np.concatenate(arrays, out=staged.numpy())
         return staged.to(self._device, non_blocking=True)
 
@@ -148,14 +139,9 @@ def pool_rows(
     feature: int,
     pooling: Pooling,
 ) -> torch.Tensor:
-    """Pool the bags of a feature; float32 ``(B, D)``.
+    """Pool the bags of a feature, given its index in the batch; float32 ``(B, D)``.
 
-    Args:
-        rows_UD: float32, of the feature's table.
-        weights_L: float32, on the same device; None counts every id once.
-        batch: which row each id is.
-        feature: its index in the batch.
-        pooling: how.
+    Without weights, which are on the device of the rows, every id counts once.
     """
     pool = pool_by_torch
     if weights_L is not None and rows_UD.device.type == "cpu":
@@ -200,18 +186,19 @@ class _WeightedBags(torch.autograd.Function):
         feature: int,
         pooling: Pooling,
     ) -> torch.Tensor:
-        host = batch.batch
-        bags = FeatureBags(
-            rows_UD.numpy(), host.inverses[feature], host.lengths[feature], pooling
+        bags = host.FeatureBags(
+            rows_UD.numpy(),
+            batch.batch.inverses[feature],
+            batch.batch.lengths[feature],
+            pooling,
         )
         ctx.bags = bags._replace(rows=_NO_ROWS)  # autograd keeps them
         ctx.save_for_backward(rows_UD, weights_L)
-        return torch.from_numpy(pool_weighted(bags, weights_L.numpy()))
+        return torch.from_numpy(host.pool_weighted(bags, weights_L.numpy()))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_UD, weights_L = (tensor.numpy() for tensor in ctx.saved_tensors)
         bags = ctx.bags._replace(rows=rows_UD)
-        of_rows, of_weights = weighted_gradients(grads[0].numpy(), bags, weights_L)
-        both = torch.from_numpy(of_rows), torch.from_numpy(of_weights)
-        return *both, None, None, None
+        both = host.weighted_gradients(grads[0].numpy(), bags, weights_L)
+        return *map(torch.from_numpy, both), None, None, None

@@ -131,10 +131,8 @@ class RemoteTables:
             }
         return [spec.name for spec in added]
 
-    def build_optimizer(self, tables: Mapping[str, str]) -> RemoteOptimizer | None:
-        """Return an optimizer of tables, by name of their parameters; None if empty."""
-        if not tables:
-            return None
+    def build_optimizer(self, tables: Mapping[str, str]) -> RemoteOptimizer:
+        """Return an optimizer of tables, by the names of their parameters."""
         groups = {name: self.groups[table] for name, table in tables.items()}
         return RemoteOptimizer(groups, self.send)
 
@@ -143,11 +141,6 @@ class RemoteTables:
         specs, groups = self.specs, self.groups
         if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
             self.send(_learning_rates(groups.values()))
-
-    def loss_scale(self) -> float | None:
-        """Return the loss scale of this backward pass, if there is one."""
-        scaler = self.grad_scaler
-        return scaler.get_scale() if scaler and scaler.is_enabled() else None
 
     def meet(self, trainers: dist.ProcessGroup | None, device: torch.device) -> None:
         """Agree with other trainers, whose process group communicates on ``device``."""

@@ -34,8 +34,6 @@ from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.sharded_lookup import (
-    PooledLookup,
-    RowsLookup,
     SequenceLookup,
     ShardedLookup,
 )
@@ -55,7 +53,6 @@ from persia_torchrec.sharding.remote_lookup import (
 )
 from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import OptimizerState, load_tables
-from persia_torchrec.sharding.torchrec_api import processed_bags
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
 from persia_torchrec.wire.messages import Precision
@@ -107,7 +104,7 @@ class RemoteSharder(CollectionSharder):
     POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
     """Types of devices that get the unique rows and pool them, instead of the CPU."""
 
-    host_lookup: ClassVar[type[ShardedLookup]]
+    host_lookup: ClassVar[type[ShardedLookup]] = ShardedLookup
     """What looks batches up elsewhere."""
 
     def __init__(
@@ -216,12 +213,12 @@ class RemoteSharder(CollectionSharder):
         self, spec: CollectionSpec, device: torch.device
     ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, its tables known to the servers."""
-        is_pooled_here = spec.is_weighted or device.type in self.POOLS_ON
-        kind = RowsLookup if is_pooled_here else self.host_lookup
-        lookup: Any = kind(self._client, spec.features, precision=self._precision)
+        settings: dict[str, Any] = {"precision": self._precision}
+        kind = self.host_lookup
+        if spec.is_weighted or device.type in self.POOLS_ON:
+            kind, settings["device"] = RowsOnDevice, device
+        lookup = kind(self._client, spec.features, **settings)
         lookup.add_tables(spec.tables)
-        if is_pooled_here:
-            lookup = RowsOnDevice(lookup, device)
         return BatchPipeline(
             lookup, staleness=self._staleness, timeout_s=self._client.timeout_s
         )
@@ -249,7 +246,6 @@ class RemoteEmbeddingBagCollectionSharder(RemoteSharder):
 
     module_type = EmbeddingBagCollection
     sharded_type = ShardedRemoteEmbeddingBagCollection
-    host_lookup = PooledLookup
 
 
 class RemoteEmbeddingCollectionSharder(RemoteSharder):
@@ -319,9 +315,9 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_BagsHolderSharder):
     # positions of ids. Here the processors get the whole batch.
     sharding_type = ShardingType.TABLE_WISE.value
 
-    def tables_in(self, module: nn.Module) -> TableCollection:
+    def tables_in(self, module: Any) -> TableCollection:
         """Return the bags of a module."""
-        return processed_bags(module)
+        return module.split()[1]
 
     def put_on_servers(
         self, module: nn.Module, env: ShardingEnv, device: torch.device

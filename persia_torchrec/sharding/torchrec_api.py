@@ -15,7 +15,6 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 __all__ = ["ShardedTensor"]
@@ -53,13 +52,6 @@ def optimizers_in_backward(
 def set_device(collection: Any, device: torch.device) -> None:
     """Change which device a collection says it is on."""
     collection._device = device
-
-
-def processed_bags(
-    module: FeatureProcessedEmbeddingBagCollection,
-) -> EmbeddingBagCollection:
-    """Return the bags that feature processors weight."""
-    return module._embedding_bag_collection
 
 
 def feature_processors(module: FeatureProcessedEmbeddingBagCollection) -> nn.Module:

@@ -39,7 +39,6 @@ from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWork
 from persia_torchrec.sharding.base_sharder import CollectionSharder
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.remote_lookup import (
-    RemoteContext,
     ShardedRemoteCollection,
 )
 from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
@@ -93,10 +92,9 @@ class ShardedSlots(ShardedRemoteCollection):
 
     unsharded_module_type = EmbeddingBagCollection
 
-    def compute(self, ctx: RemoteContext, dist_input: PrefetchedBatch[Any]) -> Slots:
+    def make_output(self, batch: PrefetchedBatch[Any]) -> Slots:
         """Wait for the embeddings of each slot; see ``sharding/slot_tensors.py``."""
-        pulled = dist_input.wait()
-        handle, outputs = pulled.handle, self.embeddings(pulled)
+        outputs, handle = self.embeddings(batch.wait()), batch.handle
         of_config = [
             slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.spec.features, self.spec.dims(), strict=True)

@@ -28,6 +28,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -195,7 +196,7 @@ class WorkerProcess:
         match header.kind:
             case Kind.HELLO:
                 self._lookup.learn_tables()  # of a loaded checkpoint, with no trainer
-                return [encode_json(self._lookup.hello().to_json())]
+                return [encode_json(asdict(self._lookup.hello()))]
             case Kind.FORWARD:
                 return self._forward(header, frames)
             case Kind.BACKWARD:

@@ -74,7 +74,7 @@ def test_unique_rows_come_with_the_place_of_each_id(start):
     worker = start(RowsLookup)
     rows, batch = worker.pull(BAGS, BatchNumber(1, 1))
     assert worker.shapes(batch) == [(3, 4), (2, 3)] == [array.shape for array in rows]
-    assert worker.table_of == [0, 1, 0]
+    assert batch.features.table_of == [0, 1, 0]
     expected = rows_of(worker, "things", 5, 7, 5)
     np.testing.assert_array_equal(rows[0][batch.inverses[0]], expected)
     before = rows_of(worker, "users", 1, 2)

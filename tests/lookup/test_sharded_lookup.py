@@ -8,7 +8,7 @@ from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
-from persia_torchrec.lookup.sharded_lookup import PooledLookup
+from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Precision
 from tests import reference
@@ -74,7 +74,7 @@ def random_batch(seed, num_samples=20):
 def start(servers):
     def start(num_shards=2, features=FEATURES, **settings):
         client = servers.client(servers.start(num_shards))
-        worker = PooledLookup(client, features, **settings)
+        worker = ShardedLookup(client, features, **settings)
         worker.add_tables(TABLES)
         return worker
 
@@ -276,7 +276,7 @@ def test_tables_that_want_counts_learn_how_often_an_id_is_in_a_batch(
         FeatureSpec(name="a", key="a", table="counting"),
         FeatureSpec(name="b", key="b", table="counting"),
     ]
-    worker = PooledLookup(servers.client(running), features)
+    worker = ShardedLookup(servers.client(running), features)
     worker.add_tables([counting])
     bags = {"a": bags_of([5, 7, 5], [5]), "b": bags_of([7], [9, 9])}
     _, batch = worker.pull(bags, BatchNumber(1, 1))

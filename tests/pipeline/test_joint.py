@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.errors import BatchError, RemoteError
-from persia_torchrec.lookup.sharded_lookup import PooledLookup
+from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.wire.messages import Share
@@ -17,7 +17,7 @@ class Trainer:
 
     def __init__(self, client, rank, staleness, joint_timeout_s):
         self.client = client
-        worker = PooledLookup(client, [FEATURE])
+        worker = ShardedLookup(client, [FEATURE])
         worker.add_tables([COUNT])
         self.pipeline = BatchPipeline(worker, staleness=staleness, timeout_s=DEADLINE_S)
         self.trainers = Trainers(

@@ -20,7 +20,7 @@ from persia_torchrec.errors import (
     StalenessError,
 )
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
-from persia_torchrec.lookup.sharded_lookup import PooledLookup
+from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Header, Kind, encode_json
@@ -39,7 +39,7 @@ def bags_of(*ids):
     return {"count": Bags(ids_of(*ids), lengths)}
 
 
-class Gated(PooledLookup):
+class Gated(ShardedLookup):
     """An embedding worker whose pulls and pushes wait until a test lets them go."""
 
     def __init__(self, client):

@@ -13,11 +13,20 @@ from tests import reference
 def batch_of(inverse, lengths):
     """Return the batch of one feature."""
     routed = RoutedBatch(
-        None, BatchFeatures([]), [], [], [inverse], [lengths], len(lengths), [], (), ()
+        None,
+        BatchFeatures([]),
+        [],
+        [],
+        [inverse],
+        [lengths],
+        [len(lengths)],
+        [],
+        (),
+        (),
     )
     offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
     indices = (torch.from_numpy(inverse),), (torch.from_numpy(offsets),)
-    return DeviceBatch(routed, (), *indices, [0], None)
+    return DeviceBatch(routed, (), *indices, None)
 
 
 @st.composite

@@ -61,7 +61,6 @@ TAKEN = {
     "_optimizer_classes": "a parameter of apply_optimizer_in_backward",
     "_optimizer_kwargs": "a parameter of apply_optimizer_in_backward",
     "_device": "an EmbeddingBagCollection",
-    "_embedding_bag_collection": "a FeatureProcessedEmbeddingBagCollection",
     "_feature_processors": "a FeatureProcessedEmbeddingBagCollection",
     "_sharded_module_order_overwrite": "an EmbeddingBagCollectionSharder",
     "_use_index_dedup": "an EmbeddingCollectionSharder",

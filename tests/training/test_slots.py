@@ -73,7 +73,7 @@ def test_the_columns_have_the_order_of_the_file(schema, workers):
     spec = sharder_of(workers, schema, config).describe(make_collection(schema))
     assert spec.features == build_features(schema)
     assert spec.tables == build_tables(schema, config, SGD(1.0))
-    assert spec.names() == ["user", "item", "basket"]
+    assert [f.name for f in spec.features] == ["user", "item", "basket"]
     assert spec.dims() == [4, 3, 3]
 
 

@@ -137,7 +137,7 @@ def test_threads_get_references_of_their_own():
 
 
 def routed(number):
-    return RoutedBatch(number, BatchFeatures([]), [], [], [], [], 0, [], (), ())
+    return RoutedBatch(number, BatchFeatures([]), [], [], [], [], [], [], (), ())
 
 
 def test_a_batch_that_awaits_its_gradient_is_taken_once():
