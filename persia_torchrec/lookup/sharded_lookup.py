@@ -259,15 +259,10 @@ class ShardedLookup:
         features, bags, places = self.select(given)
         specs = features.specs
         bags = [
-            _stack_hashes(bag, spec) if spec.hash_stack_rounds else bag
+            _hashed(bag, spec) if spec.prefix or spec.hash_stack_rounds else bag
             for bag, spec in zip(bags, specs, strict=True)
         ]
-        pieces = [
-            add_prefix(bags[f].ids, specs[f].prefix, specs[f].prefix_bits)
-            if specs[f].prefix
-            else bags[f].ids
-            for f in features.by_table
-        ]
+        pieces = [bags[f].ids for f in features.by_table]
         num_ids = [0] * len(features.tables)
         for f, piece in zip(features.by_table, pieces, strict=True):
             num_ids[features.table_of[f]] += len(piece)
@@ -300,10 +295,15 @@ class ShardedLookup:
         )
 
 
-def _stack_hashes(bags: Bags, feature: FeatureSpec) -> Bags:
-    """Return a feature's bags with the buckets of its hash stack in place of ids."""
-    rounds, size = feature.hash_stack_rounds, feature.hash_stack_size
-    return Bags(hash_stack(bags.ids, rounds, size), bags.lengths * np.int32(rounds))
+def _hashed(bags: Bags, feature: FeatureSpec) -> Bags:
+    """Return a feature's bags, prefixed, the buckets of its hash stack for its ids."""
+    ids, lengths = bags.ids, bags.lengths
+    if rounds := feature.hash_stack_rounds:
+        ids = hash_stack(ids, rounds, feature.hash_stack_size)
+        lengths = lengths * np.int32(rounds)
+    if feature.prefix:
+        ids = add_prefix(ids, feature.prefix, feature.prefix_bits)
+    return Bags(ids, lengths)
 
 
 class SequenceLookup(ShardedLookup):

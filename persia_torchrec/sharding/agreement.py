@@ -27,18 +27,43 @@ from persia_torchrec.sharding.torchrec_api import GROWTH_TRACKER
 from persia_torchrec.wire.messages import Share
 
 
-class Agreement(Joinable):
-    """What trainers agree on; their process group communicates on a device.
+class AnswersAtEnd(Joinable, JoinHook):
+    """What a trainer at the end of its data answers to the others: torch's two in one.
 
-    There is one per trainer and sharder, called by the thread that trains, or that runs
-    its backward pass. ``scaler`` has the loss scale of all, if there is one.
+    ``trainers`` are those of the job by default, and communicate on ``device``.
+    """
+
+    trainers: dist.ProcessGroup | None = None
+    device = torch.device("cpu")
+
+    def join_hook(self, **_: object) -> JoinHook:
+        """Return what ``Join`` calls for a trainer at the end of its data."""
+        return self
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors by which ``Join`` counts trainers are."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """All trainers."""
+        group = dist.group.WORLD if self.trainers is None else self.trainers
+        assert group is not None
+        return group
+
+
+class Agreement(AnswersAtEnd):
+    """What trainers agree on; one per trainer and sharder.
+
+    It is called by the thread that trains, or that runs its backward pass. ``scaler``
+    has the loss scale of all, if there is one.
     """
 
     def __init__(self, trainers: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
+        self.trainers, self.device = trainers, device
         self.scaler: torch.amp.GradScaler | None = None
-        self._trainers = trainers
-        self._device = device
         self._own_group: dist.ProcessGroup | None = None
 
     @property
@@ -50,10 +75,27 @@ class Agreement(Joinable):
         """Return whether it is true on any trainer; all of them call this together."""
         if work := Join.notify_join_context(self):
             work.wait()
-        return self.answer(is_true)
+        return self._any(is_true)
 
-    def answer(self, is_true: bool = False) -> bool:
-        """Take part in the others' :meth:`any`, as a trainer at the end of its data."""
+    def main_hook(self) -> None:
+        """Take part in the others' :meth:`any`."""
+        self._any(False)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the loss scale of a trainer that trained last."""
+        if self.scaler is None:
+            return
+        state = self.scaler.state_dict()
+        mine = torch.tensor(
+            [is_last_joiner, state["scale"], state[GROWTH_TRACKER]], dtype=torch.float64
+        )
+        of_all = [torch.empty_like(mine) for _ in range(self.join_process_group.size())]
+        dist.all_gather(of_all, mine, self._group())
+        scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
+        state |= {"scale": scale, GROWTH_TRACKER: int(tracker)}
+        self.scaler.load_state_dict(state)
+
+    def _any(self, is_true: bool) -> bool:
         flag = torch.tensor([is_true], dtype=torch.uint8)
         try:
             dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
@@ -65,56 +107,14 @@ class Agreement(Joinable):
             ) from exc
         return bool(flag)
 
-    def adopt_scale(self, is_last: bool) -> None:
-        """Take the loss scale of a trainer that trained last; all call this together.
-
-        ``is_last`` says whether this trainer is one of those.
-        """
-        if self.scaler is None:
-            return
-        state = self.scaler.state_dict()
-        mine = torch.tensor(
-            [is_last, state["scale"], state[GROWTH_TRACKER]], dtype=torch.float64
-        )
-        of_all = [torch.empty_like(mine) for _ in range(self._trainers.size())]
-        dist.all_gather(of_all, mine, self._group())
-        scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
-        state |= {"scale": scale, GROWTH_TRACKER: int(tracker)}
-        self.scaler.load_state_dict(state)
-
-    def join_hook(self, **_: object) -> JoinHook:
-        """Return what ``Join`` calls for a trainer at the end of its data."""
-        return _Answer(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the tensors by which ``Join`` counts trainers are."""
-        return self._device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """All trainers."""
-        return self._trainers
-
     def _group(self) -> dist.ProcessGroup:
         if self._own_group is None:
             self._own_group = dist.new_group(
-                dist.get_process_group_ranks(self._trainers),
+                dist.get_process_group_ranks(self.trainers),
                 backend="gloo",
                 use_local_synchronization=True,
             )
         return self._own_group
-
-
-class _Answer(JoinHook):
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-
-    def main_hook(self) -> None:
-        self._agreement.answer()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._agreement.adopt_scale(is_last_joiner)
 
 
 def rendezvous(

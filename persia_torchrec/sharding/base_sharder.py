@@ -12,16 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torchrec.distributed import types
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ModuleSharder,
-    ParameterSharding,
-    ParameterStorage,
-    ShardingEnv,
-    ShardingType,
-)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from persia_torchrec.errors import ConfigError
@@ -32,12 +24,16 @@ from persia_torchrec.sharding.collection import (
     table_configs,
 )
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
-from persia_torchrec.sharding.remote_tables import RemoteTables, TableControl
+from persia_torchrec.sharding.remote_tables import (
+    RemoteOptimizer,
+    RemoteTables,
+    TableControl,
+)
 
-_ROW_WISE = ShardingType.ROW_WISE.value
+_ROW_WISE = types.ShardingType.ROW_WISE.value
 
 
-class PlannedSharder(ModuleSharder[nn.Module]):
+class PlannedSharder(types.ModuleSharder[nn.Module]):
     """What a planner and ``DistributedModelParallel`` ask of a sharder."""
 
     module_type: ClassVar[type[nn.Module]]
@@ -52,7 +48,7 @@ class PlannedSharder(ModuleSharder[nn.Module]):
 
     @abstractmethod
     def put_on_servers(
-        self, module: nn.Module, env: ShardingEnv, device: torch.device
+        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
     ) -> Any:
         """Make the tables known to the servers; return the module that uses them."""
 
@@ -63,8 +59,8 @@ class PlannedSharder(ModuleSharder[nn.Module]):
     def shard(
         self,
         module: nn.Module,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
+        params: types.EmbeddingModuleShardingPlan,
+        env: types.ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
@@ -109,9 +105,10 @@ class PlannedSharder(ModuleSharder[nn.Module]):
         self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
         """Return zero bytes: the rows are not on this device."""
-        on_gpu = compute_device_type == "cuda"
-        storage = ParameterStorage.HBM if on_gpu else ParameterStorage.DDR
-        return {storage.value: 0}
+        storage = types.ParameterStorage
+        return {
+            (storage.HBM if compute_device_type == "cuda" else storage.DDR).value: 0
+        }
 
 
 class CollectionSharder(TableControl, PlannedSharder):
@@ -120,9 +117,9 @@ class CollectionSharder(TableControl, PlannedSharder):
     sharded_type: ClassVar[type[ShardedRemoteCollection]]
     """What it makes of a collection."""
 
-    def __init__(self, *, timeout_s: float, gradient_division: bool) -> None:
-        PlannedSharder.__init__(self)
-        TableControl.__init__(self, RemoteTables(), timeout_s)
+    def __init__(self, *, gradient_division: bool) -> None:
+        super().__init__()
+        self.remote_tables = RemoteTables()
         self._gradient_division = gradient_division
 
     @abstractmethod
@@ -131,51 +128,43 @@ class CollectionSharder(TableControl, PlannedSharder):
 
     @abstractmethod
     def make_pipeline(
-        self, spec: CollectionSpec, device: torch.device
+        self, spec: CollectionSpec, env: types.ShardingEnv, device: torch.device
     ) -> BatchPipeline[Any, Any]:
         """Return a collection's pipeline to a device, its tables known to servers."""
 
     def require_known_settings(self) -> None:
         """Refuse settings that belong to no collection; called when a batch comes."""
 
-    def join_trainers(
-        self, pipeline: BatchPipeline[Any, Any], env: ShardingEnv, device: torch.device
-    ) -> None:
-        """Let the trainers update jointly, if they do."""
-
     def put_on_servers(
         self,
         module: TableCollection,
-        env: ShardingEnv,
+        env: types.ShardingEnv,
         device: torch.device,
         sharded_type: type[ShardedRemoteCollection] | None = None,
     ) -> Any:
         """Put the tables on the servers; return a module of ``sharded_type``."""
-        sharded_type = sharded_type or self.sharded_type
-        spec = self.describe(module)
-        world_size = env.world_size if self._gradient_division else 1
-        pipeline = self.make_pipeline(spec, device)
-        added = self.remote_tables.add(pipeline, spec.tables, device)
+        spec, tables = self.describe(module), self.remote_tables
+        pipeline = self.make_pipeline(spec, env, device)
+        added = tables.add(pipeline, spec.tables, device)
         if env.world_size > 1:
-            self.remote_tables.meet(env.process_group, device)
-        self.join_trainers(pipeline, env, device)
-        sharded = sharded_type(
+            tables.meet(env.process_group, device)
+        sharded = (sharded_type or self.sharded_type)(
             pipeline,
             spec,
-            self.remote_tables,
+            tables,
             device=device,
-            gradient_scale=1 / world_size,
+            gradient_scale=1 / env.world_size if self._gradient_division else 1.0,
         )
         # A table of two collections is in the optimizer of the first.
         names = {k: n for k, n in sharded.tables_by_key().items() if n in added}
-        if names:
-            sharded.fused_optimizer = self.remote_tables.build_optimizer(names)
+        if groups := {key: tables.groups[name] for key, name in names.items()}:
+            sharded.fused_optimizer = RemoteOptimizer(groups, tables.send_rates)
         sharded.before_first_pull = self.require_known_settings
         return sharded
 
 
 def require_tables(
-    configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding]
+    configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, Any]
 ) -> None:
     """Refuse a plan of other tables."""
     names = {config.name for config in configs}
@@ -187,20 +176,18 @@ def require_tables(
 
 
 def is_planned_on_servers(
-    sharding: ParameterSharding, sharding_type: str = _ROW_WISE
+    sharding: types.ParameterSharding, sharding_type: str = _ROW_WISE
 ) -> bool:
     """Return whether a plan is of a placeholder, as this project's sharders offer.
 
     Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
     """
+    return sharding.sharding_type == sharding_type and num_rows(sharding) == 1
+
+
+def num_rows(sharding: types.ParameterSharding) -> int | None:
+    """Return the rows of a planned table or placeholder; None if data parallel."""
     spec = sharding.sharding_spec
-    return (
-        sharding.sharding_type == sharding_type
-        and isinstance(spec, EnumerableShardingSpec)
-        and num_rows(spec) == 1
-    )
-
-
-def num_rows(spec: EnumerableShardingSpec) -> int:
-    """Return the rows of a planned table, or of its placeholder."""
+    if not isinstance(spec, types.EnumerableShardingSpec):
+        return None
     return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)

@@ -19,47 +19,21 @@ that its pipelines see nothing but an awaitable of their own.
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding import (
-    EmbeddingCollectionSharder,
-    ShardedEmbeddingCollection,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedTensor
+from torchrec.distributed import embedding, embeddingbag, types
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import (
-    Awaitable,
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    LazyAwaitable,
-    LazyNoWait,
-    ModuleSharder,
-    ParameterSharding,
-    ShardedModule,
-    ShardingEnv,
-)
 from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-)
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.base_sharder import (
-    CollectionSharder,
-    is_planned_on_servers,
-    num_rows,
-    require_tables,
-)
+from persia_torchrec.sharding import base_sharder, torchrec_api
 from persia_torchrec.sharding.collection import (
     TableCollection,
     name_columns,
@@ -67,10 +41,7 @@ from persia_torchrec.sharding.collection import (
     table_configs,
 )
 from persia_torchrec.sharding.remote_lookup import LazyOutput, ShardedRemoteCollection
-from persia_torchrec.sharding.torchrec_api import ParametersInTurn, sharded_settings
 from persia_torchrec.table import require_known_tables
-
-_REMOTE = "remote."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,10 +109,6 @@ class Placement:
         size_bytes = weights * DATA_TYPE_NUM_BITS[config.data_type] // 8
         return config.num_embeddings >= self.min_rows and size_bytes >= self.min_bytes
 
-    def require_known(self, tables: Iterable[str]) -> None:
-        """Refuse names that are no tables of the model."""
-        require_known_tables({*self.remote, *self.local}, tables)
-
     def _constrained(self) -> set[str]:
         return {
             name
@@ -150,70 +117,41 @@ class Placement:
         }
 
 
-Columns = list[tuple[str, bool, str]]
-"""Of each output of a whole collection: its name there, whether its table is remote,
-and its name in the output of the local, or of the remote tables alone: there a feature
-may be shared by fewer tables."""
-
-
-def order_columns(
-    whole: TableCollection, local: TableCollection, remote: TableCollection
-) -> Columns:
-    """Return the columns of a collection, in its order."""
-    of_local, of_remote = name_columns(local), name_columns(remote)
-    return [
-        (name, feature in of_remote, (of_remote | of_local)[feature])
-        for feature, name in name_columns(whole).items()
-    ]
-
-
-def join_outputs(
-    columns: Columns, local: Any, remote: Any
-) -> KeyedTensor | dict[str, JaggedTensor]:
-    """Put the outputs of local and remote tables into the order of the whole.
-
-    Both are KeyedTensors ``(B, T)``, or mappings to the JaggedTensor of each sequence.
-    """
-    is_pooled = isinstance(local, KeyedTensor)
-    outputs = [o.to_dict() if is_pooled else o for o in (local, remote)]
-    blocks = [(name, outputs[is_remote][own]) for name, is_remote, own in columns]
-    if not is_pooled:
-        return dict(blocks)
-    return KeyedTensor(
-        keys=[name for name, _ in blocks],  # a name may come twice
-        length_per_key=[block.shape[1] for _, block in blocks],
-        values=torch.cat([block for _, block in blocks], dim=1),
-    )
-
-
-def _drop_prefix(
+def _rename_entries(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Give the state of remote tables the keys that an unsharded collection has."""
-    own = f"{prefix}{_REMOTE}"
-    for key in [key for key in state_dict if key.startswith(own)]:
-        state_dict[prefix + key.removeprefix(own)] = state_dict.pop(key)
-
-
-def _add_prefix(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Give the state of remote tables the keys that their own module expects."""
+    """Give remote tables the keys of an unsharded collection; or back, to load them."""
     assert isinstance(module, MixedCollection)
     for key in module.remote.tables_by_key():
-        if prefix + key in state_dict:
-            state_dict[f"{prefix}{_REMOTE}{key}"] = state_dict.pop(prefix + key)
+        whole, own = f"{prefix}{key}", f"{prefix}remote.{key}"
+        if own in state_dict:
+            state_dict[whole] = state_dict.pop(own)
+        elif whole in state_dict:
+            state_dict[own] = state_dict.pop(whole)
 
 
-class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
+class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
     """TorchRec's sharded module of the local tables, with the remote ones added."""
 
-    def add_remote(self, remote: ShardedRemoteCollection, columns: Columns) -> None:
-        """Add the sharded remote tables; ``columns`` are those of the whole."""
-        self.remote = remote
-        self._columns = columns
-        self.register_state_dict_post_hook(_drop_prefix)
-        self.register_load_state_dict_pre_hook(_add_prefix)
+    def add_remote(
+        self,
+        sharded: ShardedRemoteCollection,
+        whole: TableCollection,
+        local: TableCollection,
+        remote: TableCollection,
+    ) -> None:
+        """Add the sharded remote tables of a whole collection."""
+        self.remote = sharded
+        of_local, of_remote = name_columns(local), name_columns(remote)
+        # Of each output of the whole: its name there, whether its table is remote, and
+        # its name in the output of the local, or of the remote tables alone: there a
+        # feature may be shared by fewer tables.
+        self._columns = [
+            (name, feature in of_remote, (of_remote | of_local)[feature])
+            for feature, name in name_columns(whole).items()
+        ]
+        self.register_state_dict_post_hook(_rename_entries)
+        self.register_load_state_dict_pre_hook(_rename_entries)
 
     def input_dist(self, ctx: Any, *input: Any, **kwargs: Any) -> Any:
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
@@ -223,11 +161,11 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
         ctx.remote_input = self.remote.input_dist(ctx.remote_context, *input, **kwargs)
         return awaitable
 
-    def output_dist(self, ctx: Any, output: Any) -> LazyAwaitable[Any]:
+    def output_dist(self, ctx: Any, output: Any) -> types.LazyAwaitable[Any]:
         """Join the output of local and remote tables."""
         return self._joined(super().output_dist(ctx, output), ctx)
 
-    def compute_and_output_dist(self, ctx: Any, input: Any) -> LazyAwaitable[Any]:
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> types.LazyAwaitable[Any]:
         """Look up in local and remote tables, and join."""
         return self._joined(super().compute_and_output_dist(ctx, input), ctx)
 
@@ -241,34 +179,53 @@ class MixedCollection(ShardedModule[Any, Any, Any, Any], FusedOptimizerModule):
         """Refuse, as the remote module does."""
         self.remote.copy(device)
 
-    def _joined(self, local: Awaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
+    def _joined(self, local: Any, ctx: Any) -> types.LazyAwaitable[Any]:
         started = ctx.remote_input.wait().wait()
         remote = self.remote.compute_and_output_dist(ctx.remote_context, started)
-        columns = self._columns
-
-        def join() -> KeyedTensor | dict[str, JaggedTensor]:
-            return join_outputs(columns, local.wait(), remote.wait())
-
+        join = partial(self._join, local, remote)
         is_traced = torch.compiler.is_dynamo_compiling()  # see LazyOutput
-        return LazyNoWait(join()) if is_traced else LazyOutput(join)
+        return types.LazyNoWait(join()) if is_traced else LazyOutput(join)
+
+    def _join(self, *awaitables: types.Awaitable[Any]) -> Any:
+        """Put the outputs of local and remote tables into the order of the whole.
+
+        They are KeyedTensors ``(B, T)``, or mappings to each sequence's JaggedTensor.
+        """
+        outputs = [awaitable.wait() for awaitable in awaitables]
+        is_pooled = isinstance(outputs[0], KeyedTensor)
+        if is_pooled:
+            outputs = [output.to_dict() for output in outputs]
+        blocks = [(name, outputs[side][own]) for name, side, own in self._columns]
+        if not is_pooled:
+            return dict(blocks)
+        return KeyedTensor(
+            keys=[name for name, _ in blocks],  # a name may come twice
+            length_per_key=[block.shape[1] for _, block in blocks],
+            values=torch.cat([block for _, block in blocks], dim=1),
+        )
 
 
 class ShardedMixedEmbeddingBagCollection(
-    MixedCollection, ShardedEmbeddingBagCollection
+    MixedCollection, embeddingbag.ShardedEmbeddingBagCollection
 ):
     """An ``EmbeddingBagCollection``, some of its tables on the embedding servers."""
 
 
-class ShardedMixedEmbeddingCollection(MixedCollection, ShardedEmbeddingCollection):
+class ShardedMixedEmbeddingCollection(
+    MixedCollection, embedding.ShardedEmbeddingCollection
+):
     """An ``EmbeddingCollection``, some of its tables on the embedding servers."""
 
 
 _MIXED = {
     EmbeddingBagCollection: (
-        EmbeddingBagCollectionSharder,
+        embeddingbag.EmbeddingBagCollectionSharder,
         ShardedMixedEmbeddingBagCollection,
     ),
-    EmbeddingCollection: (EmbeddingCollectionSharder, ShardedMixedEmbeddingCollection),
+    EmbeddingCollection: (
+        embedding.EmbeddingCollectionSharder,
+        ShardedMixedEmbeddingCollection,
+    ),
 }
 """TorchRec's sharder and our sharded module of each kind of collection."""
 
@@ -301,7 +258,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
 
     def __init__(
         self,
-        remote: CollectionSharder,
+        remote: base_sharder.CollectionSharder,
         placement: Placement,
         local: BaseEmbeddingSharder[Any] | None = None,
     ) -> None:
@@ -323,7 +280,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         self._local = local
         self._planned: set[str] = set()
         # The sharder of the table that the planner asks about; otherwise both.
-        self._turn: tuple[ModuleSharder[Any], ...] = (local, remote)
+        self._turn: tuple[types.ModuleSharder[Any], ...] = (local, remote)
 
     @property
     def module_type(self) -> type[Any]:
@@ -343,7 +300,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         def begin_turn(table: str | None) -> None:
             self._turn = both if table is None else (both[table in of_remote],)
 
-        return ParametersInTurn(in_order, begin_turn)
+        return torchrec_api.ParametersInTurn(in_order, begin_turn)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the types of the table whose turn it is, or of both kinds."""
@@ -365,11 +322,11 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
     def shard(
         self,
         module: TableCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
+        params: types.EmbeddingModuleShardingPlan,
+        env: types.ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedModule[Any, Any, Any, Any]:
+    ) -> types.ShardedModule[Any, Any, Any, Any]:
         """Return TorchRec's module of the local tables, with the remote ones in it.
 
         Raises:
@@ -383,18 +340,22 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
             return self._remote.shard(module, params, env, device, module_fqn)
         if remote is None:
             return self._local.shard(module, params, env, device, module_fqn)
-        sharded_remote = self._remote.shard(
-            remote, _select(params, remote), env, device
-        )
+        plans = [
+            types.EmbeddingModuleShardingPlan(
+                {config.name: params[config.name] for config in table_configs(part)}
+            )
+            for part in (local, remote)
+        ]
+        sharded_remote = self._remote.shard(remote, plans[1], env, device)
         sharded = self._sharded_type(
             local,
-            _select(params, local),
+            plans[0],
             env,
             device=device,
             module_fqn=module_fqn,
-            **sharded_settings(self._local),
+            **torchrec_api.sharded_settings(self._local),
         )
-        sharded.add_remote(sharded_remote, order_columns(module, local, remote))
+        sharded.add_remote(sharded_remote, module, local, remote)
         return sharded
 
     def _split(
@@ -407,19 +368,24 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         return select_tables(module, local), select_tables(module, remote)
 
     def _require_plan(
-        self, module: TableCollection, params: EmbeddingModuleShardingPlan
+        self, module: TableCollection, params: types.EmbeddingModuleShardingPlan
     ) -> None:
         """Refuse a plan of other tables, or of another placement."""
-        configs = table_configs(module)
-        require_tables(configs, params)
+        configs, placement = table_configs(module), self._placement
+        base_sharder.require_tables(configs, params)
         if params.keys() <= self._planned:  # and so the planner has seen all
-            self._placement.require_known(self._planned)
+            require_known_tables({*placement.remote, *placement.local}, self._planned)
         for config in configs:
             planned = params[config.name]
-            if self._placement.is_remote(config):
-                where, fits = "on the servers", is_planned_on_servers(planned)
+            if placement.is_remote(config):
+                where, fits = (
+                    "on the servers",
+                    base_sharder.is_planned_on_servers(planned),
+                )
             else:
-                where, fits = "under TorchRec", _is_planned_whole(planned, config)
+                where, whole = "under TorchRec", (None, config.num_embeddings)
+                num_rows = base_sharder.num_rows(planned)
+                fits = config.use_virtual_table or num_rows in whole
             if not fits:
                 raise ConfigError(
                     f"The plan must have been made with this sharder's placement, by "
@@ -430,21 +396,3 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
 
 def _union(answers: Iterable[list[str]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
-
-
-def _is_planned_whole(planned: ParameterSharding, config: BaseEmbeddingConfig) -> bool:
-    spec = planned.sharding_spec
-    is_data_parallel = not isinstance(spec, EnumerableShardingSpec)
-    return (
-        is_data_parallel
-        or config.use_virtual_table
-        or num_rows(spec) == config.num_embeddings
-    )
-
-
-def _select(
-    params: EmbeddingModuleShardingPlan, collection: TableCollection
-) -> EmbeddingModuleShardingPlan:
-    """Return the plan of some of the tables."""
-    names = [config.name for config in table_configs(collection)]
-    return EmbeddingModuleShardingPlan({name: params[name] for name in names})

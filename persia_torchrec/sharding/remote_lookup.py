@@ -236,7 +236,7 @@ class ShardedRemoteCollection(
                 self.num_skipped += 1
                 batch.give_up()  # the graph, and with it the batch, may live on
                 return
-        self.remote_tables.before_push()
+        self.remote_tables.send_rates()
         if isinstance(batch.handle, DeviceBatch):
             batch.push(batch.handle.to_host(grads))
             return

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.fused import FusedOptimizer
 
-from persia_torchrec import timeouts
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
+from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.agreement import Agreement
-from persia_torchrec.sharding.torchrec_api import after_backward, backward_pass
 from persia_torchrec.table import TableChange, TableSpec
 
 logger = logging.getLogger(__name__)
@@ -46,35 +45,29 @@ class RemoteOptimizer(FusedOptimizer):
     finds it. Every trainer of a job must run the same schedule: the servers use the
     rate that any trainer sent last.
 
-    Args:
-        groups: of each parameter's name: a group with ``"params"`` (one), ``"lr"`` and
-            ``"table"``; shared, not copied.
-        send: makes the servers use rates, in order with the pushes.
+    ``groups`` has the group of each parameter's name, shared, not copied: ``"params"``
+    (one), ``"lr"`` and ``"table"``. ``send`` makes the servers use their rates.
     """
 
     def __init__(
-        self,
-        groups: Mapping[str, dict[str, Any]],
-        send: Callable[[Mapping[str, float]], None],
+        self, groups: Mapping[str, dict[str, Any]], send: Callable[[], None]
     ) -> None:
         if not groups:
             raise ConfigError(
                 "An optimizer of remote tables needs tables. Received: none; ask for "
                 "it after DistributedModelParallel has sharded the model."
             )
-        params = {
-            name: param for name, group in groups.items() for param in group["params"]
-        }
+        params = {name: group["params"][0] for name, group in groups.items()}
         super().__init__(params, {}, list(groups.values()))
         self._send = send
 
     def learning_rates(self) -> dict[str, float]:
         """Return the current rate of each table."""
-        return _learning_rates(self.param_groups)
+        return {group["table"]: float(group["lr"]) for group in self.param_groups}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the rates that have changed; the gradients are on their way already."""
-        self._send(self.learning_rates())
+        self._send()
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -82,10 +75,6 @@ class RemoteOptimizer(FusedOptimizer):
         for group in self.param_groups:
             for placeholder in group["params"]:
                 placeholder.grad = None
-
-
-def _learning_rates(groups: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    return {group["table"]: float(group["lr"]) for group in groups}
 
 
 class RemoteTables:
@@ -131,17 +120,6 @@ class RemoteTables:
             }
         return [spec.name for spec in added]
 
-    def build_optimizer(self, tables: Mapping[str, str]) -> RemoteOptimizer:
-        """Return an optimizer of tables, by the names of their parameters."""
-        groups = {name: self.groups[table] for name, table in tables.items()}
-        return RemoteOptimizer(groups, self.send)
-
-    def before_push(self) -> None:
-        """Send rates that a schedule has changed; a backward pass calls this."""
-        specs, groups = self.specs, self.groups
-        if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
-            self.send(_learning_rates(groups.values()))
-
     def meet(self, trainers: dist.ProcessGroup | None, device: torch.device) -> None:
         """Agree with other trainers, whose process group communicates on ``device``."""
         if trainers is None:
@@ -160,10 +138,10 @@ class RemoteTables:
                 "Several trainers under a loss scale must have a process group, to "
                 "agree on it. Received: none."
             )
-        number = backward_pass()
+        number = torchrec_api.backward_pass()
         if number not in self._are_finite:
             self._are_finite[number] = True
-            after_backward(partial(self._end_backward, number))
+            torchrec_api.after_backward(partial(self._end_backward, number))
         self._are_finite[number] &= are_finite
 
     def _end_backward(self, number: int) -> None:
@@ -195,10 +173,14 @@ class RemoteTables:
         self.specs = specs
         return [pipeline.change_tables(change) for pipeline, _ in users]
 
-    def send(self, rates: Mapping[str, float]) -> None:
-        """Change those learning rates that are new, in order with the pushes."""
-        if all(self.specs[name].optimizer.lr == lr for name, lr in rates.items()):
-            return
+    def send_rates(self) -> None:
+        """Send rates that a schedule has changed, in order with the pushes."""
+        specs, groups = self.specs, self.groups
+        if any(groups[n]["lr"] != specs[n].optimizer.lr for n in groups):
+            self.set_rates({name: float(groups[name]["lr"]) for name in groups})
+
+    def set_rates(self, rates: Mapping[str, float]) -> None:
+        """Change learning rates by table, in order with the pushes."""
 
         def change(spec: TableSpec) -> TableSpec:
             lr = rates.get(spec.name, spec.optimizer.lr)
@@ -208,16 +190,10 @@ class RemoteTables:
 
 
 class TableControl:
-    """What a trainer does with its tables on the servers, outside of its steps.
+    """What a trainer does with its tables on the servers, outside of its steps."""
 
-    Args:
-        tables: of all collections, sharded or to be.
-        timeout_s: seconds that a pull or a push may take.
-    """
-
-    def __init__(self, tables: RemoteTables, timeout_s: float) -> None:
-        self.remote_tables = tables
-        self.timeout_s = timeout_s
+    remote_tables: RemoteTables
+    """Of all collections, sharded or to be."""
 
     def flush(self) -> None:
         """Wait until every update of the collections sharded so far is applied.
@@ -248,10 +224,9 @@ class TableControl:
 
         Call it before the end of a training. :meth:`close` does.
         """
-        tables = self.remote_tables
-        if tables.has_ended:
+        if self.remote_tables.has_ended:
             return
-        tables.has_ended = True
+        self.remote_tables.has_ended = True
         summary = self._report()
         if summary.num_evicted:
             logger.warning(
@@ -300,22 +275,7 @@ class TableControl:
                 f"tables must be among those sharded, {sorted(known)}. "
                 f"Received: {sorted(unknown)}."
             )
-        self.remote_tables.send(dict.fromkeys(names, lr))
-
-    def change_tables(self, change: TableChange) -> None:
-        """Change settings of tables, and wait until every server has them.
-
-        Updates so far are applied with the previous settings.
-
-        Args:
-            change: returns a table with other settings, or as it is.
-
-        Raises:
-            ConfigError: a setting is out of its range.
-            ServerError: a server refuses, failed, or did not answer in time.
-        """
-        for done in self.remote_tables.change(change):
-            done.result(self.timeout_s * 2 + timeouts.ADD_TABLES_S)
+        self.remote_tables.set_rates(dict.fromkeys(names, lr))
 
     def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Undo the loss scale of automatic mixed precision before gradients leave.
@@ -336,13 +296,8 @@ class TableControl:
             scaler: what scales the loss; for all collections, sharded or to be.
         """
         self.remote_tables.grad_scaler = scaler
-        if self.agreement is not None:
-            self.agreement.scaler = scaler
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """What trainers agree on; None in a single-trainer job or before sharding."""
-        return self.remote_tables.agreement
+        if self.remote_tables.agreement is not None:
+            self.remote_tables.agreement.scaler = scaler
 
     @property
     def optimizer(self) -> RemoteOptimizer:
@@ -355,7 +310,7 @@ class TableControl:
         """
         tables = self.remote_tables
         if tables.optimizer is None:
-            tables.optimizer = RemoteOptimizer(tables.groups, tables.send)
+            tables.optimizer = RemoteOptimizer(tables.groups, tables.send_rates)
             tables.optimizer.save_param_groups(True)  # it is used alone, as torch's are
         if tables.optimizer.learning_rates().keys() != tables.groups.keys():
             raise ConfigError(

@@ -19,12 +19,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
@@ -33,24 +30,12 @@ from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.lookup.sharded_lookup import (
-    SequenceLookup,
-    ShardedLookup,
-)
+from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
 from persia_torchrec.pipeline.pipeline import BatchPipeline
+from persia_torchrec.sharding import collection, remote_lookup
 from persia_torchrec.sharding.agreement import rendezvous
 from persia_torchrec.sharding.base_sharder import CollectionSharder, PlannedSharder
-from persia_torchrec.sharding.collection import (
-    CollectionSpec,
-    TableCollection,
-    describe_collection,
-)
 from persia_torchrec.sharding.on_device import RowsOnDevice
-from persia_torchrec.sharding.remote_lookup import (
-    ShardedRemoteEmbeddingBagCollection,
-    ShardedRemoteEmbeddingCollection,
-    ShardedRemoteFeatureProcessedEmbeddingBagCollection,
-)
 from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import OptimizerState, load_tables
 from persia_torchrec.sharding.whole_model import watch_models
@@ -136,10 +121,7 @@ class RemoteSharder(CollectionSharder):
         if staleness < 0:
             raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
         self._joint_timeout_s = joint_timeout_s if update == "joint" else 0.0
-        super().__init__(
-            timeout_s=client.timeout_s + self._joint_timeout_s,
-            gradient_division=gradient_division,
-        )
+        super().__init__(gradient_division=gradient_division)
         self._client = client
         self._optimizer = optimizer if optimizer is not None else Adagrad()
         self._staleness = staleness
@@ -164,9 +146,9 @@ class RemoteSharder(CollectionSharder):
         self.planned.update(parameters)
         return parameters
 
-    def describe(self, module: TableCollection) -> CollectionSpec:
+    def describe(self, module: collection.TableCollection) -> collection.CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
-        spec = describe_collection(module, self._optimizer, self._settings)
+        spec = collection.describe_collection(module, self._optimizer, self._settings)
         names = {table.name for table in spec.tables}
         self.described.update(names)
         if names <= self.planned:  # and so the planner has seen all collections
@@ -210,26 +192,20 @@ class RemoteSharder(CollectionSharder):
         require_known_tables(self._settings, self.planned | self.described)
 
     def make_pipeline(
-        self, spec: CollectionSpec, device: torch.device
+        self, spec: collection.CollectionSpec, env: ShardingEnv, device: torch.device
     ) -> BatchPipeline[Any, Any]:
-        """Return the pipeline of a collection, its tables known to the servers."""
+        """Return the pipeline of a collection, in which trainers update jointly."""
         settings: dict[str, Any] = {"precision": self._precision}
         kind = self.host_lookup
         if spec.is_weighted or device.type in self.POOLS_ON:
             kind, settings["device"] = RowsOnDevice, device
         lookup = kind(self._client, spec.features, **settings)
         lookup.add_tables(spec.tables)
-        return BatchPipeline(
-            lookup, staleness=self._staleness, timeout_s=self._client.timeout_s
-        )
-
-    def join_trainers(
-        self, pipeline: BatchPipeline[Any, Any], env: ShardingEnv, device: torch.device
-    ) -> None:
-        """Let the trainers update jointly, unless each updates by itself."""
-        timeout_s = self._joint_timeout_s
-        if timeout_s and env.world_size > 1:
-            pipeline.set_trainers(rendezvous(env, device, self._client, timeout_s))
+        timeout_s, joint_s = self._client.timeout_s, self._joint_timeout_s
+        pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
+        if joint_s and env.world_size > 1:
+            pipeline.set_trainers(rendezvous(env, device, self._client, joint_s))
+        return pipeline
 
 
 class RemoteEmbeddingBagCollectionSharder(RemoteSharder):
@@ -245,7 +221,7 @@ class RemoteEmbeddingBagCollectionSharder(RemoteSharder):
     """
 
     module_type = EmbeddingBagCollection
-    sharded_type = ShardedRemoteEmbeddingBagCollection
+    sharded_type = remote_lookup.ShardedRemoteEmbeddingBagCollection
 
 
 class RemoteEmbeddingCollectionSharder(RemoteSharder):
@@ -262,7 +238,7 @@ class RemoteEmbeddingCollectionSharder(RemoteSharder):
     """
 
     module_type = EmbeddingCollection
-    sharded_type = ShardedRemoteEmbeddingCollection
+    sharded_type = remote_lookup.ShardedRemoteEmbeddingCollection
     host_lookup = SequenceLookup
 
 
@@ -315,7 +291,7 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_BagsHolderSharder):
     # positions of ids. Here the processors get the whole batch.
     sharding_type = ShardingType.TABLE_WISE.value
 
-    def tables_in(self, module: Any) -> TableCollection:
+    def tables_in(self, module: Any) -> collection.TableCollection:
         """Return the bags of a module."""
         return module.split()[1]
 
@@ -323,7 +299,7 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_BagsHolderSharder):
         self, module: nn.Module, env: ShardingEnv, device: torch.device
     ) -> Any:
         """Put the bags on the servers, with the processors before them."""
-        made = ShardedRemoteFeatureProcessedEmbeddingBagCollection
+        made = remote_lookup.ShardedRemoteFeatureProcessedEmbeddingBagCollection
         sharded = self._bags.put_on_servers(self.tables_in(module), env, device, made)
         sharded.use_processors(module)
         return sharded
@@ -353,22 +329,15 @@ def remote_sharders(
         ``sharders = remote_sharders(client, Adagrad(lr=0.02), staleness=1)`` and
         ``DistributedModelParallel(model, sharders=sharders)``
     """
-    bags, sequences = (
-        kind(
-            client,
-            optimizer,
-            staleness,
-            wire_dtype,
-            tables=tables,
-            gradient_division=gradient_division,
-            update=update,
-            joint_timeout_s=joint_timeout_s,
-        )
-        for kind in (
-            RemoteEmbeddingBagCollectionSharder,
-            RemoteEmbeddingCollectionSharder,
-        )
-    )
+    settings: dict[str, Any] = {
+        "tables": tables,
+        "gradient_division": gradient_division,
+        "update": update,
+        "joint_timeout_s": joint_timeout_s,
+    }
+    common = client, optimizer, staleness, wire_dtype
+    bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)
+    sequences = RemoteEmbeddingCollectionSharder(*common, **settings)
     sequences.share_tables(bags)
     ours: list[ModuleSharder[Any]] = [
         bags,
@@ -387,6 +356,6 @@ class RemoteSharders(TableControl, list[ModuleSharder[nn.Module]]):
     def __init__(
         self, first: RemoteSharder, sharders: Iterable[ModuleSharder[Any]]
     ) -> None:
-        list.__init__(self, sharders)
-        TableControl.__init__(self, first.remote_tables, first.timeout_s)
+        super().__init__(sharders)
+        self.remote_tables = first.remote_tables
         self.load_weights = first.load_weights

@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import FileStore, GradBucket, HashStore, TCPStore  # type: ignore[attr-defined]  # torch has no __all__
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import (
@@ -64,6 +64,7 @@ from persia_torchrec.distributed import (
     DistributedBaseOption,
 )
 from persia_torchrec.errors import ConfigError, DiscoveryError
+from persia_torchrec.sharding.agreement import AnswersAtEnd
 
 BLOCK = 512
 _LEVELS = 255
@@ -119,7 +120,7 @@ class ReducedGradients(DefaultDataParallelWrapper, Replication):
                 module.register_comm_hook(module.process_group, self._hook)
 
 
-class AveragedWeights(Replication, Joinable):
+class AveragedWeights(Replication, AnswersAtEnd):
     """Averages weights every few steps; between these each trainer steps alone.
 
     The dense optimizer's state stays each trainer's own. A trainer at the end of its
@@ -135,13 +136,12 @@ class AveragedWeights(Replication, Joinable):
         self._dense = dense
         self._period = period
         self._num_steps = 0
-        self._device = torch.device("cpu")
 
     def wrap(
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device
     ) -> None:
         """Begin with the weights of rank 0; TorchRec calls this."""
-        self._device = device
+        self.device = device
         self._dense.to(device)
         for tensor in (*self._dense.parameters(), *self._dense.buffers()):
             dist.broadcast(tensor.detach(), src=0)
@@ -163,32 +163,13 @@ class AveragedWeights(Replication, Joinable):
         """Return the block; at its end all have the average of all models."""
         return Join([self])
 
-    def join_hook(self, **_: object) -> JoinHook:
-        """Return what ``Join`` calls for a trainer at the end of its data."""
-        return _AnswerAverages(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the collectives' tensors are."""
-        return self._device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """All trainers."""
-        group = dist.group.WORLD
-        assert group is not None
-        return group
-
-
-class _AnswerAverages(JoinHook):
-    def __init__(self, weights: AveragedWeights) -> None:
-        self._weights = weights
-
     def main_hook(self) -> None:
-        self._weights.average()
+        """Average the weights with the trainers that continue."""
+        self.average()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._weights.average()
+        """Average the weights of all at the end."""
+        self.average()
 
 
 def average_as_bytes(

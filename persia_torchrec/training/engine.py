@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -131,7 +132,7 @@ class SlotsSharder(CollectionSharder):
     sharded_type = ShardedSlots
 
     def __init__(self, workers: RemoteWorkers, config: EngineConfig) -> None:
-        super().__init__(timeout_s=timeouts.TRAINING_REQUEST_S, gradient_division=False)
+        super().__init__(gradient_division=False)
         self._workers = workers
         tables = slots.build_tables(
             config.schema, config.embedding_config, config.optimizer, config.tables
@@ -143,11 +144,12 @@ class SlotsSharder(CollectionSharder):
         return self._spec
 
     def make_pipeline(
-        self, spec: CollectionSpec, device: torch.device
+        self, spec: CollectionSpec, env: ShardingEnv, device: torch.device
     ) -> SlotsPipeline:
         """Return the pipeline, its tables known to workers and servers."""
         self._workers.add_tables(spec.tables)
-        return BatchPipeline(self._workers, staleness=1, timeout_s=self.timeout_s)
+        timeout_s = timeouts.TRAINING_REQUEST_S
+        return BatchPipeline(self._workers, staleness=1, timeout_s=timeout_s)
 
 
 class Engine:
@@ -176,7 +178,7 @@ class Engine:
         )
         # Trainers that average weights have each a loss scale of its own.
         averages = self.replication.averages_gradients
-        self._agreement = self.sharder.agreement if averages else None
+        self._agreement = self.sharder.remote_tables.agreement if averages else None
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
@@ -266,7 +268,9 @@ class Engine:
             own = replace(own, optimizer=None)  # its rate may have moved
             return own.apply_to(reconfigure(spec, config))
 
-        self.sharder.change_tables(change)
+        timeout_s = 2 * timeouts.TRAINING_REQUEST_S + timeouts.ADD_TABLES_S
+        for done in self.sharder.remote_tables.change(change):
+            done.result(timeout_s)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until workers and servers answer and have their tables."""

@@ -201,9 +201,10 @@ def test_on_a_gpu_the_scale_falls_after_an_overflow_and_rises_again(job):
 
 def test_placeholders_are_on_the_device_of_the_embeddings(trainer):
     """A scaler copies its findings from device to device without waiting."""
-    tables = RemoteTables()
+    control = TableControl()
+    tables = control.remote_tables = RemoteTables()
     tables.add(trainer.module.pipeline, trainer.module.spec.tables, META)
-    optimizer = TableControl(tables, timeout_s=1.0).optimizer
+    optimizer = control.optimizer
     (placeholder,) = optimizer.param_groups[0]["params"]
     assert placeholder.device == META
 

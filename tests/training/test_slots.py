@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.distributed import DDPOption
@@ -16,6 +17,7 @@ from persia_torchrec.training.engine import (
 from tests.local_job import LocalJob
 
 CPU = torch.device("cpu")
+ENV = ShardingEnv.from_local(1, 0)
 YAML = """
 slots_config:
   user: {dim: 4}
@@ -79,7 +81,9 @@ def test_the_columns_have_the_order_of_the_file(schema, workers):
 
 def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
     sharder = sharder_of(workers, schema)
-    pipeline = sharder.make_pipeline(sharder.describe(make_collection(schema)), CPU)
+    pipeline = sharder.make_pipeline(
+        sharder.describe(make_collection(schema)), ENV, CPU
+    )
     assert job.read("user", 1).tolist() == [[0.0] * 4]
     pipeline.close()
 
@@ -87,8 +91,8 @@ def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
 def test_a_table_that_is_another_one_already_is_refused(schema, job, workers):
     sharder = sharder_of(workers, schema)
     spec = sharder.describe(make_collection(schema))
-    sharder.make_pipeline(spec, CPU).close()
+    sharder.make_pipeline(spec, ENV, CPU).close()
     other = sharder_of(workers, schema, optimizer=SGD(1.0, momentum=0.5))
     message = r"embedding worker 0 at .*embedding server 0 at .*'things'"
     with pytest.raises(RemoteError, match=message):
-        other.make_pipeline(other.describe(make_collection(schema)), CPU)
+        other.make_pipeline(other.describe(make_collection(schema)), ENV, CPU)
