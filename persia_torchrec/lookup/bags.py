@@ -1,10 +1,7 @@
-"""Bags of ids: one bag per sample and feature.
+"""Bags of ids, one per sample and feature: flat ids, and how many belong to each.
 
-A feature's bags are flat: the ids of all samples, and how many belong to each. Three
-samples with the ids (7, 8), () and (7):
-
-    ids      7  8  7
-    lengths  2  0  1
+    samples (7, 8), () and (7):    ids      7  8  7
+                                   lengths  2  0  1
 
 On the wire a batch is three frames: the features' names and numbers of ids and samples
 as JSON, in the order of the batch, which the model's embeddings have too; the lengths
@@ -41,7 +38,6 @@ class FeatureSpec(NamedTuple):
     Attributes:
         name: of its columns, each once in a collection.
         key: of its ids in a batch; features of several tables may share it.
-        table: name of the table; several features may share one.
         pooling: ``sum``; ``mean``: divided by the number of ids; ``sqrt``: by its root.
             An empty bag gives zeros.
         prefix: added to each id after it has been reduced below

@@ -1,16 +1,15 @@
 """What an embedding worker measures of its lookups: PERSIA's metrics of that role.
 
 PERSIA's values of the last batch are here means of the batches since the last push.
-Different ids are estimated in a few kilobytes, by HyperLogLog: the first bits of an
-id's hash choose a register, which keeps the longest run of zeros, plus one, at the end
-of the remaining ones:
+Different ids are estimated by HyperLogLog: the first bits of an id's hash choose a
+register, which keeps the longest run of zeros, plus one, at the end of the others:
 
     hash   rrrrrrrrrrrrrr bbbb...bbbb1000    register r keeps max(4, ...)
            14 bits        50 bits
 
-P. Flajolet et al., "HyperLogLog", 2007; the estimate, which needs no corrections for
-few or many ids, is that of O. Ertl, "New cardinality estimation algorithms for
-HyperLogLog sketches", 2017 (algorithm 6). The standard error is 0.8 %.
+P. Flajolet et al., "HyperLogLog", 2007; the estimate is that of O. Ertl, "New
+cardinality estimation algorithms for HyperLogLog sketches", 2017 (algorithm 6), with a
+standard error of 0.8 % for few ids and many.
 
 Dimension key:
     L: ids, in any order
@@ -61,11 +60,11 @@ class LookupMeasures(Observations):
 
     def read(self) -> list[Reading]:
         """Return what was measured."""
-        distinct = (
-            Reading("estimated_distinct_id", ids.estimate(), _DISTINCT_HELP, feature=f)
-            for f, ids in self._distinct.items()
-        )
-        return [*super().read(), *distinct]
+        readings, name = super().read(), "estimated_distinct_id"
+        for feature, ids in self._distinct.items():
+            number = ids.estimate()
+            readings.append(Reading(name, number, _DISTINCT_HELP, feature=feature))
+        return readings
 
     def note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:
         """Take down the ids of a batch, and which of them are different."""

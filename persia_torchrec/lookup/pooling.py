@@ -10,11 +10,9 @@ in one array, each in its own columns:
 
     sample 0  | feature 0 | feature 1 | ...         a block of samples
     sample 1  |           |           |             is walked feature by feature
-    ...
 
-The array is larger than the caches, and its columns touch another page with every few
-samples. So the loops walk it in its own order, a few samples at a time, with a cursor
-into the ids of each feature, and prefetch the rows of the next ids.
+The array is larger than the caches. So the loops walk it in its own order, a few
+samples at a time, with a cursor into the ids of each feature, and prefetch rows.
 
 Dimension key:
     B: samples

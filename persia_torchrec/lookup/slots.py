@@ -1,15 +1,13 @@
 """The lookup of PERSIA's slots: some are pooled, some are raw.
 
-A batch may have any of the slots, in any order. Only its own are looked up, updated and
-sent, and all of that has the order of the batch.
-
     pooled slots -> one array (B, T), each slot in its own columns
     a raw slot   -> one array (N, D), a vector for each of its different ids, and where
                     these stand in the samples (``RawIds``)
 
-Where buckets of a hash stack stand for an id, its vector is the sum of theirs; with
-root scaling, divided by the root of their number. A feature group is one table. Ids get
-its prefix, from which PERSIA draws the initial weights; so the table's seed is 0.
+A batch may have any of the slots; all that is done with them has its order. Where
+buckets of a hash stack stand for an id, its vector is the sum of theirs; with root
+scaling, divided by the root of their number. A feature group is one table. Ids get its
+prefix, from which PERSIA draws the initial weights; so the table's seed is 0.
 
 Dimension key:
     B: samples
@@ -166,14 +164,7 @@ class RawIds(NamedTuple):
 
 
 def build_raw_ids(bags: Bags, num_places: int) -> RawIds:
-    """Give the ids of each sample their places.
-
-    Example:
-        >>> ids = np.array([7, 8, 8, 9, 9], dtype=np.uint64)
-        >>> raw = build_raw_ids(Bags(ids, np.array([2, 0, 3], dtype=np.int32)), 2)
-        >>> raw.ids.tolist(), raw.places.tolist()
-        ([7, 8, 9], [[1, 2], [0, 0], [2, 3]])
-    """
+    """Give the ids of each sample their places."""
     kept, at = _first_ids(read_only(bags.ids), read_only(bags.lengths), num_places)
     unique = unique_ids(kept)
     places_BF = np.zeros((len(bags.lengths), num_places), dtype=np.int32)
@@ -201,9 +192,8 @@ def _first_ids(
 class SlotsLookup(ShardedLookup):
     """Pools the pooled slots of a batch, and gives a vector for each id of the others.
 
-    Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` per raw slot,
-    of the slots that the batch has, in the order of the batch. The batch that ``pull``
-    returns has the names of these slots, and the places of the raw ones.
+    Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` per raw slot
+    of the batch, in its order.
     """
 
     def __init__(
@@ -219,7 +209,7 @@ class SlotsLookup(ShardedLookup):
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
     ) -> tuple[Outputs, RoutedBatch]:
-        """Fetch the rows of a batch; see :meth:`ShardedLookup.pull`."""
+        """Fetch the rows of a batch, and take down its ids."""
         outputs, batch = super().pull(bags, number)
         if self.measures is not None:
             self.measures.note_ids(bags, batch)
@@ -242,7 +232,7 @@ class SlotsLookup(ShardedLookup):
     def select(
         self, bags: Mapping[str, Bags]
     ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
-        """Return the slots of a batch; see :meth:`ShardedLookup.select`."""
+        """Return the slots of a batch, a bag for each id of the raw ones."""
         require_slots(list(bags), [feature.key for feature in self.features])
         spec_of = {feature.key: feature for feature in self.features}
         specs = [spec_of[key] for key in bags]

@@ -1,12 +1,8 @@
 """TorchRec's collections of tables, and what they say in the servers' terms.
 
-A table on the servers has no length: ids are raw 64-bit values, and ``num_embeddings``
-only sets the range of the initial weights, as it does in TorchRec. What the servers
-cannot do is refused here, before training. Collections of bags and of sequences differ
-in the names of their methods; only this file tells them apart.
-
-A TorchRec user gives tables their optimizer in one of two ways, and either moves to the
-servers with the table:
+A table on the servers has no length: ``num_embeddings`` only sets the range of the
+initial weights, as it does in TorchRec. What the servers cannot do is refused here,
+before training. An optimizer that a table has in the model moves to the servers:
 
     apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": 0.01})
     FusedEmbeddingBagCollection(tables, optimizer_type=Adam, optimizer_kwargs={...})
@@ -27,11 +23,10 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
-    EmbeddingCollection,
     get_embedding_names_by_table,
 )
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -98,42 +93,31 @@ def describe_collection(
 ) -> CollectionSpec:
     """Describe a collection of bags or of sequences; only its configuration is read.
 
-    Args:
-        module: on any device.
-        optimizer: of the tables that neither ``settings`` nor the model give one.
-        settings: of single tables, by name; names of other tables are left alone.
+    ``optimizer`` is of the tables that neither ``settings``, by table, nor the model
+    give one. Settings of tables that the collection does not have are ignored.
     """
-    configs = table_configs(module)
     are_sequences = isinstance(module, EmbeddingCollection)
-    for config in configs:
-        if not are_sequences and config.pooling.value.lower() not in POOLINGS:
+    columns, own = name_columns(module), read_optimizers(module)
+    tables, features = [], []
+    for config in table_configs(module):
+        pooling = "sum" if are_sequences else config.pooling.value.lower()
+        if pooling not in POOLINGS:
             raise ConfigError(
                 f"Table {config.name!r}: pooling must be SUM or MEAN. "
                 f"Received: {config.pooling}."
             )
-    columns = name_columns(module)
-    features = tuple(
-        FeatureSpec(
-            name=columns[config.name, f],
-            key=key,
-            table=config.name,
-            pooling="sum" if are_sequences else config.pooling.value.lower(),
-        )
-        for config in configs
-        for f, key in enumerate(config.feature_names)
+        features += [
+            FeatureSpec(columns[config.name, f], key, config.name, pooling)
+            for f, key in enumerate(config.feature_names)
+        ]
+        given = (settings or {}).get(config.name, TableSettings())
+        tables.append(_describe_table(config, own.get(config.name, optimizer), given))
+    return CollectionSpec(
+        tuple(tables),
+        tuple(features),
+        is_weighted=not are_sequences and module.is_weighted(),
+        needs_ids=are_sequences and module.need_indices(),
     )
-    own = read_optimizers(module)
-    tables = tuple(
-        _describe_table(
-            config,
-            own.get(config.name, optimizer),
-            (settings or {}).get(config.name, TableSettings()),
-        )
-        for config in configs
-    )
-    if are_sequences:
-        return CollectionSpec(tables, features, needs_ids=module.need_indices())
-    return CollectionSpec(tables, features, is_weighted=module.is_weighted())
 
 
 def select_tables(
@@ -142,21 +126,21 @@ def select_tables(
     """Return a collection of some of the tables, with the same weights, if any."""
     if not names:
         return None
-    configs = [config for config in table_configs(collection) if config.name in names]
-    meta = torch.device("meta")  # where tables take no memory
+    tables: dict[str, Any] = {
+        "tables": [c for c in table_configs(collection) if c.name in names],
+        "device": torch.device("meta"),  # where tables take no memory
+    }
     if isinstance(collection, EmbeddingCollection):
         selected = EmbeddingCollection(
-            tables=configs,
-            device=meta,
+            **tables,
             need_indices=collection.need_indices(),
             use_gather_select=collection.use_gather_select(),
             use_gather_select_per_sharding=collection.use_gather_select_per_sharding(),
         )
         weights, of_selected = collection.embeddings, selected.embeddings
     else:
-        selected = EmbeddingBagCollection(
-            tables=configs, is_weighted=collection.is_weighted(), device=meta
-        )
+        weighted = collection.is_weighted()
+        selected = EmbeddingBagCollection(**tables, is_weighted=weighted)
         weights, of_selected = collection.embedding_bags, selected.embedding_bags
     of_selected.update({name: weights[name] for name in names})
     set_device(selected, collection.device)  # TorchRec loads weights on a device
@@ -246,10 +230,6 @@ def translate_optimizer(
     """Return what the servers apply for an optimizer of torch's or TorchRec's.
 
     The arguments may have fbgemm's names. The table is named in errors.
-
-    Example:
-        >>> translate_optimizer(torch.optim.SGD, {"lr": 0.5}, table="user")
-        SGD(lr=0.5, momentum=0.0, weight_decay=0.0)
     """
     # By class: what the servers apply for it, and its arguments by fbgemm's defaults.
     twins = {

@@ -6,9 +6,8 @@
     pushing thread   waits for that copy, and sends
 
 On a GPU the trainer's thread never blocks: the streams wait for one another, and the
-pipeline's threads for the copies. On the CPU the same happens without streams. Bags are
-pooled by torch's operators; weighted ones on the CPU by faster loops of
-``lookup/pooling.py``.
+pipeline's threads for the copies. Bags are pooled by torch's operators; weighted ones
+on the CPU by faster loops of ``lookup/pooling.py``.
 
 Dimension key:
     B: samples
@@ -157,7 +156,7 @@ def pool_by_torch(
     feature: int,
     pooling: Pooling,
 ) -> torch.Tensor:
-    """Pool the bags of a feature with torch's operators; see :func:`pool_rows`."""
+    """Pool the bags of a feature with torch's operators."""
     offsets = batch.offsets[feature]
     pooled_BD = functional.embedding_bag(
         batch.inverses[feature],

@@ -9,8 +9,7 @@ TorchRec's list of default sharders. What this list has instead:
     FusedEmbeddingBagCollection               on the servers, with its own optimizer
     quantised and managed-collision modules   as TorchRec shards them by default
 
-Modules that are, or hold, bags go through the sharder of bags: all bags of a model have
-the same settings, and are flushed and scheduled together.
+Modules that are, or hold, bags go through the sharder of bags, with its settings.
 """
 
 import math
@@ -57,33 +56,30 @@ class RemoteSharder(CollectionSharder):
 
     Args:
         client: of the servers; it must live as long as the model.
-        optimizer: of all tables that have no other; applied by the servers. A table's
-            own is what ``tables`` says, else what the model says of it, by
-            ``apply_optimizer_in_backward`` or as a ``FusedEmbeddingBagCollection``.
+        optimizer: of the tables that have none in ``tables`` nor in the model, by
+            ``apply_optimizer_in_backward`` or as a ``FusedEmbeddingBagCollection``;
+            applied by the servers.
         staleness: training batches of one trainer that may be between the pull of their
-            rows and the acknowledgement of their update. 0 waits for the
-            acknowledgement in the backward pass, which equals ordinary synchronous
-            training; 1 waits for it before the next pull. From 2 on, TorchRec's train
-            pipelines pull later batches while this one is trained.
+            rows and the acknowledgement of their update. 0 waits for it in the backward
+            pass, which equals ordinary synchronous training; 1 waits for it before the
+            next pull. From 2 on, TorchRec's train pipelines pull later batches while
+            this one is trained.
         wire_dtype: how rows and gradients travel: float32, float16 or bfloat16.
         tables: settings of single tables, by name. They win over what the collection
             says (``data_type``, ``init_fn``).
         gradient_division: divide gradients by the number of trainers, as TorchRec
             does; otherwise they add up, as in PERSIA.
-        update: what the servers do with the gradients of several trainers. "joint": the
-            n-th batches of all trainers are one step, and the optimizer gets the sum of
-            their gradients once, as in TorchRec. All must run as many training steps
-            (see ``join`` where data end unevenly), and the acknowledgement that bounds
-            the staleness is that of the joint update. "each": the gradients of each
-            trainer are applied as they come, as in PERSIA; no trainer waits for
-            another.
+        update: "joint": the n-th batches of all trainers are one step, and the
+            optimizer gets the sum of their gradients once, as in TorchRec. All must run
+            as many training steps (see ``join`` where data end unevenly), and the
+            staleness counts joint updates. "each": the gradients of each trainer are
+            applied as they come, as in PERSIA; no trainer waits for another.
         joint_timeout_s: seconds that a joint update may wait for the slowest trainer.
 
     Raises:
-        ConfigError: ``wire_dtype`` is none of the three, ``staleness`` is negative,
-            ``update`` is neither of the two, or ``joint_timeout_s`` is not positive.
-            When the model is sharded, or at its first batch at the latest: ``tables``
-            names a table that no collection has.
+        ConfigError: an argument is out of its range. When the model is sharded, or at
+            its first batch at the latest: ``tables`` names a table that no collection
+            has.
     """
 
     POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
@@ -104,23 +100,22 @@ class RemoteSharder(CollectionSharder):
         update: Literal["joint", "each"] = "joint",
         joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
     ) -> None:
-        if update not in ("joint", "each"):
-            raise ConfigError(
-                f'update must be "joint" or "each". Received: {update!r}.'
-            )
-        if update == "joint" and not 0 < joint_timeout_s < math.inf:
-            raise ConfigError(
-                "joint_timeout_s must be finite and positive. "
-                f"Received: {joint_timeout_s}."
-            )
-        if wire_dtype not in _PRECISIONS:
-            raise ConfigError(
-                f"wire_dtype must be one of {list(_PRECISIONS)}. "
-                f"Received: {wire_dtype}."
-            )
-        if staleness < 0:
-            raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
-        self._joint_timeout_s = joint_timeout_s if update == "joint" else 0.0
+        is_joint, precisions = update == "joint", list(_PRECISIONS)
+        fits_joint = not is_joint or 0 < joint_timeout_s < math.inf
+        for name, value, fits, must in (
+            ("update", update, update in ("joint", "each"), '"joint" or "each"'),
+            ("joint_timeout_s", joint_timeout_s, fits_joint, "finite and positive"),
+            (
+                "wire_dtype",
+                wire_dtype,
+                wire_dtype in precisions,
+                f"one of {precisions}",
+            ),
+            ("staleness", staleness, staleness >= 0, ">= 0"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} must be {must}. Received: {value!r}.")
+        self._joint_timeout_s = joint_timeout_s if is_joint else 0.0
         super().__init__(gradient_division=gradient_division)
         self._client = client
         self._optimizer = optimizer if optimizer is not None else Adagrad()
@@ -131,14 +126,6 @@ class RemoteSharder(CollectionSharder):
         self.planned: set[str] = set()
         self.described: set[str] = set()
         watch_models()
-
-    def share_tables(self, other: "RemoteSharder") -> None:
-        """Share all tables with another sharder, before their model is planned.
-
-        Flushes, rates, the loss scale and settings of either are then those of both.
-        """
-        self.remote_tables = other.remote_tables
-        self.planned, self.described = other.planned, other.described
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return a placeholder of one row for each table; planners ask first."""
@@ -211,9 +198,7 @@ class RemoteSharder(CollectionSharder):
 class RemoteEmbeddingBagCollectionSharder(RemoteSharder):
     """Put every ``EmbeddingBagCollection`` of a model on the embedding servers.
 
-    Args and errors are those of :class:`persia_torchrec.RemoteSharder`: ``client``,
-    ``optimizer``, ``staleness``, ``wire_dtype``, ``tables``, ``gradient_division``,
-    ``update``, ``joint_timeout_s``.
+    Args and errors are those of :class:`persia_torchrec.RemoteSharder`.
 
     Example:
         ``RemoteEmbeddingBagCollectionSharder(client, Adagrad(), tables={"user":
@@ -227,10 +212,8 @@ class RemoteEmbeddingBagCollectionSharder(RemoteSharder):
 class RemoteEmbeddingCollectionSharder(RemoteSharder):
     """Put every ``EmbeddingCollection`` of a model on the embedding servers.
 
-    The arguments, and which optimizer a table gets, are those of
-    :class:`RemoteEmbeddingBagCollectionSharder`; a model that has collections of both
-    kinds needs both sharders. Features are not pooled: the model gets a
-    ``JaggedTensor`` for each, with a row for every id.
+    Args and errors are those of :class:`persia_torchrec.RemoteSharder`. Features are
+    not pooled: the model gets a ``JaggedTensor`` for each, with a row for every id.
 
     Example:
         ``DistributedModelParallel(model, sharders=[
@@ -259,7 +242,7 @@ class _BagsHolderSharder(PlannedSharder):
 class RemoteFusedEmbeddingBagCollectionSharder(_BagsHolderSharder):
     """Put every ``FusedEmbeddingBagCollection`` of a model on the embedding servers.
 
-    Its optimizer goes there too; see ``sharding/collection.py``.
+    Its optimizer goes there too.
 
     Args:
         bags: puts them there; its settings, ``optimizer``, ``flush`` and the like are
@@ -276,9 +259,7 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_BagsHolderSharder):
     The feature processors stay in the model.
 
     Args:
-        bags: puts the bags there; its settings, ``optimizer``, ``flush`` and the like
-            are for these tables too. Give it to ``DistributedModelParallel`` as well if
-            the model has other bag collections.
+        bags: as of :class:`persia_torchrec.RemoteFusedEmbeddingBagCollectionSharder`.
 
     Example:
         ``bags = RemoteEmbeddingBagCollectionSharder(client, Adagrad())`` and
@@ -338,7 +319,9 @@ def remote_sharders(
     common = client, optimizer, staleness, wire_dtype
     bags = RemoteEmbeddingBagCollectionSharder(*common, **settings)
     sequences = RemoteEmbeddingCollectionSharder(*common, **settings)
-    sequences.share_tables(bags)
+    # Flushes, rates, the loss scale and settings of either are then those of both.
+    sequences.remote_tables = bags.remote_tables
+    sequences.planned, sequences.described = bags.planned, bags.described
     ours: list[ModuleSharder[Any]] = [
         bags,
         sequences,

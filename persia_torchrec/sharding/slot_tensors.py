@@ -27,10 +27,9 @@ Slots = dict[str, torch.Tensor]
 
 
 def dense_tensor(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on a device.
+    """Return an array as a tensor on a device; on the CPU it shares memory if it can.
 
-    On the CPU the tensor shares the array's memory, unless that is read-only, as that
-    of a batch made of bytes.
+    It cannot where that is read-only, as that of a batch made of bytes.
     """
     writable = array if array.flags.writeable else array.copy()
     return torch.from_numpy(writable).to(device, non_blocking=True)
@@ -44,25 +43,24 @@ def slot_tensors(
 ) -> Slots:
     """Give each slot of a batch its tensor, in the batch's order and autograd graph.
 
-    Args:
-        slots: all that there are, in any order.
-        names: of the batch's slots, in the order of columns and raw slots.
-        outputs: what a ``SlotsLookup`` gave: float32 ``(B, T)``, and ``(N, D)`` for
-            each raw slot.
-        places: int32 ``(B, F)`` for each raw slot: the vector of each position.
+    ``slots`` are all that there are, ``names`` those of the batch, in the order of
+    columns and raw slots. ``outputs`` are those of a ``SlotsLookup``, and ``places``
+    has int32 ``(B, F)`` for each raw slot: the vector of each position.
     """
     slot_of = {slot.name: slot for slot in slots}
     require_slots(names, [*slot_of])
-    slots = [slot_of[name] for name in names]
-    pooled_BT, *raw = outputs
-    pooled = [slot for slot in slots if not slot.num_places]
-    columns = pooled_BT.split([slot.dim for slot in pooled], dim=1)
-    tensors = {slot.name: block for slot, block in zip(pooled, columns, strict=True)}
-    raw_slots = [slot for slot in slots if slot.num_places]
-    for slot, rows_ND, of_slot in zip(raw_slots, raw, places, strict=True):
-        places_BF = torch.from_numpy(of_slot).to(rows_ND.device, non_blocking=True)
-        tensors[slot.name] = pad_raw(rows_ND, places_BF)
-    return {name: tensors[name] for name in names}
+    slots, (pooled_BT, *raw) = [slot_of[name] for name in names], outputs
+    dims = [slot.dim for slot in slots if not slot.num_places]
+    columns, rows = iter(pooled_BT.split(dims, dim=1)), zip(raw, places, strict=True)
+    tensors = {}
+    for slot in slots:
+        if slot.num_places:
+            rows_ND, of_slot = next(rows)
+            places_BF = torch.from_numpy(of_slot).to(rows_ND.device, non_blocking=True)
+            tensors[slot.name] = pad_raw(rows_ND, places_BF)
+        else:
+            tensors[slot.name] = next(columns)
+    return tensors
 
 
 def pad_raw(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,9 @@
     load_tables           tensors of an ordinary checkpoint -> servers
     read_table            servers -> tensors, to save, serve or train as any other model
 
-Tensors are read block by block, so that those of ``torch.load(path, mmap=True)`` may be
-larger than memory. Row ``i`` of a tensor has the id ``i``, if earlier and later lookups
-use the same ids. Where a model hashed raw ids to ``[0, num_embeddings)``, keep hashing,
-and nothing changes; or stop, and give the raw id of each row.
+Tensors are read block by block: those of ``torch.load(path, mmap=True)`` may be larger
+than memory. Row ``i`` of a tensor has the id ``i``. Where a model hashed raw ids to
+``[0, num_embeddings)``, keep hashing; or stop, and give the raw id of each row.
 
 Dimension key:
     N: rows of a table
@@ -16,24 +15,15 @@ Dimension key:
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
+from persia_torchrec.client import transfer
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.client.transfer import (
-    BLOCK_ROWS,
-    IdsOfRows,
-    RowBlock,
-    blocks_of,
-    ids_of_rows,
-    rows_per_block,
-)
+from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.sharding.collection import table_configs
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
@@ -51,20 +41,13 @@ _BAGS, _SEQUENCES = "embedding_bags", "embeddings"
 _BEGINNING = "on the embedding servers, not in this state: "
 
 
-class HoldsEntries(Protocol):
-    """A module whose tables are on the servers."""
-
-    def tables_by_key(self) -> Mapping[str, str]:
-        """Return the tables' names, by the keys that TorchRec gives their weights."""
-
-
 def add_entries(
-    module: HoldsEntries, state_dict: dict[str, Any], prefix: str, *_: object
+    module: Any, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
     """Put an entry for each table into the state of a model; a hook for torch.
 
-    An entry is a str: torch saves and loads it as it is, also with ``weights_only`` and
-    ``torch.distributed.checkpoint``, and code that takes it for a tensor fails.
+    It is a str: torch saves and loads it as it is, and code that takes it for a tensor
+    fails.
     """
     for key, table in module.tables_by_key().items():
         state_dict[prefix + key] = (
@@ -81,7 +64,7 @@ def is_state_entry(value: object) -> bool:
 
 
 def take_entries(
-    module: HoldsEntries,
+    module: Any,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: object,
@@ -120,30 +103,28 @@ def load_tables(
 
     Call it when the model is sharded and before it trains. Of ordinary tensors one
     trainer is enough, while the others wait at a barrier; of sharded ones, as
-    ``DistributedModelParallel`` has them, each trainer writes its own shards, which
-    must be of whole rows.
+    ``DistributedModelParallel`` has them, each trainer writes its own whole rows.
 
     Args:
         client: of the servers, which know the tables.
         state_dict: holds, among others, the weight of each table, under TorchRec's name
             behind any path, or as ``"NAME"`` or ``"NAME.weight"``; of any floating
             dtype, ``(N, D)``, on any device.
-        tables: names of the tables to fill; the others are left alone.
+        tables: names of the tables to fill.
         optimizer_state: of the same tables. The tensors of a table, ``(N,)`` or
             ``(N, k)``, are concatenated in their order and must be what the table's
             optimizer keeps: Adagrad's sum, Adam's ``exp_avg`` and ``exp_avg_sq``. A
-            ``step`` among them is Adam's ``t``. Without ``optimizer_state``, new rows
-            get the initial state, and existing rows keep theirs.
+            ``step`` among them is Adam's ``t``. By default new rows get the initial
+            state, and existing rows keep theirs.
         ids: of the rows of single tables, by name; by default a row's number.
-        step: how many updates the tables have had, where the state does not tell, as
-            that of TorchRec's fused optimizers does not.
+        step: how many updates the tables have had, where the state does not tell.
 
     Returns:
         How many rows of each table were written.
 
     Raises:
-        ConfigError: a table has no weight in ``state_dict``, or several, or no state;
-            or the servers do not know it.
+        ConfigError: a table is unknown to the servers, or has no weight or state in
+            these, or several.
         BatchError: weights or state do not have the table's shape, or are not sharded
             by rows.
         ServerError: a server failed, refused, or did not answer in time.
@@ -164,7 +145,9 @@ def load_tables(
         step_of_table = step
         if optimizer_state is not None and spec.num_state_floats:
             state, step_of_table = _find_state(table, optimizer_state, step)
-        blocks = _cut(weight, state, (ids or {}).get(table), rows_per_block(spec))
+        blocks = _cut(
+            weight, state, (ids or {}).get(table), transfer.rows_per_block(spec)
+        )
         num_rows[table] = client.fill(table, blocks)
         if step_of_table is not None:
             client.step(table, step_of_table)
@@ -191,7 +174,7 @@ def _cut(
     state: Sequence[torch.Tensor],
     ids: IdsOfRows,
     block_rows: int,
-) -> Iterator[RowBlock]:
+) -> Iterator[transfer.RowBlock]:
     shards = [_local_shards(tensor) for tensor in (weight, *state)]
     if len({len(of_tensor) for of_tensor in shards}) > 1:
         raise BatchError(
@@ -199,7 +182,7 @@ def _cut(
             f"{[len(of_tensor) for of_tensor in shards]} shards here."
         )
     for (first_row, weights), *of_state in zip(*shards, strict=True):
-        yield from blocks_of(
+        yield from transfer.blocks_of(
             _TensorRows([weights]),
             ids,
             _TensorRows([shard for _, shard in of_state]) if of_state else None,
@@ -212,14 +195,14 @@ def _local_shards(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Return each shard that is here, after the number of its first row."""
     if not isinstance(tensor, ShardedTensor):
         return [(0, tensor)]
-    size = tuple(tensor.metadata().size)
-    for shard in tensor.local_shards():
-        if tuple(shard.tensor.shape[1:]) != size[1:]:
+    size, shards = tuple(tensor.metadata().size), tensor.local_shards()
+    for shape in (tuple(shard.tensor.shape) for shard in shards):
+        if shape[1:] != size[1:]:
             raise BatchError(
                 "Sharded tensors must be sharded by rows. Received: a shard of "
-                f"{tuple(shard.tensor.shape)} of {size}. Gather it."
+                f"{shape} of {size}. Gather it."
             )
-    return [(s.metadata.shard_offsets[0], s.tensor) for s in tensor.local_shards()]
+    return [(shard.metadata.shard_offsets[0], shard.tensor) for shard in shards]
 
 
 def _find(table: str, entries: Mapping[str, Any], where: str) -> Any:
@@ -292,7 +275,7 @@ def read_table(
     Args:
         client: of the servers, which know the table.
         table: its name.
-        num_rows: N; a tensor has a length, a table of the servers does not.
+        num_rows: N, which a table of the servers does not have.
         ids: the id of each row; by default a row's number.
         missing: what stands for a row that the servers do not have: its initial weights
             and state, or zeros.
@@ -303,7 +286,7 @@ def read_table(
         ServerError: a server failed, refused, or did not answer in time.
     """
     spec = client.table(table)
-    ids_N = ids_of_rows(ids, 0, num_rows)
+    ids_N = transfer.ids_of_rows(ids, 0, num_rows)
     order = np.argsort(ids_N, kind="stable")  # linear if they are sorted
     sorted_N = ids_N[order]
     repeated = sorted_N[1:][sorted_N[1:] == sorted_N[:-1]]
@@ -330,8 +313,8 @@ def read_table(
         is_present[numbers] = True
     if missing == "initial":
         absent = np.flatnonzero(~is_present)
-        for start in range(0, len(absent), BLOCK_ROWS):
-            numbers = absent[start : start + BLOCK_ROWS]
+        for start in range(0, len(absent), transfer.BLOCK_ROWS):
+            numbers = absent[start : start + transfer.BLOCK_ROWS]
             floats[numbers] = build_initial_rows(spec, ids_N[numbers])
     weights, state = torch.from_numpy(floats).split([spec.dim, width - spec.dim], dim=1)
     return TableTensors(
@@ -353,8 +336,8 @@ def plain_state_dict(
 
     Args:
         client: of the servers, which know the tables.
-        model: with TorchRec's ordinary collections, before it is sharded; only their
-            names and lengths are used, so it may be on the meta device.
+        model: with TorchRec's ordinary collections, before it is sharded; on any
+            device, also meta.
         ids: of the rows of single tables, by name; by default a row's number.
         missing: as of :func:`read_table`.
 

@@ -6,6 +6,7 @@ each attribute, and fails with a sentence where one is missing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,8 +15,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 __all__ = ["ShardedTensor"]
 
@@ -54,9 +53,11 @@ def set_device(collection: Any, device: torch.device) -> None:
     collection._device = device
 
 
-def feature_processors(module: FeatureProcessedEmbeddingBagCollection) -> nn.Module:
-    """Return the feature processors of a collection."""
-    return module._feature_processors
+feature_processors = attrgetter("_feature_processors")
+"""The processors of a ``FeatureProcessedEmbeddingBagCollection``."""
+
+table_configs = attrgetter("_table_name_to_config")
+"""The configs of a sharded collection's tables, by name."""
 
 
 def sharded_settings(sharder: BaseEmbeddingSharder[Any]) -> dict[str, Any]:
@@ -69,11 +70,6 @@ def sharded_settings(sharder: BaseEmbeddingSharder[Any]) -> dict[str, Any]:
         return settings | {"use_index_dedup": sharder._use_index_dedup}
     order = sharder._sharded_module_order_overwrite
     return settings | {"sharded_module_order_overwrite": order}
-
-
-def table_configs(sharded: Any) -> Mapping[str, BaseEmbeddingConfig]:
-    """Return the configs of a sharded collection's tables, by name."""
-    return sharded._table_name_to_config
 
 
 def embedding_kernels(sharded: Any) -> list[BaseEmbedding]:
