@@ -42,7 +42,7 @@ from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
 from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
-from persia_torchrec.store.row_import import RowChanges, RowImport
+from persia_torchrec.store.row_moves import RowChanges, RowImport
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
@@ -127,7 +127,7 @@ def apply_increment(
     head = increment.head
     _require_same_rows(_describe(head), head.tables, store.tables)
     numbers = _add_tables(store, head.tables, follows=follows)
-    states = store.memory.states
+    states = store.states
     for number in range(len(states)) if head.was_cleared else ():
         start: int | None = 0
         while start is not None:
@@ -140,7 +140,7 @@ def apply_increment(
         for first in range(0, len(ids_N), _SLICE_ROWS):
             store.remove(numbers[table], ids_N[first : first + _SLICE_ROWS])
             yield 0
-    rows_in = RowChanges(store.memory)
+    rows_in = RowChanges(store)
     for table, rows in increment.rows:
         number = numbers[table]
         rows_in.put(number, _with_metadata(rows, states[number]))
@@ -239,20 +239,19 @@ class ShardLoad(BackgroundTask):
             raise
 
     def _fill(self) -> None:
-        store, memory = self._store, self._store.memory
+        store = self._store
         saved = self.manifest.tables
         numbers = _add_tables(store, saved, follows=False)
         if self._replaces:
             store.clear()
-            memory.tick = 0
+            store.tick = 0
         number_of = {}
         for table, number in zip(saved, numbers, strict=True):
             number_of[table.name] = number
-            state = memory.states[number]
+            state = store.states[number]
             state.num_updates = max(state.num_updates, table.num_updates)
         rows_in = RowImport(
-            memory,
-            store.capacity_rows,
+            store,
             self._uses,
             np.array(numbers, dtype=np.uint16)[self._table_of],
             self._frequencies,
@@ -260,7 +259,7 @@ class ShardLoad(BackgroundTask):
         first = 0
         for name, rows, is_own_N in self._read_rows():
             number = number_of[name]
-            fitting = _with_metadata(rows, memory.states[number])
+            fitting = _with_metadata(rows, store.states[number])
             first = rows_in.add(number, first, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
         for log, number in self._increments:

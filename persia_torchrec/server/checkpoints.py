@@ -27,7 +27,7 @@ from persia_torchrec.errors import CheckpointError, StoreError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_export import RawRows, RowExport, split_by_table
+from persia_torchrec.store.row_moves import RawRows, RowExport, split_by_table
 from persia_torchrec.wire.messages import ErrorReply, TaskState
 
 _CPU_FRACTION = 0.05
@@ -77,7 +77,7 @@ class ShardDump(BackgroundTask):
         self._store = store
         self._config = config
         self.log: LogPosition | None = None
-        self._export = RowExport(store.memory)
+        self._export = RowExport(store)
         self._tables = self._describe_tables()
         self._chunks: queue.Queue[RawRows | None] = queue.Queue(_MAX_CHUNKS)
         self._has_copied_all = False
@@ -108,7 +108,7 @@ class ShardDump(BackgroundTask):
             self._chunks.put_nowait(chunk)
         elif self._export.is_done:
             self._tables = self._describe_tables()  # with their steps
-            self._tick = self._store.memory.tick
+            self._tick = self._store.tick
             self._chunks.put_nowait(None)
             self._has_copied_all = True
         cpu_s = self._writer_cpu_s
@@ -123,7 +123,7 @@ class ShardDump(BackgroundTask):
         self.cancel()
 
     def _describe_tables(self) -> tuple[SavedTable, ...]:
-        states = self._store.memory.states[: len(self._export.tables)]
+        states = self._store.states[: len(self._export.tables)]
         return tuple(map(SavedTable.of, states))
 
     def _write(self) -> None:

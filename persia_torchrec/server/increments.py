@@ -45,8 +45,7 @@ from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.journal import Changes
 from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
-from persia_torchrec.store.row_export import gather_rows
-from persia_torchrec.store.shard_memory import ShardMemory
+from persia_torchrec.store.row_moves import gather_rows
 
 logger = logging.getLogger(__name__)
 
@@ -191,10 +190,10 @@ class IncrementWriter(BackgroundTask):
         """Whether :meth:`copy_rows` has something to do."""
         return bool(self._wanted) and self._copied.qsize() < _MAX_SLICES
 
-    def copy_rows(self, memory: ShardMemory) -> None:
+    def copy_rows(self, store: EmbeddingStore) -> None:
         """Copy the next rows that are wanted."""
         table, dirty = self._wanted.popleft()
-        self._copied.put((table, dirty, *gather_rows(memory, table, dirty.ids)))
+        self._copied.put((table, dirty, *gather_rows(store, table, dirty.ids)))
 
     def cancel(self) -> None:
         """Give up what is not written, without waiting for the thread."""
@@ -362,7 +361,7 @@ class Increments:
             self._flush(writer)
         elif writer.wants_rows and self._budget.has_credit():
             with self._budget.spend():
-                writer.copy_rows(self._store.memory)
+                writer.copy_rows(self._store)
 
     def counters(self) -> dict[str, int]:
         """Return what has been written, and how often a log has failed."""
@@ -392,7 +391,7 @@ class Increments:
             elif not writer.inbox.full():
                 self._flush(writer)
             if writer.wants_rows:
-                writer.copy_rows(self._store.memory)
+                writer.copy_rows(self._store)
             else:
                 time.sleep(0.001)
         if writer.phase != "written":
@@ -416,7 +415,7 @@ class Increments:
     def _must_flush(self, writer: IncrementWriter) -> bool:
         """Whether a flush is due; fail the log if it is, and there is no room."""
         journal, config = self._store.journal, self._config
-        is_full = journal.num_ids >= config.incremental_buffer_rows
+        is_full = journal.changes.num_ids >= config.incremental_buffer_rows
         waited_s = self._activity.clock() - self._flushed_s
         if is_full and writer.inbox.full():
             reason = (
@@ -433,15 +432,15 @@ class Increments:
         self._flushed_s = self._activity.clock()
         if self._store.journal.is_empty:
             return
-        memory, config = self._store.memory, self._config
+        store, config = self._store, self._config
         head = IncrementHead(
             log=writer.log.name,
             number=0,
             shard=config.shard,
             num_shards=config.num_shards,
             created_s=time.time(),  # noqa: TID251  # others compare it with their clock
-            tick=memory.tick,
+            tick=store.tick,
             was_cleared=False,
-            tables=tuple(map(SavedTable.of, memory.states)),
+            tables=tuple(map(SavedTable.of, store.states)),
         )
-        writer.inbox.put_nowait((self._store.journal.cut(), head))
+        writer.inbox.put_nowait((store.journal.cut(), head))

@@ -59,7 +59,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
     header, frames = request.header, request.frames
     has_counts = bool(header.flags & COUNTS)
     training = bool(header.flags & TRAINING)
-    store, states = shard.store, shard.store.memory.states
+    store, states = shard.store, shard.store.states
     tables = shard.read_ids(frames, 4 if has_counts else 3)
     counts = decode_counts(frames) if has_counts else None
     num_floats = 0
@@ -194,7 +194,7 @@ def _answer_step(shard: Shard, request: Request) -> Frames:
     shard.apply_all_updates()  # they count
     if asked.step is not None:
         shard.store.set_step(asked.table, asked.step)
-    return [encode_json(shard.store.step(asked.table))]
+    return [encode_json(shard.store.states[asked.table].num_updates)]
 
 
 def _answer_hello(shard: Shard, _: Request) -> Frames:
@@ -203,7 +203,7 @@ def _answer_hello(shard: Shard, _: Request) -> Frames:
         "num_shards": shard.config.num_shards,
         "incarnation": shard.checkpoints.incarnation,
         "max_request_ids": shard.config.max_request_ids,
-        "tables": _describe_tables(shard.store, range(shard.store.num_tables)),
+        "tables": _describe_tables(shard.store, range(len(shard.store.states))),
     }
     return [encode_json(value)]
 
@@ -213,7 +213,7 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     specs = [TableSpec.from_json(description) for description in descriptions]
     shard.apply_all_updates()  # with the settings that they were sent under
     shard.stages.lap("update")
-    num_known = shard.store.num_tables
+    num_known = len(shard.store.states)
     numbers = shard.store.add_tables(specs)
     for spec in shard.store.tables[num_known:]:
         logger.info("table %s", spec)

@@ -150,7 +150,7 @@ class Shard:
     def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:
         """Read the ids of each table that a request names."""
         tables = decode_segments(frames, num_frames=num_frames)
-        num_ids, num_tables = len(frames[2]) // 8, len(self.store.memory.states)
+        num_ids, num_tables = len(frames[2]) // 8, len(self.store.states)
         if num_ids > self.config.max_request_ids:
             raise BatchError(
                 f"A request may name {self.config.max_request_ids} ids. Received: "
@@ -164,10 +164,10 @@ class Shard:
 
     def require_table(self, number: int) -> None:
         """Check the number of a table."""
-        if not 0 <= number < self.store.num_tables:
+        if not 0 <= number < len(self.store.states):
             raise ConfigError(
                 f"Unknown table number {number}: this server has "
-                f"{self.store.num_tables} tables. Add the tables first."
+                f"{len(self.store.states)} tables. Add the tables first."
             )
 
     def read_rows(
@@ -182,7 +182,7 @@ class Shard:
 
         With ``has_state``, ``(N, D + S)``: weights and optimizer state.
         """
-        states = self.store.memory.states
+        states = self.store.states
         shapes, num_floats = [], 0
         for t in tables:
             spec = states[t.table].spec

@@ -35,7 +35,7 @@ from persia_torchrec.errors import BatchError, PersiaError, StoreError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.server.open_batches import Batch, LookupSlots, Slots
-from persia_torchrec.store.rows import MISSING
+from persia_torchrec.store.memory import MISSING
 from persia_torchrec.wire.messages import Header, Share, TableIds
 from persia_torchrec.wire.precision import Floats
 

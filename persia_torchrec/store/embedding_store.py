@@ -2,7 +2,7 @@
 
 One thread owns a store; nothing here locks.
 
-    ids --index--> slots --rows--> weights
+    ids --index--> slots --memory--> weights
                      |
                   recency: a training lookup refreshes; nothing else does
 
@@ -10,54 +10,29 @@ Dimension key:
     N: ids of one request
     D: embedding dim
     S: optimizer-state floats per row
+    T: tables
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, read_only
+from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.intrinsics import load_u64
-from persia_torchrec.store.expiry import Sweeper
-from persia_torchrec.store.fbgemm_engine import OptimizerEngine
-from persia_torchrec.store.index import MAX_ROWS
-from persia_torchrec.store.insert import remove_ids
+from persia_torchrec.store import lookup, memory
+from persia_torchrec.store.expiry import sweep_slots
+from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
+from persia_torchrec.store.index import MAX_ROWS, Index
 from persia_torchrec.store.journal import ChangeJournal, UsedRows
-from persia_torchrec.store.lookup import (
-    NO_ROOM,
-    find_slots,
-    lookup_readonly,
-    lookup_training,
-)
-from persia_torchrec.store.rows import (
-    ARENA,
-    FIRST_STEP,
-    FREQUENCY,
-    LAST_S,
-    LAST_STEP,
-    MISSING,
-    NOW_S,
-    OWNER_SHIFT,
-    REJECTED,
-    USED,
-    WORD,
-    Counts,
-    Floats,
-    Ids,
-    Layout,
-    Slots,
-    read_rows,
-    rows_at,
-    store_at,
-    write_rows,
-)
-from persia_torchrec.store.shard_memory import ShardMemory
+from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Tally, Words
+from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
+from persia_torchrec.store.tables import TableState
 from persia_torchrec.store.update import UpdateResult
 from persia_torchrec.table import TableSpec
 
@@ -69,6 +44,19 @@ Numbers = npt.NDArray[np.uint32]
 MAX_SCANNED_SLOTS = 1 << 20
 """Slots that a scan walks over: a few milliseconds where no row is of the table."""
 
+_MAX_TABLES = 2**16 - 2
+_COUNTERS = {
+    "hits": memory.HITS,
+    "misses": memory.MISSES,
+    "inserted": memory.INSERTED,
+    "rejected": memory.REJECTED,
+    "evictions": memory.EVICTED,
+    "expired_steps": memory.EXPIRED_STEPS,
+    "expired_seconds": memory.EXPIRED_SECONDS,
+    "expired_norm": memory.EXPIRED_NORM,
+    "gradients_missed": memory.MISSED,
+    "gradients_refused": memory.REFUSED,
+}
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
@@ -106,8 +94,11 @@ class Metadata:
 class EmbeddingStore:
     """Rows by table and id, least recently used out first.
 
-    ``memory`` is for what copies rows out and in; ``journal`` notes which rows change,
-    once told to.
+    Attributes:
+        states: the tables, in the order in which they were added.
+        arenas, directory: one arena per width of rows, see ``memory.py``.
+        tally: see ``memory.HITS`` and the others.
+        journal: notes which rows change, once told to.
 
     Args:
         capacity_rows: rows of all tables together, in ``[1, 2**32 - 2]``.
@@ -131,27 +122,38 @@ class EmbeddingStore:
         if eviction not in ("lru", "lfu"):
             raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
         self.capacity_rows = capacity_rows
-        is_lfu = eviction == "lfu"
-        self.memory = ShardMemory(capacity_rows, optimizer_engine, is_lfu=is_lfu)
-        self._sweeper = Sweeper()
+        self.is_lfu = eviction == "lfu"
+        self.states: list[TableState] = []
+        self.arenas: list[Words] = []
+        self.tally: Tally = np.zeros(memory.NUM_TALLIES, dtype=np.int64)
+        self.tally[memory.CAPACITY] = capacity_rows
+        self.journal = ChangeJournal(self.tally)
+        self._engine_choice = EngineChoice(optimizer_engine)
         self._clock = clock
-        self._num_missed = self._num_refused = 0
-        self.journal = ChangeJournal(self.memory.tally)
+        self._swept = 0, 0  # arena and slot
+        # What every table's layout points to: see memory.store_at.
+        self._addresses: Words = np.zeros(6, dtype=np.uint64)
+        self.directory: Words
+        self._reserve()
 
     @property
     def tables(self) -> list[TableSpec]:
         """The tables, in the order in which they were added."""
-        return [state.spec for state in self.memory.states]
+        return [state.spec for state in self.states]
 
     @property
-    def num_tables(self) -> int:
-        """How many tables there are."""
-        return len(self.memory.states)
+    def num_rows(self) -> int:
+        """Rows in use, of all tables."""
+        return int(self.tally[memory.ROWS])
 
     @property
-    def is_lfu(self) -> bool:
-        """Whether the least frequently used row is evicted first."""
-        return len(self.memory.logs.directory) > 1
+    def tick(self) -> int:
+        """Number of the last request that used rows."""
+        return int(self.tally[memory.TICK])
+
+    @tick.setter
+    def tick(self, tick: int) -> None:
+        self.tally[memory.TICK] = tick
 
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
         """Make tables known, or change those that are; when one cannot be, do nothing.
@@ -159,7 +161,28 @@ class EmbeddingStore:
         Returns the number of each table. The rows of a known table must keep their
         form; initial values, learning rate, admission and the like may change.
         """
-        return self.memory.add_tables(specs)
+        for name, times in Counter(spec.name for spec in specs).items():
+            if times > 1:
+                raise ConfigError(
+                    "Tables added together must have different names. "
+                    f"Received: {name!r} {times} times."
+                )
+        number_of = {spec.name: number for number, spec in enumerate(self.tables)}
+        numbers = [number_of.setdefault(s.name, len(number_of)) for s in specs]
+        states, arenas = list(self.states), list(self.arenas)
+        for number, spec in zip(numbers, specs, strict=True):
+            engine = self._engine_choice.choose(spec)
+            if number < len(states):
+                self._require_same_rows(states[number].spec, spec)
+                states[number] = states[number].changed(spec, engine)
+            else:
+                layout = self._build_layout(spec, number, arenas)
+                states.append(TableState(spec, layout, engine))
+        new_lines = memory.directory_of(arenas[len(self.arenas) :])
+        self.directory = np.concatenate([self.directory, new_lines])
+        self.states, self.arenas = states, arenas
+        self._set_addresses()
+        return numbers
 
     def add_table(self, spec: TableSpec) -> int:
         """Add one table: :meth:`add_tables`."""
@@ -167,7 +190,7 @@ class EmbeddingStore:
 
     def wants_counts(self, table: int) -> bool:
         """Return whether it matters how often an id is in a batch."""
-        state = self.memory.states[table]
+        state = self.states[table]
         return state.admission is not None or state.has_metadata
 
     def lookup(
@@ -190,14 +213,13 @@ class EmbeddingStore:
         once each if not given. Returns the slots, hints for :meth:`update`; none
         without ``training``.
         """
-        memory = self.memory
-        state = memory.states[table]
+        state = self.states[table]
         layout = state.layout
         if ids_N.flags.writeable:
             ids_N = read_only(ids_N)
         if not training:
             value = np.float32(state.spec.admission.unadmitted_value)
-            lookup_readonly(layout, ids_N, out_ND, value)
+            lookup.lookup_readonly(layout, ids_N, out_ND, value)
             return _NO_SLOTS
         if counts_N is None:
             counts_N = _NO_COUNTS
@@ -206,20 +228,20 @@ class EmbeddingStore:
         slots_N = np.empty(len(ids_N), dtype=np.uint32)
         missing_N = np.empty(len(ids_N), dtype=np.int64)
         arguments = layout, ids_N, counts_N, out_ND, slots_N, missing_N
-        num_missing = lookup_training(*arguments)
-        if num_missing == NO_ROOM:
-            memory.logs.make_room(memory.directory, len(ids_N))
-            num_missing = lookup_training(*arguments)
+        num_missing = lookup.lookup_training(*arguments)
+        if num_missing == lookup.NO_ROOM:
+            self.logs.make_room(self.directory, len(ids_N))
+            num_missing = lookup.lookup_training(*arguments)
         missing = admitted = _NO_INDICES
         if num_missing:
             missing = missing_N[:num_missing].copy()  # the journal may keep it
             admitted = state.admit(ids_N, counts_N, missing, out_ND)
-            memory.tally[REJECTED] += len(missing) - len(admitted)
+            self.tally[memory.REJECTED] += len(missing) - len(admitted)
             self.journal.make_room(len(admitted))
-            layout[NOW_S] = max(int(self._clock()), 0)
+            layout[memory.NOW_S] = max(int(self._clock()), 0)
             state.insert(layout, ids_N, counts_N, admitted, out_ND, slots_N)
         if self.journal.is_on:
-            self.journal.used(UsedRows(table, memory.tick, ids_N, missing, admitted))
+            self.journal.used(UsedRows(table, self.tick, ids_N, missing, admitted))
         return slots_N
 
     def update(
@@ -235,22 +257,23 @@ class EmbeddingStore:
         returned; each hint is checked, and a wrong one costs time only. Missed and
         refused gradients are counted.
         """
-        state = self.memory.states[table]
+        state = self.states[table]
         ids_N, grads_ND = read_only(ids_N), read_only(grads_ND)
         if hints_N is None or len(hints_N) != len(ids_N):
-            hints_N = find_slots(state.layout, ids_N)
+            hints_N = lookup.find_slots(state.layout, ids_N)
         if self.journal.is_on:
             self.journal.updated(table, ids_N)
-        counts = state.step_rows(ids_N, hints_N, grads_ND, self._clock())
-        result = UpdateResult(*counts)
-        if result.num_missed and state.admission is not None:
+        hints_N = read_only(hints_N)
+        missed, refused = state.step_rows(ids_N, hints_N, grads_ND, self._clock())
+        unadmitted = 0
+        if missed and state.admission is not None:
             # Its lookup left it without a row, if what that found is known.
-            num_without = int(np.count_nonzero(hints_N == MISSING))
-            num_unadmitted = min(num_without, result.num_missed)
-            result = replace(result, num_unadmitted=num_unadmitted)
-        self._num_missed += result.num_missed
-        self._num_refused += result.num_refused
-        return result
+            num_without = int(np.count_nonzero(hints_N == memory.MISSING))
+            unadmitted = min(num_without, missed)
+        if missed or refused:
+            self.tally[memory.MISSED] += missed
+            self.tally[memory.REFUSED] += refused
+        return UpdateResult(missed, refused, unadmitted)
 
     def write(self, table: int, ids_N: Ids, rows_NK: Floats) -> None:
         """Set the rows of ids, making those that are missing, admitted or not.
@@ -263,14 +286,14 @@ class EmbeddingStore:
             raise StoreError(
                 f"At most {self.capacity_rows} rows fit. Received: {len(ids_N)} ids."
             )
-        state = self.memory.states[table]
+        state = self.states[table]
         weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
         admission, state.admission = state.admission, None
         try:
             self.lookup(table, ids_N, weights_ND, training=True)
         finally:
             state.admission = admission
-        write_rows(state.layout, self.find(table, ids_N), read_only(rows_NK))
+        memory.write_rows(state.layout, self.find(table, ids_N), read_only(rows_NK))
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
@@ -294,50 +317,47 @@ class EmbeddingStore:
         ``max_rows`` rows or ``max_slots`` slots: it may be short, or empty, before the
         end.
         """
-        state = self.memory.states[table]
-        num_used = int(self.memory.directory[int(state.layout[ARENA]), USED])
+        state = self.states[table]
+        words = self.arena(state)
+        num_used = int(self.directory[int(state.layout[memory.ARENA]), memory.USED])
         stop = min(start + max_slots, num_used)
         slots_N = np.empty(min(max_rows, max(stop - start, 0)), dtype=np.uint32)
-        num, next_slot = _find_rows(state.layout, start, stop, slots_N)
+        num, next_slot = lookup.find_rows(state.layout, start, stop, slots_N)
         slots_N = slots_N[:num]
-        ids_N = np.ascontiguousarray(self.memory.arena(state)[slots_N, 0])
+        ids_N = np.ascontiguousarray(words[slots_N, 0])
         end = next_slot if next_slot < num_used else None
         return ScannedRows(ids_N, self._read_slots(table, slots_N), end)
 
-    def step(self, table: int) -> int:
-        """Return how many update requests a table had: Adam's ``t``."""
-        return self.memory.states[table].num_updates
-
     def set_step(self, table: int, step: int) -> None:
         """Continue counting a table's update requests from ``step``."""
-        self.memory.states[table].num_updates = step
-        self.journal.updated(table, _NO_IDS)
+        self.states[table].num_updates = step
+        if self.journal.is_on:
+            self.journal.updated(table, _NO_IDS)
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
         """Return how often ids were looked up, and when they were last updated."""
-        state = self.memory.states[table]
+        state = self.states[table]
         if not state.has_metadata:
             raise ConfigError(
                 f"Table {state.spec.name!r} keeps no metadata. Add it with "
                 "keeps_metadata=True."
             )
         slots_N = self.find(table, ids_N)
-        has_row = slots_N != MISSING
-        columns_R4 = self.memory.arena(state).view(np.uint32)
-        found = []
-        for offset in (FREQUENCY, FIRST_STEP, LAST_STEP, LAST_S):
-            column = np.zeros(len(slots_N), dtype=np.uint32)
-            column[has_row] = columns_R4[slots_N[has_row], int(offset) // 4]
-            found.append(column)
-        return Metadata(*found)
+        has_row = slots_N != memory.MISSING
+        columns_N4 = np.zeros((len(slots_N), 4), dtype=np.uint32)
+        begin = int(memory.FREQUENCY) // 4
+        words = self.arena(state).view(np.uint32)
+        columns_N4[has_row] = words[slots_N[has_row], begin : begin + 4]
+        frequency, last_step, first_step, last_s = columns_N4.T
+        return Metadata(frequency, first_step, last_step, last_s)
 
     def find(self, table: int, ids_N: Ids) -> Slots:
         """Return the slot of each id, or ``MISSING``; uint32 ``(N,)``."""
-        return find_slots(self.memory.states[table].layout, read_only(ids_N))
+        return lookup.find_slots(self.states[table].layout, read_only(ids_N))
 
     def has(self, table: int, ids_N: Ids) -> npt.NDArray[np.bool_]:
         """Return for each id whether it has a row; bool ``(N,)``."""
-        return self.find(table, ids_N) != MISSING
+        return self.find(table, ids_N) != memory.MISSING
 
     def sweep(self, max_rows: int) -> bool:
         """Take out rows that have expired, among the next ``max_rows`` slots.
@@ -345,46 +365,108 @@ class EmbeddingStore:
         Returns False at the end of a pass over all slots, and where no table has an
         expiry.
         """
+        expiries = [state.spec.expiry for state in self.states]
+        if not any(expiry.is_on for expiry in expiries):
+            return False
         self.journal.make_room(max_rows)
-        memory = self.memory
-        layouts = [state.layout for state in memory.states]
-        expiries = [state.spec.expiry for state in memory.states]
-        sweep = self._sweeper.sweep
-        return sweep(max_rows, layouts, expiries, memory.directory, self._clock())
+        layouts_T = np.stack([state.layout for state in self.states])
+        rules_T = np.array(list(map(astuple, expiries)), dtype=np.float64)
+        arena, slot = self._swept
+        while max_rows > 0 and arena < len(self.directory):
+            num_used = int(self.directory[arena, memory.USED])
+            stop = min(slot + max_rows, num_used)
+            sweep_slots((arena, slot, stop), layouts_T, rules_T, self._clock())
+            # The store may have been cleared since the last slice.
+            max_rows -= max(stop - slot, 0)
+            arena, slot = (arena, stop) if stop < num_used else (arena + 1, 0)
+        is_over = arena == len(self.directory)
+        self._swept = (0, 0) if is_over else (arena, slot)
+        return not is_over
 
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""
         self.journal.make_room(len(ids_N))
-        remove_ids(self.memory.states[table].layout, read_only(ids_N))
+        lookup.remove_ids(self.states[table].layout, read_only(ids_N))
 
     def take_rows_of(self, other: "EmbeddingStore") -> None:
         """Take over the tables and rows of another store, which is not used again."""
-        self.journal.end()
-        self.memory, self.journal = other.memory, other.journal
+        vars(self).update(vars(other))
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
-        self.memory.clear()
-        self.journal.cleared()
+        self.arenas = [
+            memory.reserve_arena(self.capacity_rows, words.shape[1])
+            for words in self.arenas
+        ]
+        self.states = [state.cleared() for state in self.states]
+        self.tally[memory.ROWS] = 0
+        self._reserve()
+        if self.journal.is_on:
+            self.journal.cleared()
 
-    @property
-    def num_rows(self) -> int:
-        """Rows in use, of all tables."""
-        return self.memory.num_rows
+    def arena(self, state: TableState) -> Words:
+        """Return the slots of the arena that a table's rows are in."""
+        return self.arenas[int(state.layout[memory.ARENA])]
 
     def counters(self) -> dict[str, int]:
         """Return what has been counted since the start, and the rows in use now."""
+        strides, num_used = self.directory[:, [memory.STRIDE, memory.USED]].T
+        num_bytes = int((strides * num_used).sum())
         return {
-            **self.memory.counters(),
-            "gradients_missed": self._num_missed,
-            "gradients_refused": self._num_refused,
+            "rows": self.num_rows,
+            "capacity_rows": self.capacity_rows,
+            "bytes": num_bytes + self.index.size_bytes + self.logs.size_bytes,
+            **{name: int(self.tally[at]) for name, at in _COUNTERS.items()},
         }
 
+    def _reserve(self) -> None:
+        """Begin with an empty index, empty logs and unused arenas."""
+        self.directory = memory.directory_of(self.arenas)
+        self.index = Index(self.capacity_rows)
+        num_classes = NUM_LFU_CLASSES if self.is_lfu else 1
+        self.logs = RecencyLogs(self.capacity_rows, num_classes)
+        self._set_addresses()
+
+    def _set_addresses(self) -> None:
+        arrays = self.index.lines, self.index.cursor, self.directory
+        store = memory.StoreAt(*arrays, self.logs.directory, self.tally)
+        self._addresses[:] = store.addresses()
+
+    def _build_layout(
+        self, spec: TableSpec, number: int, arenas: list[Words]
+    ) -> memory.Layout:
+        """Return the layout of a new table; add an arena if none has its width."""
+        if number >= _MAX_TABLES:
+            raise StoreError(f"A server holds at most {_MAX_TABLES} tables.")
+        has_metadata = spec.has_metadata or self.is_lfu
+        layout = memory.build_layout(spec, number, has_metadata=has_metadata)
+        num_bytes = int(layout[memory.STATE]) + 4 * spec.num_state_floats
+        width, widths = (num_bytes + 7) // 8, [words.shape[1] for words in arenas]
+        if width not in widths:
+            arenas.append(memory.reserve_arena(self.capacity_rows, width))
+            widths.append(width)
+        layout[memory.ARENA] = widths.index(width)
+        layout[memory.STORE] = self._addresses.ctypes.data
+        return layout
+
+    def _require_same_rows(self, known: TableSpec, spec: TableSpec) -> None:
+        """Raise ConfigError if the rows of a known table would look otherwise."""
+        present, received = (
+            one.describe_rows(with_metadata=one.has_metadata and not self.is_lfu)
+            for one in (known, spec)
+        )
+        if present != received:
+            raise ConfigError(
+                f"Table {spec.name!r} has {present} on this server. Received: "
+                f"{received}. Use another table name, or restart the servers to clear "
+                "them."
+            )
+
     def _read_slots(self, table: int, slots_N: Slots) -> Floats:
-        state = self.memory.states[table]
+        state = self.states[table]
         width = state.spec.dim + state.spec.num_state_floats
         out = np.empty((len(slots_N), width), dtype=np.float32)
-        read_rows(state.layout, slots_N, out)
+        memory.read_rows(state.layout, slots_N, out)
         return out
 
 
@@ -395,24 +477,3 @@ def build_initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
     weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
     store.lookup(table, ids_N, weights_ND, training=True)
     return store.read(table, ids_N)
-
-
-@compiled
-def _find_rows(
-    layout: Layout, start: int, stop: int, slots_N: Slots
-) -> tuple[int, int]:
-    """Find the rows of one table among the slots from ``start`` to ``stop``.
-
-    Fills ``slots_N`` from the front, and ends when it is full. Returns how many rows
-    were found, and the slot at which the search ended.
-    """
-    rows = rows_at(store_at(layout), layout)
-    num = 0
-    slot = np.uint64(start)
-    while slot < np.uint64(stop) and num < len(slots_N):
-        word = load_u64(rows.base + slot * rows.stride + WORD)
-        if word >> OWNER_SHIFT == rows.owner:
-            slots_N[num] = np.uint32(slot)
-            num += 1
-        slot += np.uint64(1)
-    return num, int(slot)

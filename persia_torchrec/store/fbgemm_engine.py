@@ -27,34 +27,25 @@ Dimension key:
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.intrinsics import copy_bytes, floats_at, unowned
+from persia_torchrec.store import memory
 from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.index import NOT_FOUND, index_at
 from persia_torchrec.store.lookup import prefetch_row
-from persia_torchrec.store.rows import (
-    CAPACITY,
-    Floats,
-    Ids,
-    Layout,
-    Slots,
-    Words,
-    is_finite,
-    read_weights,
-    rows_at,
-    store_at,
-)
+from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, Words
 from persia_torchrec.store.update import find_hinted, finish_row
 from persia_torchrec.table import TableSpec
 
@@ -88,6 +79,7 @@ class FbgemmEngine:
     """fbgemm's CPU kernels, and the memory to hand rows over in.
 
     One store's thread owns it. The kernels run on as many threads as torch may use.
+    ``dense`` has the blocks by dim and floats of state.
     """
 
     def __init__(self) -> None:
@@ -102,35 +94,80 @@ class FbgemmEngine:
                 'choose optimizer_engine="fused".'
             ) from exc
         self._torch = torch
-        self._tables: dict[tuple[int, int], _DenseTable] = {}
+        self._indices = torch.arange(_MOST_ROWS + 1)
+        self.dense: dict[tuple[int, int], DenseRows] = {}
 
-    def update(
-        self,
-        optimizer: Optimizer,
-        layout: Layout,
-        ids_N: Ids,
-        hints_N: Slots,
-        grads_ND: Floats,
-        bound: float,
-    ) -> tuple[int, int]:
-        """Apply one step of an optimizer to the row of each id, repeated ids twice.
+    def build_update(
+        self, optimizer: Optimizer, dim: int
+    ) -> Callable[..., tuple[int, int]]:
+        """Return what updates rows as the loop of :func:`build_update` does.
 
-        ``bound`` is the largest magnitude of a weight; inf for none. Returns how many
-        ids have no row, and how many gradients were refused.
+        Of the numbers it reads the first: the largest magnitude of a weight.
         """
-        dim = grads_ND.shape[1]
         shape = dim, len(optimizer.initial_state(dim))
-        table = self._tables.get(shape) or _DenseTable(self._torch, *shape)
-        self._tables[shape] = table
-        step = table.build_step(optimizer)
-        ids_N, hints_N = read_only(ids_N), read_only(hints_N)
-        progress = table.dense.begin_request()
-        while progress[NEXT] < len(ids_N):
-            num = gather_rows(layout, ids_N, hints_N, read_only(grads_ND), table.dense)
-            if num:
-                step(num)
-                scatter_rows(layout, num, table.dense, np.float32(bound))
-        return int(progress[MISSED]), int(progress[REFUSED])
+        dense = self.dense.setdefault(shape, DenseRows.allocate(*shape))
+        step = self._build_step(optimizer, dense)
+
+        def update(
+            layout: Layout,
+            ids_N: Ids,
+            slots_N: Slots,
+            grads_ND: Floats,
+            numbers: Floats,
+        ) -> tuple[int, int]:
+            progress = dense.begin_request()
+            while progress[NEXT] < len(ids_N):
+                num = gather_rows(layout, ids_N, slots_N, grads_ND, dense)
+                if num:
+                    step(num)
+                    scatter_rows(layout, num, dense, numbers[0])
+            return int(progress[MISSED]), int(progress[REFUSED])
+
+        return update
+
+    def _build_step(
+        self, optimizer: Optimizer, dense: "DenseRows"
+    ) -> Callable[[int], None]:
+        """Return what steps the first rows of a block, given how many."""
+        torch, own = self._torch, optimizer.fbgemm_cpu_arguments()
+        assert not isinstance(own, str)  # the optimizer has a kernel
+        num_rows, dim = dense.weights.shape
+        weights, state = (
+            torch.from_numpy(array).view(-1) for array in (dense.weights, dense.state)
+        )
+        grads, indices = torch.from_numpy(dense.grads), self._indices
+        placements = torch.zeros(1, dtype=torch.int32)
+        offsets = torch.zeros(1, dtype=torch.int64)
+        dim_offsets = torch.tensor([0, dim], dtype=torch.int32)
+        hash_sizes = torch.tensor([0, num_rows], dtype=torch.int64)
+        has_state = dense.state.shape[1] > 0
+        arguments = [
+            *((state, placements, offsets) if has_state else ()),
+            torch.tensor(optimizer.lr, dtype=torch.float32),
+            *own,
+        ]
+        name = f"split_embedding_backward_codegen_{optimizer.fbgemm_name()}_cpu"
+        operator = getattr(torch.ops.fbgemm, name).default
+
+        def step(num: int) -> None:
+            operator(
+                grads[:num],
+                weights,
+                placements,
+                offsets,
+                dim_offsets,
+                dim,
+                hash_sizes,
+                num_rows.bit_length(),
+                indices[:num],
+                indices[: num + 1],
+                _SUM,
+                torch.empty(0),  # no weights of the ids
+                False,  # no stochastic rounding: these weights are float32
+                *arguments,
+            )
+
+        return step
 
 
 class DenseRows(NamedTuple):
@@ -150,8 +187,9 @@ class DenseRows(NamedTuple):
     progress: npt.NDArray[np.int64]
 
     @classmethod
-    def allocate(cls, num_rows: int, dim: int, num_state: int) -> "DenseRows":
-        """Return room for ``num_rows`` rows, in memory that is touched already."""
+    def allocate(cls, dim: int, num_state: int) -> "DenseRows":
+        """Return room for rows, in memory that is touched already."""
+        num_rows = min(max(_BLOCK_FLOATS // dim, _LEAST_ROWS), _MOST_ROWS)
         return cls(
             np.zeros((num_rows, dim), dtype=np.float32),
             np.zeros((num_rows, num_state), dtype=np.float32),
@@ -181,13 +219,13 @@ def gather_rows(
 
     Advances its progress. ``hints_N`` says where each row was when last seen.
     """
-    store, progress = store_at(layout), unowned(dense.progress)
-    rows, index = rows_at(store, layout), index_at(store)
+    store, progress = memory.store_at(layout), unowned(dense.progress)
+    rows, index = memory.rows_at(store, layout), index_at(store)
     row_bytes = np.uint64(4 * rows.dim)
     to_weights = np.uint64(dense.weights.ctypes.data)
     to_state = np.uint64(dense.state.ctypes.data)
     to_grads = np.uint64(dense.grads.ctypes.data)
-    num_slots = np.uint64(store.tally[CAPACITY])
+    num_slots = np.uint64(store.tally[memory.CAPACITY])
     progress[BLOCK] += 1
     block, num, i = np.uint64(progress[BLOCK]), 0, progress[NEXT]
     grad = np.uint64(grads_ND.ctypes.data) + np.uint64(i) * row_bytes
@@ -199,7 +237,7 @@ def gather_rows(
         slot = find_hinted(index, rows, ids_N[i], hint, num_slots)
         if slot == NOT_FOUND:
             progress[MISSED] += 1
-        elif not is_finite(floats_at(grad), rows.dim):
+        elif not memory.is_finite(floats_at(grad), rows.dim):
             progress[REFUSED] += 1
         elif _is_seen(dense.seen, slot, block):
             break
@@ -207,7 +245,7 @@ def gather_rows(
             address = rows.base + slot * rows.stride
             copy_bytes(to_grads, grad, row_bytes)
             copy_bytes(to_state, address + rows.state, rows.state_bytes)
-            read_weights(rows, address, to_weights)
+            memory.read_weights(rows, address, to_weights)
             dense.slots[num] = slot
             num += 1
             to_grads += row_bytes
@@ -222,8 +260,8 @@ def gather_rows(
 @compiled
 def scatter_rows(layout: Layout, num: int, dense: DenseRows, bound: np.float32) -> None:
     """Clamp the first ``num`` rows, and copy them back to where they came from."""
-    store = store_at(layout)
-    rows = rows_at(store, layout)
+    store = memory.store_at(layout)
+    rows = memory.rows_at(store, layout)
     weights = np.uint64(dense.weights.ctypes.data)
     from_state = np.uint64(dense.state.ctypes.data)
     for row in range(num):
@@ -250,58 +288,6 @@ def _is_seen(seen_Z: Words, slot: np.uint64, block: np.uint64) -> bool:
         at = (at + _ONE) & last
     seen_Z[at] = word
     return False
-
-
-class _DenseTable:
-    """Rows of one block, as arrays and as tensors that share their memory."""
-
-    def __init__(self, torch: Any, dim: int, num_state: int) -> None:
-        rows = min(max(_BLOCK_FLOATS // dim, _LEAST_ROWS), _MOST_ROWS)
-        self._torch, self._dim, self._rows = torch, dim, rows
-        self.dense = DenseRows.allocate(rows, dim, num_state)
-        self._weights = torch.from_numpy(self.dense.weights).view(-1)
-        self._state = torch.from_numpy(self.dense.state).view(-1)
-        self._grads = torch.from_numpy(self.dense.grads)
-        self._placements = torch.zeros(1, dtype=torch.int32)
-        self._offsets = torch.zeros(1, dtype=torch.int64)
-        self._dim_offsets = torch.tensor([0, dim], dtype=torch.int32)
-        self._num_rows = torch.tensor([0, rows], dtype=torch.int64)
-        self._indices = torch.arange(rows + 1)
-
-    def build_step(self, optimizer: Optimizer) -> Any:
-        """Return what steps the first rows of the table, given how many."""
-        own = optimizer.fbgemm_cpu_arguments()
-        if isinstance(own, str):
-            raise ConfigError(f"fbgemm cannot step rows by {optimizer!r}: {own}.")
-        torch, name = self._torch, optimizer.fbgemm_name()
-        arguments: list[object] = [torch.tensor(optimizer.lr, dtype=torch.float32)]
-        if self.dense.state.shape[1]:
-            state = (self._state, self._placements, self._offsets)
-            arguments = [*state, *arguments]
-        arguments += own
-        operator = getattr(
-            torch.ops.fbgemm, f"split_embedding_backward_codegen_{name}_cpu"
-        ).default
-
-        def step(num: int) -> None:
-            operator(
-                self._grads[:num],
-                self._weights,
-                self._placements,
-                self._offsets,
-                self._dim_offsets,
-                self._dim,
-                self._num_rows,
-                self._rows.bit_length(),
-                self._indices[:num],
-                self._indices[: num + 1],
-                _SUM,
-                torch.empty(0),  # no weights of the ids
-                False,  # no stochastic rounding: these weights are float32
-                *arguments,
-            )
-
-        return step
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,19 +320,8 @@ class EngineChoice:
         self._measured = measurements() if measured is None else measured
         self._fbgemm = FbgemmEngine() if engine == "fbgemm" else None
 
-    def require_fitting(self, spec: TableSpec) -> None:
-        """Raise ConfigError if fbgemm is asked for and cannot update this table."""
-        reason = why_not_fbgemm(spec.optimizer, spec.dim)
-        if self._choice == "fbgemm" and reason:
-            raise ConfigError(
-                "With optimizer_engine=fbgemm every table needs an optimizer and a dim "
-                f"that fbgemm has on CPU. Received: table {spec.name!r}, dim "
-                f"{spec.dim}, {spec.optimizer!r}: {reason}. Choose auto or fused."
-            )
-
     def choose(self, spec: TableSpec) -> FbgemmEngine | None:
         """Return fbgemm's engine if it updates this table, None if the loop does."""
-        self.require_fitting(spec)
         if not self._is_for_fbgemm(spec):
             return None
         if self._fbgemm is None:
@@ -354,9 +329,16 @@ class EngineChoice:
         return self._fbgemm
 
     def _is_for_fbgemm(self, spec: TableSpec) -> bool:
+        reason = why_not_fbgemm(spec.optimizer, spec.dim)
+        if self._choice == "fbgemm" and reason:
+            raise ConfigError(
+                "With optimizer_engine=fbgemm every table needs an optimizer and a dim "
+                f"that fbgemm has on CPU. Received: table {spec.name!r}, dim "
+                f"{spec.dim}, {spec.optimizer!r}: {reason}. Choose auto or fused."
+            )
         if self._choice != "auto":
             return self._choice == "fbgemm"
-        if why_not_fbgemm(spec.optimizer, spec.dim) or find_spec("fbgemm_gpu") is None:
+        if reason or find_spec("fbgemm_gpu") is None:
             return False
         name = spec.optimizer.fbgemm_name()
         found = nearest(self._measured, name, spec.weight_dtype, spec.dim)

@@ -33,13 +33,7 @@ from persia_torchrec.intrinsics import (
     upper_halves_equal,
     words_empty,
 )
-from persia_torchrec.store.rows import (
-    WORD,
-    RowsAt,
-    StoreAt,
-    is_row_of,
-    reserve,
-)
+from persia_torchrec.store.memory import WORD, RowsAt, StoreAt, is_row_of, reserve
 
 MAX_ROWS = 2**32 - 2
 """Rows that the 32-bit slot numbers can tell apart."""
@@ -81,16 +75,10 @@ class Index:
 
     def __init__(self, capacity_rows: int) -> None:
         enough = int(capacity_rows / (_FINAL_LOAD * _ENTRIES_PER_LINE)) + 1
-        self._limit = max(enough, _MIN_LINES)
-        self.clear()
-
-    def clear(self) -> None:
-        """Take out all entries."""
-        num_lines = self._limit + OVERFLOW_LINES
-        self.lines = reserve(_ENTRIES_PER_LINE * num_lines).reshape(num_lines, -1)
-        self.cursor = np.array(
-            [_MIN_LINES, _MIN_LINES, 0, 0, self._limit], dtype=np.uint64
-        )
+        limit = max(enough, _MIN_LINES)
+        words = reserve(_ENTRIES_PER_LINE * (limit + OVERFLOW_LINES))
+        self.lines = words.reshape(-1, _ENTRIES_PER_LINE)
+        self.cursor = np.array([_MIN_LINES, _MIN_LINES, 0, 0, limit], dtype=np.uint64)
 
     @property
     def size_bytes(self) -> int:
@@ -164,12 +152,15 @@ def likely_slot(index: IndexAt, hash_: np.uint64) -> np.uint64:
 
 
 @inlined
-def add_entry(index: IndexAt, hash_: np.uint64, slot: np.uint64) -> None:
-    """Enter a slot; :func:`grow_a_little` has made room.
+def add_entry(index: IndexAt, entry: np.uint64) -> None:
+    """Add ``hash << 32 | slot + 1``; :func:`grow_a_little` has made room.
 
     The caller counts it: ``cursor[ENTRIES]``.
     """
-    _insert(index, (hash_ << _S32) | (slot + _ONE))
+    line = find_home(index, entry >> _S32)
+    while words_empty(line) == _ZERO:
+        line += _LINE
+    store_u64(line + WORD * lowest_bit(words_empty(line)), entry)
 
 
 @inlined
@@ -220,14 +211,6 @@ def _slot_at(line: np.uint64, fits: np.uint64) -> np.uint64:
     return (load_u64(line + WORD * lowest_bit(fits)) & _LOW) - _ONE
 
 
-@inlined
-def _insert(index: IndexAt, entry: np.uint64) -> None:
-    line = find_home(index, entry >> _S32)
-    while words_empty(line) == _ZERO:
-        line += _LINE
-    store_u64(line + WORD * lowest_bit(words_empty(line)), entry)
-
-
 @compiled
 def _fill_gap(index: IndexAt, line: np.uint64, gap: np.uint64) -> None:
     """Fill the gap in a line that was full with an entry that overflowed it."""
@@ -275,4 +258,4 @@ def _move_slab(store: StoreAt) -> None:
     index = index_at(store)
     for entry in taken:
         if entry != _ZERO:
-            _insert(index, entry)
+            add_entry(index, entry)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from persia_torchrec.store import memory
 from persia_torchrec.store.lookup import Indices
-from persia_torchrec.store.rows import LEFT_AT, LEFT_ROOM, Ids, Tally, Words
+from persia_torchrec.store.memory import Ids, Tally, Words
 
 _LEFT_WORDS = 2
 _FIRST_ROOM = 4096
@@ -41,9 +42,8 @@ class UsedRows:
         """Return the ids of rows in the order of use, where repeats count once."""
         if len(self.missing) == 0:
             return self.ids
-        were_there = np.ones(len(self.ids), dtype=np.bool_)
-        were_there[self.missing] = False
-        return np.concatenate([self.ids[were_there], self.ids[self.made]])
+        were_there = np.delete(self.ids, self.missing)
+        return np.concatenate([were_there, self.ids[self.made]])
 
 
 @dataclass(slots=True)
@@ -66,11 +66,6 @@ class Changes:
     num_ids: int = 0
     num_requests: int = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has happened."""
-        return not (self.num_ids or self.num_requests or self.was_cleared)
-
 
 class ChangeJournal:
     """What has changed since the last cut. Owned by the store's thread.
@@ -80,9 +75,7 @@ class ChangeJournal:
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self._changes = Changes()
-        self._left = np.empty((0, _LEFT_WORDS), dtype=np.uint64)
-        self.is_on = False
+        self.end()
 
     def begin(self) -> None:
         """Start noting what changes."""
@@ -93,63 +86,57 @@ class ChangeJournal:
     def end(self) -> None:
         """Stop noting, and forget what was noted."""
         self.is_on = False
-        self._changes = Changes()
-        self._tally[LEFT_AT] = self._tally[LEFT_ROOM] = 0
+        self.changes = Changes()
+        self._begin_left(0)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has happened since the last cut."""
-        room = len(self._left) if self.is_on else 0
-        return self._changes.is_empty and self._tally[LEFT_ROOM] == room
-
-    @property
-    def num_ids(self) -> int:
-        """Ids noted since the last cut, repeats included."""
-        return self._changes.num_ids
+        changes, has_left = (
+            self.changes,
+            self._tally[memory.LEFT_ROOM] < len(self._left),
+        )
+        has_changed = changes.num_ids or changes.num_requests or changes.was_cleared
+        return not (has_changed or has_left)
 
     def make_room(self, num_rows: int) -> None:
         """Make room so that this many rows can leave before the next call."""
-        if self.is_on and self._tally[LEFT_ROOM] < num_rows:
+        if self.is_on and self._tally[memory.LEFT_ROOM] < num_rows:
             self._end_left()
             self._begin_left(max(num_rows, 2 * len(self._left)))
 
     def used(self, rows: UsedRows) -> None:
         """Note a training lookup, or a write."""
         if len(rows.ids):
-            self._changes.used.append(rows)
-            self._changes.num_ids += len(rows.ids)
+            self.changes.used.append(rows)
+            self.changes.num_ids += len(rows.ids)
 
     def updated(self, table: int, ids_N: Ids) -> None:
         """Note an update."""
-        if not self.is_on:
-            return
-        self._changes.num_requests += 1
+        self.changes.num_requests += 1
         if len(ids_N):
-            self._changes.updated.append((table, ids_N))
-            self._changes.num_ids += len(ids_N)
+            self.changes.updated.append((table, ids_N))
+            self.changes.num_ids += len(ids_N)
 
     def cleared(self) -> None:
         """Note that all rows were dropped."""
-        if self.is_on:
-            self.cut()
-            self._changes.was_cleared = True
+        self.cut()
+        self.changes.was_cleared = True
 
     def cut(self) -> Changes:
-        """Return what was noted since the last cut; nothing if it is not on."""
-        if not self.is_on:
-            return Changes()
+        """Return what was noted since the last cut."""
         self._end_left()
         self._begin_left(_FIRST_ROOM)
-        changes, self._changes = self._changes, Changes()
+        changes, self.changes = self.changes, Changes()
         return changes
 
     def _begin_left(self, room: int) -> None:
         self._left = np.empty((room, _LEFT_WORDS), dtype=np.uint64)
-        self._tally[LEFT_AT] = self._left.ctypes.data
-        self._tally[LEFT_ROOM] = room
+        self._tally[memory.LEFT_AT] = self._left.ctypes.data
+        self._tally[memory.LEFT_ROOM] = room
 
     def _end_left(self) -> None:
-        num = len(self._left) - int(self._tally[LEFT_ROOM])
+        num = len(self._left) - int(self._tally[memory.LEFT_ROOM])
         if num:
-            self._changes.left.append(self._left[:num].copy())
-            self._changes.num_ids += num
+            self.changes.left.append(self._left[:num].copy())
+            self.changes.num_ids += num

@@ -32,7 +32,7 @@ that leaves. LFU's classes are frequencies:
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.intrinsics import (
     load_u8,
     load_u32,
@@ -42,16 +42,8 @@ from persia_torchrec.intrinsics import (
     store_u32,
     store_u64,
 )
-from persia_torchrec.store.rows import (
-    OWNER_SHIFT,
-    TAGS,
-    TICK_MASK,
-    WORD,
-    RowsAt,
-    Words,
-    locate_row,
-    reserve,
-)
+from persia_torchrec.store import memory
+from persia_torchrec.store.memory import TICK_MASK, WORD, RowsAt, Words
 
 NUM_LFU_CLASSES = 44
 """Classes of frequencies that fit 32 bits."""
@@ -95,15 +87,9 @@ class RecencyLogs:
     """
 
     def __init__(self, capacity_rows: int, num_classes: int = 1) -> None:
-        self._capacity_rows = capacity_rows
-        self._num_classes = num_classes
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        num_words = _WORDS_PER_ROW * self._capacity_rows + 64 * _SPARE_WORDS
-        self.words = [reserve(num_words // 2) for _ in range(self._num_classes)]
-        self.directory = np.zeros((self._num_classes, SIZE + 1), dtype=np.uint64)
+        num_words = _WORDS_PER_ROW * capacity_rows + 64 * _SPARE_WORDS
+        self.words = [memory.reserve(num_words // 2) for _ in range(num_classes)]
+        self.directory = np.zeros((num_classes, SIZE + 1), dtype=np.uint64)
         self.directory[:, LOG] = [words.ctypes.data for words in self.words]
         self.directory[:, TRIGGER] = _SPARE_WORDS
         self.directory[:, SIZE] = num_words - _MARGIN_WORDS
@@ -125,7 +111,7 @@ class RecencyLogs:
         num_words = int(line[TAIL]) + needed
         if num_words <= int(line[SIZE]):
             return
-        larger = reserve(num_words)
+        larger = memory.reserve(num_words)
         num_used = int(line[TAIL]) // 2 + 1
         larger[:num_used] = self.words[number][:num_used]
         self.words[number] = larger
@@ -151,15 +137,9 @@ def classify(frequency: np.uint64) -> np.uint64:
 
 def classify_all(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     """Return the class of each frequency; uint8 ``(N,)``."""
-    return _classify(read_only(frequencies_N))
-
-
-@compiled
-def _classify(frequencies_N: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
-    classes_N = np.empty(len(frequencies_N), dtype=np.uint8)
-    for n in range(len(frequencies_N)):
-        classes_N[n] = np.uint8(classify(np.uint64(frequencies_N[n])))
-    return classes_N
+    _, num_bits_N = np.frexp(frequencies_N)
+    classes_N = np.where(frequencies_N < 16, frequencies_N, num_bits_N + 11)
+    return classes_N.astype(np.uint8)
 
 
 @inlined
@@ -181,7 +161,7 @@ def touch(
         _append_mark(line, TAIL, tick, rows.arena)
         store_u64(line + WORD * np.uint64(TAIL_TICK), tick)
     _append(line, TAIL, slot)
-    store_u64(address + WORD, (rows.owner << OWNER_SHIFT) | tick)
+    store_u64(address + WORD, (rows.owner << memory.OWNER_SHIFT) | tick)
     store_u8(rows.tags + slot, tick)
 
 
@@ -278,7 +258,7 @@ def _compact_segment(
     written, and counts as written only if it is current.
     """
     arena, tick = logs[c, READ_ARENA], logs[c, READ_TICK]
-    tags, tag = arenas[arena, TAGS], tick & _BYTE
+    tags, tag = arenas[arena, memory.TAGS], tick & _BYTE
     log, read = logs[c, LOG], logs[c, READ]
     begins_segment = logs[c, WRITE_TICK] != tick
     if begins_segment:
@@ -318,7 +298,7 @@ def _pop_oldest_of(logs: Words, c: np.uint64, arenas: Words) -> np.uint64:
             continue
         logs[c, HEAD] += _ONE
         arena = logs[c, HEAD_ARENA]
-        address = locate_row(arenas, arena, word)
+        address = memory.locate_row(arenas, arena, word)
         if load_u64(address + WORD) & TICK_MASK == logs[c, HEAD_TICK]:
             return (arena << _S32) | word
 

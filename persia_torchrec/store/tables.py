@@ -2,13 +2,12 @@
 
 Dimension key:
     N: ids of one request
-    P: numbers of one request
     D: embedding dim
-    S: optimizer-state floats per row
 """
 
 from collections.abc import Callable
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,76 +19,56 @@ from persia_torchrec.compiled import (
     specialized,
 )
 from persia_torchrec.embedding.setting import Admission, Kernel
+from persia_torchrec.store import lookup, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
-from persia_torchrec.store.insert import build_insert
-from persia_torchrec.store.lookup import Indices
+from persia_torchrec.store.memory import Counts, Floats, Ids, Layout, Slots, Words
 from persia_torchrec.store.row_columns import RowShape
-from persia_torchrec.store.rows import (
-    FILL,
-    HAS_METADATA,
-    INITIAL_STATE,
-    NOW_S,
-    SCRATCH,
-    SEED,
-    STEP,
-    Counts,
-    Floats,
-    Ids,
-    Layout,
-    Slots,
-    Words,
-    reserve,
-)
 from persia_torchrec.store.update import build_update
 from persia_torchrec.table import TableSpec
 
 Bools = npt.NDArray[np.bool_]
 
+Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64]], Bools]
+"""Counts ids that have no row, and returns which of them get one. The second array is
+how often the batch holds each, ``>= 1``; repeats are decided one after the other."""
+
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
-_NO_SLOTS = read_only(np.empty(0, dtype=np.uint32))
+_NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
 
 
-class AdmissionState:
-    """What a table's admission, which has a kernel, remembers.
+def build_admission(admission: Admission, seed: int) -> Admit | None:
+    """Build what decides for a table, with its memory; None where all get a row."""
+    kernel = admission.kernel
+    if kernel is None:
+        return None
+    loop = _build_admit(kernel)
+    remembered = memory.reserve(admission.num_memory_words())
+    numbers = read_only(np.array(admission.kernel_numbers(seed), dtype=np.uint64))
+    no_counts, none = read_only(_NO_INDICES), np.empty(0, dtype=np.bool_)
+    compile_for(loop, remembered, numbers, _NO_IDS, no_counts, none)
 
-    The store's one thread owns it. ``memory`` is the kernel's, ``numbers`` (read-only)
-    what it needs of the settings.
-    """
-
-    def __init__(self, admission: Admission, seed: int) -> None:
-        kernel = admission.kernel
-        assert kernel is not None
-        self._admit = build_admit(kernel)
-        self.memory: Words = reserve(admission.num_memory_words())
-        numbers = np.array(admission.kernel_numbers(seed), dtype=np.uint64)
-        self.numbers = read_only(numbers)
-
-    def admit(self, ids_N: Ids, counts_N: npt.NDArray[np.int64]) -> Bools:
-        """Count ids that have no row; return which of them get one.
-
-        ``counts_N`` is how often the batch holds each, ``>= 1``. Repeats are decided
-        one after the other.
-        """
+    def admit(ids_N: Ids, counts_N: npt.NDArray[np.int64]) -> Bools:
         is_admitted_N = np.empty(len(ids_N), dtype=np.bool_)
-        ids_N, counts_N = read_only(ids_N), read_only(counts_N)
-        self._admit(self.memory, self.numbers, ids_N, counts_N, is_admitted_N)
+        loop(remembered, numbers, read_only(ids_N), read_only(counts_N), is_admitted_N)
         return is_admitted_N
+
+    return admit
 
 
 @cache
-def build_admit(kernel: Kernel) -> Callable[..., None]:
+def _build_admit(kernel: Kernel) -> Callable[..., None]:
     """Compile the kernel of an admission as a loop."""
     decide = inlined_kernel(kernel)
 
     def admit(
-        memory: Words,
+        remembered: Words,
         p: Words,
         ids_N: Ids,
         counts_N: npt.NDArray[np.int64],
         is_admitted_N: Bools,
     ) -> None:
-        decide(memory, p, ids_N, counts_N, is_admitted_N)
+        decide(remembered, p, ids_N, counts_N, is_admitted_N)
 
     return specialized(admit, kernel)
 
@@ -100,7 +79,7 @@ class TableState:
     The first table with an optimizer or initializer compiles its loop, or loads it. The
     layout's columns of settings are overwritten. ``engine`` is None for the fused loop.
     An ``admission`` that is given keeps what it remembers; the attribute is None when
-    all ids are admitted. ``insert`` makes rows: see :func:`build_insert`.
+    all ids are admitted. ``insert`` makes rows: see :func:`lookup.build_insert`.
     """
 
     def __init__(
@@ -108,38 +87,32 @@ class TableState:
         spec: TableSpec,
         layout: Layout,
         engine: FbgemmEngine | None,
-        admission: AdmissionState | None = None,
+        admission: Admit | None = None,
     ) -> None:
         self.spec, self.layout, self.engine = spec, layout, engine
-        self.admission = admission
-        if admission is None and spec.admission.kernel is not None:
-            self.admission = AdmissionState(spec.admission, spec.seed)
+        self.has_metadata = bool(layout[memory.HAS_METADATA])
+        self.admission = admission or build_admission(spec.admission, spec.seed)
         state_S = spec.optimizer.initial_state(spec.dim)
         fill = spec.initializer.fill_numbers(spec.dim)
         self._kept = {
-            SCRATCH: np.empty(spec.dim, dtype=np.float32),
-            FILL: np.array(fill, dtype=np.float32),
-            INITIAL_STATE: np.ascontiguousarray(state_S, dtype=np.float32),
+            memory.SCRATCH: np.empty(spec.dim, dtype=np.float32),
+            memory.FILL: np.array(fill, dtype=np.float32),
+            memory.INITIAL_STATE: np.ascontiguousarray(state_S, dtype=np.float32),
         }
         for column, array in self._kept.items():
             layout[column] = array.ctypes.data
-        layout[SEED] = spec.seed
-        self.insert = build_insert(spec.initializer.kernel)
-        no_rows = np.empty((0, spec.dim), dtype=np.float32)
-        slots = _NO_SLOTS.copy()
-        compile_for(
-            self.insert, layout, _NO_IDS, _NO_SLOTS, _NO_INDICES, no_rows, slots
-        )
+        layout[memory.SEED] = spec.seed
         self._bound = np.float32(spec.weight_bound or np.inf)
-        if engine is None:
+        self.insert = lookup.build_insert(spec.initializer.kernel)
+        no_rows, slots = np.empty((0, spec.dim), np.float32), _NO_COUNTS.copy()
+        used = layout, _NO_IDS, _NO_COUNTS
+        compile_for(lookup.lookup_training, *used, no_rows, slots, _NO_INDICES)
+        compile_for(self.insert, *used, _NO_INDICES, no_rows, slots)
+        if engine is not None:
+            self._update = engine.build_update(spec.optimizer, spec.dim)
+        else:
             self._update = build_update(spec.optimizer.kernel)
-            grads, numbers = read_only(no_rows), self._step_numbers()
-            compile_for(self._update, layout, _NO_IDS, _NO_SLOTS, grads, numbers)
-
-    @property
-    def has_metadata(self) -> bool:
-        """Whether its rows carry metadata."""
-        return bool(self.layout[HAS_METADATA])
+            compile_for(self._update, *used, read_only(no_rows), self._step_numbers())
 
     @property
     def shape(self) -> RowShape:
@@ -149,24 +122,23 @@ class TableState:
     @property
     def num_updates(self) -> int:
         """Update requests so far: the table's step, Adam's ``t``."""
-        return int(self.layout[STEP])
+        return int(self.layout[memory.STEP])
 
     @num_updates.setter
     def num_updates(self, step: int) -> None:
-        self.layout[STEP] = step
+        self.layout[memory.STEP] = step
 
     def admit(
-        self, ids_N: Ids, counts_N: Counts, missing: Indices, out_ND: Floats
-    ) -> Indices:
+        self, ids_N: Ids, counts_N: Counts, missing: lookup.Indices, out_ND: Floats
+    ) -> lookup.Indices:
         """Return which of the missing ids get a row; write what the others read.
 
         ``counts_N`` is how often each id is in the batch, or empty.
         """
         if self.admission is None:
             return missing
-        ids = ids_N[missing]
-        counts = counts_N[missing] if len(counts_N) else np.ones(len(ids))
-        is_admitted = self.admission.admit(ids, counts.astype(np.int64))
+        counts = counts_N[missing] if len(counts_N) else np.ones(len(missing))
+        is_admitted = self.admission(ids_N[missing], counts.astype(np.int64))
         out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
         return missing[is_admitted]
 
@@ -175,18 +147,13 @@ class TableState:
     ) -> tuple[int, int]:
         """Apply the optimizer to the rows of ids: a step of the table.
 
-        ``ids_N`` and ``grads_ND`` are read-only. Returns how many ids have no row, and
-        how many gradients were refused.
+        All arrays are read-only. Returns how many ids have no row, and how many
+        gradients were refused.
         """
-        layout = self.layout
-        layout[STEP] += np.uint64(1)
-        layout[NOW_S] = max(int(now_s), 0)
-        if self.engine is not None:
-            bound, optimizer = float(self._bound), self.spec.optimizer
-            update = self.engine.update
-            return update(optimizer, layout, ids_N, hints_N, grads_ND, bound)
-        hints_N = read_only(hints_N)
-        return self._update(layout, ids_N, hints_N, grads_ND, self._step_numbers())
+        self.layout[memory.STEP] += np.uint64(1)
+        self.layout[memory.NOW_S] = max(int(now_s), 0)
+        numbers = self._step_numbers()
+        return self._update(self.layout, ids_N, hints_N, grads_ND, numbers)
 
     def changed(self, spec: TableSpec, engine: FbgemmEngine | None) -> "TableState":
         """Return the state under new settings.
@@ -200,7 +167,7 @@ class TableState:
     def cleared(self) -> "TableState":
         """Return the state of the same table before any request."""
         layout = self.layout.copy()
-        layout[STEP] = 0
+        layout[memory.STEP] = 0
         return TableState(self.spec, layout, self.engine)
 
     def _step_numbers(self) -> Floats:

@@ -27,32 +27,11 @@ from persia_torchrec.intrinsics import (
     store_u32,
     unowned,
 )
+from persia_torchrec.store import memory
 from persia_torchrec.store.float16 import FP32, round_stochastically, widen
-from persia_torchrec.store.index import (
-    NOT_FOUND,
-    IndexAt,
-    find_slot,
-    hash_id,
-    index_at,
-)
+from persia_torchrec.store.index import NOT_FOUND, IndexAt, find_slot, hash_id, index_at
 from persia_torchrec.store.lookup import prefetch_row
-from persia_torchrec.store.rows import (
-    CAPACITY,
-    LAST_S,
-    LAST_STEP,
-    NOW_S,
-    SCRATCH,
-    STEP,
-    Floats,
-    Ids,
-    Layout,
-    RowsAt,
-    Slots,
-    is_finite,
-    is_row_of,
-    rows_at,
-    store_at,
-)
+from persia_torchrec.store.memory import Floats, Ids, Layout, RowsAt, Slots
 
 _AHEAD = 10
 _INFINITE = np.float32(np.inf)
@@ -86,12 +65,12 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         layout: Layout, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
     ) -> tuple[int, int]:
         ids_N, slots_N, layout = unowned(ids_N), unowned(slots_N), unowned(layout)
-        store = store_at(layout)
-        rows, index = rows_at(store, layout), index_at(store)
+        store = memory.store_at(layout)
+        rows, index = memory.rows_at(store, layout), index_at(store)
         bound = numbers[0]
         p = floats_at(np.uint64(numbers.ctypes.data) + np.uint64(4))
         grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
-        num_slots = np.uint64(store.tally[CAPACITY])
+        num_slots = np.uint64(store.tally[memory.CAPACITY])
         num_missed = num_refused = 0
         for i in range(len(ids_N)):
             if i + _AHEAD < len(ids_N):
@@ -102,12 +81,12 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
             address = rows.base + slot * rows.stride
             if slot == NOT_FOUND:
                 num_missed += 1
-            elif not is_finite(floats_at(grad), rows.dim):
+            elif not memory.is_finite(floats_at(grad), rows.dim):
                 num_refused += 1
             else:
                 weights = address + rows.weights
                 if rows.dtype != FP32:
-                    weights = layout[SCRATCH]
+                    weights = layout[memory.SCRATCH]
                     halves = halves_at(address + rows.weights)
                     widen(halves, floats_at(weights), rows.dim, rows.dtype)
                 w, s = floats_at(weights), floats_at(address + rows.state)
@@ -126,7 +105,7 @@ def find_hinted(
     """Return the slot of an id, the hint if that is right, or ``NOT_FOUND``."""
     slot = hint
     address = rows.base + slot * rows.stride
-    if slot >= num_slots or not is_row_of(address, id_, rows.owner):
+    if slot >= num_slots or not memory.is_row_of(address, id_, rows.owner):
         slot = find_slot(index, rows, id_, hash_id(id_, rows.owner))
     return slot
 
@@ -147,12 +126,12 @@ def finish_row(
     if bound < _INFINITE:
         bound_weights(floats_at(weights), rows.dim, bound)
     if rows.dtype != FP32:
-        seed = hash_id(load_u64(address), layout[STEP])
+        seed = hash_id(load_u64(address), layout[memory.STEP])
         halves = halves_at(address + rows.weights)
         round_stochastically(floats_at(weights), halves, rows.dim, rows.dtype, seed)
     if rows.has_metadata:
-        store_u32(address + LAST_STEP, layout[STEP])
-        store_u32(address + LAST_S, layout[NOW_S])
+        store_u32(address + memory.LAST_STEP, layout[memory.STEP])
+        store_u32(address + memory.LAST_S, layout[memory.NOW_S])
 
 
 @inlined

@@ -11,8 +11,12 @@ from persia_torchrec.embedding.admission import (
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_export import RowExport, gather_rows, split_by_table
-from persia_torchrec.store.row_import import RowImport
+from persia_torchrec.store.row_moves import (
+    RowExport,
+    RowImport,
+    gather_rows,
+    split_by_table,
+)
 from persia_torchrec.table import TableSpec
 
 _TABLES = [
@@ -46,19 +50,13 @@ def warm_up() -> None:
         store.read(table, ids)
         store.scan(table, 0, 1)
         store.remove(table, ids[:1])
-        gather_rows(store.memory, table, read_only(ids))
+        gather_rows(store, table, read_only(ids))
     store.sweep(1)
-    _move_rows(store)
-
-
-def _move_rows(store: EmbeddingStore) -> None:
-    """Take the rows out, and put them in again."""
-    export = RowExport(store.memory)
+    export = RowExport(store)
     while not export.is_done:
         chunk = export.advance()
-        for table, rows in split_by_table(chunk, export.tables) if chunk else ():
+        for table, columns in split_by_table(chunk, export.tables) if chunk else ():
             uses, numbers = np.array([1], np.uint64), np.array([table], np.uint16)
-            frequencies = np.array([1], np.uint32)
-            moving = RowImport(store.memory, 4, uses, numbers, frequencies)
-            moving.add(table, 0, rows, np.arange(len(rows)) == 0)
+            moving = RowImport(store, uses, numbers, counts)
+            moving.add(table, 0, columns, np.arange(len(columns)) == 0)
             moving.finish(1)

@@ -20,7 +20,7 @@ from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.server.increments import DirtySet
-from persia_torchrec.store.row_export import gather_rows
+from persia_torchrec.store.row_moves import gather_rows
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first
@@ -90,21 +90,21 @@ class Journaled:
         """Make an increment; ``between`` runs while its rows are gathered."""
         dirty = DirtySet()
         store = self.store
-        states = store.memory.states
+        states = store.states
         head = {
             "log": "log",
             "number": len(self.increments) + 1,
             "shard": 0,
             "num_shards": 1,
             "created_s": 7.0,
-            "tick": store.memory.tick,
+            "tick": store.tick,
             "tables": tuple(map(SavedTable.of, states)),
         }
         dirty.add(store.journal.cut())
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))
         for table, changed in dirty.tables.items():
             for part in changed.split(self.ids_a_part):
-                rows, found = gather_rows(store.memory, table, part.ids)
+                rows, found = gather_rows(store, table, part.ids)
                 rows.uses[:] = part.uses[found]
                 increment.rows.append((table, rows))
                 increment.gone.append((table, part.ids[~found & part.have_left]))
@@ -146,8 +146,8 @@ def test_a_copy_with_all_increments_equals_the_store(before, after, eviction):
     for increment in source.increments:
         put_in(copy, increment)
     assert_same(copy, source.store)
-    steps = [source.store.step(t) for t in range(len(SPECS))]
-    assert [copy.step(t) for t in range(len(SPECS))] == steps
+    steps = [state.num_updates for state in source.store.states]
+    assert [state.num_updates for state in copy.states] == steps
 
 
 @given(done=requests, eviction=evictions)
@@ -378,4 +378,4 @@ def test_nothing_is_noted_unless_it_is_asked_for():
     source = Journaled(capacity_rows=5)
     run(source.store, [(0, list(range(9)), True)])
     source.store.clear()
-    assert source.store.journal.cut().is_empty
+    assert source.store.journal.is_empty

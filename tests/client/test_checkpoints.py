@@ -296,9 +296,9 @@ def test_files_are_as_long_as_their_rows(servers, path):
 
 
 def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**10)
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_RECORDS", 100)
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**8)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**10)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_RECORDS", 100)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(10_000))
     seen = [job.client.read("adam", np.arange(10_000, dtype=np.uint64))]
@@ -321,7 +321,7 @@ def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
 
 
 def test_one_dump_at_a_time_and_the_first_is_not_disturbed(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**8)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
@@ -333,7 +333,7 @@ def test_one_dump_at_a_time_and_the_first_is_not_disturbed(servers, path, monkey
 
 @pytest.mark.parametrize("end", ["cancel", "clear"])
 def test_a_dump_that_is_ended_early_is_not_complete(servers, path, monkeypatch, end):
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**8)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
@@ -353,7 +353,7 @@ def test_a_dump_that_is_ended_early_is_not_complete(servers, path, monkeypatch, 
 
 
 def test_a_server_that_stops_during_a_dump_fails_it(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**8)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
@@ -364,12 +364,12 @@ def test_a_server_that_stops_during_a_dump_fails_it(servers, path, monkeypatch):
 
 
 def test_a_dump_that_takes_too_long_says_which_server(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**6)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**6)
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     with pytest.raises(TimeoutError, match=r"server 0 .*not done in time"):
         job.checkpoints.dump(path, timeout_s=0.01)
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 2**18)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**18)
     assert job.checkpoints.dump(path).num_rows == 50_000
 
 
@@ -407,7 +407,7 @@ def test_a_load_that_fails_half_way_leaves_the_store_empty(servers, path, monkey
     def fail(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("persia_torchrec.store.row_import.RowImport.finish", fail)
+    monkeypatch.setattr("persia_torchrec.store.row_moves.RowImport.finish", fail)
     with pytest.raises(RemoteError, match="the disk is gone"):
         job.checkpoints.load(path)
     assert job.total("rows") == 0

@@ -161,7 +161,7 @@ def walks():
             for _ in range(3):  # warm
                 model(batch()).values().sum().backward()
             watch_compiled(walk, patch)
-            for state in job.servers.servers[0].shard.store.memory.states:
+            for state in job.servers.servers[0].shard.store.states:
                 watch_loops_of(walk, state, patch)
             lookup, gradient = Walk(), Walk()
             with walk.recorded():

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.server.open_batches import LookupSlots
 from persia_torchrec.server.updates import Update, build_gradients
-from persia_torchrec.store.rows import MISSING
+from persia_torchrec.store.memory import MISSING
 from persia_torchrec.wire.messages import Header, Kind, TableIds
 
 DIMS = {3: 2, 5: 4}

@@ -4,47 +4,46 @@ import numpy as np
 
 from persia_torchrec.store.index import BOUNDARY, ENTRIES, NEW, OLD, OVERFLOW_LINES
 from persia_torchrec.store.lookup import find_slots
+from persia_torchrec.store.memory import ARENA, FREE, OWNER_SHIFT, TICK_MASK, USED
 from persia_torchrec.store.recency import NONE, pop_oldest
-from persia_torchrec.store.rows import ARENA, FREE, OWNER_SHIFT, TICK_MASK, USED
 
 
 def check_store(store):
     """Raise AssertionError if index, rows and recency do not agree."""
-    memory = store.memory
-    assert memory.num_rows <= store.capacity_rows
-    check_index(memory.index)
+    assert store.num_rows <= store.capacity_rows
+    check_index(store.index)
     num_found = 0
-    for number, table in enumerate(memory.states):
+    for number, table in enumerate(store.states):
         arena = int(table.layout[ARENA])
-        words = memory.arenas[arena].words[: int(memory.directory[arena, USED]), :2]
+        words = store.arenas[arena][: int(store.directory[arena, USED]), :2]
         slots = np.flatnonzero(words[:, 1] >> OWNER_SHIFT == np.uint64(number + 1))
         assert (words[slots, 1] & TICK_MASK > 0).all()
         ids = np.ascontiguousarray(words[slots, 0])
         assert np.array_equal(find_slots(table.layout, ids), slots)
         num_found += len(slots)
-    assert num_found == memory.num_rows
-    check_free_slots(memory)
-    next_to_leave = rows_oldest_first(memory.logs, memory.directory)
-    assert len(next_to_leave) == len(set(next_to_leave)) == memory.num_rows
+    assert num_found == store.num_rows
+    check_free_slots(store)
+    next_to_leave = rows_oldest_first(store.logs, store.directory)
+    assert len(next_to_leave) == len(set(next_to_leave)) == store.num_rows
     for arena, slot in next_to_leave:
-        assert memory.arenas[arena].words[slot, 1] != 0
+        assert store.arenas[arena][slot, 1] != 0
 
 
-def check_free_slots(memory):
+def check_free_slots(store):
     """Every slot ever used holds a row or is on the free list, once."""
     num_used = num_free = 0
-    for arena, line in zip(memory.arenas, memory.directory, strict=True):
+    for arena, line in zip(store.arenas, store.directory, strict=True):
         free = set()
         head = int(line[FREE])
         while head:
             slot = head - 1
             assert slot not in free
-            assert arena.words[slot, 1] == 0
+            assert arena[slot, 1] == 0
             free.add(slot)
-            head = int(arena.words[slot, 0])
+            head = int(arena[slot, 0])
         num_used += int(line[USED])
         num_free += len(free)
-    assert num_used == memory.num_rows + num_free
+    assert num_used == store.num_rows + num_free
 
 
 def check_index(index):
@@ -73,9 +72,8 @@ def rows_oldest_first(logs, arenas):
 
 def ids_oldest_first(store):
     """Return ``(table, id)`` of every row, the next to leave first."""
-    memory = store.memory
     rows = []
-    for arena, slot in rows_oldest_first(memory.logs, memory.directory):
-        id_, meta = memory.arenas[arena].words[slot, :2]
+    for arena, slot in rows_oldest_first(store.logs, store.directory):
+        id_, meta = store.arenas[arena][slot, :2]
         rows.append((int(meta >> OWNER_SHIFT) - 1, int(id_)))
     return rows

@@ -9,7 +9,7 @@ from persia_torchrec.compiled import compiled, inlined_kernel
 from persia_torchrec.embedding import AdmitBloom
 from persia_torchrec.embedding.admission import count_in_bloom
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store.rows import reserve
+from persia_torchrec.store.memory import reserve
 from tests import strategies
 from tests.reference import ReferenceBloom
 

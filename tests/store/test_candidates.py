@@ -21,7 +21,7 @@ from persia_torchrec.embedding.admission import (
     count_candidates,
     forget_candidates,
 )
-from persia_torchrec.store.rows import reserve
+from persia_torchrec.store.memory import reserve
 from tests import strategies
 
 count = inlined_kernel(count_candidates)

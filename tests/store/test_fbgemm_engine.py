@@ -22,7 +22,7 @@ from persia_torchrec.embedding.optim import (
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
 from persia_torchrec.store.fbgemm_engine import BLOCK
-from persia_torchrec.store.rows import MISSING
+from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store
@@ -223,11 +223,11 @@ def test_slots_of_earlier_blocks_are_forgotten_when_their_numbers_run_out():
     both = Both(make_spec(SGD(1.0), 4))
     ids = np.arange(5, dtype=np.uint64)
     both.look_up(ids)
-    engine = both.stores[1].memory.states[0].engine
+    engine = both.stores[1].states[0].engine
     grads = np.ones((5, 4), dtype=np.float32)
     for num_blocks in (0, 2**31 - 1):
         both.update(ids, grads)
-        progress = engine._tables[4, 0].dense.progress
+        progress = engine.dense[4, 0].progress
         progress[BLOCK] = num_blocks
         for _ in range(3):
             both.update(ids, grads)

@@ -27,13 +27,14 @@ from persia_torchrec.store.index import (
     remove_entry,
 )
 from persia_torchrec.store.lookup import find_slots
-from persia_torchrec.store.rows import (
+from persia_torchrec.store.memory import (
     MISSING,
     OWNER_SHIFT,
     STORE,
-    Arena,
     StoreAt,
     build_layout,
+    directory_of,
+    reserve_arena,
     rows_at,
 )
 from persia_torchrec.table import TableSpec
@@ -66,11 +67,10 @@ class Rows:
             owner: build_layout(TABLE, owner - 1, has_metadata=False)
             for owner in sorted({1, *owners})
         }
-        arena = Arena.reserve(len(ids), 3)
-        arena.words[:, 0] = self.ids
-        arena.words[:, 1] = self.owners << OWNER_SHIFT
-        self.arena = arena
-        self.directory = np.array([arena.directory_line()], dtype=np.uint64)
+        self.arena = reserve_arena(len(ids), 3)
+        self.arena[:, 0] = self.ids
+        self.arena[:, 1] = self.owners << OWNER_SHIFT
+        self.directory = directory_of([self.arena])
         self.hashes = [
             np.uint64(hash_id(id_, owner))
             for id_, owner in zip(self.ids, self.owners, strict=True)
@@ -103,7 +103,8 @@ class Rows:
             self.grow(len(chunk))
             at = index_at(self.store)
             for slot in chunk:
-                add_entry(at, self.hashes[slot], np.uint64(slot))
+                entry = int(self.hashes[slot]) << 32 | slot + 1
+                add_entry(at, np.uint64(entry))
             self.index.cursor[ENTRIES] += np.uint64(len(chunk))
 
     def remove(self, slots: list[int]) -> None:
@@ -229,7 +230,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.rows.index.clear()
+        self.rows.index = Index(2000)
         self.present = set()
 
     @invariant()

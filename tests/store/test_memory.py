@@ -6,7 +6,7 @@ import pytest
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.rows import reserve
+from persia_torchrec.store.memory import reserve
 from persia_torchrec.table import TableSpec
 
 MIB = 2**20

@@ -12,6 +12,13 @@ from hypothesis.stateful import (
     rule,
 )
 
+from persia_torchrec.store.memory import (
+    RowsAt,
+    directory_of,
+    free_slot,
+    locate_row,
+    reserve_arena,
+)
 from persia_torchrec.store.recency import (
     COMPACTING,
     HEAD,
@@ -25,7 +32,6 @@ from persia_torchrec.store.recency import (
     pop_oldest,
     touch,
 )
-from persia_torchrec.store.rows import Arena, RowsAt, free_slot, locate_row
 from tests.store.consistency import rows_oldest_first
 
 NUM_SLOTS = 40
@@ -42,10 +48,8 @@ class Rows:
     def __init__(
         self, num_classes: int = 1, capacity: int = 2 * NUM_SLOTS, num_slots=NUM_SLOTS
     ) -> None:
-        arenas = [Arena.reserve(num_slots, words) for words in (3, 4)]
-        self.arenas = arenas
-        lines = [arena.directory_line() for arena in arenas]
-        self.directory = np.array(lines, dtype=np.uint64)
+        self.arenas = [reserve_arena(num_slots, words) for words in (3, 4)]
+        self.directory = directory_of(self.arenas)
         self.logs = RecencyLogs(capacity, num_classes)
         self.tick = 0
 

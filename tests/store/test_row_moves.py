@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from persia_torchrec.embedding import Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_export import RowExport, split_by_table
-from persia_torchrec.store.row_import import RowImport
-from persia_torchrec.store.rows import STATE, WEIGHTS
+from persia_torchrec.store.memory import STATE, WEIGHTS
+from persia_torchrec.store.row_moves import RowExport, RowImport, split_by_table
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first
@@ -59,7 +58,7 @@ def run(store, requests):
 
 def exported(store, between=lambda: None):
     """Return table and columns of all blocks of an export."""
-    export = RowExport(store.memory)
+    export = RowExport(store)
     blocks = []
     for _ in range(10_000):
         chunk = export.advance()
@@ -80,8 +79,7 @@ def import_into(store, blocks, tick):
         for _, rows in blocks
     ]
     moving = RowImport(
-        store.memory,
-        store.capacity_rows,
+        store,
         np.concatenate([np.empty(0, np.uint64), *uses]),
         np.concatenate([np.empty(0, np.uint16), *numbers]),
         np.concatenate([np.empty(0, np.uint32), *frequencies]),
@@ -97,8 +95,8 @@ def import_into(store, blocks, tick):
 
 def copy_of(store, **settings):
     copy = store_of(store.capacity_rows, **settings)
-    import_into(copy, exported(store), store.memory.tick)
-    for mine, other in zip(copy.memory.states, store.memory.states, strict=True):
+    import_into(copy, exported(store), store.tick)
+    for mine, other in zip(copy.states, store.states, strict=True):
         mine.num_updates = other.num_updates
     return copy
 
@@ -165,8 +163,8 @@ def slots_of(store):
 def value_of(store, row):
     """Return the bytes of a row's weights and state, as columns have them."""
     table, id_ = row
-    state = store.memory.states[table]
-    row = store.memory.arena(state)[store.find(table, ids_of(id_))[0]].tobytes()
+    state = store.states[table]
+    row = store.arena(state)[store.find(table, ids_of(id_))[0]].tobytes()
     weights, begin = int(state.layout[WEIGHTS]), int(state.layout[STATE])
     size = 4 if state.spec.weight_dtype == "fp32" else 2
     end = begin + 4 * state.spec.num_state_floats
@@ -174,9 +172,9 @@ def value_of(store, row):
 
 
 def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_export._CHUNK_BYTES", 4096)
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_BYTES", 512)
-    monkeypatch.setattr("persia_torchrec.store.row_export._SLICE_RECORDS", 100)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 512)
+    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_RECORDS", 100)
     store = store_of(5000)
     for table in range(len(TABLES)):
         use(store, table, range(700 + table))
@@ -191,7 +189,7 @@ def test_rows_of_many_slices_and_chunks_are_all_copied(monkeypatch):
     blocks = exported(store, count)
     assert num_slices > 100
     copy = store_of(5000)
-    assert import_into(copy, blocks, store.memory.tick) == store.num_rows
+    assert import_into(copy, blocks, store.tick) == store.num_rows
     assert_same(copy, store)
 
 
@@ -219,7 +217,7 @@ def test_a_smaller_store_leaves_out_what_would_leave_first(eviction):
     assert import_into(small, exported(store), 99) == 7
     assert ids_oldest_first(small) == ids_oldest_first(store)[-7:]
     assert small.counters()["evictions"] == 0
-    assert small.memory.tick == 99
+    assert small.tick == 99
 
 
 def test_rows_put_over_others_count_as_used_later_and_take_their_room():
@@ -247,7 +245,7 @@ def test_a_request_after_the_import_is_newer_than_all_rows():
     for one in (store, copy):
         use(one, 0, [2])
     assert_same(copy, store)
-    assert copy.memory.tick == store.memory.tick
+    assert copy.tick == store.tick
 
 
 def test_an_empty_store_has_nothing_to_copy():

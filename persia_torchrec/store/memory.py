@@ -1,4 +1,4 @@
-"""Rows: where weights and optimizer state stand, and which slots are free.
+"""Rows in memory: where weights and optimizer state stand, and which slots are free.
 
 Rows of one width share an arena: one stretch of memory of ``capacity`` equal slots, of
 which only the used ones cost anything. A row is a header of two 8-byte words, then its
@@ -18,7 +18,7 @@ arena:
 
     base address | bytes per slot | slots ever used | head of the free list + 1 | tags
 
-A row's tag is the lowest byte of its tick, kept a second time beside the arena, a byte
+A row's tag is the lowest byte of its tick, kept a second time behind the arena, a byte
 per slot: scans filter by last use without reading the rows.
 
 WHAT A LOOP TAKES: the *layout* of a table, one uint64 array that says where its rows
@@ -27,7 +27,7 @@ arguments; the loop unpacks it with :func:`store_at` and :func:`rows_at`.
 """
 
 import mmap
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -73,13 +73,13 @@ seed; the table's step, and the second of the current request."""
 
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
-LEFT_AT, LEFT_ROOM, CAPACITY = range(10, 13)
-NUM_TALLIES = 13
+LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REFUSED = range(10, 15)
+NUM_TALLIES = 15
 """Columns of the tally: ids found, ids not found, rows made, ids refused a row, rows in
 use, tick of the current request; rows that left because the store was full, because of
 their age in steps, in seconds, because of their norm; address at which the next row to
 leave is noted, or 0, and for how many there is room (see ``journal.py``); rows that the
-store may hold."""
+store may hold; gradients without a row, and with NaN or an infinity."""
 
 FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24, 28))
 """Bytes of a row at which its metadata stand, each a uint32."""
@@ -120,28 +120,20 @@ def reserve(num_words: int) -> Words:
     return np.frombuffer(memory, dtype=np.uint64, count=num_words)
 
 
-@dataclass(frozen=True, slots=True)
-class Arena:
-    """The slots of all rows of one width, ``(capacity, words per row)``, and tags."""
+def reserve_arena(capacity: int, words_per_row: int) -> Words:
+    """Reserve the slots of an arena, ``(capacity, words per row)``, and tags behind."""
+    num_words = capacity * words_per_row
+    memory = reserve(num_words + capacity // 8 + 1)
+    return memory[:num_words].reshape(capacity, words_per_row)
 
-    words: Words
-    tags: npt.NDArray[np.uint8]
 
-    @classmethod
-    def reserve(cls, capacity: int, words_per_row: int) -> "Arena":
-        """Reserve address space for ``capacity`` rows."""
-        memory = reserve(capacity * words_per_row).reshape(capacity, words_per_row)
-        return cls(memory, reserve(capacity // 8 + 1).view(np.uint8))
-
-    @property
-    def words_per_row(self) -> int:
-        """8-byte words per slot, header included."""
-        return self.words.shape[1]
-
-    def directory_line(self) -> list[int]:
-        """Return this arena's line of the directory, all slots unused."""
-        address = self.words.ctypes.data
-        return [address, self.words_per_row * 8, 0, 0, self.tags.ctypes.data]
+def directory_of(arenas: Sequence[Words]) -> Words:
+    """Return the directory of arenas, all slots unused."""
+    lines = [
+        (words.ctypes.data, words.strides[0], 0, 0, words.ctypes.data + words.nbytes)
+        for words in arenas
+    ]
+    return np.array(lines, dtype=np.uint64).reshape(-1, 5)
 
 
 def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
@@ -155,11 +147,6 @@ def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
     weight_floats = spec.dim if dtype == FP32 else (spec.dim + 1) // 2
     layout[STATE] = int(layout[WEIGHTS]) + 4 * weight_floats
     return layout
-
-
-def words_per_row(layout: Layout) -> int:
-    """Return the 8-byte words of a row of this layout."""
-    return (int(layout[STATE]) + 4 * int(layout[NUM_STATE]) + 7) // 8
 
 
 class StoreAt(NamedTuple):

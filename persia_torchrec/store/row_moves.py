@@ -1,0 +1,495 @@
+"""Copy rows out of a store while it stays in use, and put rows into one.
+
+OUT. A row never moves while it lives, so that a walk over the slots meets it once:
+
+    slots of an arena    [ copied ......... | next slice | ........... ] made since
+                                            ^ now                      ^ at the start
+
+Every row that lives from the first slice to the last is copied once, whole. A row that
+is made meanwhile, or evicted and made again, may be there once, twice (the later use is
+the valid one), or not at all. The store's thread only copies memory;
+:func:`split_by_table` makes columns of it, in the thread that writes them.
+
+A row's position in the request that used it last is in the log of uses, which is copied
+when an export begins, and read a few records at a time. Rows that are used meanwhile
+get no position: they are newer than all others, and nearly in order by their ticks.
+
+    log   [tick 3] a b c   [tick 4] b d       positions   a: 0   c: 2   b: 0   d: 1
+
+IN. A checkpoint's rows leave in the order in which they would have left. First the uses
+of all rows are known: those that would leave first are left out if the store is too
+small. Then the rows come, in any order; at the end they are touched, in the order of
+their uses. A row that comes twice keeps its later use. Rows that were in the store
+before count as used before all that come.
+
+    uses  --RowImport()--> which to keep, their order, a tick for each
+    rows  --add()--------> slots
+            finish() ----> records in the logs
+
+Changed rows come in the order in which they would leave, and each is touched as it is
+written: a follower that is full before it receives the leader's evictions evicts the
+same rows. A row that has changed without having been used keeps its position.
+
+Dimension key:
+    N: slots of a chunk, ids, or rows of one call
+    K: rows of one table
+    D: embedding dim
+    S: optimizer-state floats per row
+    A: arenas
+    R: rows that may come, numbered in the order in which they do
+    T: tables
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.intrinsics import (
+    copy_bytes,
+    load_u32,
+    load_u64,
+    prefetch,
+    store_u32,
+    store_u64,
+    unowned,
+)
+from persia_torchrec.store import lookup, memory, recency
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.float16 import FP32
+from persia_torchrec.store.memory import Ids, Layout, RowsAt, Slots, StoreAt, Words
+from persia_torchrec.store.recency import RecencyLogs
+from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
+from persia_torchrec.store.tables import TableState
+
+Numbers = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
+
+NEVER = np.uint64(0)
+"""The tick of a row that is left out."""
+
+_CHUNK_BYTES = 2**20
+_SLICE_BYTES = 2**18
+_SLICE_RECORDS = 4096
+_LARGEST_POSITION = np.uint64(2**POSITION_BITS - 1)
+_POSITION_BITS = np.uint64(POSITION_BITS)
+_TOUCHES = 2**16
+_NO_TABLE = 2**64 - 1
+_NONE_KEEP = np.empty(0, dtype=np.bool_)
+
+_AT, _TICK, _ARENA, _POSITION = range(4)  # columns of the cursor
+_LOOK_AHEAD = 16
+_S32 = np.uint64(32)
+_ZERO = np.uint64(0)
+_ONE = np.uint64(1)
+_2, _4, _8, _16 = (np.uint64(num) for num in (2, 4, 8, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class RawRows:
+    """Slots of an arena, used and free, and the position of each in its last use."""
+
+    words: Words
+    positions: Numbers
+
+
+class RowExport:
+    """A walk over all rows. The store's thread owns it; the store must not be cleared.
+
+    ``tables`` are those that are exported, in the order of their numbers.
+    """
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        self.tables = list(store.states)
+        self.is_done = False
+        self._num_copied = 0
+        num_used = store.directory[:, memory.USED].tolist()
+        self._arenas = list(zip(store.arenas, num_used, strict=True))
+        self._positions = [memory.reserve(n // 2 + 1).view(np.uint32) for n in num_used]
+        self._segments = _copy_segments(store.logs)
+        self._directory = store.directory.copy()
+        self._slices = self._walk()
+
+    @property
+    def progress(self) -> float:
+        """The fraction of the slots that have been copied."""
+        return self._num_copied / max(sum(num for _, num in self._arenas), 1)
+
+    def advance(self) -> RawRows | None:
+        """Do a slice of the work, some tens of microseconds.
+
+        Returns about 1 MiB of slots when they are copied; None before that, and when
+        all slots have been copied, which ``is_done`` says.
+        """
+        for chunk in self._slices:
+            return chunk
+        self.is_done = True
+        return None
+
+    def _walk(self) -> Iterator[RawRows | None]:
+        for _ in self._number_uses():
+            yield None
+        for (words, num_used), positions in zip(
+            self._arenas, self._positions, strict=True
+        ):
+            chunk_rows = max(_CHUNK_BYTES // words.strides[0], 1)
+            slice_rows = max(_SLICE_BYTES // words.strides[0], 1)
+            for first in range(0, num_used, chunk_rows):
+                end = min(first + chunk_rows, num_used)
+                copied = np.empty((end - first, words.shape[1]), dtype=np.uint64)
+                for start in range(first, end, slice_rows):
+                    stop = min(start + slice_rows, end)
+                    copied[start - first : stop - first] = words[start:stop]
+                    self._num_copied += stop - start
+                    if stop < end:
+                        yield None
+                yield RawRows(copied, positions[first:end])
+
+    def _number_uses(self) -> Iterator[None]:
+        """Write the positions of all rows, a few log records at a time."""
+        addresses = [positions.ctypes.data for positions in self._positions]
+        addresses_A = np.array(addresses, dtype=np.uint64)
+        cursor = np.zeros(4, dtype=np.uint64)
+        while self._segments:
+            records, tick, arena = self._segments.pop(0)
+            if tick != cursor[_TICK]:
+                cursor[_POSITION] = 0
+            cursor[[_AT, _TICK, _ARENA]] = 0, tick, arena
+            while cursor[_AT] < len(records):
+                stop = min(int(cursor[_AT]) + _SLICE_RECORDS, len(records))
+                _number_rows(records, stop, cursor, self._directory, addresses_A)
+                yield
+
+
+def split_by_table(
+    chunk: RawRows, tables: Sequence[TableState]
+) -> list[tuple[int, RowColumns]]:
+    """Return the rows of a chunk as columns, with the numbers of their tables.
+
+    Any thread may call it; it holds the interpreter for moments only. Rows of tables
+    that were added after the export began are left out.
+    """
+    offsets, order = _group(chunk.words, len(tables))
+    split = []
+    for number in np.flatnonzero(np.diff(offsets)).tolist():
+        slots_K = order[offsets[number] : offsets[number + 1]]
+        table = tables[number]
+        rows = table.shape.empty(len(slots_K))
+        positions_K = chunk.positions[slots_K]
+        copy_columns(chunk.words, slots_K, positions_K, table.layout, rows.addresses())
+        split.append((number, rows))
+    return split
+
+
+def gather_rows(
+    store: EmbeddingStore, table: int, ids_N: Ids
+) -> tuple[RowColumns, npt.NDArray[np.bool_]]:
+    """Copy the rows of ids as they are now; the store's thread calls it.
+
+    Nothing is counted. Returns the rows of those ids (read-only) that have one, in
+    their order, with uses that have no meaning; and for each id whether it has a row.
+    """
+    state = store.states[table]
+    slots_N = lookup.find_slots(state.layout, ids_N)
+    found_N = slots_N != memory.MISSING
+    slots_K = slots_N[found_N].astype(np.int64)
+    rows = state.shape.empty(len(slots_K))
+    positions_K = np.zeros(len(slots_K), dtype=np.uint32)
+    words = store.arena(state)
+    copy_columns(words, slots_K, positions_K, state.layout, rows.addresses())
+    return rows, found_N
+
+
+def _copy_segments(
+    logs: RecencyLogs,
+) -> list[tuple[Numbers, np.uint64, np.uint64]]:
+    """Copy the records in use; with the tick and the arena of the first of each run."""
+    segments = []
+    for line, words in zip(logs.directory, logs.words, strict=True):
+        ends = [(recency.HEAD, recency.TAIL)]
+        if line[recency.COMPACTING]:
+            ends = [(recency.HEAD, recency.WRITE), (recency.READ, recency.TAIL)]
+        for begin, end in ends:
+            copied = words.view(np.uint32)[int(line[begin]) : int(line[end])].copy()
+            segments.append((copied, line[begin + 1], line[begin + 2]))
+    return segments
+
+
+@compiled
+def _number_rows(
+    records: Numbers, stop: int, cursor: Words, arenas: Words, addresses_A: Words
+) -> None:
+    """Write the positions of the rows of the next records of a segment.
+
+    A mark is read as a whole, even across ``stop``. ``cursor`` is advanced;
+    ``addresses_A`` says where the positions of each arena's slots are.
+    """
+    at, tick = np.int64(cursor[_AT]), cursor[_TICK]
+    arena, position = cursor[_ARENA], cursor[_POSITION]
+    while at < stop:
+        slot = np.uint64(records[at])
+        if slot == recency.MARK:
+            new = np.uint64(records[at + 2]) | (np.uint64(records[at + 3]) << _S32)
+            if new != tick:
+                position = _ZERO
+            tick, arena = new, np.uint64(records[at + 1])
+            at += recency.MARK_WORDS
+            continue
+        if at + _LOOK_AHEAD < len(records):
+            ahead = np.uint64(records[at + _LOOK_AHEAD])  # perhaps not a slot
+            prefetch(memory.locate_row(arenas, arena, ahead))
+        word = load_u64(memory.locate_row(arenas, arena, slot) + memory.WORD)
+        if word & memory.TICK_MASK == tick:
+            store_u32(addresses_A[arena] + _4 * slot, position)
+        position += _ONE
+        at += 1
+    cursor[_AT], cursor[_TICK] = np.uint64(at), tick
+    cursor[_ARENA], cursor[_POSITION] = arena, position
+
+
+@compiled
+def _group(words_NW: Words, num_tables: int) -> tuple[lookup.Indices, lookup.Indices]:
+    """Sort slots by table, without free ones: where each table begins, the slots."""
+    offsets = np.zeros(num_tables + 1, dtype=np.int64)
+    for n in range(len(words_NW)):
+        owner = np.int64(words_NW[n, 1] >> memory.OWNER_SHIFT)
+        if 1 <= owner <= num_tables:
+            offsets[owner] += 1
+    for t in range(num_tables):
+        offsets[t + 1] += offsets[t]
+    order = np.empty(offsets[num_tables], dtype=np.int64)
+    cursor = offsets[:num_tables].copy()
+    for n in range(len(words_NW)):
+        owner = np.int64(words_NW[n, 1] >> memory.OWNER_SHIFT)
+        if 1 <= owner <= num_tables:
+            order[cursor[owner - 1]] = n
+            cursor[owner - 1] += 1
+    return offsets, order
+
+
+@compiled
+def copy_columns(
+    words_NW: Words,
+    slots_K: lookup.Indices,
+    positions_K: Numbers,
+    layout: Layout,
+    to: Words,
+) -> None:
+    """Copy slots of a table to columns at addresses ``to``: :class:`RowColumns`."""
+    words_NW = unowned(words_NW)
+    stride = np.uint64(8 * words_NW.shape[1])
+    base = np.uint64(words_NW.ctypes.data)
+    ids, uses, metadata, state, weights = to[0], to[1], to[2], to[3], to[4]
+    metadata_bytes = _16 * layout[memory.HAS_METADATA]
+    state_bytes = _4 * layout[memory.NUM_STATE]
+    weight_bytes = layout[memory.DIM] * (_4 if layout[memory.DTYPE] == FP32 else _2)
+    from_state, from_weights = layout[memory.STATE], layout[memory.WEIGHTS]
+    for k in range(len(slots_K)):
+        address, row = base + np.uint64(slots_K[k]) * stride, np.uint64(k)
+        store_u64(ids + _8 * row, load_u64(address))
+        position = min(np.uint64(positions_K[k]), _LARGEST_POSITION)
+        tick = load_u64(address + memory.WORD) & memory.TICK_MASK
+        store_u64(uses + _8 * row, (tick << _POSITION_BITS) | position)
+        to_metadata = metadata + row * metadata_bytes
+        copy_bytes(to_metadata, address + memory.FREQUENCY, metadata_bytes)
+        copy_bytes(state + row * state_bytes, address + from_state, state_bytes)
+        copy_bytes(weights + row * weight_bytes, address + from_weights, weight_bytes)
+
+
+class RowImport:
+    """Rows of a checkpoint on their way into a store. The store's thread owns it.
+
+    ``uses_R`` are those of :class:`RowColumns`, ``tables_R`` numbers in this store;
+    only an LFU store reads ``frequencies_R``.
+    """
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        uses_R: Words,
+        tables_R: npt.NDArray[np.uint16],
+        frequencies_R: Numbers,
+    ) -> None:
+        self._store = store
+        self._tables = tables_R
+        self._order = np.argsort(uses_R, kind="stable")
+        if len(uses_R) > store.capacity_rows:
+            leaving = self._order
+            if store.is_lfu:
+                leaving = np.lexsort((uses_R, recency.classify_all(frequencies_R)))
+            is_kept = np.ones(len(uses_R), dtype=np.bool_)
+            is_kept[leaving[: -store.capacity_rows]] = False
+            self._order = self._order[is_kept[self._order]]
+        self.num_kept = len(self._order)
+        last = np.array([store.tick, 0, _NO_TABLE], dtype=np.uint64)
+        self._ticks = np.zeros(len(uses_R), dtype=np.uint64)
+        uses = read_only(uses_R)
+        _draw_ticks(self._order, uses, tables_R, store.tick, last, self._ticks)
+        self._slots = np.zeros(len(uses_R), dtype=np.uint32)
+
+    def add(self, table: int, first: int, rows: RowColumns, is_own_N: Bools) -> int:
+        """Put rows of a table into the store; return how many rows have come by now.
+
+        The first of them is number ``first`` of the rows that may come; those that are
+        not ``is_own_N`` are skipped. Metadata have the store's form.
+        """
+        ticks_N = np.zeros(len(rows), dtype=np.uint64)
+        stop = first + int(is_own_N.sum())
+        ticks_N[is_own_N] = self._ticks[first:stop]
+        slots_N = _add(self._store, table, rows, ticks_N, _NONE_KEEP)
+        self._slots[first:stop] = slots_N[is_own_N]
+        self._ticks[first:stop] = ticks_N[is_own_N]
+        return stop
+
+    def finish(self, tick: int) -> None:
+        """Touch the rows in the order of their uses, when all have come.
+
+        ``tick`` is the last request's before the checkpoint, as its server counted.
+        """
+        store = self._store
+        layouts_T = np.stack([state.layout for state in store.states])
+        for start in range(0, len(self._order), _TOUCHES):
+            some = self._order[start : start + _TOUCHES]
+            store.logs.make_room(store.directory, (1 + recency.MARK_WORDS) * len(some))
+            _touch_rows(some, self._ticks, self._slots, self._tables, layouts_T)
+        store.tick = max(int(self._ticks.max(initial=0)), store.tick + tick)
+
+
+class RowChanges:
+    """Changed rows on their way into a store. The store's thread owns it."""
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        self._store = store
+        self._last = np.array([store.tick, 0, _NO_TABLE], dtype=np.uint64)
+
+    def put(self, table: int, rows: RowColumns) -> None:
+        """Write rows of one table over those that are there, or make them.
+
+        They come in the order in which they would leave, with metadata of the store's
+        form. A use of 0 keeps the row's position.
+        """
+        store, num = self._store, len(rows)
+        ticks_N = np.empty(num, dtype=np.uint64)
+        tables_N = np.full(num, table, dtype=np.uint16)
+        uses_N = read_only(rows.uses)
+        _draw_ticks(np.arange(num), uses_N, tables_N, 0, self._last, ticks_N)
+        store.logs.make_room(store.directory, (1 + recency.MARK_WORDS) * num)
+        _add(store, table, rows, ticks_N, uses_N == 0)
+        store.tick = int(self._last[0])
+
+    def finish(self, tick: int) -> None:
+        """Continue counting requests from the other store's last one."""
+        self._store.tick = max(self._store.tick, tick)
+
+
+def _add(
+    store: EmbeddingStore, table: int, rows: RowColumns, ticks_N: Words, keeps_N: Bools
+) -> Slots:
+    """Write rows, and return their slots; see :func:`add_rows`."""
+    columns = RowColumns(*map(np.ascontiguousarray, rows.columns()))
+    slots_N = np.zeros(len(rows), dtype=np.uint32)
+    layout, ids_N = store.states[table].layout, read_only(rows.ids)
+    add_rows(layout, ids_N, columns.addresses(), ticks_N, keeps_N, slots_N)
+    return slots_N
+
+
+@compiled
+def add_rows(
+    layout: Layout,
+    ids_N: Ids,
+    columns: Words,
+    ticks_N: Words,
+    keeps_position_N: Bools,
+    slots_N: Slots,
+) -> None:
+    """Write rows into slots; those whose tick is ``NEVER`` are skipped.
+
+    A row that has come with the same or a later use gets the tick ``NEVER``.
+    ``columns`` are addresses: :class:`RowColumns`. Where ``keeps_position_N`` holds, a
+    row that is there keeps its position in the order in which rows leave; the others
+    are touched at once, for which the logs have room. If it is empty none is touched,
+    and those that are written cannot leave until they are.
+    """
+    store = memory.store_at(layout)
+    rows = memory.rows_at(store, layout)
+    metadata, state, weights = columns[2], columns[3], columns[4]
+    metadata_bytes = _16 if rows.has_metadata else np.uint64(0)
+    all_ = np.arange(len(ids_N))
+    for start in range(0, len(ids_N), lookup.CHUNK):
+        stop = min(start + lookup.CHUNK, len(ids_N))
+        index = lookup.prepare_chunk(store, rows, ids_N, all_[start:stop])
+        for n in range(start, stop):
+            if ticks_N[n] == NEVER:
+                continue
+            slot, is_new = lookup.find_or_make(store, index, rows, ids_N[n])
+            slots_N[n] = np.uint32(slot)
+            address, row = rows.base + slot * rows.stride, np.uint64(n)
+            before = (
+                NEVER if is_new else load_u64(address + memory.WORD) & memory.TICK_MASK
+            )
+            if before >= ticks_N[n]:
+                ticks_N[n] = NEVER
+                continue
+            from_metadata = metadata + row * metadata_bytes
+            copy_bytes(address + memory.FREQUENCY, from_metadata, metadata_bytes)
+            from_state = state + row * rows.state_bytes
+            copy_bytes(address + rows.state, from_state, rows.state_bytes)
+            from_weights = weights + row * rows.weight_bytes
+            copy_bytes(address + rows.weights, from_weights, rows.weight_bytes)
+            keeps = len(keeps_position_N) > 0 and keeps_position_N[n] and not is_new
+            tick = before if keeps else ticks_N[n]
+            store_u64(address + memory.WORD, (rows.owner << memory.OWNER_SHIFT) | tick)
+            if len(keeps_position_N) and not keeps:
+                _touch(store, rows, slot, tick)
+
+
+@compiled
+def _draw_ticks(
+    order: lookup.Indices,
+    uses_R: Words,
+    tables_R: npt.NDArray[np.uint16],
+    base: int,
+    last: Words,
+    ticks_R: Words,
+) -> None:
+    """Give rows of one request one tick, later requests later ones.
+
+    A tick is that of the use plus ``base``, unless that is not later than all previous
+    ones, or belongs to another table, as it may when rows come from several servers: in
+    a log, a tick belongs to one arena. ``last`` is overwritten: the tick, the use and
+    the table of the previous row.
+    """
+    tick, old, table = last[0], last[1], last[2]
+    for r in order:
+        of_row = uses_R[r] >> _POSITION_BITS
+        if of_row != old or tables_R[r] != table:
+            tick = max(tick + _ONE, np.uint64(base) + of_row)
+            old, table = of_row, np.uint64(tables_R[r])
+        ticks_R[r] = tick
+    last[0], last[1], last[2] = tick, old, table
+
+
+@inlined
+def _touch(store: StoreAt, rows: RowsAt, slot: np.uint64, tick: np.uint64) -> None:
+    address, class_ = rows.base + slot * rows.stride, np.uint64(0)
+    if len(store.logs) > 1:
+        class_ = recency.classify(load_u32(address + memory.FREQUENCY))
+    logs = np.uint64(store.logs.ctypes.data)
+    recency.touch(logs, class_, rows, address, slot, tick)
+
+
+@compiled
+def _touch_rows(
+    order: lookup.Indices,
+    ticks_R: Words,
+    slots_R: Numbers,
+    tables_R: npt.NDArray[np.uint16],
+    layouts_T: Layout,
+) -> None:
+    store = memory.store_at(layouts_T[0])
+    for r in order:
+        if ticks_R[r] != NEVER:
+            rows = memory.rows_at(store, layouts_T[tables_R[r]])
+            _touch(store, rows, np.uint64(slots_R[r]), ticks_R[r])
