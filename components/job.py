@@ -10,6 +10,7 @@ from typing import Dict, Optional
 import torchx.specs as specs
 
 from persia_torchrec.launch import roles
+from persia_torchrec.wire.ports import free_port
 
 
 def train(
@@ -54,7 +55,7 @@ def train(
     job = roles.JobSettings(
         embedding_config=embedding_config,
         global_config=global_config,
-        port=roles.job_port(port),
+        port=port or free_port(""),
         python=python,
         image=image,
         env=env or {},

@@ -89,10 +89,6 @@ def format_flags(**values: object) -> list[str]:
 
     None, False and an empty tuple are left out, as their flags' defaults. A list gives
     each value by a flag of its own.
-
-    Example:
-        >>> format_flags(num_shards=2, standalone=True, host=None)
-        ['--num-shards', '2', '--standalone']
     """
     words = []
     for name, value in values.items():

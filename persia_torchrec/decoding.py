@@ -46,13 +46,7 @@ def parse_json(
 ) -> Any:
     """Decode JSON to any type that msgspec knows, or raise ``error`` with ``source``.
 
-    Example:
-        >>> parse_json(b"[1, 2]", list[int], "a.json", ValueError)
-        [1, 2]
-        >>> parse_json(b"[1, true]", list[int], "a.json", ValueError)
-        Traceback (most recent call last):
-        ...
-        ValueError: a.json: [1] must be an integer. Received: True.
+    As ``ValueError: a.json: [1] must be an integer. Received: True.``
     """
     try:
         try:

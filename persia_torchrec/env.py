@@ -41,36 +41,33 @@ class JobStore(NamedTuple):
     job_id: str
 
 
-class Refused(NamedTuple):
-    """A variable of PERSIA that has no effect here."""
-
-    harmless: str  # the value that asks for nothing, as PERSIA's default
-    reason: str  # of the rejection, and what to do instead
-
-
-REFUSED: Mapping[str, Refused] = {
-    "PERSIA_NATS_URL": Refused(
+# Variables of PERSIA that persia-launcher rejects: the value that asks for nothing, as
+# PERSIA's default; and why another is rejected, and what to do instead.
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "PERSIA_NATS_URL": (
         "",
         "There is no NATS here: the roles of a job meet at its coordinator. Start "
         "`persia-launcher coordinator` in the place of nats-server, and set "
         "PERSIA_STORE_PORT and PERSIA_STORE_HOST to its port and host for all roles.",
     ),
-    "PERSIA_SOCKET_IFNAME": Refused(
+    "PERSIA_SOCKET_IFNAME": (
         "",
         "A role registers the address of the interface that leads to the coordinator. "
         "Set PERSIA_STORE_HOST to the coordinator's address in the network to be used.",
     ),
-    "PERSIA_SCHEDULED_THREAD_POOL_SIZE": Refused(
-        "1", "It sizes a thread pool of PERSIA that has no counterpart here."
+    "PERSIA_SCHEDULED_THREAD_POOL_SIZE": (
+        "1",
+        "It sizes a thread pool of PERSIA that has no counterpart here.",
     ),
-    "PERSIA_DEADLOCK_DETECTION": Refused(
-        "0", "Nothing looks for deadlocks: every wait has a deadline of its own."
+    "PERSIA_DEADLOCK_DETECTION": (
+        "0",
+        "Nothing looks for deadlocks: every wait has a deadline of its own.",
     ),
-    "PERSIA_SKIP_CHECK_DATA": Refused(
-        "0", "A batch is checked when it is made; the servers rely on it."
+    "PERSIA_SKIP_CHECK_DATA": (
+        "0",
+        "A batch is checked when it is made; the servers rely on it.",
     ),
 }
-"""Variables of PERSIA that ``persia-launcher`` rejects."""
 
 
 def text(name: str) -> str | None:
@@ -149,7 +146,12 @@ def job_store() -> JobStore | None:
     port = integer("PERSIA_STORE_PORT", 1)
     if port > MAX_PORT:
         raise ConfigError(f"PERSIA_STORE_PORT must be <= {MAX_PORT}. Received: {port}.")
-    return JobStore(_store_host(), port, job_id())
+    host = text("PERSIA_STORE_HOST")
+    if host is None:
+        hosts = text(text("PERSIA_STORE_HOST_ENV") or "") or "localhost"
+        firsts = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts)  # node[03-07]: node03
+        host = firsts.partition(",")[0].strip()
+    return JobStore(host, port, job_id())
 
 
 def require_job_store(role: str, instead: str = "") -> JobStore:
@@ -197,12 +199,10 @@ def metrics_gateway() -> tuple[str, int] | None:
 
 def reject_unsupported_variables() -> None:
     """Raise ConfigError if a variable of ``REFUSED`` has another value than allowed."""
-    for name, refused in REFUSED.items():
+    for name, (harmless, reason) in REFUSED.items():
         value = text(name)
-        if value is not None and value != refused.harmless:
-            raise ConfigError(
-                f"{name} must not be set. Received: {value!r}. {refused.reason}"
-            )
+        if value is not None and value != harmless:
+            raise ConfigError(f"{name} must not be set. Received: {value!r}. {reason}")
 
 
 def log_level(default: str = "INFO") -> str:
@@ -217,12 +217,3 @@ def log_level(default: str = "INFO") -> str:
 
 def _is_local_torchx() -> bool:
     return (text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
-
-
-def _store_host() -> str:
-    host = text("PERSIA_STORE_HOST")
-    if host is not None:
-        return host
-    hosts = text(text("PERSIA_STORE_HOST_ENV") or "") or "localhost"
-    first_of_ranges = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts)  # node[03-07]: node03
-    return first_of_ranges.partition(",")[0].strip()

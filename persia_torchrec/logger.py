@@ -50,8 +50,16 @@ def get_default_logger(
         formatter = _ColourFormatter if on_terminal else logging.Formatter
         console.setFormatter(formatter(LINE_FORMAT))
         logger.addHandler(console)
-    if log_file is not None:
-        _add_file(logger, Path(log_file).absolute())
+    path = log_file and str(Path(log_file).absolute())
+    files = [getattr(handler, "baseFilename", None) for handler in logger.handlers]
+    if path is not None and path not in files:
+        try:
+            file = logging.FileHandler(path, encoding="utf-8")
+        except OSError as exc:
+            must = "log_file must be a path that can be written."
+            raise ConfigError(f"{must} Received: {path} ({exc}).") from exc
+        file.setFormatter(logging.Formatter(LINE_FORMAT))
+        logger.addHandler(file)
     return logger
 
 
@@ -62,16 +70,3 @@ class _ColourFormatter(logging.Formatter):
         line = super().format(record)
         colour = _COLOURS.get(record.levelno)
         return line if colour is None else f"{colour}{line}{_RESET}"
-
-
-def _add_file(logger: logging.Logger, path: Path) -> None:
-    if any(getattr(h, "baseFilename", None) == str(path) for h in logger.handlers):
-        return
-    try:
-        handler = logging.FileHandler(path, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(
-            f"log_file must be a path that can be written. Received: {path} ({exc})."
-        ) from exc
-    handler.setFormatter(logging.Formatter(LINE_FORMAT))
-    logger.addHandler(handler)

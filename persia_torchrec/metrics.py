@@ -68,16 +68,9 @@ class Means:
 
 
 class Observations:
-    """What several threads measure. Any thread may call any method but ``read``.
+    """What several threads measure; one thread reads it.
 
-    ``read`` belongs to one thread. ``helps`` has name -> help of all that is measured.
-
-    Example:
-        >>> observed = Observations({"lookup_sec": "seconds of a lookup"})
-        >>> observed.observe("lookup_sec", 0.25)
-        >>> observed.observe("lookup_sec", 0.75)
-        >>> [(reading.name, reading.value) for reading in observed.read()]
-        [('lookup_sec', 0.5)]
+    ``helps`` has name -> help of all that is measured.
     """
 
     def __init__(self, helps: Mapping[str, str]) -> None:

@@ -2,21 +2,10 @@
 
 ::
 
+    embedding_worker_config: {forward_buffer_size: 1000}
+    embedding_parameter_server_config: {capacity: 1000000}
     common_config:
-      job_type: Train
-    embedding_worker_config:
-      forward_buffer_size: 1000
-    embedding_parameter_server_config:
-      capacity: 1000000
-
-``job_type`` says what a role is for::
-
-    Train, Eval    all roles meet at the coordinator
-    Infer          embedding servers and embedding workers serve a checkpoint, without
-                   a coordinator: infer_config lists the servers
-
-    common_config:
-      job_type: Infer
+      job_type: Infer         # serve a checkpoint, without a coordinator
       infer_config:
         servers: [10.0.0.1:8888, 10.0.0.2:8888]
         embedding_checkpoint: runs/7
@@ -102,21 +91,21 @@ class CommonSettings(Struct, frozen=True, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        if self.job_type not in ("Train", "Eval", "Infer"):
+        job_type = self.job_type
+        if job_type not in ("Train", "Eval", "Infer"):
             raise ConfigError(
-                "job_type must be one of Train, Eval, Infer. "
-                f"Received: {self.job_type!r}."
+                f"job_type must be one of Train, Eval, Infer. Received: {job_type!r}."
             )
-        if (self.job_type == "Infer") != (self.infer is not None):
+        if (job_type == "Infer") != (self.infer is not None):
             does = "no" if self.infer is None else "an"
             raise ConfigError(
                 "job_type: Infer must come with an infer_config, with servers and "
                 "embedding_checkpoint, and infer_config must come with job_type: Infer."
-                f" Received: job_type: {self.job_type}, and {does} infer_config."
+                f" Received: job_type: {job_type}, and {does} infer_config."
             )
 
 
-class EmbeddingWorkerSettings(Struct, frozen=True, kw_only=True):
+class WorkerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_worker_config``."""
 
     # Batches of one data loader that may wait for their lookup; then the loader waits.
@@ -125,7 +114,7 @@ class EmbeddingWorkerSettings(Struct, frozen=True, kw_only=True):
     buffered_data_expired_sec: Positive = 1000
 
 
-class EmbeddingParameterServerSettings(Struct, frozen=True, kw_only=True):
+class ServerSettings(Struct, frozen=True, kw_only=True):
     """``embedding_parameter_server_config``."""
 
     # Rows per server; beyond that, the least recently used are evicted.
@@ -141,17 +130,12 @@ class EmbeddingParameterServerSettings(Struct, frozen=True, kw_only=True):
     incremental_interval_seconds: Positive = 2  # from one increment to the next
 
 
-class GlobalSettings(Struct, frozen=True, kw_only=True):
+class GlobalSettings(Struct, frozen=True, kw_only=True, rename="{}_config".format):
     """The whole file."""
 
-    common: CommonSettings = field(name="common_config", default=CommonSettings())
-    embedding_worker: EmbeddingWorkerSettings = field(
-        name="embedding_worker_config", default=EmbeddingWorkerSettings()
-    )
-    embedding_parameter_server: EmbeddingParameterServerSettings = field(
-        name="embedding_parameter_server_config",
-        default=EmbeddingParameterServerSettings(),
-    )
+    common: CommonSettings = CommonSettings()
+    embedding_worker: WorkerSettings = WorkerSettings()
+    embedding_parameter_server: ServerSettings = ServerSettings()
 
 
 def load_global_config(path: str | Path, *, warns: bool = True) -> GlobalSettings:

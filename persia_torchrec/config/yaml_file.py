@@ -139,8 +139,7 @@ def _warn(file: str, row: OtherKey) -> None:
     """Log a warning, once per file and key: a process reads its files repeatedly."""
     message = "%s: %s is ignored. %s%s"
     if row.right_key:
-        is_renamed = row.kind == "renamed"
-        does = "read as" if is_renamed else "ignored; the key is"
+        does = "read as" if row.kind == "renamed" else "ignored; the key is"
         message = f"%s: %s is {does} %s. %s"
     logger.warning(message, file, row.key_path, row.right_key, row.reason)
 

@@ -1,15 +1,10 @@
 """The coordinator of a job: hosts the address book and decides when the job ends.
 
 The job is finished when every trainer has reported its work as done; a job of inference
-servers, without trainers, when the coordinator gets SIGTERM or SIGINT. It has failed
-when a member reports a failure, does not join in time, exits without deregistering,
-loses its connection or misses heartbeats; also when the process that started the
-coordinator has ended, or the coordinator of trainers gets a signal. In a local job of
-torchx a process that ends before it joins is noticed, too.
-
-Then the coordinator stays until all members have left, so that each of them learns why.
-A member on its own host that does not leave in time, as a stopped one, is killed, since
-torchx waits for every process.
+servers, without trainers, when the coordinator gets a signal. Then the coordinator
+stays until all members have left, so that each of them learns why. A member on its own
+host that does not leave in time, as a stopped one, is killed, since torchx waits for
+every process.
 """
 
 import logging
@@ -82,6 +77,46 @@ class CoordinatorConfig:
     def sizes(self) -> dict[str, int]:
         """Return how many members each role has."""
         return {role: getattr(self, f"num_{role}s") for role in _ROLES}
+
+
+class _Member:
+    """One member, as the coordinator sees it."""
+
+    def __init__(self, record: MemberRecord) -> None:
+        self.record = record
+        self.process: ProcessIdentity | None = None
+        self._num_beats = 0
+        self._silent_ticks = 0
+
+    def failure(self, tick_s: float, silent_s: float) -> str | None:
+        """Check the member, once per tick; return what is wrong with it, or None."""
+        ending = self.ending()
+        if self.process is None:
+            return None
+        # Ticks are counted, not seconds: if this process was kept from running, so
+        # that it could not see the heartbeats, the member is not to blame.
+        num_beats = self.record.num_beats()
+        has_beaten = num_beats != self._num_beats
+        self._silent_ticks = 0 if has_beaten else self._silent_ticks + 1
+        self._num_beats = num_beats
+        who, pid = self.record.who, self.process.pid
+        if self._silent_ticks * tick_s > silent_s:
+            return f"{who} was silent for {silent_s:g} s"
+        if ending == "killed":
+            return f"{who} (process {pid}) was killed"
+        if ending == "lost":
+            return (
+                f"{who} was lost: its process (pid {pid}) was killed, or its host does "
+                "not answer"
+            )
+        return None
+
+    def ending(self) -> Ending | None:
+        """Return how the member has ended; None if it has not, or not joined yet."""
+        self.process = self.record.process()
+        if self.process is None:
+            return None
+        return self.record.ending(self.process)
 
 
 class Coordinator:
@@ -179,12 +214,11 @@ class Coordinator:
         return now - self._lacking_since > _START_S
 
     def _wait_until_gone(
-        self, members: "list[_Member]", timeout_s: float
-    ) -> "list[_Member]":
+        self, members: list[_Member], timeout_s: float
+    ) -> list[_Member]:
         """Wait until the members have ended; return those that have not in time.
 
-        A member that has not joined yet is waited for as well, unless it is known to
-        have ended: it would look for the address book long after it is closed.
+        Also for one that has yet to join: it would look for a closed address book.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -195,46 +229,6 @@ class Coordinator:
             if not remaining or time.monotonic() >= deadline:
                 return remaining
             time.sleep(self._tick_s)
-
-
-class _Member:
-    """One member, as the coordinator sees it."""
-
-    def __init__(self, record: MemberRecord) -> None:
-        self.record = record
-        self.process: ProcessIdentity | None = None
-        self._num_beats = 0
-        self._silent_ticks = 0
-
-    def failure(self, tick_s: float, silent_s: float) -> str | None:
-        """Check the member, once per tick; return what is wrong with it, or None."""
-        ending = self.ending()
-        if self.process is None:
-            return None
-        # Ticks are counted, not seconds: if this process was kept from running, so
-        # that it could not see the heartbeats, the member is not to blame.
-        num_beats = self.record.num_beats()
-        has_beaten = num_beats != self._num_beats
-        self._silent_ticks = 0 if has_beaten else self._silent_ticks + 1
-        self._num_beats = num_beats
-        who, pid = self.record.who, self.process.pid
-        if self._silent_ticks * tick_s > silent_s:
-            return f"{who} was silent for {silent_s:g} s"
-        if ending == "killed":
-            return f"{who} (process {pid}) was killed"
-        if ending == "lost":
-            return (
-                f"{who} was lost: its process (pid {pid}) was killed, or its host does "
-                "not answer"
-            )
-        return None
-
-    def ending(self) -> Ending | None:
-        """Return how the member has ended; None if it has not, or not joined yet."""
-        self.process = self.record.process()
-        if self.process is None:
-            return None
-        return self.record.ending(self.process)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

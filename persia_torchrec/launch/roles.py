@@ -16,7 +16,6 @@ from torchx import specs
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.ports import free_port
 
 APP_NAME = "persia"
 
@@ -107,11 +106,6 @@ class JobSettings:
             num_replicas=num_replicas,
             resource=specs.Resource(cpu=-1, gpu=gpus, memMB=-1),
         )
-
-
-def job_port(port: int) -> int:
-    """Return ``port``, or for 0 a free one of this machine."""
-    return port or free_port("")
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:

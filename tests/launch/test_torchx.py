@@ -14,10 +14,11 @@ COMPONENT = """
 import torchx.specs as specs
 
 from persia_torchrec.launch import roles
+from persia_torchrec.wire.ports import free_port
 
 
 def train(port: int = 0) -> specs.AppDef:
-    port = roles.job_port(port)
+    port = port or free_port("")
     job = roles.JobSettings(embedding_config="e", global_config="g", port=port)
     counts = {"num_servers": 0, "num_workers": 0, "num_loaders": 1, "num_trainers": 1}
     return specs.AppDef(
