@@ -60,8 +60,8 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function``, compiled on its first call, without ``fastmath``.
 
-    For floats that must be the same, bit for bit, on every machine: where a processor
-    has fused multiply-adds, ``fastmath`` uses them, and they round otherwise.
+    For floats that must have the same bits on every machine: fused multiply-adds, which
+    not every processor has, round otherwise.
     """
     return _compiled(function, _AS_WRITTEN)
 
@@ -69,8 +69,7 @@ def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function``, which becomes a part of each compiled function it is in.
 
-    For what a loop does with every row: handing several arrays to a function takes
-    longer than the work on a short row.
+    For work on every row: passing several arrays takes longer than a short row does.
     """
     return _compiled(function, _FAST, is_inlined=True)
 
@@ -81,29 +80,27 @@ def inlined_kernel(
 ) -> Callable[P, R]:
     """Compile a plain function for use in loops, with the plain ones that it calls.
 
-    It calls nothing but NumPy's functions, ``math``'s and other kernels, all of them
-    names of its own module. ``is_as_written`` keeps the order of operations on floats;
-    so does a function with the attribute of that name.
+    It calls only NumPy's, ``math``'s and plain functions, by names of its own module.
+    ``is_as_written`` keeps the order of operations on floats; so does a function with
+    the attribute of that name.
     """
-    is_exact = is_as_written or getattr(kernel, "is_as_written", False)
-    names = dict(cast("FunctionType", kernel).__globals__)
-    for name, helper in _helpers(kernel):
-        intrinsic = getattr(intrinsics, getattr(helper, "intrinsic", ""), None)
-        is_plain = intrinsic is None
-        names[name] = (
-            inlined_kernel(helper, is_as_written=is_exact) if is_plain else intrinsic
-        )
-    code = cast("FunctionType", kernel).__code__
-    copy = FunctionType(code, names, kernel.__name__)
+    plain: Any = kernel
+    is_exact = is_as_written or getattr(plain, "is_as_written", False)
+    names = dict(plain.__globals__)
+    for name, helper in _helpers(plain).items():
+        if hasattr(helper, "intrinsic"):
+            names[name] = getattr(intrinsics, helper.intrinsic)
+        else:
+            names[name] = inlined_kernel(helper, is_as_written=is_exact)
+    copy = FunctionType(plain.__code__, names, plain.__name__)
     fastmath = _AS_WRITTEN if is_exact else _FAST
     return _compiled(copy, fastmath, is_inlined=True, is_cached=False)
 
 
 def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P, R]:
-    """Compile a loop whose closure holds a compiled kernel.
+    """Compile a loop whose closure holds a compiled kernel, apart from other kernels'.
 
-    Each kernel's loop has machine code of its own, in memory and on disk; the files of
-    the plain ``kernel`` are part of the cache's key.
+    The files of the plain ``kernel`` are part of the cache's key.
     """
     loop.__qualname__ = f"{loop.__name__}_{kernel.__module__}.{kernel.__qualname__}"
     return _compiled(loop, _FAST, stamp=_kernel_stamp(kernel))
@@ -124,40 +121,39 @@ def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
 
 
 def sources_stamp(folder: Path) -> str:
-    """Hash all files of a package that loops inline.
+    """Hash the files of a package with compiled functions, and what these import.
 
-    Those are the files with compiled functions, at any depth, and the files of the
-    package from which they import: constants are inlined too.
+    Constants are inlined too.
     """
-    marked = [
-        path
-        for path in folder.rglob("*.py")
-        if any(mark in path.read_bytes() for mark in _MARKS)
-    ]
+    sources = {path: path.read_bytes() for path in folder.rglob("*.py")}
+    marked = [p for p, text in sources.items() if any(mark in text for mark in _MARKS)]
     return _hash_files(folder, marked)
 
 
 @contextlib.contextmanager
 def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[None]:
-    """Log and report whether loops have to be compiled within a block.
+    """Log when the first loop of a block is compiled, not only loaded, and the end.
 
-    One line is logged when the first loop is compiled, and one at the end. ``tell`` is
-    called then, with True and False, in the thread that compiles. Loops that are only
-    loaded are not reported.
+    ``tell`` is called then, with True and False, in the thread that compiles.
     """
     compilation = _Compilation(tell)
     with event.install_listener("numba:compile", compilation):
         try:
             yield
         finally:
-            compilation.end()
+            if compilation.num_loops:
+                seconds = time.monotonic() - compilation.start_s
+                logger.info(
+                    "compiled %d loops in %.1f s", compilation.num_loops, seconds
+                )
+                tell(False)
 
 
 def read_only(array: npt.NDArray[S]) -> npt.NDArray[S]:
     """Return a C-contiguous view that cannot be written to.
 
-    numba compiles a loop twice for arrays that may be written to and for those that may
-    not, as bytes from the network. Passing all inputs through here makes them one kind.
+    numba compiles a loop once for arrays that may be written to, and again for others,
+    as bytes from the network. Passing all inputs through here makes them one kind.
     """
     if array.flags.writeable or not array.flags.c_contiguous:
         array = np.ascontiguousarray(array).view()
@@ -170,13 +166,12 @@ class _Compilation(event.Listener):  # type: ignore[misc]  # untyped
 
     def __init__(self, tell: Callable[[bool], object]) -> None:
         self._tell = tell
-        self._start_s: float | None = None
-        self._num_loops = 0
+        self.num_loops, self.start_s = 0, 0.0
 
     def on_start(self, _event: event.Event) -> None:
-        self._num_loops += 1
-        if self._start_s is None:
-            self._start_s = time.monotonic()
+        self.num_loops += 1
+        if self.num_loops == 1:
+            self.start_s = time.monotonic()
             logger.info(
                 "compiling loops, once per machine and version; it takes up to half a "
                 "minute of processor time"
@@ -186,20 +181,14 @@ class _Compilation(event.Listener):  # type: ignore[misc]  # untyped
     def on_end(self, _event: event.Event) -> None:
         pass
 
-    def end(self) -> None:
-        if self._start_s is not None:
-            seconds = time.monotonic() - self._start_s
-            logger.info("compiled %d loops in %.1f s", self._num_loops, seconds)
-            self._tell(False)
-
 
 class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
     """numba's cache of one loop, whose entries hold for one state of all sources."""
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
         super().__init__(function)
-        self._code = sha256(cast("FunctionType", function).__code__.co_code).hexdigest()
-        self._kernel_stamp = stamp
+        code: Any = function
+        self._stamps = sha256(code.__code__.co_code).hexdigest(), stamp
 
     def load_overload(self, sig: object, target_context: object) -> object:
         try:
@@ -211,8 +200,7 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
 
     def _index_key(self, sig: object, codegen: Any) -> tuple[object, ...]:
         # numba's own key pickles the closure, whose functions differ by process.
-        stamps = self._code, self._kernel_stamp, _package_stamp()
-        return (sig, codegen.magic_tuple(), *stamps)
+        return (sig, codegen.magic_tuple(), *self._stamps, _package_stamp())
 
 
 def _compiled(
@@ -241,23 +229,22 @@ def _package_stamp() -> str:
     return sources_stamp(Path(__file__).parent)
 
 
-def _helpers(kernel: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
-    """Return the plain functions that a kernel calls, with their names in it."""
-    function = cast("FunctionType", kernel)
-    values = ((n, function.__globals__.get(n)) for n in function.__code__.co_names)
-    return [(n, value) for n, value in values if isinstance(value, FunctionType)]
+def _helpers(kernel: Any) -> dict[str, Any]:
+    """Return the plain functions that a kernel calls, by their names in it."""
+    values = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
+    return {n: value for n, value in values.items() if isinstance(value, FunctionType)}
 
 
 def _kernel_stamp(kernel: Callable[..., Any]) -> str:
     """Hash the files of a kernel and of all that it calls, and what these import."""
-    seen: set[Callable[..., Any]] = set()
-    left = [kernel]
+    seen: set[Any] = set()
+    left: list[Any] = [kernel]
     while left:
         function = left.pop()
         if function not in seen:
             seen.add(function)
-            left += [helper for _, helper in _helpers(function)]
-    files = {Path(cast("FunctionType", f).__code__.co_filename) for f in seen}
+            left += _helpers(function).values()
+    files = {Path(function.__code__.co_filename) for function in seen}
     return _hash_files(Path(__file__).parent, files)
 
 

@@ -1,12 +1,12 @@
 """What compiled loops need and numba lacks: memory by address, and the bits of numbers.
 
-A compiled loop counts the references to an array each time that it takes a slice or
-calls a function, with atomic instructions that cost more than the work on a short row.
-An address is not counted. It has no length either: the caller knows how far the memory
-reaches, and that it lives long enough. Each of these functions becomes one machine
-instruction, or none; they exist in compiled loops only. All addresses are uint64.
+A compiled loop counts references to an array at each slice and call, with atomic
+instructions that cost more than the work on a short row; an address (uint64) has no
+count and no length. These functions exist in compiled loops only, as few instructions.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,20 +19,34 @@ Pointer: TypeAlias = npt.NDArray[np.float32]
 """Where numbers begin; to mypy, which knows no pointers, an array. ``x[d]`` reads and
 writes an element; there are no negative indices."""
 
-_WORD = ir.IntType(64)
+_BYTE, _HALF, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def _emitted(returned: Any, *taken: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of these types from the function that emits its instructions.
+
+    That function gets llvmlite's builder, and the arguments as LLVM's values.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = emit(builder, *args)
+            return context.get_dummy_value() if returned is types.void else value
+
+        @intrinsic
+        @wraps(emit)  # numba asks for the number of arguments
+        def function(typingctx: Any, *args: Any) -> Any:
+            return returned(*taken), build
+
+        return function
+
+    return decorate
 
 
 def _pointer(dtype: Any, element: Any) -> Any:
     """Build the intrinsic that views an address as a pointer to numbers of a type."""
-
-    @intrinsic
-    def pointer_at(typingctx: Any, address: Any) -> Any:
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], element.as_pointer())
-
-        return types.CPointer(dtype)(types.uint64), build
-
-    return pointer_at
+    to_pointer = _emitted(types.CPointer(dtype), types.uint64)
+    return to_pointer(lambda builder, at: builder.inttoptr(at, element.as_pointer()))
 
 
 floats_at = _pointer(types.float32, ir.FloatType())
@@ -48,41 +62,32 @@ integers_at = _pointer(types.int64, _WORD)
 """Return the pointer to the int64 numbers at an address."""
 
 
-def _loader(num_bits: int) -> Any:
+def _loader(integer: Any) -> Any:
     """Build the intrinsic that reads an unsigned integer, and widens it to uint64."""
 
-    @intrinsic
-    def load(typingctx: Any, address: Any) -> Any:
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = builder.inttoptr(args[0], ir.IntType(num_bits).as_pointer())
-            value = builder.load(pointer)
-            return value if num_bits == 64 else builder.zext(value, _WORD)
-
-        return types.uint64(types.uint64), build
+    @_emitted(types.uint64, types.uint64)
+    def load(builder: Any, address: Any) -> Any:
+        value = builder.load(builder.inttoptr(address, integer.as_pointer()))
+        return builder.zext(value, _WORD)  # nothing, if it is a word
 
     return load
 
 
-def _storer(num_bits: int) -> Any:
+def _storer(integer: Any) -> Any:
     """Build the intrinsic that writes the lowest bits of a uint64."""
 
-    @intrinsic
-    def store(typingctx: Any, address: Any, value: Any) -> Any:
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            integer = ir.IntType(num_bits)
-            bits = args[1] if num_bits == 64 else builder.trunc(args[1], integer)
-            builder.store(bits, builder.inttoptr(args[0], integer.as_pointer()))
-            return context.get_dummy_value()
-
-        return types.void(types.uint64, types.uint64), build
+    @_emitted(types.void, types.uint64, types.uint64)
+    def store(builder: Any, address: Any, value: Any) -> None:
+        pointer = builder.inttoptr(address, integer.as_pointer())
+        builder.store(builder.trunc(value, integer), pointer)
 
     return store
 
 
-load_u8, load_u32, load_u64 = _loader(8), _loader(32), _loader(64)
+load_u8, load_u32, load_u64 = _loader(_BYTE), _loader(_HALF), _loader(_WORD)
 """Return the integer of so many bits at an address, as uint64."""
 
-store_u8, store_u32, store_u64 = _storer(8), _storer(32), _storer(64)
+store_u8, store_u32, store_u64 = _storer(_BYTE), _storer(_HALF), _storer(_WORD)
 """Write so many bits of a uint64 to an address."""
 
 
@@ -100,125 +105,51 @@ def unowned(typingctx: Any, array: Any) -> Any:
     return array(array), build
 
 
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, num_bytes: Any) -> Any:
+@_emitted(types.void, types.uint64, types.uint64, types.uint64)
+def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
     """Copy bytes from one address to another; they must not overlap."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer_type = ir.IntType(8).as_pointer()
-        copy = builder.module.declare_intrinsic(
-            "llvm.memcpy", [pointer_type, pointer_type, _WORD]
-        )
-        to, from_ = (builder.inttoptr(args[i], pointer_type) for i in (0, 1))
-        is_volatile = ir.Constant(ir.IntType(1), 0)
-        builder.call(copy, [to, from_, args[2], is_volatile])
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64, types.uint64), build
+    pointer = _BYTE.as_pointer()
+    copy = builder.module.declare_intrinsic("llvm.memcpy", [pointer, pointer, _WORD])
+    to, from_ = builder.inttoptr(target, pointer), builder.inttoptr(source, pointer)
+    is_volatile = ir.Constant(ir.IntType(1), 0)
+    builder.call(copy, [to, from_, num_bytes, is_volatile])
 
 
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
+@_emitted(types.void, types.uint64)
+def prefetch(builder: Any, address: Any) -> None:
     """Load the cache line at an address ahead of its use; any address is allowed."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer_type = ir.IntType(8).as_pointer()
-        flag = ir.IntType(32)
-        hint = builder.module.declare_intrinsic(
-            "llvm.prefetch",
-            [pointer_type],
-            ir.FunctionType(ir.VoidType(), [pointer_type, flag, flag, flag]),
-        )
-        pointer = builder.inttoptr(args[0], pointer_type)
-        for_read, keep_in_all_caches, data = (flag(value) for value in (0, 3, 1))
-        builder.call(hint, [pointer, for_read, keep_in_all_caches, data])
-        return context.get_dummy_value()
-
-    return types.void(types.uint64), build
+    pointer = _BYTE.as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [pointer, _HALF, _HALF, _HALF])
+    hint = builder.module.declare_intrinsic("llvm.prefetch", [pointer], signature)
+    for_read, keep_in_all_caches, data = (_HALF(value) for value in (0, 3, 1))
+    at = builder.inttoptr(address, pointer)
+    builder.call(hint, [at, for_read, keep_in_all_caches, data])
 
 
-@intrinsic
-def upper_halves_equal(typingctx: Any, address: Any, value: Any) -> Any:
+@_emitted(types.uint64, types.uint64, types.uint64)
+def upper_halves_equal(builder: Any, address: Any, value: Any) -> Any:
     """Compare the upper halves of the 8 words of a cache line with a value.
 
-    Returns:
-        A bit per word, the first word's lowest: whether its upper 32 bits are the lower
-        32 bits of ``value``. A few vector instructions, and no branch.
+    Returns a bit per word, the first word's lowest: whether its upper 32 bits are the
+    lower 32 bits of ``value``. A few vector instructions, and no branch.
     """
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        half = ir.IntType(32)
-        line = _load_line(builder, args[0])
-        shifted = builder.lshr(line, ir.Constant(line.type, [32] * 8))
-        upper = builder.trunc(shifted, ir.VectorType(half, 8))
-        wanted = _repeat(builder, builder.trunc(args[1], half))
-        equal = builder.icmp_unsigned("==", upper, wanted)
-        return builder.zext(builder.bitcast(equal, ir.IntType(8)), _WORD)
-
-    return types.uint64(types.uint64, types.uint64), build
+    line = _load_line(builder, address)
+    shifted = builder.lshr(line, ir.Constant(line.type, [32] * 8))
+    upper = builder.trunc(shifted, ir.VectorType(_HALF, 8))
+    vector = ir.Constant(upper.type, ir.Undefined)
+    half = builder.trunc(value, _HALF)
+    first = builder.insert_element(vector, half, ir.Constant(_HALF, 0))
+    wanted = builder.shuffle_vector(first, vector, ir.Constant(upper.type, [0] * 8))
+    equal = builder.icmp_unsigned("==", upper, wanted)
+    return builder.zext(builder.bitcast(equal, _BYTE), _WORD)
 
 
-@intrinsic
-def words_empty(typingctx: Any, address: Any) -> Any:
+@_emitted(types.uint64, types.uint64)
+def words_empty(builder: Any, address: Any) -> Any:
     """Return a bit per word of the 8 of a cache line: whether it is zero."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = _load_line(builder, args[0])
-        zeros = ir.Constant(line.type, [0] * 8)
-        empty = builder.icmp_unsigned("==", line, zeros)
-        return builder.zext(builder.bitcast(empty, ir.IntType(8)), _WORD)
-
-    return types.uint64(types.uint64), build
-
-
-@intrinsic
-def lowest_bit(typingctx: Any, bits: Any) -> Any:
-    """Return the number of the lowest bit that is set; ``bits`` must not be zero."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), build
-
-
-@intrinsic
-def to_bits(typingctx: Any, value: Any) -> Any:
-    """Return the bits of a float32 as uint32."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), build
-
-
-@intrinsic
-def from_bits(typingctx: Any, bits: Any) -> Any:
-    """Return the float32 of these bits."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), build
-
-
-@intrinsic
-def widen_half(typingctx: Any, half: Any) -> Any:
-    """Return the IEEE half of these 16 bits as float32."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), build
-
-
-@intrinsic
-def narrow_to_half(typingctx: Any, value: Any) -> Any:
-    """Return the bits of the IEEE half nearest to a float32, ties to even."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), build
+    line = _load_line(builder, address)
+    empty = builder.icmp_unsigned("==", line, ir.Constant(line.type, [0] * 8))
+    return builder.zext(builder.bitcast(empty, _BYTE), _WORD)
 
 
 def _load_line(builder: Any, address: Any) -> Any:
@@ -226,8 +157,31 @@ def _load_line(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, line.as_pointer()), align=64)
 
 
-def _repeat(builder: Any, value: Any) -> Any:
-    vector = ir.Constant(ir.VectorType(value.type, 8), ir.Undefined)
-    first = builder.insert_element(vector, value, ir.Constant(ir.IntType(32), 0))
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
-    return builder.shuffle_vector(first, vector, lanes)
+@_emitted(types.uint64, types.uint64)
+def lowest_bit(builder: Any, bits: Any) -> Any:
+    """Return the number of the lowest bit that is set; ``bits`` must not be zero."""
+    return builder.cttz(bits, ir.Constant(ir.IntType(1), 1))
+
+
+@_emitted(types.uint32, types.float32)
+def to_bits(builder: Any, value: Any) -> Any:
+    """Return the bits of a float32 as uint32."""
+    return builder.bitcast(value, _HALF)
+
+
+@_emitted(types.float32, types.uint32)
+def from_bits(builder: Any, bits: Any) -> Any:
+    """Return the float32 of these bits."""
+    return builder.bitcast(bits, ir.FloatType())
+
+
+@_emitted(types.float32, types.uint16)
+def widen_half(builder: Any, half: Any) -> Any:
+    """Return the IEEE half of these 16 bits as float32."""
+    return builder.fpext(builder.bitcast(half, ir.HalfType()), ir.FloatType())
+
+
+@_emitted(types.uint16, types.float32)
+def narrow_to_half(builder: Any, value: Any) -> Any:
+    """Return the bits of the IEEE half nearest to a float32, ties to even."""
+    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))

@@ -1,9 +1,7 @@
 """What a server must know of a table; both sides of the wire agree on it.
 
-A table is a name, a dim and what happens to its rows: which ids get one, how it starts,
-which optimizer moves it, how large a weight may grow, when it leaves. It has no length:
-rows appear when their ids are looked up in training, and leave when they expire or the
-server is full.
+A table has no length: rows appear when their ids are looked up in training, and leave
+when they expire or the server is full.
 """
 
 import difflib

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding import (
+from persia_torchrec import (
     AdmitFrequency,
     AdmitProbability,
     Constant,
-    Initializer,
     InverseSqrtDim,
     Normal,
     TruncatedNormal,
@@ -44,6 +43,7 @@ from persia_torchrec.embedding.optim import (
     RowwiseAdam,
     RowwiseLAMB,
 )
+from persia_torchrec.embedding.setting import Initializer
 
 if TYPE_CHECKING:
     from persia_torchrec.table import TableSpec

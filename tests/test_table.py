@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.embedding import (
+from persia_torchrec import (
     AdmitAll,
     AdmitBloom,
     AdmitFrequency,

@@ -5,7 +5,7 @@ under which its ids wait there, goes to the trainer whose turn it is:
 
     BATCH         header: stream = loader, batch = number of the batch, flags = loaders
                   1: JSON [worker, loader, reference]
-                  2: the rest of the batch (embedding/batch_codec.py)
+                  2: the rest of the batch (embedding/data.py)
     END_OF_DATA   header: stream = loader, flags = loaders
                   1: JSON null
 

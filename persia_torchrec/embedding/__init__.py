@@ -1,27 +1,11 @@
-"""PERSIA's user types, and what a table's settings can say.
-
-Batches are in ``data``, optimizers in ``optim``; this module has what all tables have
-in common, and re-exports the settings of a single one.
-"""
+"""PERSIA's user types, and what a table's settings can say."""
 
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated
 
-from persia_torchrec.embedding.admission import (
-    AdmitAll,
-    AdmitBloom,
-    AdmitFrequency,
-    AdmitProbability,
-)
-from persia_torchrec.embedding.eviction import Expiry
-from persia_torchrec.embedding.initializer import (
-    Constant,
-    InverseSqrtDim,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-)
+from persia_torchrec.embedding.admission import AdmitAll, AdmitProbability
+from persia_torchrec.embedding.initializer import Uniform
 from persia_torchrec.embedding.setting import (
     Admission,
     Fraction,
@@ -30,22 +14,6 @@ from persia_torchrec.embedding.setting import (
     Rule,
     Setting,
 )
-
-__all__ = [
-    "Admission",
-    "AdmitAll",
-    "AdmitBloom",
-    "AdmitFrequency",
-    "AdmitProbability",
-    "Constant",
-    "EmbeddingConfig",
-    "Expiry",
-    "Initializer",
-    "InverseSqrtDim",
-    "Normal",
-    "TruncatedNormal",
-    "Uniform",
-]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
-"""Which ids get a row.
+"""Which ids get a row when training looks them up and they have none.
 
-Most ids of a stream come once or twice and never again; a row for each of them evicts
-rows that are worth more. An admission decides, when training looks up an id that has no
-row, whether it gets one. Until then the id reads ``unadmitted_value`` in every weight,
-and its gradients are dropped and counted. Each server decides for the ids it holds; the
-numbers below are per server. ``Admission.kernel`` says what the kernels take.
+Until then an id reads ``unadmitted_value`` in every weight, and its gradients are
+dropped and counted. Each server decides for the ids it holds; the numbers below are per
+server. ``Admission.kernel`` says what the kernels take.
 
 Dimension key:
     N: ids of one request that have no row
@@ -27,7 +25,6 @@ from persia_torchrec.embedding.setting import (
     integer_in,
 )
 
-Ids = npt.NDArray[np.uint64]
 Words = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 Links = npt.NDArray[np.uint32]
@@ -37,9 +34,8 @@ _ONE = np.uint64(1)
 
 
 def _admit_drawn(
-    memory: Words, p: Words, ids_N: Ids, counts_N: Counts, is_admitted_N: Bools
+    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
-    """Admit the ids that are drawn, which only the id and the seed decide."""
     seed, threshold = splitmix64(p[0] + GOLDEN), p[1]
     for i in range(len(ids_N)):
         is_admitted_N[i] = splitmix64(ids_N[i] ^ seed) >> _ONE < threshold
@@ -61,16 +57,15 @@ _LARGEST_BYTE = 255
 
 
 def _admit_bloom(
-    memory: Words, p: Words, ids_N: Ids, counts_N: Counts, is_admitted_N: Bools
+    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
-    """Admit the ids that were seen often enough, or seem to have been."""
     frequencies_N = count_in_bloom(memory, p, ids_N, counts_N)
     for i in range(len(ids_N)):
         is_admitted_N[i] = frequencies_N[i] >= p[0]
 
 
 def count_in_bloom(
-    memory: Words, p: Words, ids_N: Ids, counts_N: Counts
+    memory: Words, p: Words, ids_N: Words, counts_N: Counts
 ) -> npt.NDArray[np.uint8]:
     """Count ids, in their order; return how often each was seen, uint8 ``(N,)``.
 
@@ -100,7 +95,7 @@ def count_in_bloom(
     return frequencies_N
 
 
-def _find_counters(id_: np.uint64, num_counters: np.uint64, offsets_K: Ids) -> None:
+def _find_counters(id_: np.uint64, num_counters: np.uint64, offsets_K: Words) -> None:
     """Derive the counters of an id from two hashes, which is as good as K.
 
     Kirsch and Mitzenmacher, "Less Hashing, Same Performance: Building a Better Bloom
@@ -140,7 +135,7 @@ _HEAD_BYTES = np.uint64(4)
 
 
 def _admit_frequent(
-    memory: Words, p: Words, ids_N: Ids, counts_N: Counts, is_admitted_N: Bools
+    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
 ) -> None:
     """Admit the ids that were seen often enough; they wait no longer."""
     totals_N = count_candidates(memory, p, ids_N, counts_N)
@@ -149,7 +144,7 @@ def _admit_frequent(
     forget_candidates(memory, p, ids_N[is_admitted_N])
 
 
-def count_candidates(memory: Words, p: Words, ids_N: Ids, counts_N: Counts) -> Counts:
+def count_candidates(memory: Words, p: Words, ids_N: Words, counts_N: Counts) -> Counts:
     """Count ids, in their order; the last one is then the newest candidate.
 
     Return how often each was seen since it began to wait; at most ``2**32 - 1``.
@@ -185,7 +180,7 @@ def count_candidates(memory: Words, p: Words, ids_N: Ids, counts_N: Counts) -> C
     return totals_N
 
 
-def forget_candidates(memory: Words, p: Words, ids_N: Ids) -> None:
+def forget_candidates(memory: Words, p: Words, ids_N: Words) -> None:
     """Forget ids; those that do not wait are skipped."""
     cells, heads = _view(memory, p[1])
     for i in range(len(ids_N)):

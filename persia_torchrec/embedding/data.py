@@ -9,27 +9,42 @@ servers want them::
     ids       7  3        3         uint64 (L,)
     lengths   2      0    1         int32  (B,)
 
+The bytes are a frame of fixed width, a JSON header that says what follows, and the
+arrays themselves, little-endian, each at a multiple of 8 and padded with zeros::
+
+    offset
+    0         magic "PTRB"
+    4         version, uint32
+    8         size of the header, uint64
+    16        header, JSON: _Header, with _Ids and _Dense
+    then      for each id type feature: ids, uint64 (L,)
+                                        lengths, int32 (B,), unless all are 1 by class
+              for each non-id type feature, then for each label: the array
+              meta, if there is any
+
+Writing copies every array once; reading copies none: arrays are views of the bytes,
+and can be written to only where the bytes can. Equal batches give equal bytes. Bytes
+from outside are not trusted: every size is compared with what is there before it is
+used, and what is there must be used up to the last byte.
+
 Dimension key:
     B: samples
     L: ids of a feature in the batch, over all samples
 """
 
+import contextlib
+import math
 import operator
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from persia_torchrec.embedding.batch_codec import (
-    BatchHeader,
-    Buffer,
-    DenseHeader,
-    IdsHeader,
-    SectionReader,
-    write_sections,
-)
+from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, FrameError
 
 MAX_BATCH_SIZE = 65_535
@@ -43,11 +58,19 @@ DTYPES = tuple(
 )  # fmt: skip
 """What dense features and labels may be made of."""
 
-_DTYPE_OF = {dtype.name: dtype for dtype in DTYPES}
+MAGIC = b"PTRB"
+VERSION = 1
 
 Ids = npt.NDArray[np.uint64]
 Lengths = npt.NDArray[np.int32]
 Dense = npt.NDArray[np.generic]
+Buffer = bytes | bytearray | memoryview
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+S = TypeVar("S", bound=np.generic)
+
+_DTYPE_OF = {dtype.name: dtype for dtype in DTYPES}
+_FRAME = struct.Struct("<4sIQ")
+_ALIGNMENT = 8
 
 
 class IDTypeFeature:
@@ -69,8 +92,11 @@ class IDTypeFeature:
         ([7, 3, 3], [2, 0, 1])
     """
 
+    KIND: ClassVar[str] = "id type feature"
+    DEFAULT_NAME: ClassVar[str] = ""
+
     def __init__(self, name: str, data: Sequence[Ids]) -> None:
-        _check_name("id type feature", name)
+        _require_name(self.KIND, name)
         self.name = name
         self.ids = _concatenate(name, data)
         self.lengths = np.fromiter(map(len, data), dtype=np.int32, count=len(data))
@@ -82,12 +108,12 @@ class IDTypeFeature:
         ``ids`` ``(L,)`` and ``lengths`` ``(B,)``, each ``>= 0`` and L in sum, are kept,
         not copied, when contiguous. BatchError says what does not fit.
         """
-        _check_name("id type feature", name)
-        _check_flat_ids(name, ids)
+        _require_name(cls.KIND, name)
+        _require_flat_ids(name, "data", ids)
         if lengths.dtype != np.int32 or lengths.ndim != 1:
             raise BatchError(
                 f"Id type feature {name!r}: lengths must be a flat int32 array. "
-                f"Received: dtype={lengths.dtype}, shape={lengths.shape}."
+                f"Received: {describe(lengths)}."
             )
         total = int(lengths.sum(dtype=np.int64))
         if (lengths < 0).any() or total != len(ids):
@@ -122,22 +148,16 @@ class IDTypeFeatureWithSingleID:
     when contiguous, so leave it unchanged until the batch is sent.
     """
 
+    KIND = IDTypeFeature.KIND
+    DEFAULT_NAME = IDTypeFeature.DEFAULT_NAME
+
     def __init__(self, name: str, data: Ids) -> None:
-        _check_name("id type feature", name)
-        _check_flat_ids(name, data)
+        _require_name(self.KIND, name)
+        _require_flat_ids(name, "data", data)
         self.name = name
-        self.ids: Ids = np.ascontiguousarray(data)
+        self.data = self.ids = np.ascontiguousarray(data)
         self.lengths: Lengths = np.ones(len(data), dtype=np.int32)
-
-    @property
-    def data(self) -> Ids:
-        """The same as ``ids``."""
-        return self.ids
-
-    @property
-    def batch_size(self) -> int:
-        """How many samples there are."""
-        return len(self.ids)
+        self.batch_size = len(data)
 
 
 IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
@@ -156,7 +176,7 @@ class NdarrayDataBase:
 
     def __init__(self, data: Dense, name: str | None = None) -> None:
         self.name = self.DEFAULT_NAME if name is None else name
-        _check_name(self.KIND, self.name)
+        _require_name(self.KIND, self.name)
         if not isinstance(data, np.ndarray) or data.ndim == 0:
             raise BatchError(
                 f"{self.KIND} {self.name!r} must be an array with the samples along "
@@ -168,14 +188,10 @@ class NdarrayDataBase:
                 f"{', '.join(map(str, DTYPES))}. Received: {data.dtype}."
             )
         self.data: Dense = np.ascontiguousarray(data)
+        self.batch_size = len(data)
 
     def __len__(self) -> int:
         return self.batch_size
-
-    @property
-    def batch_size(self) -> int:
-        """How many samples there are."""
-        return len(self.data)
 
 
 class NonIDTypeFeature(NdarrayDataBase):
@@ -227,22 +243,19 @@ class PersiaBatch:
         self.meta = meta
         self.batch_id: int | None = None
 
-        _check_classes(
-            "id_type_features",
-            self.id_type_features,
-            (IDTypeFeature, IDTypeFeatureWithSingleID),
-        )
-        _check_classes(
-            "non_id_type_features", self.non_id_type_features, (NonIDTypeFeature,)
-        )
-        _check_classes("labels", self.labels, (Label,))
+        for argument, classes in _CLASSES.items():
+            for part in getattr(self, argument):
+                if not isinstance(part, classes):
+                    known = " or ".join(cls.__name__ for cls in classes)
+                    raise BatchError(
+                        f"{argument} must hold {known}. Received: {describe(part)}."
+                    )
         if not self.id_type_features:
             raise BatchError("A batch must have at least one id type feature.")
         if batch_size is None:
             batch_size = self.id_type_features[0].batch_size
         self.batch_size = operator.index(batch_size)
-        self._check_sizes()
-        self._check_names()
+        self._check_parts()
         if requires_grad and not self.labels:
             raise BatchError(
                 "A batch with requires_grad=True must have labels. Received: none. "
@@ -267,58 +280,47 @@ class PersiaBatch:
             FrameError: the bytes are not a batch of this version, are cut off or too
                 many, or describe a batch that cannot be.
         """
-        reader = SectionReader(data)
-        header = reader.header
         try:
-            features = [_read_ids(reader, ids, header.batch_size) for ids in header.ids]
-            dense, labels, meta = _read_rest(reader)
-            batch = cls(
-                features,
-                dense,
-                labels,
-                batch_size=header.batch_size,
-                requires_grad=header.requires_grad,
-                meta=meta,
-            )
+            header, features, dense, labels, meta = _decode(data)
+            size, requires_grad = header.batch_size, header.requires_grad
+            batch = cls(features, dense, labels, size, requires_grad, meta)
         except BatchError as exc:
             raise _invalid(exc) from exc
         batch.batch_id = header.batch_id
-        reader.expect_end()
         return batch
 
     def to_bytes(self) -> bytes:
         """Return the batch as bytes; equal batches give equal bytes."""
         return _encode(self, self.id_type_features)
 
-    def _check_sizes(self) -> None:
+    def _check_parts(self) -> None:
+        """Check the number of samples, which all parts have, and that names differ."""
         if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
             raise BatchError(
                 f"A batch must have 1 to {MAX_BATCH_SIZE} samples. "
                 f"Received: {self.batch_size}."
             )
-        for kind, part in self._parts():
+        seen = set()
+        for part in (*self.id_type_features, *self.non_id_type_features, *self.labels):
             if part.batch_size != self.batch_size:
                 raise BatchError(
                     f"All parts of a batch must have its {self.batch_size} samples. "
-                    f"Received: {part.batch_size} in {kind} {part.name!r}."
+                    f"Received: {part.batch_size} in {part.KIND} {part.name!r}."
                 )
-
-    def _check_names(self) -> None:
-        anonymous = {NonIDTypeFeature.DEFAULT_NAME, Label.DEFAULT_NAME}
-        seen = set()
-        for kind, part in self._parts():
-            if (kind, part.name) in seen:
+            if (part.KIND, part.name) in seen:
                 raise BatchError(
                     "The names of a batch's parts must differ. "
-                    f"Received: {kind} {part.name!r} twice."
+                    f"Received: {part.KIND} {part.name!r} twice."
                 )
-            if part.name not in anonymous:
-                seen.add((kind, part.name))
+            if part.name != part.DEFAULT_NAME:
+                seen.add((part.KIND, part.name))
 
-    def _parts(self) -> Iterable[tuple[str, IDFeature | NdarrayDataBase]]:
-        yield from (("id type feature", part) for part in self.id_type_features)
-        yield from ((part.KIND, part) for part in self.non_id_type_features)
-        yield from ((part.KIND, part) for part in self.labels)
+
+_CLASSES: dict[str, tuple[type, ...]] = {
+    "id_type_features": (IDTypeFeature, IDTypeFeatureWithSingleID),
+    "non_id_type_features": (NonIDTypeFeature,),
+    "labels": (Label,),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,6 +345,28 @@ class ReferencedBatch:
     batch_id: int | None
 
 
+class _Ids(msgspec.Struct):
+    name: str
+    num_ids: Count
+    single_id: bool
+
+
+class _Dense(msgspec.Struct):
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+
+
+class _Header(msgspec.Struct, kw_only=True):
+    batch_id: Count | None
+    batch_size: Count
+    ids: list[_Ids]
+    labels: list[_Dense]
+    meta_bytes: Count | None
+    dense: list[_Dense]
+    requires_grad: bool
+
+
 def encode_rest(batch: PersiaBatch) -> bytes:
     """Return the batch without its ids as bytes."""
     return _encode(batch, ())
@@ -352,15 +376,12 @@ def decode_rest(
     data: Buffer, *, worker: int, loader: int, reference: int
 ) -> ReferencedBatch:
     """Read what :func:`encode_rest` wrote; the arrays are views of the bytes."""
-    reader = SectionReader(data)
-    header = reader.header
-    if header.ids:
-        raise FrameError("The rest of a batch must be without ids.")
     try:
-        dense, labels, meta = _read_rest(reader)
+        header, features, dense, labels, meta = _decode(data)
     except BatchError as exc:
         raise _invalid(exc) from exc
-    reader.expect_end()
+    if features:
+        raise FrameError("The rest of a batch must be without ids.")
     return ReferencedBatch(
         worker=worker,
         loader=loader,
@@ -374,130 +395,167 @@ def decode_rest(
     )
 
 
-def _encode(batch: PersiaBatch, features: Sequence[IDFeature]) -> bytes:
-    dense = batch.non_id_type_features
-    header = BatchHeader(
-        batch_id=batch.batch_id,
-        batch_size=batch.batch_size,
-        ids=[IdsHeader(f.name, len(f.ids), _is_single(f)) for f in features],
-        labels=[_describe_dense(label) for label in batch.labels],
-        meta_bytes=None if batch.meta is None else len(batch.meta),
-        dense=[_describe_dense(feature) for feature in dense],
-        requires_grad=batch.requires_grad,
-    )
-    arrays: list[Dense] = []
-    for feature in features:
-        arrays.append(feature.ids)
-        if not _is_single(feature):
-            arrays.append(feature.lengths)
-    arrays += [part.data for part in (*dense, *batch.labels)]
-    return write_sections(header, arrays, batch.meta or b"")
-
-
-def _is_single(feature: IDFeature) -> bool:
-    return isinstance(feature, IDTypeFeatureWithSingleID)
-
-
-def _describe_dense(dense: NdarrayDataBase) -> DenseHeader:
-    return DenseHeader(dense.name, dense.data.dtype.name, dense.data.shape)
-
-
-def _read_ids(reader: SectionReader, ids: IdsHeader, batch_size: int) -> IDFeature:
-    what = f"id type feature {ids.name!r}"
-    array = reader.read_array(np.dtype(np.uint64), (ids.num_ids,), what)
-    if ids.single_id:
-        return IDTypeFeatureWithSingleID(ids.name, array)
-    int32 = np.dtype(np.int32)
-    lengths = reader.read_array(int32, (batch_size,), f"the lengths of {what}")
-    return IDTypeFeature.from_flat(ids.name, array, lengths)
-
-
-def _read_rest(
-    reader: SectionReader,
-) -> tuple[tuple[NonIDTypeFeature, ...], tuple[Label, ...], bytes | None]:
-    """Read dense features, labels and meta, in the order of the sections."""
-    header = reader.header
-    dense = [NonIDTypeFeature(_read_dense(reader, d), d.name) for d in header.dense]
-    labels = [Label(_read_dense(reader, d), d.name) for d in header.labels]
-    meta = None
-    if header.meta_bytes is not None:
-        meta = bytes(reader.read(header.meta_bytes, "meta"))
-    return tuple(dense), tuple(labels), meta
-
-
-def _read_dense(reader: SectionReader, dense: DenseHeader) -> Dense:
-    if dense.dtype not in _DTYPE_OF:
-        raise FrameError(
-            f"The dtype of {dense.name!r} must be one of {', '.join(_DTYPE_OF)}. "
-            f"Received: {dense.dtype!r}."
-        )
-    return reader.read_array(_DTYPE_OF[dense.dtype], dense.shape, repr(dense.name))
-
-
 def _invalid(exc: BatchError) -> FrameError:
     return FrameError(f"The bytes of a batch must hold a valid one: {exc}")
 
 
-def _check_classes(
-    argument: str, parts: tuple[object, ...], classes: tuple[type, ...]
-) -> None:
-    for part in parts:
-        if not isinstance(part, classes):
-            raise BatchError(
-                f"{argument} must hold {' or '.join(cls.__name__ for cls in classes)}. "
-                f"Received: {describe(part)}."
+def _encode(batch: PersiaBatch, features: Sequence[IDFeature]) -> bytes:
+    arrays: list[Dense] = []
+    ids = []
+    for feature in features:
+        is_single = isinstance(feature, IDTypeFeatureWithSingleID)
+        ids.append(_Ids(feature.name, len(feature.ids), is_single))
+        arrays += [feature.ids] if is_single else [feature.ids, feature.lengths]
+    parts = (*batch.non_id_type_features, *batch.labels)
+    arrays += [part.data for part in parts]
+    dense = [_Dense(p.name, p.data.dtype.name, p.data.shape) for p in parts]
+    header = _Header(
+        batch_id=batch.batch_id,
+        batch_size=batch.batch_size,
+        ids=ids,
+        labels=dense[len(batch.non_id_type_features) :],
+        meta_bytes=None if batch.meta is None else len(batch.meta),
+        dense=dense[: len(batch.non_id_type_features)],
+        requires_grad=batch.requires_grad,
+    )
+    text = msgspec.json.encode(header)
+    little = (a.astype(a.dtype.newbyteorder("<"), copy=False).data for a in arrays)
+    frame = _FRAME.pack(MAGIC, VERSION, len(text))
+    sections: list[Buffer] = [frame, text, *little, batch.meta or b""]
+    padded = []
+    for section in sections:
+        padded += [section, bytes(-memoryview(section).nbytes % _ALIGNMENT)]
+    return b"".join(padded)
+
+
+def _decode(
+    data: Buffer,
+) -> tuple[
+    _Header,
+    tuple[IDFeature, ...],
+    tuple[NonIDTypeFeature, ...],
+    tuple[Label, ...],
+    bytes | None,
+]:
+    """Read header, parts and meta of a batch, in the order of the sections."""
+    reader = _SectionReader(data)
+    header = reader.header
+    features = tuple(reader.read_ids(ids, header.batch_size) for ids in header.ids)
+    dense = tuple(NonIDTypeFeature(reader.read_dense(d), d.name) for d in header.dense)
+    labels = tuple(Label(reader.read_dense(d), d.name) for d in header.labels)
+    meta = None
+    if header.meta_bytes is not None:
+        meta = bytes(reader.read(header.meta_bytes, "meta"))
+    reader.expect_end()
+    return header, features, dense, labels, meta
+
+
+class _SectionReader:
+    """Reads one section after the other, never beyond the end; arrays are views."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = memoryview(data).cast("B")
+        self._offset = 0
+        magic, version, num_bytes = _FRAME.unpack(self.read(_FRAME.size, "the frame"))
+        if magic != MAGIC:
+            raise FrameError(
+                f"The bytes of a batch must start with {MAGIC!r}. Received: {magic!r}."
             )
+        if version != VERSION:
+            raise FrameError(
+                f"The bytes of a batch must be of version {VERSION}. Received: "
+                f"{version}. Run the same release in all processes of a job."
+            )
+        text = self.read(num_bytes, "the header")
+        self.header: _Header = parse_json(
+            text, _Header, "header of a batch", FrameError
+        )
+
+    def read_ids(self, ids: _Ids, batch_size: int) -> IDFeature:
+        """Return the next id type feature."""
+        what = f"id type feature {ids.name!r}"
+        array = self._read_array(np.dtype(np.uint64), (ids.num_ids,), what)
+        if ids.single_id:
+            return IDTypeFeatureWithSingleID(ids.name, array)
+        int32 = np.dtype(np.int32)
+        lengths = self._read_array(int32, (batch_size,), f"the lengths of {what}")
+        return IDTypeFeature.from_flat(ids.name, array, lengths)
+
+    def read_dense(self, dense: _Dense) -> Dense:
+        """Return the next dense feature or label."""
+        if dense.dtype not in _DTYPE_OF:
+            raise FrameError(
+                f"The dtype of {dense.name!r} must be one of {', '.join(_DTYPE_OF)}. "
+                f"Received: {dense.dtype!r}."
+            )
+        return self._read_array(_DTYPE_OF[dense.dtype], dense.shape, repr(dense.name))
+
+    def read(self, num_bytes: int, what: str) -> memoryview:
+        """Return the next section, and step over it and its padding."""
+        start, end = self._offset, self._offset + num_bytes
+        padded = end + -num_bytes % _ALIGNMENT
+        if padded > len(self._data):
+            raise FrameError(
+                f"The bytes of a batch must not end within {what}. "
+                f"Received: {len(self._data)} bytes."
+            )
+        if any(self._data[end:padded]):
+            raise FrameError(f"The padding of {what} must be zeros.")
+        self._offset = padded
+        return self._data[start:end]
+
+    def expect_end(self) -> None:
+        """Raise FrameError if there are bytes beyond the last section."""
+        if self._offset != len(self._data):
+            raise FrameError(
+                f"The bytes of a batch must end with it, after {self._offset}. "
+                f"Received: {len(self._data)} bytes."
+            )
+
+    def _read_array(
+        self, dtype: np.dtype[S], shape: tuple[int, ...], what: str
+    ) -> npt.NDArray[S]:
+        section = self.read(math.prod(shape) * dtype.itemsize, what)
+        if dtype == np.bool_ and (np.frombuffer(section, dtype=np.uint8) > 1).any():
+            raise FrameError(f"The booleans of {what} must be 0 or 1.")
+        try:
+            array = np.frombuffer(section, dtype=dtype.newbyteorder("<"))
+            return array.astype(dtype, copy=False).reshape(shape)
+        except ValueError as exc:
+            raise FrameError(f"{what} must have a shape for NumPy ({exc}).") from exc
 
 
 def _concatenate(name: str, samples: Sequence[Ids]) -> Ids:
     """Join the samples' ids; NumPy checks all dtypes and shapes in that one call."""
-    if len(samples) == 0:
-        return np.empty(0, dtype=np.uint64)
-    try:
+    ids = np.empty(0, dtype=np.uint64)
+    with contextlib.suppress(TypeError, ValueError):  # no sample, or one that misfits
         ids = np.concatenate(samples, dtype=np.uint64, casting="no")
-    except (TypeError, ValueError) as exc:
-        raise _misfit_among(name, samples) from exc
     are_arrays = all(issubclass(cls, np.ndarray) for cls in set(map(type, samples)))
-    if ids.ndim != 1 or not are_arrays:
-        raise _misfit_among(name, samples)
+    if len(ids) == 0 or ids.ndim != 1 or not are_arrays:
+        for position, sample in enumerate(samples):
+            _require_flat_ids(name, f"sample {position}", sample)
     return ids
 
 
-def _misfit_among(name: str, samples: Sequence[object]) -> BatchError:
-    return next(
-        _misfit(name, f"sample {position}", sample)
-        for position, sample in enumerate(samples)
-        if not _is_flat_ids(sample)
-    )
+def _require_flat_ids(name: str, which: str, ids: object) -> None:
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype != np.uint64:
+        raise BatchError(
+            f"Id type feature {name!r}: {which} must be a flat uint64 array. "
+            f"Received: {describe(ids)}."
+        )
 
 
-def _misfit(name: str, which: str, ids: object) -> BatchError:
-    return BatchError(
-        f"Id type feature {name!r}: {which} must be a flat uint64 array. "
-        f"Received: {describe(ids)}."
-    )
-
-
-def _is_flat_ids(ids: object) -> bool:
-    return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype == np.uint64
-
-
-def _check_flat_ids(name: str, ids: object) -> None:
-    if not _is_flat_ids(ids):
-        raise _misfit(name, "data", ids)
-
-
-_NAME_FIRST = {
-    "id type feature": " The name comes first, then the data; some of PERSIA's "
-    "examples have it the other way round."
-}
-
-
-def _check_name(kind: str, name: object) -> None:
+def _require_name(kind: str, name: object) -> None:
     if not isinstance(name, str) or not name:
+        hint = ""
+        if kind == IDTypeFeature.KIND:
+            hint = (
+                " The name comes first, then the data; some of PERSIA's examples have "
+                "it the other way round."
+            )
         raise BatchError(
             f"Every {kind} must have a name, a string that is not empty. "
-            f"Received: {describe(name)}.{_NAME_FIRST.get(kind, '')}"
+            f"Received: {describe(name)}.{hint}"
         )
 
 

@@ -1,9 +1,4 @@
-"""Which rows leave although the server is not full.
-
-A server that is full evicts; which row then leaves is a setting of the server. An
-expiry is a setting of a table: rows leave because they were not trained for long, or
-because their weights are next to nothing.
-"""
+"""Which rows of a table leave although the server is not full."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias

@@ -1,16 +1,10 @@
 """What a new row may start with: numbers drawn from its id alone.
 
-The same id of the same table always starts with the same weights, whatever the number
-of servers, the order of the ids or the process. The generator is PERSIA's: xoshiro256++
-(Blackman and Vigna, "Scrambled Linear Pseudorandom Number Generators", ACM TOMS 2021),
-its 256 bits of state filled by eight steps of the generator PCG32 from the id, mixed
-with the table's seed. ``Uniform`` gives PERSIA's numbers bit for bit. ``Normal`` and
-``TruncatedNormal`` take 52 bits per draw, u = (bits + 0.5) / 2**52 in (0, 1), compute
-in float64 and round once, to float32.
-
-The kernels use additions, products, quotients, square roots and frexp, in the order in
-which they are written: unlike a C library's logarithm, these give the same bits
-everywhere.
+The generator is PERSIA's: xoshiro256++ (Blackman and Vigna, "Scrambled Linear
+Pseudorandom Number Generators", ACM TOMS 2021), its 256 bits of state filled by eight
+steps of the generator PCG32 from the id, mixed with the table's seed. The kernels use
+sums, products, quotients, square roots and frexp, in the order in which they are
+written: unlike a C library's logarithm, these give the same bits everywhere.
 """
 
 import math
@@ -59,9 +53,10 @@ def _draw_uniform(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
 
 
 def _draw_normal(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
-    """Draw within a bound, by the quantile of an evenly drawn probability.
+    """Draw within a bound, by the quantile of a probability of 52 bits in (0, 1).
 
-    It is distributed as draws that are repeated until one is within the bound.
+    It is computed in float64, rounded once, and distributed as draws that are repeated
+    until one is within the bound.
     """
     mean, std = np.float64(p[0]), np.float64(p[1])
     half, bound = np.float64(p[2]), np.float64(p[3])

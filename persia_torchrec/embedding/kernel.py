@@ -1,14 +1,10 @@
 """What kernels are made of: plain functions that the store compiles into its loops.
 
-A setting that does something to rows says it in a *kernel*: a plain Python function on
-numbers and pointers (see ``Optimizer.kernel``, ``Initializer.kernel``, ``Admission``).
-The store compiles it with numba, and the functions that it calls, which must be names
-of its module. So this package loads no compiler: only a server does.
-
-A kernel runs fast if it keeps three habits. It reads its numbers before the loop: for
-all the compiler knows, a store to the row might change them. It computes in one type:
-``float32`` constants, no Python floats, no mixture of signed and unsigned integers. A
-choice between two numbers is an expression, written so that NaN stays NaN.
+The store compiles a kernel, and the functions that it calls, which must be names of its
+module; this package loads no compiler. A fast kernel reads its numbers before the loop:
+for all the compiler knows, a store to the row might change them. It computes in one
+type: ``float32`` constants, no Python floats, no mixture of signed and unsigned
+integers. A choice of two numbers is an expression, written so that NaN stays NaN.
 """
 
 from collections.abc import Callable
@@ -64,10 +60,9 @@ def sum_of_squares(x: Pointer, dim: int) -> np.float32:
 def splitmix64(word: np.uint64) -> np.uint64:
     """Return 64 bits each of which depends on every bit of a word; one to one.
 
-    The end of the generator SplitMix64 (Steele, Lea and Flood, "Fast Splittable
-    Pseudorandom Number Generators", OOPSLA 2014), with Stafford's constants. It is
-    unlike the hashes that spread ids over servers and over the index, so that the ids
-    of one server look as random here as those of all.
+    The end of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+    Generators", OOPSLA 2014). It is unlike the hashes that spread ids over servers and
+    over the index, so that the ids of one server look random here.
     """
     word = (word ^ (word >> _S30)) * _MUL_A
     word = (word ^ (word >> _S27)) * _MUL_B

@@ -1,20 +1,13 @@
-"""The optimizers that an embedding server can apply.
+"""The optimizers that an embedding server can apply; Adam's kin: ``optim_adam.py``.
 
-They are frozen values that travel to the servers as plain JSON; the kernel in front of
-each class is what a server compiles. Names, arguments and defaults of ``SGD``,
-``Adagrad`` and ``Adam`` are PERSIA's; the formulas are those of fbgemm's fused
-optimizers and of ``torch.optim``, so that a table moved onto a server trains as it did
-before. ``AdagradDecay``, ``AdamAsync`` and ``FTRL`` are DeepRec's and TensorFlow's.
-Where another's formula differs, the docstring says how. Of the optimizers that are not
-PERSIA's, all arguments but ``lr`` are given by name.
+Names, arguments and defaults of ``SGD``, ``Adagrad`` and ``Adam`` are PERSIA's; the
+formulas are those of fbgemm's fused optimizers and of ``torch.optim``, so that a table
+moved onto a server trains as before. Where another's formula differs, the docstring
+says how. Of the others, all arguments but ``lr`` are given by name.
 
-In the formulas ``w`` is a row's weights, ``g`` its gradient summed over the batch,
-``wd`` is ``weight_decay``. Only rows that are in a batch change; a row that is not in
-the batch keeps its weights and its state. Adam and its kin are in ``optim_adam.py``.
-
-Dimension key:
-    D: embedding dim
-    S: optimizer-state floats per row
+In the formulas ``w`` is a row's weights, D of them, ``g`` its gradient summed over the
+batch, ``wd`` is ``weight_decay``. A row that is not in the batch keeps its weights and
+its state.
 """
 
 from dataclasses import KW_ONLY, dataclass

@@ -1,9 +1,7 @@
-"""The optimizers that follow running means: Adam and its kin.
+"""The optimizers that follow running means; users import them from ``optim.py``.
 
-``embedding/optim.py`` says what the letters in the formulas mean, and is where users
-import these from. All keep the mean ``m`` of the gradients, per weight, and the mean
-``v`` of their squares, per weight or per row; both start at 0, which the powers of the
-betas correct.
+All keep the mean ``m`` of the gradients, per weight, and the mean ``v`` of their
+squares, per weight or per row; both start at 0, which the powers of the betas correct.
 """
 
 from dataclasses import KW_ONLY, dataclass

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec import AdmitFrequency, Expiry
 from persia_torchrec.checkpoint.catalog import increment_name
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import Increment, Target, apply_increment
@@ -15,7 +16,6 @@ from persia_torchrec.checkpoint.row_file import (
     RowFileWriter,
     SavedTable,
 )
-from persia_torchrec.embedding import AdmitFrequency, Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
 from persia_torchrec.store.embedding_store import EmbeddingStore

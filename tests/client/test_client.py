@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
-from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import (
     BatchError,

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from persia_torchrec import Constant, Uniform
 from persia_torchrec.ctx import TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader
-from persia_torchrec.embedding import Constant, EmbeddingConfig, Uniform
+from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,

@@ -3,12 +3,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from persia_torchrec.embedding import (
-    AdmitAll,
-    AdmitProbability,
-    EmbeddingConfig,
-    Uniform,
-)
+from persia_torchrec import AdmitAll, AdmitProbability, Uniform
+from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError
 
 

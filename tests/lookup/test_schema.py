@@ -1,13 +1,9 @@
 import numpy as np
 import pytest
 
+from persia_torchrec import AdmitAll, AdmitProbability, Uniform
 from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.embedding import (
-    AdmitAll,
-    AdmitProbability,
-    EmbeddingConfig,
-    Uniform,
-)
+from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.lookup.bags import FeatureSpec, check_bags

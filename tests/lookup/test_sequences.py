@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import FeatureSpec

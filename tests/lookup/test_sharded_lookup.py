@@ -3,8 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.lookup.bags import Bags, FeatureSpec

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Uniform
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.slots import SlotsLookup, build_raw_ids

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from persia_torchrec import AdmitFrequency, Constant
 from persia_torchrec.client.client import Reply
 from persia_torchrec.client.codec import PushOutcome
-from persia_torchrec.embedding import AdmitFrequency, Constant
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import (
     BatchError,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.cluster import EmbeddingCluster

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from persia_torchrec import Expiry
 from persia_torchrec.checkpoint.catalog import (
     find_logs,
     increment_name,
@@ -17,7 +18,6 @@ from persia_torchrec.checkpoint.catalog import (
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.server.checkpoints import Checkpoints

@@ -6,8 +6,8 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
+from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.store.embedding_store import EmbeddingStore

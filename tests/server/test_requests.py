@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
-from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import BatchError, ConfigError, RemoteError
 from persia_torchrec.server.cluster import EmbeddingCluster

@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
+from persia_torchrec import Expiry
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Expiry
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import (
     CheckpointError,

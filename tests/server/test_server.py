@@ -9,8 +9,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError, RemoteError, WireError
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig

@@ -11,8 +11,16 @@ from torchrec import (
     PoolingType,
 )
 
-from persia_torchrec import Adagrad, Adam, AdmitFrequency, Expiry, TableSettings
-from persia_torchrec.embedding import Constant, Normal, Uniform
+from persia_torchrec import (
+    Adagrad,
+    Adam,
+    AdmitFrequency,
+    Constant,
+    Expiry,
+    Normal,
+    TableSettings,
+    Uniform,
+)
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding.collection import describe_collection
 

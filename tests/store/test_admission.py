@@ -3,12 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.embedding import (
-    AdmitAll,
-    AdmitBloom,
-    AdmitFrequency,
-    AdmitProbability,
-)
+from persia_torchrec import AdmitAll, AdmitBloom, AdmitFrequency, AdmitProbability
 from persia_torchrec.store.tables import build_admission
 from tests import reference
 from tests.strategies import id_arrays, ids

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from persia_torchrec import AdmitBloom
 from persia_torchrec.compiled import compiled, inlined_kernel
-from persia_torchrec.embedding import AdmitBloom
 from persia_torchrec.embedding.admission import count_in_bloom
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store.memory import reserve

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from persia_torchrec.embedding import (
+from persia_torchrec import (
     AdmitFrequency,
     AdmitProbability,
     Constant,

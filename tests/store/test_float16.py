@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from persia_torchrec import Constant
 from persia_torchrec.compiled import compiled
-from persia_torchrec.embedding import Constant
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.intrinsics import floats_at, halves_at
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.embedding import (
-    Constant,
-    InverseSqrtDim,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-)
+from persia_torchrec import Constant, InverseSqrtDim, Normal, TruncatedNormal, Uniform
 from tests import reference
 from tests.store.kernels import draw
 from tests.strategies import ids

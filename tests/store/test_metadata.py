@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from persia_torchrec.embedding import Expiry
+from persia_torchrec import Expiry
 from persia_torchrec.embedding.optim import SGD, Adam
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.embedding import AdmitProbability
+from persia_torchrec import AdmitProbability
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from persia_torchrec.embedding import Constant, Expiry
+from persia_torchrec import Constant, Expiry
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
