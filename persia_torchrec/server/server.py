@@ -60,12 +60,11 @@ class EmbeddingServer:
         """Serve as :meth:`serve`, and push metrics if the environment says where."""
         read = ServerReadings(self.snapshots.ask).read
         shard, settings = self.config.shard, self.config.metrics
-        pushes = push_metrics("embedding_parameter_server", shard, settings, read)
+        stop_pushes = push_metrics("embedding_parameter_server", shard, settings, read)
         try:
             self.serve(when_ready)
         finally:
-            if pushes is not None:
-                pushes.close()
+            stop_pushes()
 
     def serve(self, when_ready: Callable[[str], None] | None = None) -> None:
         """Answer requests until :meth:`stop` is called or a client asks to shut down.

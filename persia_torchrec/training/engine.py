@@ -186,7 +186,9 @@ class Engine:
             held=config.grad_update_buffer_size, sent=config.backward_workers_size
         )
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
-        self._pushes = push_metrics("nn_worker", env.get_rank(), metrics, self._read)
+        self._stop_pushes = push_metrics(
+            "nn_worker", env.get_rank(), metrics, self._read
+        )
 
     @contextlib.contextmanager
     def in_step(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
@@ -284,8 +286,7 @@ class Engine:
         """Push metrics once more, and close all connections. May be called twice."""
         self.checkpoints.close()
         self._sharded.pipeline.close()
-        if self._pushes is not None:
-            self._pushes.close()
+        self._stop_pushes()
         self._workers.close()
         self.client.close()
 

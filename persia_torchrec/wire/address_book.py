@@ -1,12 +1,9 @@
 """The address book of a job: where its roles find each other, and how it ended.
 
-One process of the job, the coordinator, hosts the book; every other process is a client
-of it. Each server, worker, ... registers its address under its role and index; a client
-of a role waits until all of it has registered. A restarted process registers again, and
-its new address replaces the previous one. The book also holds the state of the job: it
-is running, until it is finished or has failed; the first verdict stands.
-
-The book is a store of strings by key, served by one thread:
+The coordinator hosts the book; every other process is a client of it. Each server,
+worker, ... registers its address under its role and index; a client of a role waits
+until all of it has registered. A restarted process registers again. The first verdict
+on the job stands. The book is a store of strings by key, served by one thread:
 
     job/id                      id of the job
     job/state                   absent: running; "finished"; "failed <who>: <why>"
@@ -106,11 +103,10 @@ _Request = _Get | _Put | _Swap | _Add
 
 
 class AddressBook:
-    """One connection to the job's address book.
+    """One connection to the job's address book. Any thread may call any method.
 
-    Owned by the process that made it; any thread may call any method. Every method
-    raises :class:`JobError` when the coordinator is gone. Processes of the job greet
-    each other with its ``greeting``.
+    Every method raises :class:`JobError` when the coordinator is gone. Processes of the
+    job greet each other with its ``greeting``.
     """
 
     def __init__(
@@ -213,9 +209,7 @@ class AddressBook:
     def claim_size(self, role: str, index: int, size: int) -> None:
         """Register the size of a role, or compare it with the one registered.
 
-        Raises:
-            ConfigError: ``index`` is out of its range, or another process, or the
-                coordinator, registered another size.
+        An index out of its range and another size than the registered are ConfigErrors.
         """
         if not 0 <= index < size:
             raise ConfigError(
@@ -232,8 +226,7 @@ class AddressBook:
     def addresses(self, role: str, *, timeout_s: float) -> list[str]:
         """Return the addresses of a role, by index, once all of it has registered.
 
-        Raises:
-            DiscoveryError: some of the role did not register within ``timeout_s``.
+        Without some of them within ``timeout_s`` there is a DiscoveryError.
         """
         deadline = time.monotonic() + timeout_s
         (size,) = self._wait_for([f"address/{role}/size"], deadline)
@@ -265,8 +258,7 @@ class AddressBook:
     def ask(self, names: Sequence[str], *, timeout_s: float) -> list[str]:
         """Return the notes of these names, once all of them are there.
 
-        Raises:
-            DiscoveryError: one was not published within ``timeout_s``.
+        Without one of them within ``timeout_s`` there is a DiscoveryError.
         """
         keys = [f"note/{name}" for name in names]
         found = self._wait_for(keys, time.monotonic() + timeout_s)
@@ -308,10 +300,9 @@ class AddressBook:
         return value
 
     def claim(self, key: str, value: str, expected: str = "") -> str:
-        """Set a key if it holds what is expected (empty: if it is not set).
+        """Set a key that holds what is expected; return what it holds then.
 
-        Returns:
-            What it holds then.
+        A key that is not set holds the empty string.
         """
         (held,) = self._call(_Swap(key, expected, value))
         return str(held)

@@ -1,13 +1,9 @@
 """The identity of a process towards the other processes of its job.
 
-Every process of a job has the job's id: from the environment (``PERSIA_JOB_ID``), or
-else from the job's address book. A client that greets with the id of another job is
-rejected, and the job that it met continues. A process that belongs to no job (a
-notebook, an inference server) has the empty id; it is let in everywhere and lets every
-client in.
-
-The greeting is the routing id that ZeroMQ exchanges in the handshake of a connection,
-so a listener knows it with each message, and requests carry nothing more:
+A client that greets with the id of another job is rejected, and the job that it met
+continues. A process that belongs to no job (a notebook, an inference server) has the
+empty id; it is let in everywhere and lets every client in. The greeting is the routing
+id that ZeroMQ exchanges in the handshake of a connection:
 
     offset  size  field
     0       1     version of the greeting, 1; ZeroMQ's own routing ids begin with 0
@@ -33,9 +29,6 @@ _JOB_ID = re.compile(rf"[A-Za-z0-9._:-]{{0,{MAX_JOB_ID}}}")
 @dataclass(frozen=True, slots=True)
 class Greeting:
     """The job of a process, as its connections tell it; an empty id: it has none.
-
-    Raises:
-        ConfigError: the id has characters or a length that it must not have.
 
     Example:
         >>> ours, theirs = Greeting("ads-7"), Greeting("news-1")
@@ -99,4 +92,3 @@ class Greeting:
 
 
 NO_JOB = Greeting()
-"""Of a process that belongs to no job."""

@@ -18,8 +18,7 @@ job is finished or has failed, and then ends, whatever its main thread does:
 
 Three threads do it. One sends heartbeats, and may get stuck if the network does;
 another touches no network and watches the first. A third receives signals, which the
-main thread may miss: see ``signals.py``. A script that handles a signal by itself sets
-its own handler.
+main thread may miss: see ``signals.py``.
 
 The keys of a member in the address book:
 
@@ -125,12 +124,9 @@ class MemberRecord:
         self._own = ""
 
     def register(self, silent_s: float) -> None:
-        """Become the member, after the previous one has ended if there was one.
+        """Become the member, unless a living process is: then JobMismatchError.
 
-        A previous one that misses heartbeats for ``silent_s`` counts as dead.
-
-        Raises:
-            JobMismatchError: a living process is that member.
+        One that misses heartbeats for ``silent_s`` counts as dead.
         """
         own = msgspec.json.encode(ProcessIdentity.of_this_process()).decode()
         key = f"member/{self._key}"
@@ -207,34 +203,20 @@ class MemberRecord:
 class JobMember:
     """This process as a member of a job, from here to the end of a ``with`` block.
 
-    It connects to the job and registers; enter the block at once. A process that is
-    rejected here is not a member: it ends alone, and the job continues.
+    It joins the address book at ``store`` and registers; enter the block at once. A
+    process that is rejected here is not a member: it ends alone, and the job continues.
 
     Leaving the block by an exception, by ``SystemExit`` with a status other than 0, or
     before the job has ended makes the whole job fail. One per process; the main thread
     enters and leaves the block, and calls the methods. The process must end soon after
-    the block: it is made to.
-
-    Args:
-        role: ``"server"``, ``"worker"``, ``"loader"``, ``"trainer"`` or
-            ``"predictor"``.
-        index: which of the role.
-        size: how many the role has.
-        store: where the address book is, as ``env.job_store()`` returns it.
-        expendable: the process may be interrupted once the job is finished.
-
-    Attributes:
-        who: role and index.
-        book: the job's address book.
-        host: address of the interface that leads to it, to listen on.
-        greeting: of connections within the job.
-        ended: set once the job is finished or has failed, as far as is known here.
+    the block: it is made to. An ``expendable`` one may be interrupted once the job is
+    finished. ``ended`` is set once the job has, as far as is known here; ``host`` is
+    the address of the interface that leads to the book, to listen on.
 
     Raises:
         ConfigError: the role has another number of processes in this job.
         DiscoveryError: no coordinator answered in time.
-        JobMismatchError: the address is another job's, or another process is this
-            member.
+        JobMismatchError: the address is another job's, or the index is taken.
         JobError: the coordinator, started alongside by torchx, has ended.
 
     Example::
@@ -296,10 +278,7 @@ class JobMember:
         self.book.register(*self._replica, address)
 
     def tell_compiling(self, is_compiling: bool) -> None:
-        """Report whether this process compiles its loops.
-
-        The waits of the others for addresses and notes are extended by that time.
-        """
+        """Report whether this process compiles its loops; see ``Patience``."""
         self._is_compiling = is_compiling
 
     def report_done(self) -> None:
@@ -307,10 +286,7 @@ class JobMember:
         self._record.report_done()
 
     def wait_for_end(self) -> None:
-        """Wait until the job is finished; raise JobError with the reason if it failed.
-
-        It waits for as long as the job runs.
-        """
+        """Wait until the job is finished; JobError says why it failed."""
         self._waiting.set()
         self.ended.wait()
         self._raise_failure()

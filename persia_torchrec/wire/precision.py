@@ -19,10 +19,6 @@ precision down to 2**-29 of the largest, and to steps of 2**-39 of it below. (As
 scale of the loss under automatic mixed precision, Micikevicius et al., "Mixed Precision
 Training", ICLR 2018, but of each frame, and always the best one.) Both products are
 exact. Infinities and NaN travel as they are, and do not count as the largest.
-
-On the servers and in the sums everything is float32; the halves exist on the wire only.
-torch and fbgemm convert to BF16 as fast, and torch to FP16 in less than half the time,
-but without a scale; and a server runs without both. ``bench precision`` compares them.
 """
 
 import numpy as np

@@ -1,12 +1,9 @@
 """Processes of this host, as ``/proc`` shows them: one by its identity, and siblings.
 
-A process number is given to another process once its owner has ended; together with the
-start time and the name of the process table it identifies one process.
-
-torchx's local scheduler starts all roles of a job as its children, the coordinator
-first. When one ends, it lets the others run. So they watch each other: a member does
-not wait for a coordinator that has ended, as when its port was taken, and the
-coordinator does not wait for members that ended before they joined.
+torchx's local scheduler starts all roles of a job as its children. When one ends, it
+lets the others run. So they watch each other: a member does not wait for a coordinator
+that has ended, as when its port was taken, and the coordinator does not wait for
+members that ended before they joined.
 """
 
 import contextlib
@@ -28,19 +25,12 @@ _GONE_S = 1.5
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """One process; a restarted one has another identity."""
+    """One process; a later one of the same number has another identity."""
 
     pid: int
-    """Its number in its own process table."""
-
-    process_table: str
-    """The boot and process namespace of its host; empty where the system has none."""
-
-    start: str
-    """Its start time, in the table's own unit."""
-
-    nonce: str
-    """Unique text, where the table tells nothing."""
+    process_table: str  # boot and process namespace of its host; empty: it has none
+    start: str  # time, in the table's own unit
+    nonce: str  # unique text, where the table tells nothing
 
     @classmethod
     def of_this_process(cls) -> "ProcessIdentity":
@@ -53,11 +43,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         return self._is_in_own_table() and not self._is_running()
 
     def kill(self) -> bool:
-        """End the process by SIGKILL, a stopped one as well, if it is of this host.
-
-        Returns:
-            Whether the signal was sent.
-        """
+        """Send SIGKILL to the process if it is of this host; return whether it was."""
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             if self._is_in_own_table():
                 descriptor = os.pidfd_open(self.pid)
@@ -77,10 +63,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 class Siblings:
-    """The children of this process's parent, in a local job that torchx runs.
-
-    In any other job it knows nothing. Owned by one thread.
-    """
+    """The children of this process's parent, known in a local job that torchx runs."""
 
     def __init__(self) -> None:
         is_known = env.is_one_local_app() and Path("/proc/self/stat").exists()

@@ -11,9 +11,9 @@ PERSIA's labels and one more:
 The role is a label because a gateway keeps only the last push under equal labels, and
 roles that share a host share its address.
 
-No role waits for a gateway. A push that fails is logged, at most once a minute. Pushes
-are idempotent: metrics are cumulative counters or current gauges, so a lost push loses
-no data. The last push is made when the role ends; it alone may delay the process.
+No role waits for a gateway: only the last push, when the role ends, may delay it. A
+push that fails is logged, at most once a minute; it loses no data, since metrics are
+cumulative counters or current gauges.
 """
 
 import http.client
@@ -64,82 +64,70 @@ def is_pushed(settings: MetricsSettings) -> bool:
 
 def push_metrics(
     role: str, index: int, settings: MetricsSettings, read: Read
-) -> "Pushes | None":
-    """Start to push metrics until closed; return None if :func:`is_pushed` is false.
+) -> Callable[[], None]:
+    """Start to push metrics, if :func:`is_pushed`; return a function that ends it.
 
-    ``role`` is as PERSIA's launcher calls it, ``index`` that of the replica.
+    That pushes once more, and waits for ``CLOSE_TIMEOUT_S`` at most. ``role`` is as
+    PERSIA's launcher calls it, ``index`` that of the replica.
     """
     gateway, enabled = env.metrics_gateway(), settings.enable_metrics
     if gateway is None or not enabled:
         logger.info("metrics are not pushed gateway=%s enable=%s", gateway, enabled)
-        return None
-    labels = {"job": settings.job_name, "instance": f"rep_{index}", "role": role}
-    return Pushes(gateway, labels, settings.push_interval_seconds, read)
+        return lambda: None
+    host, port = gateway
+    url = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    job, interval_s = settings.job_name, settings.push_interval_seconds
+    labels = {"instance": f"rep_{index}", "role": role}
+
+    def push(timeout_s: float) -> None:
+        grouping = {**labels, "ip_addr": local_address(host)}  # which may change
+        push_to_gateway(url, job, _Readings(read()), grouping, timeout_s, _send)
+
+    closing = threading.Event()
+    thread = threading.Thread(
+        target=_push_until,
+        args=(closing, push, interval_s, url),
+        name="metrics pushes",
+        daemon=True,
+    )
+    thread.start()
+    said = "metrics are pushed gateway=%s job=%s %s interval_s=%g"
+    logger.info(said, url, job, labels, interval_s)
+
+    def close() -> None:
+        closing.set()
+        thread.join(CLOSE_TIMEOUT_S)
+
+    return close
 
 
-class Pushes:
-    """Pushes metrics until it is closed. Any thread may close it."""
-
-    def __init__(
-        self,
-        gateway: tuple[str, int],
-        labels: dict[str, str],
-        interval_s: float,
-        read: Read,
-    ) -> None:
-        self._host, port = gateway
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._url = url = f"{host}:{port}"
-        self._labels = labels
-        self._interval_s = interval_s
-        self._read = read
-        self._closing = threading.Event()
-        self._num_failed = 0  # in a row; owned by the thread
-        self._warned_s = float("-inf")  # owned by the thread
-        self._thread = threading.Thread(
-            target=self._run, name="metrics pushes", daemon=True
-        )
-        self._thread.start()
-        said = "metrics are pushed gateway=%s %s interval_s=%g"
-        logger.info(said, url, labels, interval_s)
-
-    def close(self) -> None:
-        """Push once more, and stop. Waits for ``CLOSE_TIMEOUT_S`` at most."""
-        self._closing.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        due_s = time.monotonic() + self._interval_s
-        while not self._closing.wait(max(due_s - time.monotonic(), 0.0)):
-            self._push(PUSH_TIMEOUT_S)
-            # From the last due time, so that the time of a push is not added; missed
-            # pushes are skipped.
-            due_s = max(due_s + self._interval_s, time.monotonic())
-        self._push(LAST_PUSH_TIMEOUT_S)
-
-    def _push(self, timeout_s: float) -> None:
+def _push_until(
+    closing: threading.Event, push: Callable[[float], None], interval_s: float, url: str
+) -> None:
+    num_failed, warned_s, is_last = 0, float("-inf"), False
+    due_s = time.monotonic() + interval_s
+    while not is_last:
+        is_last = closing.wait(max(due_s - time.monotonic(), 0.0))
         try:
-            labels = {
-                **self._labels,
-                "ip_addr": local_address(self._host),
-            }  # may change
-            job, readings = labels.pop("job"), _Readings(self._read())
-            push_to_gateway(self._url, job, readings, labels, timeout_s, _send)
+            push(LAST_PUSH_TIMEOUT_S if is_last else PUSH_TIMEOUT_S)
         except Exception as exc:  # the role continues without metrics
-            self._num_failed += 1
-            if time.monotonic() - self._warned_s >= _WARNING_S:
-                self._warned_s = time.monotonic()
+            num_failed += 1
+            if time.monotonic() - warned_s >= _WARNING_S:
+                warned_s = time.monotonic()
                 logger.warning(
                     "no metrics reach %s, failed pushes in a row: %d (%s)",
-                    self._url,
-                    self._num_failed,
+                    url,
+                    num_failed,
                     exc,
                     exc_info=not isinstance(exc, _EXPECTED),
                 )
         else:
-            if self._num_failed:
-                logger.info("metrics reach %s again", self._url)
-            self._num_failed = 0
+            if num_failed:
+                logger.info("metrics reach %s again", url)
+            num_failed = 0
+        # From the last due time, so that the time of a push is not added; missed
+        # pushes are skipped.
+        due_s = max(due_s + interval_s, time.monotonic())
 
 
 def _send(

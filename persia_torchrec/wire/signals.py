@@ -1,14 +1,13 @@
 """SIGTERM and SIGINT, received whatever the main thread does.
 
-Python runs a signal's handler in the main thread, between two of its instructions. So
-the handler is delayed while that thread waits for a lock (the kernel may have given the
-signal to another thread) or is inside native code. And an exception that it raises is
-lost where Python swallows exceptions: in a callback from native code, as LLVM makes one
-for each loop that numba compiles or loads, in ``__del__``, and in some imports.
+Python runs a signal's handler in the main thread. So it is delayed while that thread
+waits for a lock or is inside native code, and an exception that it raises is lost where
+Python swallows exceptions: in a callback from native code, as LLVM makes one for each
+loop that numba compiles or loads, in ``__del__``, and in some imports.
 
-Here a thread of its own receives them. The interpreter writes the number of each signal
-to a pipe, from any thread that receives it (``signal.set_wakeup_fd``). Signals are not
-blocked: processes that a user's script starts would inherit the mask.
+Here a thread of its own reads the number of each signal from a pipe, to which the
+interpreter writes it (``signal.set_wakeup_fd``). Signals are not blocked: processes
+that a user's script starts would inherit the mask.
 """
 
 import logging
@@ -31,21 +30,13 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
 
 
 class EndSignals:
-    """Receives signals from the beginning to the end of a ``with`` block.
+    """Receives signals in a ``with`` block, which the main thread enters and leaves.
 
     A thread of its own calls ``react`` with the signal's name, as ``"SIGTERM"``, and
-    the main thread calls ``handler``, as soon as possible.
-
-    The main thread enters and leaves the block. Outside of it the previous handlers
-    hold, which by default end the process at once; so they do in a child that is forked
-    within the block. SIGINT stays ignored where it was, as in a command that a shell
-    runs in the background. A handler set by other code within the block replaces ours.
-
-    Example::
-
-        ending = threading.Event()
-        with EndSignals(lambda _: ending.set()):
-            ending.wait()
+    the main thread calls ``handler``, as soon as possible. Outside of the block, and in
+    a child that is forked within it, the previous handlers hold. SIGINT stays ignored
+    where it was, as in a command that a shell runs in the background. A handler set by
+    other code within the block replaces ours.
     """
 
     def __init__(
@@ -122,10 +113,9 @@ class EndSignals:
 
 
 def end_by_signals() -> None:
-    """Let SIGINT end this process at once, as SIGTERM does, until ``EndSignals``.
+    """Let SIGINT end a starting process at once, as SIGTERM does: until ``EndSignals``.
 
-    For the beginning of a role's ``main``: no other process has to be told of the end
-    yet, and a ``KeyboardInterrupt`` may be lost.
+    No other process has to be told yet, and a ``KeyboardInterrupt`` may be lost.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -8,10 +8,9 @@ so that any thread may send requests and wait for replies:
     caller  <--future---  pending by request number  <-----------------
 
 Messages to one server arrive in the order of ``submit``. A request ends in a reply, in
-an error of the server, at its deadline, or as soon as the connection is lost. While it
-is lost, requests fail at once; ZeroMQ keeps trying to connect, and once it does,
-requests are sent again. A server that was never reached may still be starting: requests
-to it wait for their deadline.
+an error of the server, at its deadline, or as soon as the connection is lost; until it
+is back, requests fail at once. A server that was never reached may still be starting:
+requests to it wait for their deadline.
 """
 
 import contextlib
@@ -23,8 +22,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import zmq
 import zmq.utils.monitor
@@ -86,10 +87,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class Wakeup:
-    """A pipe that becomes readable when :meth:`wake` is called.
-
-    One thread polls ``fd``, drains and closes it; any thread may wake it.
-    """
+    """A pipe whose ``fd`` one thread polls, drains and closes; any may wake it."""
 
     def __init__(self) -> None:
         self.fd, self._writer = os.pipe()
@@ -159,8 +157,7 @@ class Listener:
     def take(self) -> tuple[bytes, Frames] | None:
         """Take the message that :meth:`wait` found: routing id of the sender, frames.
 
-        None: it was rejected, because the sender belongs to another job, which it is
-        told.
+        None: the sender belongs to another job, and is told so.
         """
         name, *frames = receive_frames(self._socket)
         self.bytes_received += sum(map(len, frames))
@@ -200,10 +197,8 @@ class Listener:
         self.send(peer, Header(Kind.ERROR, request), error_frames(error))
 
     def is_connected(self, peer: bytes) -> bool:
-        """Return whether a peer is connected; messages of it may still be queued.
-
-        It is sent a reply without a request, which it drops.
-        """
+        """Return whether a peer is connected; messages of it may still be queued."""
+        # It is sent a reply without a request, which it drops.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
@@ -318,10 +313,6 @@ class Connections:
 
         The memory of ``frames`` must not change until the reply. ``what`` is the
         request in words, for errors: ``"lookup of table 'ads'"``.
-
-        Raises:
-            RequestTimeoutError: too many requests are pending for ``timeout_s``.
-            ServerError: the connections are closed.
         """
         require_sendable(frames, what)
         name = self.names[server]
@@ -361,23 +352,20 @@ class Connections:
     # The I/O thread
 
     def _run(self) -> None:
+        handlers: dict[Any, Callable[[], None]] = {self._wakeup.fd: self._send_outgoing}
+        for server, socket in enumerate(self._sockets):
+            handlers[socket] = partial(self._receive, server)
+        for server, monitor in enumerate(self._monitors):  # after what came before
+            handlers[monitor] = partial(self._notice_change, server)
         poller = zmq.Poller()
-        poller.register(self._wakeup.fd, zmq.POLLIN)
-        for socket in [*self._sockets, *self._monitors]:
-            poller.register(socket, zmq.POLLIN)
+        for source in handlers:
+            poller.register(source, zmq.POLLIN)
         reason = "the connections were closed."
         try:
             while (timeout_ms := self._expire()) is not None:
-                ready = dict(poller.poll(timeout_ms))
                 # A signal may interrupt wake() before it writes: look after each wait.
-                if not ready or self._wakeup.fd in ready:
-                    self._send_outgoing()
-                for server, socket in enumerate(self._sockets):
-                    if socket in ready:
-                        self._receive(server, socket)
-                for server, monitor in enumerate(self._monitors):
-                    if monitor in ready:
-                        self._notice_change(server, monitor)
+                for source, _ in poller.poll(timeout_ms) or [(self._wakeup.fd, 0)]:
+                    handlers[source]()
         except Exception as exc:  # handed to all callers that wait
             logger.exception("the I/O thread of %s died", self.names)
             reason = f"the I/O thread died ({exc!r})."
@@ -392,11 +380,7 @@ class Connections:
             self._wakeup.close()
 
     def _expire(self) -> int | None:
-        """Fail the requests whose deadline has passed.
-
-        Returns:
-            Milliseconds to wait for the next event; None once closed.
-        """
+        """Fail overdue requests; return how many ms to wait, None once closed."""
         while True:
             with self._lock:
                 if self._closed:
@@ -425,9 +409,9 @@ class Connections:
                 server, frames = self._outgoing.popleft()
             send_frames(self._sockets[server], frames)
 
-    def _receive(self, server: int, socket: "zmq.Socket[bytes]") -> None:
+    def _receive(self, server: int) -> None:
         """Hand a reply to the caller that waits for it."""
-        frames = receive_frames(socket)
+        frames = receive_frames(self._sockets[server])
         name = self.names[server]
         error = None
         try:
@@ -461,10 +445,11 @@ class Connections:
         self._slots.release()
         return reply
 
-    def _notice_change(self, server: int, monitor: "zmq.Socket[bytes]") -> None:
+    def _notice_change(self, server: int) -> None:
         """Note that the connection to a server was lost, or was established."""
         while self._sockets[server].poll(0):  # what came before the change
-            self._receive(server, self._sockets[server])
+            self._receive(server)
+        monitor = self._monitors[server]
         event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
         is_lost = event == zmq.EVENT_DISCONNECTED
         with self._lock:

@@ -91,12 +91,11 @@ def pushing_metrics(
             *(lookup.measures.read() if lookup.measures else ()),
         ]
 
-    pushes = push_metrics("embedding_worker", index, settings, read)
+    stop_pushes = push_metrics("embedding_worker", index, settings, read)
     try:
         yield
     finally:
-        if pushes is not None:
-            pushes.close()
+        stop_pushes()
 
 
 def ready_lookup(

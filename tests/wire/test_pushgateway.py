@@ -57,13 +57,11 @@ def refusing(monkeypatch):
 
 
 def push(settings=EVERY_SECOND, read=three):
-    pushes = push_metrics("nn_worker", 3, settings, read)
-    assert pushes is not None
-    return pushes
+    return push_metrics("nn_worker", 3, settings, read)
 
 
 def test_metrics_are_pushed_with_their_types_and_labels(gateway):
-    push().close()
+    push()()
     (came,) = gateway.wait()
     assert came.labels == {
         "job": "adult",
@@ -87,20 +85,20 @@ def test_metrics_are_pushed_with_their_types_and_labels(gateway):
 
 def test_metrics_are_pushed_at_the_interval_and_once_at_the_end(gateway):
     began_s = time.monotonic()
-    pushes = push()
+    stop = push()
     first, second, *_ = gateway.wait(2)
     assert first.came_s - began_s >= 0.99
     assert second.came_s - began_s >= 1.99
     num = len(gateway.pushes())
-    pushes.close()
+    stop()
     assert len(gateway.pushes()) >= num + 1
-    pushes.close()
+    stop()
     assert len(gateway.pushes()) <= num + 2
 
 
 def test_the_end_does_not_wait_for_the_interval(gateway):
     began_s = time.monotonic()
-    push(MetricsSettings(push_interval_seconds=3600)).close()
+    push(MetricsSettings(push_interval_seconds=3600))()
     assert len(gateway.pushes()) == 1
     assert gateway.pushes()[0].labels["job"] == "persia_default_jobname"
     assert time.monotonic() - began_s < DEADLINE_S
@@ -110,10 +108,10 @@ def test_nothing_is_pushed_without_a_gateway_or_when_disabled(monkeypatch, gatew
     disabled = MetricsSettings(enable_metrics=False)
     assert is_pushed(EVERY_SECOND)
     assert not is_pushed(disabled)
-    assert push_metrics("nn_worker", 0, disabled, three) is None
+    push_metrics("nn_worker", 0, disabled, three)()
     monkeypatch.delenv("PERSIA_METRICS_GATEWAY_ADDR")
     assert not is_pushed(EVERY_SECOND)
-    assert push_metrics("nn_worker", 0, EVERY_SECOND, three) is None
+    push_metrics("nn_worker", 0, EVERY_SECOND, three)()
     assert gateway.pushes() == []
 
 
@@ -126,7 +124,7 @@ def test_a_variable_that_does_not_name_a_gateway_is_refused(monkeypatch):
 def test_a_proxy_is_not_used(gateway, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    push().close()
+    push()()
     assert len(gateway.pushes()) == 1
 
 
@@ -142,27 +140,27 @@ def test_a_gateway_that_refuses_is_logged_at_most_once_per_minute(refusing, capl
         num_read += 1
         return three()
 
-    pushes = push(read=read)
+    stop = push(read=read)
     wait_until(lambda: num_read >= 3, "three pushes")
-    pushes.close()
+    stop()
     assert len(warnings_of(caplog)) == 1
     assert "Connection refused" in warnings_of(caplog)[0].getMessage()
 
 
 def test_a_gateway_that_answers_with_an_error_is_logged(gateway, caplog):
     gateway.status = 400
-    push().close()
+    push()()
     assert "HTTP Error 400" in warnings_of(caplog)[0].getMessage()
 
 
 def test_pushes_resume_when_the_gateway_is_back(gateway, caplog):
     gateway.status = 503
     with caplog.at_level(logging.INFO, LOGGER):
-        pushes = push()
+        stop = push()
         gateway.wait(1)
         gateway.status = 200
         gateway.wait(2)
-        pushes.close()
+        stop()
     assert any(
         "reach" in r.getMessage() and "again" in r.getMessage() for r in caplog.records
     )
@@ -178,19 +176,19 @@ def test_an_error_while_reading_metrics_does_not_end_the_pushes(gateway, caplog)
             raise KeyError("rows")
         return three()
 
-    pushes = push(read=read)
+    stop = push(read=read)
     gateway.wait(1)
-    pushes.close()
+    stop()
     assert "KeyError" in caplog.text
 
 
 def test_a_gateway_that_hangs_delays_no_caller(hanging, monkeypatch, caplog):
     monkeypatch.setattr(gateway_module, "PUSH_TIMEOUT_S", 0.2)
     monkeypatch.setattr(gateway_module, "LAST_PUSH_TIMEOUT_S", 0.2)
-    pushes = push()
+    stop = push()
     wait_until(lambda: warnings_of(caplog), "a warning")
     assert "timed out" in caplog.text
-    pushes.close()
+    stop()
     names = [thread.name for thread in threading.enumerate()]
     assert "metrics pushes" not in names
 
@@ -200,9 +198,9 @@ def test_the_end_of_a_role_waits_for_a_push_under_way_with_a_timeout(
 ):
     monkeypatch.setattr(gateway_module, "CLOSE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(gateway_module, "LAST_PUSH_TIMEOUT_S", DEADLINE_S)
-    pushes = push()
+    stop = push()
     began_s = time.monotonic()
-    pushes.close()  # its last push hangs for longer
+    stop()  # its last push hangs for longer
     assert 0.2 < time.monotonic() - began_s < DEADLINE_S / 2
 
 
