@@ -20,13 +20,8 @@ from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from persia_torchrec import timeouts
-from persia_torchrec.checkpoint.catalog import (
-    DumpResult,
-    Manifest,
-    begin_checkpoint,
-    find_checkpoint,
-    merge_tables,
-)
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.catalog import DumpResult, Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import Loaded
 from persia_torchrec.client.servers import Servers
@@ -66,8 +61,7 @@ class SavedCheckpoint:
     @classmethod
     def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
         """Describe the checkpoint in a folder."""
-        numbers = (manifest.step, manifest.num_rows, manifest.size_bytes)
-        return cls(folder.url, *numbers)
+        return cls(folder.url, manifest.step, manifest.num_rows, manifest.size_bytes)
 
 
 class Task(Generic[T]):
@@ -173,7 +167,7 @@ class Checkpoints:
         manifest keeps ``step``. ``add_files`` writes what else belongs to the
         checkpoint into its new folder, before the servers begin.
         """
-        folder = begin_checkpoint(path)
+        folder = catalog.begin_checkpoint(path)
         if add_files is not None:
             add_files(folder)
 
@@ -225,20 +219,16 @@ class Checkpoints:
                 ended. A load without it begins such a training.
             timeout_s: seconds that it may take.
         """
-        folder = find_checkpoint(path)
+        folder = catalog.find_checkpoint(path)
         manifest = Manifest.read(folder)
-        deadline = time.monotonic() + timeout_s
+        logs = None if increments is None else Folder(increments).url
+        check = {"do": "check", "folder": folder.url, "replace": replace}
+        steps: list[dict[str, object]]
+        steps = [{**check, "increments": logs}, {"do": "load"}]
+        what = f"load of {folder.url}"
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
-            check = {
-                "do": "check",
-                "folder": folder.url,
-                "replace": replace,
-                "increments": None if increments is None else Folder(increments).url,
-            }
-            steps: list[dict[str, object]] = [check, {"do": "load"}]
-            what = f"load of {folder.url}"
-            results = self._run_steps(task, steps, what, deadline, Loaded)
+            results = self._run_steps(task, steps, what, timeout_s, Loaded)
             return dataclasses.replace(
                 SavedCheckpoint.of(folder, manifest),
                 num_left_out=sum(loaded.num_left_out for loaded in results),
@@ -250,12 +240,10 @@ class Checkpoints:
     def _write_files(
         self, task: Task[T], folder: Folder, step: int | None, timeout_s: float
     ) -> Manifest:
-        deadline = time.monotonic() + timeout_s
-        created = datetime.now(UTC).isoformat()
+        created, what = datetime.now(UTC).isoformat(), f"dump to {folder.url}"
         steps = [{"do": "dump", "folder": folder.url}]
-        what = f"dump to {folder.url}"
-        results = self._run_steps(task, steps, what, deadline, DumpResult)
-        tables = merge_tables([result.tables for result in results])
+        results = self._run_steps(task, steps, what, timeout_s, DumpResult)
+        tables = catalog.merge_tables([result.tables for result in results])
         return Manifest(tables, tuple(r.shard for r in results), created, step)
 
     def _run_steps(
@@ -263,7 +251,7 @@ class Checkpoints:
         task: Task[T],
         steps: Sequence[Mapping[str, object]],
         what: str,
-        deadline: float,
+        timeout_s: float,
         kind: type[R],
     ) -> list[R]:
         """Make all servers do one step after the other, each when all have done it.
@@ -271,18 +259,21 @@ class Checkpoints:
         Returns the result of each server after the last step. If one fails, or is not
         done in time, the others give up.
         """
-        number = secrets.randbits(53)
+        number, deadline = secrets.randbits(53), time.monotonic() + timeout_s
         states: list[TaskState] = []
         try:
             for step in steps:
                 states = self._ask(Kind.CHECKPOINT, {**step, "task": number}, what)
                 poll_s = _FIRST_POLL_S
-                while any(state.phase in _RUNNING for state in states):
+                while slow := [
+                    name
+                    for name, state in zip(self._servers.names, states, strict=True)
+                    if state.phase in _RUNNING
+                ]:
                     if time.monotonic() >= deadline:
-                        slow = [state.phase in _RUNNING for state in states].index(True)
                         raise RequestTimeoutError(
                             f"{what}: not done in time. Give it a longer timeout_s.",
-                            server=self._servers.names[slow],
+                            server=slow[0],
                         )
                     task.pause(poll_s, min(state.progress for state in states))
                     poll_s = min(2 * poll_s, _POLL_S)

@@ -13,6 +13,7 @@ Dimension key:
 
 import itertools
 import threading
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -24,44 +25,34 @@ from persia_torchrec.client.checkpoints import Checkpoints
 from persia_torchrec.client.codec import (
     AddedTable,
     KnownTable,
+    KnownTables,
     PushOutcome,
-    TableList,
+    ServerHello,
     TableRequest,
-    know_tables,
-    staleness_histogram,
-    stamp,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.transfer import (
     BLOCK_ROWS,
+    BLOCKS_IN_FLIGHT,
     RowBlock,
     export_blocks,
     rows_to_write,
-    write_blocks,
 )
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.errors import BatchError, ConfigError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.store.embedding_store import Metadata as Metadata
 from persia_torchrec.table import TableSpec
+from persia_torchrec.wire import messages
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import (
-    COUNTS,
-    MAX_MEMBER_CHARS,
-    METADATA_COLUMNS,
-    SHARE,
-    TRAINING,
-    Header,
-    Kind,
-    Precision,
-    Share,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire.messages import Header, Kind, Precision, Share, decode_json
 from persia_torchrec.wire.precision import Floats
 from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
+
+_STALENESS = "staleness_"
+"""What the names of those counters begin with that make up the histogram."""
 
 
 class EmbeddingClient:
@@ -74,6 +65,7 @@ class EmbeddingClient:
     Attributes:
         checkpoints: dumps and loads of what all servers hold.
         num_servers: how many servers there are.
+        tables: those that were added, and what the servers say of them, by name.
         timeout_s: seconds that any request may take.
     """
 
@@ -82,8 +74,8 @@ class EmbeddingClient:
         self.checkpoints = Checkpoints(servers)
         self.num_servers = len(servers)
         self.timeout_s = servers.timeout_s
+        self.tables = KnownTables()
         self._adding = threading.Lock()
-        self._tables: dict[str, KnownTable] = {}
 
     @classmethod
     def connect(
@@ -107,7 +99,7 @@ class EmbeddingClient:
                 of one job in their order.
             WireError: what answers is not an embedding server of this version.
         """
-        return cls(Servers.connect(addresses, timeout_s, greeting))
+        return cls(Servers(addresses, timeout_s, greeting))
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make tables known to every server, or change the settings of known ones.
@@ -124,12 +116,12 @@ class EmbeddingClient:
             answer=list[AddedTable],
             timeout_s=timeouts.ADD_TABLES_S,
         )
-        self._add(know_tables(specs, answers))
+        self._know(specs, answers)
 
     def learn_tables(self) -> list[TableSpec]:
         """Know the tables that all servers have, with the same dim; return them."""
         what = "asking for tables"
-        answers = self._servers.ask(Kind.HELLO, None, what, answer=TableList)
+        answers = self._servers.ask(Kind.HELLO, None, what, answer=ServerHello)
         told = [
             {table.spec.get("name"): table for table in answer.tables}
             for answer in answers
@@ -149,7 +141,7 @@ class EmbeddingClient:
                         f"{self._servers.names[0]}. Load the same checkpoint into all."
                     )
         lists = [[tables[spec.name] for spec in specs] for tables in told]
-        self._add(know_tables(specs, lists))
+        self._know(specs, lists)
         return specs
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
@@ -158,26 +150,16 @@ class EmbeddingClient:
         Earlier pushes are applied with the previous rate, later ones with the new rate;
         another trainer's pushes get the new rate as soon as it is set.
         """
-        names = list(self._tables if tables is None else tables)
-        specs = [self.table(name) for name in names]
-        if specs:
-            self.add_tables(
-                [replace(s, optimizer=s.optimizer.with_lr(lr)) for s in specs]
-            )
+        specs = [
+            self.table(name) for name in (self.tables if tables is None else tables)
+        ]
+        changed = [replace(s, optimizer=s.optimizer.with_lr(lr)) for s in specs]
+        if changed:
+            self.add_tables(changed)
 
     def table(self, name: str) -> TableSpec:
         """Return a table that was added."""
-        return self.known_table(name).spec
-
-    def known_table(self, name: str) -> KnownTable:
-        """Return a table that was added, and what the servers say of it."""
-        table = self._tables.get(name)
-        if table is None:
-            raise ConfigError(
-                f"Table {name!r} is unknown to this client. Known: "
-                f"{sorted(self._tables)}. Call add_tables first."
-            )
-        return table
+        return self.tables[name].spec
 
     def split(self, ids_U: Ids) -> ShardedIds:
         """Group unique ids by the server that holds them."""
@@ -206,18 +188,20 @@ class EmbeddingClient:
             float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
             not to be written to, as they may be views of the message.
         """
-        known = [self.known_table(name) for name, _ in tables]
-        header = Header(Kind.LOOKUP, precision=precision)
+        known = [self.tables[name] for name, _ in tables]
         if batch is None or not any(table.wants_counts for table in known):
             counts = None
-        if batch is not None:
-            flags = TRAINING if counts is None else TRAINING | COUNTS
-            header = stamp(header, batch, flags)
+        flags = 0 if batch is None else messages.TRAINING
+        if counts is not None:
+            flags |= messages.COUNTS
+            _check_counts(tables, counts)
+        stream, number, _ = batch or BatchNumber(0, 0)
+        header = Header(Kind.LOOKUP, 0, 0, stream, number, precision, flags)
         request = TableRequest(
             known,
             [split for _, split in tables],
             [table.spec.dim for table in known],
-            counts=_checked_counts(tables, counts),
+            counts=counts,
         )
         replies = self._send(header, request)
         return request.merge([reply.frames() for reply in replies], precision)
@@ -242,7 +226,7 @@ class EmbeddingClient:
         Returns:
             One reply per server, when the update is applied; for :meth:`outcome`.
         """
-        known = [self.known_table(name) for name, _ in tables]
+        known = [self.tables[name] for name, _ in tables]
         for table, (_, ids), grads_UD in zip(known, tables, grads, strict=True):
             expected = (len(ids.ids), table.spec.dim)
             if grads_UD.shape != expected:
@@ -250,15 +234,17 @@ class EmbeddingClient:
                     f"Table {table.spec.name!r}: gradients must have the shape "
                     f"{expected}. Received: {grads_UD.shape}."
                 )
-        header = Header(Kind.UPDATE, precision=precision)
+        stream, number, share = batch
+        flags = messages.SHARE if share else 0
+        header = Header(Kind.UPDATE, 0, 0, stream, number, precision, flags)
         request = TableRequest(
             known,
             [split for _, split in tables],
             [table.spec.dim for table in known],
             rows=grads,
-            share=batch.share,
+            share=share,
         )
-        return self._send(stamp(header, batch, SHARE if batch.share else 0), request)
+        return self._send(header, request)
 
     def join(
         self, share: Share, who: str, ended: str = "", timeout_s: float | None = None
@@ -270,8 +256,9 @@ class EmbeddingClient:
         first that it will give, ``who`` its process and host. Returns which other
         trainers of the group are gone, and why; empty if none is.
         """
-        value = {"who": who[:MAX_MEMBER_CHARS], "ended": ended[:MAX_MEMBER_CHARS]}
-        bodies = itertools.repeat([encode_json(value), share.encode()])
+        most = messages.MAX_MEMBER_CHARS
+        value = {"who": who[:most], "ended": ended[:most]}
+        bodies = itertools.repeat([messages.encode_json(value), share.encode()])
         what = "joining the trainers"
         replies = self._servers.send(Header(Kind.JOIN), bodies, what, timeout_s)
         answers: list[str] = [decode_json(reply.frames(), str) for reply in replies]
@@ -304,17 +291,21 @@ class EmbeddingClient:
         Rows are made admitted or not; where there are more than fit, the last stay.
         Blocks, as of :func:`blocks_of`, are taken as the servers proceed.
         """
-
-        def write(block: RowBlock) -> list[Reply]:
-            known = self.known_table(table)
+        known, num_rows = self.tables[table], 0
+        in_flight: deque[Reply] = deque()
+        for block in blocks:
+            while len(in_flight) >= BLOCKS_IN_FLIGHT * self.num_servers:
+                in_flight.popleft().frames()
             rows, flags = rows_to_write(known.spec, block)
             ids = self.split(block.ids)
             grouped = np.empty_like(rows)
             grouped[ids.inverse] = rows
             request = TableRequest([known], [ids], [rows.shape[1]], rows=[grouped])
-            return self._send(Header(Kind.WRITE, flags=flags), request)
-
-        return write_blocks(blocks, write)
+            in_flight += self._send(Header(Kind.WRITE, flags=flags), request)
+            num_rows += len(block.ids)
+        for reply in in_flight:
+            reply.frames()
+        return num_rows
 
     def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterator[RowBlock]:
         """Return all rows of a table with optimizer state, in no order of the ids.
@@ -324,7 +315,7 @@ class EmbeddingClient:
         meanwhile may be returned or not, and twice if it leaves and comes back. One
         block per server, of at most ``block_rows`` rows, is in memory.
         """
-        return export_blocks(self._servers, self.known_table(table), block_rows)
+        return export_blocks(self._servers, self.tables[table], block_rows)
 
     def step(self, table: str, step: int | None = None) -> int:
         """Return how many updates a table has had: the ``t`` of Adam and its kin.
@@ -332,8 +323,8 @@ class EmbeddingClient:
         With ``step`` it continues counting from there, as a warm start does; updates on
         their way count before it.
         """
-        numbers = self.known_table(table).numbers
-        bodies = ([encode_json({"table": n, "step": step})] for n in numbers)
+        numbers = self.tables[table].numbers
+        bodies = ([messages.encode_json({"table": n, "step": step})] for n in numbers)
         what = f"step of table {table!r}"
         replies = self._servers.send(Header(Kind.STEP), bodies, what)
         steps: list[int] = [decode_json(reply.frames(), int) for reply in replies]
@@ -356,7 +347,9 @@ class EmbeddingClient:
         row. The table must keep metadata, by its settings or because the servers evict
         the least frequently used.
         """
-        columns = self.read_numbers(Kind.METADATA, table, ids, METADATA_COLUMNS)
+        columns = self.read_numbers(
+            Kind.METADATA, table, ids, messages.METADATA_COLUMNS
+        )
         return Metadata(*np.ascontiguousarray(columns.view(np.uint32).T))
 
     def counters(self) -> list[dict[str, int]]:
@@ -370,7 +363,11 @@ class EmbeddingClient:
         The staleness of a row is the number of updates, of any trainer, that it had
         between its pull and its gradient. Of one id in 16 (see ``server/METRICS.md``).
         """
-        return staleness_histogram(self.counters())
+        histogram = Counter({0: 0})
+        for name, num in itertools.chain(*(c.items() for c in self.counters())):
+            if name.startswith(_STALENESS):
+                histogram[int(name.removeprefix(_STALENESS))] += num
+        return np.array([histogram[k] for k in range(max(histogram) + 1)])
 
     def num_rows(self) -> list[int]:
         """Return how many rows each server holds."""
@@ -388,9 +385,22 @@ class EmbeddingClient:
         """Close the connections; the servers continue. May be called twice."""
         self._servers.close()
 
-    def _add(self, tables: dict[str, KnownTable]) -> None:
+    def _know(
+        self, specs: Sequence[TableSpec], answers: Sequence[Sequence[AddedTable]]
+    ) -> None:
+        """Note tables that all servers have; each answers in their order."""
+        for answer in answers:
+            if len(answer) != len(specs):
+                raise WireError(
+                    f"The reply to ADD_TABLES must tell of {len(specs)} tables. "
+                    f"Received: {len(answer)}."
+                )
+        of_tables = zip(specs, *answers, strict=True)
         with self._adding:
-            self._tables.update(tables)
+            for spec, *told in of_tables:
+                wants_counts = any(table.wants_counts for table in told)
+                numbers = tuple(table.number for table in told)
+                self.tables[spec.name] = KnownTable(spec, numbers, wants_counts)
 
     def _send(self, header: Header, request: TableRequest) -> list[Reply]:
         """Send every server its part of a request, unless a part is too large."""
@@ -410,17 +420,17 @@ class EmbeddingClient:
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""
-        request = TableRequest([self.known_table(table)], [self.split(ids)], [width])
+        request = TableRequest([self.tables[table]], [self.split(ids)], [width])
         replies = self._send(Header(kind), request)
         (rows,) = request.merge([reply.frames() for reply in replies], Precision.FP32)
         return rows[request.ids[0].inverse]
 
 
-def _checked_counts(
-    tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None] | None
-) -> Sequence[Counts | None] | None:
-    """Return counts if they are one per id."""
-    for (name, split), counts_U in zip(tables, counts or (), strict=bool(counts)):
+def _check_counts(
+    tables: Sequence[tuple[str, ShardedIds]], counts: Sequence[Counts | None]
+) -> None:
+    """Check that counts are one per id."""
+    for (name, split), counts_U in zip(tables, counts, strict=True):
         if counts_U is None:
             continue
         if counts_U.dtype != np.uint32 or counts_U.shape != split.ids.shape:
@@ -428,4 +438,3 @@ def _checked_counts(
                 f"Table {name!r}: counts must be uint32 of the shape "
                 f"{split.ids.shape}. Received: {counts_U.dtype} {counts_U.shape}."
             )
-    return counts

@@ -2,28 +2,24 @@
 
 Dimension key:
     U: unique ids of one table
-    N: rows of one reply
     W: floats per row: weights, or weights and optimizer state
 """
 
 import itertools
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import BatchError, FrameError, WireError
+from persia_torchrec.errors import BatchError, ConfigError, FrameError
 from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     Frame,
     Frames,
-    Header,
     Precision,
     Share,
     TableIds,
@@ -37,8 +33,7 @@ _NO_ROWS = np.empty(0, dtype=np.float32)
 _NO_COUNTS = np.empty(0, dtype=np.uint32)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchNumber:
+class BatchNumber(NamedTuple):
     """A stream, a number within it, and the share of a joint step, if it is one."""
 
     stream: int
@@ -51,13 +46,22 @@ class BatchNumber:
         return secrets.randbits(63)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownTable:
+class KnownTable(NamedTuple):
     """A table that all servers have, with its number on each of them."""
 
     spec: TableSpec
     numbers: tuple[int, ...]
     wants_counts: bool
+
+
+class KnownTables(dict[str, KnownTable]):
+    """Tables by name; to ask for another one is a ConfigError."""
+
+    def __missing__(self, name: str) -> KnownTable:
+        raise ConfigError(
+            f"Table {name!r} is unknown to this client. Known: {sorted(self)}. "
+            "Call add_tables first."
+        )
 
 
 class TableRequest(NamedTuple):
@@ -111,14 +115,15 @@ class TableRequest(NamedTuple):
 
         It names the request ``what``; each server accepts its own number of ids.
         """
-        row_bytes = [width * size_of(precision) for width in self.widths]
-        for server, max_ids in enumerate(max_request_ids):
-            parts = [int(np.diff(ids.offsets)[server]) for ids in self.ids]
-            num_bytes = sum(map(int.__mul__, parts, row_bytes))
-            if sum(parts) > max_ids or num_bytes > MAX_MESSAGE_BYTES:
+        row_bytes = size_of(precision) * np.array(self.widths, dtype=np.int64)
+        num_ids = np.stack([np.diff(ids.offsets) for ids in self.ids], axis=1)
+        totals = zip(num_ids.sum(axis=1), num_ids @ row_bytes, strict=True)
+        for server, (num, num_bytes) in enumerate(totals):
+            max_ids = max_request_ids[server]
+            if num > max_ids or num_bytes > MAX_MESSAGE_BYTES:
                 raise BatchError(
                     f"{what}: one server's part must have at most {max_ids} ids and "
-                    f"{MAX_MESSAGE_BYTES} bytes of rows. Received: {sum(parts)} ids, "
+                    f"{MAX_MESSAGE_BYTES} bytes of rows. Received: {num} ids, "
                     f"{num_bytes} bytes for server {server}. Use smaller batches."
                 )
 
@@ -127,41 +132,39 @@ class TableRequest(NamedTuple):
 
         They are views of the reply if there is one.
         """
-        shapes = [
-            (len(split.ids), width)
-            for split, width in zip(self.ids, self.widths, strict=True)
+        sizes = [
+            (len(ids.ids), w) for ids, w in zip(self.ids, self.widths, strict=True)
         ]
         if len(replies) == 1:
-            num = sum([num * width for num, width in shapes])
+            num = sum([num * width for num, width in sizes])
             flat = decode_floats(body_of(replies[0]), num, precision)
             if not flat.flags.aligned:  # a small frame may begin anywhere in memory
                 flat = flat.copy()
-            stops = itertools.accumulate([num * width for num, width in shapes])
-            rows = [
-                flat[stop - num * width : stop].reshape(num, width)
-                for stop, (num, width) in zip(stops, shapes, strict=True)
-            ]
+            rows = _cut(flat, sizes)
         else:
-            rows = [np.empty(shape, dtype=np.float32) for shape in shapes]
+            rows = [np.empty(size, dtype=np.float32) for size in sizes]
             for server, reply in enumerate(replies):
-                self._scatter(body_of(reply), server, rows, precision)
+                parts = [
+                    rows_UW[slice(*ids.offsets[server : server + 2])]
+                    for rows_UW, ids in zip(rows, self.ids, strict=True)
+                ]
+                num = sum([part.size for part in parts])
+                flat = decode_floats(body_of(reply), num, precision)
+                shapes = [part.shape for part in parts]
+                for part, received in zip(parts, _cut(flat, shapes), strict=True):
+                    part[:] = received
         for rows_UW in rows:
             rows_UW.flags.writeable = False
         return rows
 
-    def _scatter(
-        self, frame: Frame, server: int, rows: Sequence[Floats], precision: Precision
-    ) -> None:
-        """Copy one server's reply into each table's rows."""
-        parts = [
-            rows_UW[slice(*split.offsets[server : server + 2])]
-            for rows_UW, split in zip(rows, self.ids, strict=True)
-        ]
-        flat = decode_floats(frame, sum(part.size for part in parts), precision)
-        start = 0
-        for part in parts:
-            part[:] = flat[start : start + part.size].reshape(part.shape)
-            start += part.size
+
+def _cut(flat: Floats, shapes: Sequence[tuple[int, ...]]) -> list[Floats]:
+    """Cut a flat array into matrices of these shapes."""
+    stops = itertools.accumulate([num * width for num, width in shapes])
+    return [
+        flat[stop - num * width : stop].reshape(num, width)
+        for stop, (num, width) in zip(stops, shapes, strict=True)
+    ]
 
 
 def _joined(pieces: Sequence[Floats]) -> Floats:
@@ -188,15 +191,6 @@ def body_of(frames: Frames) -> Frame:
     return frames[1]
 
 
-class ServerHello(msgspec.Struct):
-    """What a server says of itself when a client connects."""
-
-    shard: int
-    num_shards: int
-    incarnation: int
-    max_request_ids: int
-
-
 class AddedTable(msgspec.Struct):
     """What a server says of a table that it has."""
 
@@ -205,34 +199,18 @@ class AddedTable(msgspec.Struct):
     spec: dict[str, Any]
 
 
-class TableList(msgspec.Struct):
-    """The part of the reply to HELLO that lists the tables."""
+class ServerHello(msgspec.Struct):
+    """What a server says of itself."""
 
-    tables: list[AddedTable]
-
-
-def know_tables(
-    specs: Sequence[TableSpec], answers: Sequence[Sequence[AddedTable]]
-) -> dict[str, KnownTable]:
-    """Return tables that all servers have, by name; each answers in their order."""
-    for answer in answers:
-        if len(answer) != len(specs):
-            raise WireError(
-                f"The reply to ADD_TABLES must tell of {len(specs)} tables. "
-                f"Received: {len(answer)}."
-            )
-    return {
-        spec.name: KnownTable(
-            spec,
-            tuple(answer[t].number for answer in answers),
-            any(answer[t].wants_counts for answer in answers),
-        )
-        for t, spec in enumerate(specs)
-    }
+    shard: int
+    num_shards: int
+    incarnation: int
+    max_request_ids: int
+    tables: list[AddedTable] = []
 
 
-class PushOutcome(NamedTuple):
-    """What became of the gradients of a push.
+class PushOutcome(msgspec.Struct, frozen=True):
+    """What became of the gradients of a push; in JSON, the reply to UPDATE.
 
     Attributes:
         num_missed: ids that had no row: it had been evicted, or never admitted.
@@ -241,55 +219,25 @@ class PushOutcome(NamedTuple):
         num_gradients: ids that had a gradient, applied or not.
     """
 
-    num_missed: int = 0
-    num_refused: int = 0
-    num_unadmitted: int = 0
-    num_gradients: int = 0
+    num_missed: int = msgspec.field(name="missed")
+    num_refused: int = msgspec.field(name="refused")
+    num_unadmitted: int = msgspec.field(name="unadmitted")
+    num_gradients: int = msgspec.field(name="gradients")
 
     @property
     def num_evicted(self) -> int:
         """Ids whose row left between its lookup and its gradient."""
         return self.num_missed - self.num_unadmitted
 
-    def to_json(self) -> dict[str, int]:
-        """Describe the outcome as it stands in a reply."""
-        return dict(zip(_Outcome.__struct_fields__, self, strict=True))
-
     @classmethod
     def read(cls, replies: Iterable[Frames]) -> "PushOutcome":
         """Read the replies to a push; return the outcome on all servers."""
+        source = "The reply to an update"
         outcomes = [
-            parse_json(body_of(frames), _Outcome, "The reply to an update", FrameError)
-            for frames in replies
+            parse_json(body_of(frames), cls, source, FrameError) for frames in replies
         ]
-        rows = [(0, 0, 0, 0), *map(msgspec.structs.astuple, outcomes)]
-        return cls(*map(sum, zip(*rows, strict=True)))
+        columns = zip(*map(msgspec.structs.astuple, [NOTHING, *outcomes]), strict=True)
+        return cls(*map(sum, columns))
 
 
-class _Outcome(msgspec.Struct):
-    """The JSON of a reply to UPDATE, in the order of ``PushOutcome``."""
-
-    missed: int
-    refused: int
-    unadmitted: int
-    gradients: int
-
-
-def stamp(header: Header, batch: BatchNumber, flags: int = 0) -> Header:
-    """Return a header of a request that belongs to a batch."""
-    return header._replace(stream=batch.stream, batch=batch.batch, flags=flags)
-
-
-def staleness_histogram(
-    counters: Iterable[Mapping[str, int]],
-) -> npt.NDArray[np.int64]:
-    """Add up ``staleness_0``, ``staleness_1``, ... of each server's counters."""
-    prefix, total = "staleness_", {0: 0}
-    for of_server in counters:
-        for name, num in of_server.items():
-            if name.startswith(prefix):
-                staleness = int(name.removeprefix(prefix))
-                total[staleness] = total.get(staleness, 0) + num
-    histogram = np.zeros(max(total) + 1, dtype=np.int64)
-    histogram[list(total)] = list(total.values())
-    return histogram
+NOTHING = PushOutcome(0, 0, 0, 0)

@@ -12,7 +12,7 @@ Dimension key:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -41,7 +41,7 @@ BLOCK_ROWS = 65_536
 
 _BLOCK_BYTES = 2**27
 
-_BLOCKS_IN_FLIGHT = 2
+BLOCKS_IN_FLIGHT = 2
 """One that the servers write while the next is cut and encoded."""
 
 IdsOfRows: TypeAlias = Ids | Callable[[Ids], Ids] | None
@@ -159,27 +159,6 @@ def rows_to_write(spec: TableSpec, block: RowBlock) -> tuple[Floats, int]:
     return rows, STATE
 
 
-def write_blocks(
-    blocks: Iterable[RowBlock], write: Callable[[RowBlock], Sequence[Reply]]
-) -> int:
-    """Write blocks one after the other, few in memory; return their number of rows."""
-    in_flight: deque[Sequence[Reply]] = deque()
-    num_rows = 0
-    for block in blocks:
-        if len(in_flight) == _BLOCKS_IN_FLIGHT:
-            _wait(in_flight.popleft())
-        in_flight.append(write(block))
-        num_rows += len(block.ids)
-    for replies in in_flight:
-        _wait(replies)
-    return num_rows
-
-
-def _wait(replies: Sequence[Reply]) -> None:
-    for reply in replies:
-        reply.frames()
-
-
 def export_blocks(
     servers: Servers, table: KnownTable, block_rows: int
 ) -> Iterator[RowBlock]:
@@ -189,19 +168,19 @@ def export_blocks(
     spec = table.spec
     max_rows = min(rows_per_block(spec, block_rows), *servers.max_request_ids)
 
-    def ask(server: int, start: int) -> Reply:
+    def ask(server: int, start: int) -> tuple[int, Reply]:
         value = {"table": table.numbers[server], "start": start, "max_rows": max_rows}
         body, what = [encode_json(value)], f"export of table {spec.name!r}"
         (reply,) = servers.send(Header(Kind.EXPORT), [body], what, first=server)
-        return reply
+        return server, reply
 
     def walk() -> Iterator[RowBlock]:
-        in_flight = deque((server, ask(server, 0)) for server in range(len(servers)))
+        in_flight = deque(ask(server, 0) for server in range(len(servers)))
         while in_flight:
             server, reply = in_flight.popleft()
             block, next_start = _read_export(reply.frames(), spec)
             if next_start is not None:
-                in_flight.append((server, ask(server, next_start)))
+                in_flight.append(ask(server, next_start))
             if len(block.ids):
                 yield block
 

@@ -272,7 +272,7 @@ class ShardedLookup:
         for f, piece in zip(features.by_table, pieces, strict=True):
             start, stop = stop, stop + len(piece)
             inverses[f] = inverse_L[start:stop]
-        known = [self.client.known_table(table) for table in features.tables]
+        known = [self.client.tables[table] for table in features.tables]
         return RoutedBatch(
             number,
             features,

@@ -14,19 +14,16 @@ given up: the servers are told, and the permit comes back.
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self
 
-from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.pipeline.joint import Trainers
-from persia_torchrec.pipeline.push_queue import Push, PushQueue, Updates
+from persia_torchrec.pipeline.push_queue import Handle, Lookup, Push, PushQueue, Source
 from persia_torchrec.pipeline.staleness import (
     CLOSED,
-    LookupCounts,
     Permit,
     StalenessSemaphore,
     TrainingSummary,
@@ -37,18 +34,6 @@ _MAX_WAITING = 4096
 
 _SETTLE_S = 1.0
 """What batches that are not used any more may take to be given up."""
-
-Source = TypeVar("Source", contravariant=True)
-Handle = TypeVar("Handle")
-
-
-class Lookup(Updates[Handle], Protocol[Source, Handle]):
-    """Pulls batches and pushes their gradients, in this process or through workers."""
-
-    def pull(
-        self, source: Source, number: BatchNumber | None
-    ) -> tuple[Outputs, Handle]:
-        """Return the embeddings of a batch, and what a push needs."""
 
 
 class PrefetchedBatch(Generic[Handle]):
@@ -79,7 +64,6 @@ class PrefetchedBatch(Generic[Handle]):
         self._pipeline = pipeline
         self._ids: Any = ids
         self._number = number
-        self.semaphore = pipeline.semaphore
         self.permit = Permit()
         self._arrived = threading.Event()
         self._error: BaseException | None = None
@@ -105,7 +89,7 @@ class PrefetchedBatch(Generic[Handle]):
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait for the batch, by default as long as requests may take, to push it."""
         if self.is_training:
-            self.semaphore.hold(self.permit)
+            self._pipeline.semaphore.hold(self.permit)
         # A pull ends in time by itself; before it may come a wait for a permit, until
         # earlier pushes are acknowledged, which end in time as well.
         timeout_s = timeout_s or 2 * self._pipeline.timeout_s + 5
@@ -130,15 +114,12 @@ class PrefetchedBatch(Generic[Handle]):
                 "backward pass, or a batch that was looked up for evaluation."
             )
         self.permit.let_go()
-        self._pipeline.put(Push(self.handle, grads, self.permit, self.semaphore))
+        self._pipeline.put(Push(self.handle, grads, self.permit))
 
     def give_up(self) -> None:
         """Give up: no gradients will come. Does nothing after a push."""
         if self._give_up is not None and self._give_up.detach():
-            self.permit.let_go()
-            push: Push[Handle]
-            push = Push(self.handle, None, self.permit, self.semaphore)
-            self._pipeline.put_given_up(push)
+            self._pipeline.give_up(self.handle, self.permit)
 
     def pull(self) -> None:
         """Pull the batch; a thread of the pipeline calls this."""
@@ -150,13 +131,12 @@ class PrefetchedBatch(Generic[Handle]):
             if number is not None:
                 if pipeline.trainers is not None:
                     pipeline.trainers.give_up(number)  # the others wait for its share
-                self.semaphore.give_back(permit)
+                pipeline.semaphore.give_back(permit)
             raise
         if number is not None:
-            pipeline.open_batch()
             # Runs at most once: when this object is no longer used, unless push() came.
             self._give_up = weakref.finalize(
-                self, _drop, pipeline.put_given_up, self.handle, permit, self.semaphore
+                self, pipeline.give_up, self.handle, permit, is_forgotten=True
             )
             self._give_up.atexit = False
         self._arrived.set()
@@ -167,18 +147,6 @@ class PrefetchedBatch(Generic[Handle]):
         self._arrived.set()
 
 
-def _drop(
-    put_given_up: Callable[[Push[Handle]], None],
-    handle: Handle,
-    permit: Permit,
-    semaphore: StalenessSemaphore,
-) -> None:
-    """Give a dropped batch up; takes no lock, as a garbage collection may call it."""
-    was_used = permit.was_held  # or was only pulled ahead
-    permit.let_go()
-    put_given_up(Push(handle, None, permit, semaphore, was_dropped=was_used))
-
-
 class _Pulls:
     """Threads that pull batches. Any thread may call any method.
 
@@ -187,8 +155,9 @@ class _Pulls:
     which waits for the earlier one, would never give it back.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, semaphore: StalenessSemaphore | None) -> None:
         self._name = name
+        self._semaphore = semaphore
         self._turn = threading.Lock()  # of the thread that takes a batch
         self._changed = threading.Condition()
         self._waiting: deque[PrefetchedBatch[Any]] = deque()  # guarded by _changed
@@ -241,8 +210,10 @@ class _Pulls:
                     batch = self._next(index)
                     if batch is None:
                         return
-                    if batch.is_training:
-                        batch.semaphore.take(batch.permit)
+                    if self._is_closing:
+                        raise PersiaError(CLOSED)
+                    if self._semaphore is not None:
+                        self._semaphore.take(batch.permit)
                 batch.pull()
             except Exception as exc:  # noqa: BLE001  # raised by wait()
                 assert batch is not None
@@ -252,63 +223,47 @@ class _Pulls:
         """Wait for a batch; return None if the thread is one too many, or to end."""
         with self._changed:
             while index < self._max_threads:
-                if not self._waiting:
-                    if self._is_closing:
-                        return None
-                    self._changed.wait()
-                    continue
-                batch = self._waiting.popleft()
-                if not self._is_closing:
-                    return batch
-                batch.fail(PersiaError(CLOSED))
+                if self._waiting:
+                    return self._waiting.popleft()
+                if self._is_closing:
+                    break
+                self._changed.wait()
             self._num_threads -= 1
             return None
 
 
-class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
+class BatchPipeline(PushQueue[Source, Handle]):
     """The batches of one embedding collection. Any thread may call any method.
 
     Only ``change_tables`` is for one thread at a time. ``staleness`` bounds the batches
     between pull and acknowledged push; 0 makes :meth:`PrefetchedBatch.push` wait, which
-    equals ordinary training.
-
-    Attributes:
-        semaphore: the permits; replaced when the bound changes.
-        trainers: those that this one updates with, if it does.
+    equals ordinary training. ``trainers`` are those that this one updates with, if it
+    does.
     """
 
     def __init__(
         self, lookup: Lookup[Source, Handle], *, staleness: int, timeout_s: float
     ) -> None:
-        _require_staleness(staleness)
         super().__init__(lookup, timeout_s)
-        self.lookup = lookup
         self.trainers: Trainers | None = None  # guarded by _starting, set before use
         self._stream = BatchNumber.new_stream()
         self._starting = threading.Lock()
         self._num_started = 0  # guarded by _starting
-        self._lookups = LookupCounts()
-        self._training = _Pulls("training pulls")
-        self._evaluation = _Pulls("evaluation pulls")
+        self._training = _Pulls("training pulls", self.semaphore)
+        self._evaluation = _Pulls("evaluation pulls", None)
         self.set_staleness(staleness)
+        self._thread.start()
 
     def set_staleness(self, staleness: int) -> None:
         """Change the bound; only while no training batch is in flight.
 
         Waits for the pushes so far, and a moment for batches that are being given up.
         """
-        _require_staleness(staleness)
+        if staleness < 0:
+            raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
         self.flush()
-        if num_open := self.num_open(_SETTLE_S):
-            raise ConfigError(
-                "The staleness bound can change only while no batch is in flight. "
-                f"Received: {num_open} batches without acknowledgement."
-            )
-        with self._starting:
-            self.waits_for_ack = staleness == 0
-            self.semaphore = StalenessSemaphore(
-                max(staleness, 1), timeouts.PERMIT_S, self._lookups
-            )
+        self.semaphore.resize(max(staleness, 1), _SETTLE_S)
+        self.waits_for_ack = staleness == 0
 
     def set_num_pullers(
         self, *, training: int | None = None, evaluation: int | None = None
@@ -355,14 +310,8 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
     def summary(self) -> TrainingSummary:
         """Return what became of the training batches so far."""
         total = self.tally.total
-        with self._starting:
-            semaphore = self.semaphore
-        lookups = semaphore.counts()
         return TrainingSummary(
-            num_lookups=lookups.num,
-            num_waited=lookups.num_waited,
-            num_lacking=lookups.num_lacking,
-            max_lacking=semaphore.num - 1,
+            **self.semaphore.counts(),
             num_dropped=self.tally.num_dropped,
             num_gradients=total.num_gradients,
             num_evicted=total.num_evicted,
@@ -370,27 +319,24 @@ class BatchPipeline(PushQueue[Handle], Generic[Source, Handle]):
 
     def close(self) -> None:
         """Stop the threads; pushes that were begun are sent. May be called twice."""
-        if not self._begin_to_close():
-            return
-        with self._starting:
-            self.semaphore.close()
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._settled.notify_all()
+        self.semaphore.close()
         self._put_leave()
+        joint_s = 0.0
         if self.trainers is not None:
-            end = partial(self.trainers.end, "it has closed its tables")
-            self.put_message(end)
+            self.put_message(partial(self.trainers.end, "it has closed its tables"))
+            joint_s = self.trainers.timeout_s
         self._training.close()
         self._evaluation.close()
-        joint_s = self.trainers.timeout_s if self.trainers else 0
-        self._end_thread(self.timeout_s - joint_s)
+        self._queue.put(None)
+        self._thread.join(self.timeout_s - joint_s)
 
     def _put_leave(self) -> None:
-        with self._starting:
-            trainers = self.trainers
-            share = trainers.next_group() if trainers else None
-        if trainers is not None and share is not None:
-            self.put_message(partial(trainers.leave, share))
-
-
-def _require_staleness(staleness: int) -> None:
-    if staleness < 0:
-        raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
+        if self.trainers is not None:
+            with self._starting:
+                share = self.trainers.next_group()
+            self.put_message(partial(self.trainers.leave, share))

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from persia_torchrec.client.client import Reply
+from persia_torchrec import timeouts
+from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.lookup.sharded_lookup import Outputs
@@ -36,17 +37,22 @@ _MARGIN_S = 5.0
 _MAX_CHANGES = 16
 """Changes of tables that may wait; one more waits for the oldest."""
 
+Source = TypeVar("Source", contravariant=True)
 Handle = TypeVar("Handle")
-Pulled = TypeVar("Pulled", contravariant=True)
 
 
-class Updates(Protocol[Pulled]):
-    """Something that pushes the gradients of batches."""
+class Lookup(Protocol[Source, Handle]):
+    """Pulls batches and pushes their gradients, in this process or through workers."""
 
-    def push(self, handle: Pulled, grads: Outputs) -> Sequence[Reply]:
+    def pull(
+        self, source: Source, number: BatchNumber | None
+    ) -> tuple[Outputs, Handle]:
+        """Return the embeddings of a batch, and what a push needs."""
+
+    def push(self, handle: Handle, grads: Outputs) -> Sequence[Reply]:
         """Send the gradients of a batch; replies come when they are applied."""
 
-    def abandon(self, handle: Pulled) -> Sequence[Reply]:
+    def abandon(self, handle: Handle) -> Sequence[Reply]:
         """Tell that a training batch gets no gradients."""
 
     def change_tables(self, change: TableChange) -> None:
@@ -57,16 +63,13 @@ class Updates(Protocol[Pulled]):
 class Push(Generic[Handle]):
     """The gradients of a batch, or None when it is given up.
 
-    Attributes:
-        permit: given back by ``semaphore`` when the push is settled.
-        was_dropped: a model used the batch, and no backward pass came.
-        done: ends when the push is settled.
+    Its permit is given back when it is settled, which ends ``done``. ``was_dropped``
+    says that a model used the batch, and no backward pass came.
     """
 
     handle: Handle
     grads: Outputs | None
     permit: Permit
-    semaphore: StalenessSemaphore
     was_dropped: bool = False
     done: "Future[None]" = field(default_factory=Future)
 
@@ -80,7 +83,7 @@ class _Call:
     done: "Future[None]" = field(default_factory=Future)
 
 
-class PushQueue(Generic[Handle]):
+class PushQueue(Generic[Source, Handle]):
     """Sends the pushes of one collection. Any thread may call any method.
 
     Only :meth:`change_tables` is for one thread at a time. A wait for an
@@ -88,15 +91,15 @@ class PushQueue(Generic[Handle]):
     is in flight. ``waits_for_ack`` makes ``put`` wait for its own.
     """
 
-    def __init__(self, updates: Updates[Handle], timeout_s: float) -> None:
+    def __init__(self, lookup: Lookup[Source, Handle], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.tally = Tally()
+        self.semaphore = StalenessSemaphore(1, timeouts.PERMIT_S)
         self.waits_for_ack = False
-        self._updates = updates
+        self.lookup = lookup
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._error: BaseException | None = None  # guarded by _lock
-        self._num_open = 0  # guarded by _lock
         self._max_held: float = math.inf
         self._max_sent: float = math.inf
         self._held: set[Future[None]] = set()  # with gradients. guarded by _lock
@@ -109,7 +112,6 @@ class PushQueue(Generic[Handle]):
         self._queue: queue.SimpleQueue[Push[Handle] | _Call | None]
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pushes", daemon=True)
-        self._thread.start()
 
     def bound(self, *, held: int, sent: int) -> None:
         """Bound, before the first, the pushes with gradients: all, and sent ones."""
@@ -120,19 +122,8 @@ class PushQueue(Generic[Handle]):
         with self._lock:
             self._max_held, self._max_sent = held, sent
 
-    def open_batch(self) -> None:
-        """Count a batch that will be pushed or given up."""
-        with self._lock:
-            self._num_open += 1
-
-    def num_open(self, timeout_s: float) -> int:
-        """Wait a while until no batch is open; return how many are."""
-        with self._lock:
-            self._settled.wait_for(lambda: self._num_open == 0, timeout_s)
-            return self._num_open
-
     def put(self, push: Push[Handle]) -> None:
-        """Send the gradients of an open batch.
+        """Send the gradients of a pulled batch.
 
         Where as many are held as may be, it first waits for an acknowledgement. It also
         raises the error of an earlier push.
@@ -154,9 +145,16 @@ class PushQueue(Generic[Handle]):
             self._await(push.done)
         self.raise_error()
 
-    def put_given_up(self, push: Push[Handle]) -> None:
-        """Give an open batch up; takes no lock, as a garbage collection may call it."""
-        self._queue.put(push)
+    def give_up(
+        self, handle: Handle, permit: Permit, *, is_forgotten: bool = False
+    ) -> None:
+        """Give a pulled batch up; takes no lock, as a garbage collection may call it.
+
+        One that is forgotten was either used, or only pulled ahead.
+        """
+        was_dropped = is_forgotten and permit.was_held
+        permit.let_go()
+        self._queue.put(Push(handle, None, permit, was_dropped))
 
     def put_message(self, send: Callable[[], None]) -> None:
         """Have something sent behind the pushes so far; it waits for its reply."""
@@ -167,7 +165,7 @@ class PushQueue(Generic[Handle]):
         self.raise_error()
         if len(self._changes) == _MAX_CHANGES:
             self._await(self._changes.popleft())
-        call = _Call(partial(self._updates.change_tables, change), waits_for_acks=True)
+        call = _Call(partial(self.lookup.change_tables, change), waits_for_acks=True)
         self._changes.append(call.done)
         self._put(call)
         return call.done
@@ -188,18 +186,6 @@ class PushQueue(Generic[Handle]):
                 error = PersiaError(CLOSED)
         if error is not None:
             raise error
-
-    def _begin_to_close(self) -> bool:
-        """Refuse further pushes; return False where that has been done before."""
-        with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-            self._settled.notify_all()
-        return not was_closed
-
-    def _end_thread(self, timeout_s: float) -> None:
-        """Stop the thread; pushes that were begun are sent."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
 
     def _put(self, call: _Call) -> None:
         with self._lock:
@@ -247,19 +233,17 @@ class PushQueue(Generic[Handle]):
         if push.was_dropped:
             self.tally.dropped()
         if push.grads is None:
-            replies = self._updates.abandon(push.handle)
+            replies = self.lookup.abandon(push.handle)
         else:
             self.tally.pushed()
             with self._lock:
-                if len(self._sent) >= self._max_sent:
-                    has_room = self._settled.wait_for(
-                        lambda: len(self._sent) < self._max_sent,
-                        self.timeout_s + _MARGIN_S,
-                    )
-                    if not has_room:
-                        raise self._no_room()
+                if len(self._sent) >= self._max_sent and not self._settled.wait_for(
+                    lambda: len(self._sent) < self._max_sent,
+                    self.timeout_s + _MARGIN_S,
+                ):
+                    raise self._no_room()
                 self._sent.add(push.done)
-            replies = self._updates.push(push.handle, push.grads)
+            replies = self.lookup.push(push.handle, push.grads)
         left = itertools.count(len(replies) - 1, -1)  # atomic
         settle = partial(self._settle, push, replies, left)
         for reply in replies:
@@ -292,13 +276,11 @@ class PushQueue(Generic[Handle]):
                 logger.error("a push failed: %s", error)
                 self._error = error  # raised by the next caller
             self._in_flight.discard(task.done)
-            if isinstance(task, Push):
-                self._num_open -= 1
-                self._held.discard(task.done)
-                self._sent.discard(task.done)
-                self._settled.notify_all()
+            self._held.discard(task.done)
+            self._sent.discard(task.done)
+            self._settled.notify_all()
         if isinstance(task, Push):
-            task.semaphore.give_back(task.permit)
+            self.semaphore.give_back(task.permit)
         if error is None:
             task.done.set_result(None)
         else:

@@ -26,10 +26,12 @@ What users forget is logged, once or when it has grown, not for each batch:
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from operator import add
 
-from persia_torchrec.client.codec import PushOutcome
+import msgspec
+
+from persia_torchrec.client.codec import NOTHING, PushOutcome
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 
 logger = logging.getLogger(__name__)
@@ -65,63 +67,65 @@ class Permit:
         self.holder = None
 
 
-@dataclass(slots=True)
-class LookupCounts:
-    """How stale the rows of lookups were; see :class:`TrainingSummary`."""
-
-    num: int = 0
-    num_waited: int = 0
-    num_lacking: int = 0
-
-
 class StalenessSemaphore:
     """The permits of one stream of batches. Any thread may call any method.
 
-    ``num`` batches may be between pull and acknowledgement. ``counts`` are handed over
-    by a previous semaphore that is not used any more.
+    ``num`` batches may be between pull and acknowledgement.
     """
 
-    def __init__(
-        self, num: int, timeout_s: float, counts: LookupCounts | None = None
-    ) -> None:
-        if num < 1:
-            raise ConfigError(f"There must be at least one permit. Received: {num}.")
-        self.num = num
+    def __init__(self, num: int, timeout_s: float) -> None:
+        self._num = num  # guarded by _changed
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._out: set[Permit] = set()  # guarded by _changed
         self._is_closed = False  # guarded by _changed
-        self._counts = counts or LookupCounts()  # guarded by _changed
+        # Lookups, how many had to wait, and how many updates they lacked.
+        self._num_lookups = self._num_waited = self._num_lacking = 0
 
-    def counts(self) -> LookupCounts:
-        """Return what is counted so far; a copy."""
+    def resize(self, num: int, timeout_s: float) -> None:
+        """Change how many permits there are, when all are back, after a wait at most.
+
+        Otherwise it is a ConfigError.
+        """
         with self._changed:
-            return replace(self._counts)
+            if not self._changed.wait_for(lambda: not self._out, timeout_s):
+                raise ConfigError(
+                    "The staleness bound can change only while no batch is in flight. "
+                    f"Received: {len(self._out)} batches without acknowledgement."
+                )
+            self._num = num
+
+    def counts(self) -> dict[str, int]:
+        """Return what a :class:`TrainingSummary` says of lookups."""
+        with self._changed:
+            return {
+                "num_lookups": self._num_lookups,
+                "num_waited": self._num_waited,
+                "num_lacking": self._num_lacking,
+                "max_lacking": self._num - 1,
+            }
 
     def take(self, permit: Permit) -> None:
         """Wait until a batch may be pulled."""
         with self._changed:
-            must_wait = len(self._out) >= self.num and not self._holds_all(permit)
+            is_full = len(self._out) >= self._num
+            must_wait = is_full and not self._has_one_for(permit)
             if must_wait:
                 self._changed.wait_for(
-                    lambda: (
-                        len(self._out) < self.num
-                        or self._holds_all(permit)
-                        or self._is_closed
-                    ),
+                    lambda: self._is_closed or self._has_one_for(permit),
                     self._timeout_s,
                 )
             if self._is_closed:
                 raise PersiaError(CLOSED)
-            if len(self._out) >= self.num and not self._holds_all(permit):
+            if must_wait and not self._has_one_for(permit):
                 raise StalenessError(
-                    f"{self.num} batches have been pulled and not updated for "
+                    f"{self._num} batches have been pulled and not updated for "
                     f"{self._timeout_s:g} s, as many as the staleness bound allows. "
                     "Does every training batch get its backward pass?"
                 )
-            self._counts.num += 1
-            self._counts.num_waited += must_wait
-            self._counts.num_lacking += len(self._out)
+            self._num_lookups += 1
+            self._num_waited += must_wait
+            self._num_lacking += len(self._out)
             self._out.add(permit)
 
     def hold(self, permit: Permit) -> None:
@@ -143,10 +147,12 @@ class StalenessSemaphore:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _holds_all(self, permit: Permit) -> bool:
-        """Return whether the thread that waits for a batch holds all that are out."""
+    def _has_one_for(self, permit: Permit) -> bool:
+        """Return whether one is left, or its thread holds the batches of all others."""
         thread = permit.holder
-        return thread is not None and all(out.holder == thread for out in self._out)
+        return len(self._out) < self._num or (
+            thread is not None and all(out.holder == thread for out in self._out)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,29 +206,21 @@ class TrainingSummary:
 
 
 class Tally:
-    """Counts of one pipeline, and its warnings. Any thread may call any method."""
+    """Counts of one pipeline, and its warnings. Any thread may call any method.
+
+    Attributes:
+        total: what became of all updates so far.
+        num_dropped: batches that a model used, and that got no backward pass.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._total = PushOutcome()  # guarded by _lock
-        self._window = PushOutcome()  # guarded by _lock
-        self._num_in_window = 0  # guarded by _lock
-        self._fraction_to_warn_of = _EVICTED_FRACTION  # guarded by _lock
-        self._num_dropped = 0  # guarded by _lock
-        self._num_in_row = 0  # without a backward pass. guarded by _lock
-        self._max_in_row: int | None = _MAX_DROPPED_AT_FIRST  # guarded by _lock
-
-    @property
-    def total(self) -> PushOutcome:
-        """What became of all updates so far."""
-        with self._lock:
-            return self._total
-
-    @property
-    def num_dropped(self) -> int:
-        """Batches that a model used, and that got no backward pass."""
-        with self._lock:
-            return self._num_dropped
+        self._lock = threading.Lock()  # of all below; the public ones may be read
+        self.total = self._before_window = NOTHING
+        self.num_dropped = 0
+        self._num_in_window = 0
+        self._fraction_to_warn_of = _EVICTED_FRACTION
+        self._num_in_row = 0  # without a backward pass
+        self._max_in_row: int | None = _MAX_DROPPED_AT_FIRST
 
     def pushed(self) -> None:
         """Count a batch that got its backward pass."""
@@ -234,7 +232,7 @@ class Tally:
     def dropped(self) -> None:
         """Count a batch that a model used, and that got no backward pass."""
         with self._lock:
-            self._num_dropped += 1
+            self.num_dropped += 1
             self._num_in_row += 1
             if self._num_in_row != self._max_in_row:
                 return
@@ -249,18 +247,19 @@ class Tally:
 
     def applied(self, outcome: PushOutcome) -> None:
         """Count an acknowledged update."""
+        num_evicted = num_gradients = 0
+        fraction = 0.0
         with self._lock:
-            previous, self._total = (
-                self._total,
-                PushOutcome(*map(add, self._total, outcome)),
-            )
-            num_refused = self._total.num_refused
-            self._window = window = PushOutcome(*map(add, self._window, outcome))
+            previous = self.total.num_refused
+            sums = map(add, *map(msgspec.structs.astuple, (self.total, outcome)))
+            self.total = total = PushOutcome(*sums)
             self._num_in_window += 1
-            fraction = 0.0
             if self._num_in_window == _WINDOW_UPDATES:
-                self._window, self._num_in_window = PushOutcome(), 0
-                fraction = window.num_evicted / max(window.num_gradients, 1)
+                before, self._before_window = self._before_window, total
+                num_evicted = total.num_evicted - before.num_evicted
+                num_gradients = total.num_gradients - before.num_gradients
+                fraction = num_evicted / max(num_gradients, 1)
+                self._num_in_window = 0
             is_much = fraction >= self._fraction_to_warn_of
             if is_much:
                 self._fraction_to_warn_of = 2 * fraction
@@ -271,14 +270,13 @@ class Tally:
                 "capacity, add servers, or lower the staleness.",
                 100 * fraction,
                 _WINDOW_UPDATES,
-                window.num_evicted,
-                window.num_gradients,
+                num_evicted,
+                num_gradients,
             )
-        if num_refused and len(str(num_refused)) > (
-            len(str(previous.num_refused)) if previous.num_refused else 0
-        ):
+        num_digits = len(str(previous)) if previous else 0
+        if total.num_refused and len(str(total.num_refused)) > num_digits:
             logger.warning(
                 "refused=%d gradients of rows so far, which were not finite: they were "
                 "dropped. Does the training diverge?",
-                num_refused,
+                total.num_refused,
             )

@@ -18,7 +18,7 @@ import numpy as np
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.client.codec import body_of, stamp
+from persia_torchrec.client.codec import body_of
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.embedding.data import ReferencedBatch
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError, WireError
@@ -196,9 +196,9 @@ class RemoteWorkers:
         else:
             worker = next(self._num_direct) % self.num_workers
             frames = [encode_json(None), *encode_bags(source)]
-        header = Header(Kind.FORWARD, precision=self._precision)
-        if number is not None:
-            header = stamp(header, number, TRAINING)
+        flags = 0 if number is None else TRAINING
+        number = number or BatchNumber(0, 0)
+        header = self._header(Kind.FORWARD, number, flags)
         reply = self._send(worker, header, frames, "lookup").frames()
         told: _Forwarded = decode_json(reply[:2], _Forwarded)
         num_outputs, num_places = len(told.outputs), len(told.places)
@@ -218,12 +218,11 @@ class RemoteWorkers:
             _shaped(array_of(frame, np.int32), shape)
             for frame, shape in zip(reply[2 + num_outputs :], told.places, strict=True)
         )
-        number = number or BatchNumber(0, 0)
         return outputs, RemoteBatch(worker, number, places, told.slots)
 
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""
-        header = stamp(Header(Kind.BACKWARD, precision=self._precision), handle.number)
+        header = self._header(Kind.BACKWARD, handle.number)
         began_s = time.perf_counter()
         frames: Frames = [encode_floats(grad, self._precision) for grad in grads]
         reply = self._send(handle.worker, header, frames, "update")
@@ -236,12 +235,16 @@ class RemoteWorkers:
 
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
         """Tell that a training batch gets no gradients."""
-        header = stamp(Header(Kind.ABANDON), handle.number)
+        header = self._header(Kind.ABANDON, handle.number)
         return [self._send(handle.worker, header, [encode_json(None)], "giving up")]
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self._connections.close()
+
+    def _header(self, kind: Kind, number: BatchNumber, flags: int = 0) -> Header:
+        stream, batch, _ = number
+        return Header(kind, 0, 0, stream, batch, self._precision, flags)
 
     def _send(
         self,

@@ -200,12 +200,12 @@ class WorkerProcess:
             case Kind.FORWARD:
                 return self._forward(header, frames)
             case Kind.BACKWARD:
-                return [encode_json(self._backward(header, frames))]
+                return [msgspec.json.encode(self._backward(header, frames))]
             case Kind.ABANDON:
                 with self._open.taken(_number(header)) as batch:
                     replies = self._lookup.abandon(batch)
                     outcome = PushOutcome.read(reply.frames() for reply in replies)
-                return [encode_json(outcome.to_json())]
+                return [msgspec.json.encode(outcome)]
             case Kind.BUFFER_IDS:
                 bags = decode_bags(frames[1:])
                 self._lookup.select(bags)
@@ -246,7 +246,7 @@ class WorkerProcess:
             *map(bytes_of, batch.places),
         ]
 
-    def _backward(self, header: Header, frames: Sequence[Frame]) -> dict[str, int]:
+    def _backward(self, header: Header, frames: Sequence[Frame]) -> PushOutcome:
         with self._open.taken(_number(header)) as batch:
             shapes = self._lookup.shapes(batch)
             if len(frames) != 1 + len(shapes):
@@ -257,7 +257,7 @@ class WorkerProcess:
                 decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
                 for frame, shape in zip(frames[1:], shapes, strict=True)
             )
-            return self._lookup.update(batch, grads).to_json()
+            return self._lookup.update(batch, grads)
 
 
 def _number(header: Header) -> BatchNumber:

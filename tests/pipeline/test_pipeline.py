@@ -4,12 +4,13 @@ import time
 from collections import deque
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from persia_torchrec import AdmitFrequency, Constant
 from persia_torchrec.client.client import Reply
-from persia_torchrec.client.codec import PushOutcome
+from persia_torchrec.client.codec import NOTHING
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import (
     BatchError,
@@ -23,7 +24,7 @@ from persia_torchrec.lookup.bags import Bags, FeatureSpec
 from persia_torchrec.lookup.sharded_lookup import ShardedLookup
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import Header, Kind, encode_json
+from persia_torchrec.wire.messages import Header, Kind
 from tests.servers import DEADLINE_S, ids_of
 
 # With these, the weight of an id is the number of updates it has seen.
@@ -555,7 +556,7 @@ def test_a_change_waits_until_the_pushes_before_it_are_acknowledged(train):
     with pytest.raises(TimeoutError):
         done.result(0.3)
     assert trainer.client.table("count").optimizer == SGD(1.0)
-    nothing = encode_json(PushOutcome().to_json())
+    nothing = msgspec.json.encode(NOTHING)
     acknowledgement.set_result((Header(Kind.REPLY), [b"", nothing]))
     done.result(DEADLINE_S)
     assert trainer.client.table("count").optimizer == SGD(10.0)

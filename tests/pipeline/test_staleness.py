@@ -4,7 +4,7 @@ import time
 import pytest
 
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
-from persia_torchrec.pipeline.staleness import LookupCounts, Permit, StalenessSemaphore
+from persia_torchrec.pipeline.staleness import Permit, StalenessSemaphore
 from tests.servers import DEADLINE_S
 
 
@@ -125,26 +125,38 @@ def test_closing_fails_who_waits_and_who_comes_later():
     assert errors == ["The embedding pipeline is closed."] * 2
 
 
-def test_no_permits_at_all_are_refused():
-    with pytest.raises(ConfigError, match=r"at least one permit\. Received: 0\."):
-        StalenessSemaphore(0, timeout_s=1.0)
+def test_the_bound_changes_when_all_permits_are_back():
+    permits = StalenessSemaphore(1, timeout_s=0.05)
+    first = take(permits)
+    with pytest.raises(ConfigError, match=r"no batch is in flight\. Received: 1 batch"):
+        permits.resize(3, timeout_s=0.05)
+    threading.Timer(0.05, permits.give_back, (first,)).start()
+    permits.resize(3, timeout_s=DEADLINE_S)
+    for _ in range(3):
+        take(permits)
+    with pytest.raises(StalenessError):
+        take(permits)
+
+
+def counts(permits):
+    """Return lookups, those that waited, and the updates that they lacked."""
+    return tuple(permits.counts().values())[:3]
 
 
 def test_a_permit_counts_what_its_batch_lacks_and_whether_it_waited():
     permits = StalenessSemaphore(2, timeout_s=DEADLINE_S)
     first, second = take(permits), take(permits)
-    assert permits.counts() == LookupCounts(num=2, num_waited=0, num_lacking=1)
+    assert counts(permits) == (2, 0, 1)
     waiting = threading.Thread(target=lambda: take(permits))
     waiting.start()
     waiting.join(0.05)
-    assert permits.counts().num == 2
+    assert counts(permits)[0] == 2
     permits.give_back(second)
     waiting.join(DEADLINE_S)
-    assert permits.counts() == LookupCounts(num=3, num_waited=1, num_lacking=2)
-    following = StalenessSemaphore(1, timeout_s=DEADLINE_S, counts=permits.counts())
-    take(following)
-    assert following.counts() == LookupCounts(num=4, num_waited=1, num_lacking=2)
+    assert counts(permits) == (3, 1, 2)
     permits.give_back(first)
+    take(permits)
+    assert counts(permits) == (4, 1, 3)
 
 
 def test_a_permit_that_never_came_is_no_lookup():
@@ -152,4 +164,4 @@ def test_a_permit_that_never_came_is_no_lookup():
     take(permits)
     with pytest.raises(StalenessError):
         take(permits)
-    assert permits.counts() == LookupCounts(num=1)
+    assert counts(permits) == (1, 0, 0)

@@ -110,8 +110,8 @@ class TestCounts:
     ):
         client, store = recording.client, recording.store
         client.add_tables([ITEM, COUNTING])
-        assert not client.known_table("item").wants_counts
-        assert client.known_table("counting").wants_counts
+        assert not client.tables["item"].wants_counts
+        assert client.tables["counting"].wants_counts
         split = client.split(ids_of(5, 6))
         tables = [("item", split), ("counting", split), ("counting", split)]
         some = np.array([3, 9], dtype=np.uint32)

@@ -103,13 +103,13 @@ class PatientClient(EmbeddingClient):
     def wait_for_lookups(self) -> None:
         """Wait for all lookups but those that wait for a permit themselves."""
         for batch in list(self.batches):
-            semaphore = batch.semaphore
+            semaphore = batch._pipeline.semaphore
             while not batch.is_here(0.01):
                 is_out = batch.permit in semaphore._out
                 if (
                     batch.is_training
                     and not is_out
-                    and len(semaphore._out) >= (semaphore.num)
+                    and len(semaphore._out) >= (semaphore._num)
                 ):
                     break
 

@@ -121,7 +121,8 @@ class Answering:
     def _tell(self, dims):
         specs = [replace(ITEM, dim=dim).to_json() for dim in dims]
         tables = [{"number": 0, "wants_counts": False, "spec": spec} for spec in specs]
-        return {"tables": tables}
+        hello = {"shard": 0, "num_shards": 2, "incarnation": 1, "max_request_ids": 9}
+        return {**hello, "tables": tables}
 
 
 def test_a_worker_beside_a_job_must_be_told_the_servers(monkeypatch, capfd):
