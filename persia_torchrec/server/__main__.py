@@ -61,40 +61,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the server; return the process's exit status."""
     flags = given_flags(ServerFlags, argv, prog="python -m persia_torchrec.server")
     keep_freed_memory()
-    if flags.pop("standalone", False):
-        return run_service(logger.name, lambda: _serve_child(flags), "WARNING")
-    return run_service(logger.name, lambda: _serve(flags))
+    is_child = flags.pop("standalone", False)
+    level = "WARNING" if is_child else "INFO"
+    return run_service(logger.name, lambda: _serve(flags, is_child=is_child), level)
 
 
-def _serve_child(flags: dict[str, Any]) -> None:
-    # Its settings are those of the process that started it, and of no environment.
+def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
     path = flags.pop("global_config", None)
-    _set_replica(flags)
-    with ChildLifetime() as life:
-        _run(_config(flags, path, life.host), life)
-
-
-def _serve(flags: dict[str, Any]) -> None:
-    path = flags.pop("global_config", None) or env.global_config_path()
-    _set_replica(flags)
+    shard = flags.setdefault("shard", env.get_replica_index())
+    num_shards = flags.setdefault("num_shards", env.get_replica_size())
+    if is_child:  # its settings are not of the environment, but of its parent
+        with ChildLifetime() as life:
+            _run(_config(flags, path, life.host), life)
+        return
+    path = path or env.global_config_path()
     infer = inference_settings(path)
     if infer is not None:
         with Lifetime(infer.listen_host) as life:
-            _run(_inference_config(flags, path, infer), life)
+            _run(_config(flags, path, life.host, infer), life)
         return
     store = env.require_job_store(
         "An embedding server",
         ", or pass --standalone, or a global_config.yml with job_type: Infer",
     )
     # A member before anything can go wrong, so that the job learns of it.
-    shard, num_shards = flags["shard"], flags["num_shards"]
     with JobMember("server", shard, num_shards, store=store) as member:
         _run(_config(flags, path, member.host), member)
-
-
-def _set_replica(flags: dict[str, Any]) -> None:
-    flags.setdefault("shard", env.get_replica_index())
-    flags.setdefault("num_shards", env.get_replica_size())
 
 
 def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
@@ -112,32 +104,32 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     server.serve_and_push(tell_ready)
 
 
-def _config(flags: dict[str, Any], path: str | Path | None, host: str) -> ServerConfig:
+def _config(
+    flags: dict[str, Any],
+    path: str | Path | None,
+    host: str,
+    infer: InferSettings | None = None,
+) -> ServerConfig:
     """Return the settings: flags first, then the file, then defaults."""
     config = ServerConfig(shard=flags["shard"], num_shards=flags["num_shards"])
     if path is not None:
         settings = load_global_config(path, warns=config.shard == 0)
         config = apply_global_config(config, settings)
-    return replace(config, **{"host": host, **flags})
-
-
-def _inference_config(
-    flags: dict[str, Any], path: str | Path | None, infer: InferSettings
-) -> ServerConfig:
+    if infer is None:
+        return replace(config, **{"host": host, **flags})
     if flags.get("checkpoint") is not None:
         raise ConfigError(
             "--checkpoint is for servers of a job. Received: it, and job_type: Infer, "
             "whose embedding_checkpoint says what to serve. Leave one of them out."
         )
-    if len(infer.servers) != flags["num_shards"]:
+    if len(infer.servers) != config.num_shards:
         raise ConfigError(
             "infer_config.servers must list all embedding servers, in the order of "
             f"their shards. Received: {len(infer.servers)} addresses, and "
-            f"{flags['num_shards']} servers (--num-shards, or REPLICA_SIZE)."
+            f"{config.num_shards} servers (--num-shards, or REPLICA_SIZE)."
         )
-    config = _config(flags, path, infer.listen_host)
-    port = flags.get("port", infer.port_of(config.shard))
-    return replace(config, port=port, checkpoint=infer.embedding_checkpoint)
+    served = {"port": infer.port_of(config.shard), "host": host, **flags}
+    return replace(config, **{**served, "checkpoint": infer.embedding_checkpoint})
 
 
 if __name__ == "__main__":

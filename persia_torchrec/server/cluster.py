@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal, Self
 
 from persia_torchrec import timeouts
@@ -180,18 +180,11 @@ class EmbeddingCluster:
 
 
 def _start(config: ServerConfig) -> "subprocess.Popen[str]":
+    settings = asdict(config)
+    capacity, imports = settings.pop("capacity_rows"), list(settings.pop("imports"))
+    del settings["metrics"]  # has no flag
     flags = format_flags(
-        standalone=True,
-        shard=config.shard,
-        num_shards=config.num_shards,
-        host=config.host,
-        capacity=config.capacity_rows,
-        eviction=config.eviction,
-        optimizer_engine=config.optimizer_engine,
-        incremental_dir=config.incremental_dir,
-        incremental_interval_s=config.incremental_interval_s,
-        checkpoint=config.checkpoint,
-        import_=list(config.imports),
+        standalone=True, capacity=capacity, import_=imports, **settings
     )
     command = [sys.executable, "-m", "persia_torchrec.server", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -9,11 +9,8 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
 _AT_LEAST_ONE = (
-    "update_queue_batches",
-    "joint_update_bytes",
-    "max_request_ids",
-    "incremental_buffer_rows",
-    "incremental_queue",
+    *("update_queue_batches", "joint_update_bytes", "max_request_ids"),
+    *("incremental_buffer_rows", "incremental_queue"),
 )
 
 
@@ -64,24 +61,16 @@ class ServerConfig:
     admissions of its own; may be given several times."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.shard < self.num_shards:
-            raise ConfigError(
-                f"shard must be in [0, {self.num_shards}). Received: {self.shard}."
-            )
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(
-                f"port must be in [0, {MAX_PORT}]. Received: {self.port}."
-            )
-        if self.incremental_interval_s <= 0:
-            raise ConfigError(
-                "incremental_interval_s must be > 0. "
-                f"Received: {self.incremental_interval_s}."
-            )
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} must be >= 1. Received: {getattr(self, name)}."
-                )
+        rules = {
+            "shard": (0 <= self.shard < self.num_shards, f"in [0, {self.num_shards})"),
+            "port": (0 <= self.port <= MAX_PORT, f"in [0, {MAX_PORT}]"),
+            "incremental_interval_s": (self.incremental_interval_s > 0, "> 0"),
+            **{name: (getattr(self, name) >= 1, ">= 1") for name in _AT_LEAST_ONE},
+        }
+        for name, (holds, must) in rules.items():
+            if not holds:
+                received = getattr(self, name)
+                raise ConfigError(f"{name} must be {must}. Received: {received}.")
 
     def make_store(self) -> EmbeddingStore:
         """Return an empty store with these settings."""

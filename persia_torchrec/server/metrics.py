@@ -12,49 +12,66 @@ metrics: the value of the last request is here the mean since the previous push.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from persia_torchrec.metrics import Means, Reading
 
 Counters = Mapping[str, int]
 
-STAGES = [
-    "idle",
-    "receive",
-    "decode",
-    "lookup",
-    "inference",
-    "update",
-    "write",
-    "encode",
-    "send",
-    "sweep",
-    "dump",
-    "other",
-]
+STAGES = (
+    *("idle", "receive", "decode", "lookup", "inference", "update", "write", "encode"),
+    *("send", "sweep", "dump", "other"),
+)
 """What the serving thread does."""
 
-GAUGES = frozenset(
-    [
-        "rows",
-        "capacity_rows",
-        "bytes",
-        "hinted_slots",
-        "updates_queued",
-        "joint_steps",
-        "joint_bytes",
-        "open_batches",
-        "increments",
-        "increments_waiting",
-        "increment_delay_ms",
-        "following_lost",
-    ]
-)
+GAUGES = {
+    *("rows", "capacity_rows", "bytes", "hinted_slots", "updates_queued"),
+    *("joint_steps", "joint_bytes", "open_batches", "increments"),
+    *("increments_waiting", "increment_delay_ms", "following_lost"),
+}
 """Counters of a server that go up and down; so do those that end in ``_max``."""
 
 _ASK_TIMEOUT_S = 2.0
 
 _PAGE = "see persia_torchrec/server/METRICS.md"
+
+_MEANS = {
+    "index_miss_ratio": (
+        *("misses", "hits misses"),
+        "fraction of the ids looked up that have no row",
+    ),
+    "lookup_hashmap_time_cost_sec": (
+        *(
+            "lookup_us",
+            "requests_train requests_read requests_metadata requests_export",
+        ),
+        "time in the store per training lookup or read of rows",
+    ),
+    "lookup_inference_batch_time_cost_sec": (
+        *("inference_us", "requests_lookup_inference"),
+        "time in the store per read-only lookup",
+    ),
+    "set_embedding_time_cost_sec": (
+        *("write_us", "requests_write", "time in the store per write of rows"),
+    ),
+    "decode_indices_time_cost_sec": (
+        *("decode_us", "requests_lookup requests_update requests_write"),
+        "time to decode a lookup, an update or a write",
+    ),
+    "encode_embedding_time_cost_sec": (
+        *("encode_us", "requests_lookup", "time to encode the reply of a lookup"),
+    ),
+}
+"""PERSIA's means: a counter divided by the sum of others, and help. A counter of
+microseconds becomes one of seconds."""
+
+_COUNTS = {
+    "index_miss_count": ("misses", "ids looked up that have no row"),
+    "gradient_id_miss_count": (
+        "gradients_missed",
+        "ids updated that have no row: evicted since the lookup, or not admitted",
+    ),
+}
 
 
 class Stages:
@@ -110,56 +127,6 @@ class Snapshots:
             self._changed.notify_all()
 
 
-class _Mean(NamedTuple):
-    """A metric of PERSIA as a quotient of counters since the previous push."""
-
-    total: str
-    nums: str
-    help: str
-    scale: float = 1e-6
-    """A unit of ``total`` in that of the metric; by default microseconds in s."""
-
-
-_MEANS = {
-    "index_miss_ratio": _Mean(
-        "misses",
-        "hits misses",
-        "fraction of the ids looked up that have no row",
-        scale=1.0,
-    ),
-    "lookup_hashmap_time_cost_sec": _Mean(
-        "lookup_us",
-        "requests_train requests_read requests_metadata requests_export",
-        "time in the store per training lookup or read of rows",
-    ),
-    "lookup_inference_batch_time_cost_sec": _Mean(
-        "inference_us",
-        "requests_lookup_inference",
-        "time in the store per read-only lookup",
-    ),
-    "set_embedding_time_cost_sec": _Mean(
-        "write_us", "requests_write", "time in the store per write of rows"
-    ),
-    "decode_indices_time_cost_sec": _Mean(
-        "decode_us",
-        "requests_lookup requests_update requests_write",
-        "time to decode a lookup, an update or a write",
-    ),
-    "encode_embedding_time_cost_sec": _Mean(
-        "encode_us", "requests_lookup", "time to encode the reply of a lookup"
-    ),
-}
-
-_COUNTS = (
-    ("index_miss_count", "misses", "ids looked up that have no row"),
-    (
-        "gradient_id_miss_count",
-        "gradients_missed",
-        "ids updated that have no row: evicted since the lookup, or not admitted",
-    ),
-)
-
-
 class ServerReadings:
     """The metrics of a server, of ``Snapshots.ask``. Owned by the pushing thread."""
 
@@ -172,8 +139,17 @@ class ServerReadings:
         counters = self._ask(_ASK_TIMEOUT_S)
         if counters is None:
             return []
-        readings = self._read_means(counters)
-        for name, counter, help_ in _COUNTS:
+        inference = counters.get("requests_lookup_inference", 0)
+        training = counters.get("requests_lookup", 0) - inference
+        of_means = {**counters, "requests_train": training}
+        readings = []
+        for name, (total, numbers, help_) in _MEANS.items():
+            sum_ = of_means.get(total, 0) / (1e6 if total.endswith("_us") else 1)
+            num = sum(of_means.get(number, 0) for number in numbers.split())
+            mean = self._means.since_last(name, sum_, num)
+            if mean is not None:
+                readings.append(Reading(name, mean, help_))
+        for name, (counter, help_) in _COUNTS.items():
             readings.append(Reading(name, counters.get(counter, 0), help_, "untyped"))
         if "increment_delay_ms" in counters:
             help_ = "time from the writing of an increment until a follower applied it"
@@ -183,17 +159,4 @@ class ServerReadings:
             is_gauge = name in GAUGES or name.endswith("_max")
             kind: Literal["gauge", "counter"] = "gauge" if is_gauge else "counter"
             readings.append(Reading(f"persia_{name}", value, _PAGE, kind))
-        return readings
-
-    def _read_means(self, counters: Counters) -> list[Reading]:
-        inference = counters.get("requests_lookup_inference", 0)
-        training = counters.get("requests_lookup", 0) - inference
-        counters = {**counters, "requests_train": training}
-        readings = []
-        for name, mean in _MEANS.items():
-            total = mean.scale * counters.get(mean.total, 0)
-            num = sum(counters.get(counter, 0) for counter in mean.nums.split())
-            value = self._means.since_last(name, total, num)
-            if value is not None:
-                readings.append(Reading(name, value, mean.help))
         return readings

@@ -1,8 +1,8 @@
 """Training batches between their lookup and their update, and how stale they are.
 
-The staleness bound limits the open batches of a stream (one trainer's embedding
-collection). While a batch is open, the server keeps the slots of its rows, which its
-update needs again, and how many updates each of its watched ids has had:
+While a batch of a stream (one trainer's embedding collection) is open, the server keeps
+the slots of its rows, which its update needs again, and how many updates each of its
+watched ids has had:
 
     lookup of a batch    remember the number of updates of each watched id so far
     update of a batch    the updates since then, of all trainers, are the staleness of
@@ -46,15 +46,12 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 _ARRAY_COST = 64  # what an array costs besides its slots, in slots
 
 
-class LookupSlots(NamedTuple):
-    """Where a lookup found the rows of one table, in the order of the request."""
-
-    table: int
-    slots: Slots
+TableSlots = tuple[int, Slots]
+"""A table, and where a lookup found its rows, in the order of the request."""
 
 
 class _Lookup(NamedTuple):
-    slots: list[LookupSlots]
+    slots: list[TableSlots]
     watched: Offsets
     seen: Counts  # their updates at the lookup
     cost: int
@@ -71,7 +68,7 @@ class OpenBatches:
     def __init__(self, max_slots: int = MAX_SLOTS) -> None:
         self._max_slots = max_slots
         self._open: dict[int, set[int]] = {}
-        self._num_open = self._max_open = 0
+        self._max_open = 0
         self._lookups: OrderedDict[Batch, list[_Lookup]] = OrderedDict()
         self._num_updates: Counts = np.zeros(_NUM_COUNTERS, dtype=np.uint32)
         self.num_slots = 0
@@ -87,6 +84,7 @@ class OpenBatches:
         stream, number = batch
         numbers = self._open.setdefault(stream, set())
         numbers.add(number)
+        self._max_open = max(self._max_open, len(numbers))
         if len(numbers) > _MAX_OPEN:
             # A trainer that died leaves its stream open; a live one is bounded.
             for forgotten in numbers:
@@ -95,22 +93,20 @@ class OpenBatches:
         watched_N = find_watched(tables)
         kept, cost = [], _ARRAY_COST
         for t, slots_N in zip(tables, slots, strict=True):
-            kept.append(LookupSlots(t.table, slots_N))
+            kept.append((t.table, slots_N))
             cost += len(slots_N) + _ARRAY_COST
         lookup = _Lookup(kept, watched_N, self._num_updates[watched_N], cost)
         self._lookups.setdefault(batch, []).append(lookup)
         self.num_slots += cost
         while self.num_slots > self._max_slots:
             self._pop(next(iter(self._lookups)))
-        self._num_open = max(map(len, self._open.values()))
-        self._max_open = max(self._max_open, self._num_open)
 
-    def apply(self, batches: Sequence[Batch]) -> list[list[LookupSlots]]:
+    def apply(self, batches: Sequence[Batch]) -> list[list[TableSlots]]:
         """The updates of batches are applied as one: each row gets one update more.
 
         Returns the slots of each batch, as far as they are kept.
         """
-        slots: list[list[LookupSlots]] = []
+        slots: list[list[TableSlots]] = []
         watched = []
         for batch in batches:
             slots.append([])
@@ -128,13 +124,11 @@ class OpenBatches:
     def end(self, batch: Batch) -> None:
         """The update of a batch has been applied, or its trainer gave it up."""
         stream, number = batch
-        if batch in self._lookups:  # its update was not applied
-            self._pop(batch)
+        self._pop(batch)  # if its update was not applied
         numbers = self._open.get(stream, set())
         numbers.discard(number)
         if not numbers:
             self._open.pop(stream, None)
-        self._num_open = max(map(len, self._open.values()), default=0)
 
     def clear_slots(self) -> None:
         """Forget all slots: the rows were dropped."""
@@ -148,14 +142,13 @@ class OpenBatches:
         return {
             **{f"staleness_{k}": int(self.histogram[k]) for k in range(num)},
             "hinted_slots": self.num_slots,
-            "open_batches": self._num_open,
+            "open_batches": max(map(len, self._open.values()), default=0),
             "open_batches_max": self._max_open,
         }
 
     def _pop(self, batch: Batch) -> list[_Lookup]:
         lookups = self._lookups.pop(batch, [])
-        for lookup in lookups:
-            self.num_slots -= lookup.cost
+        self.num_slots -= sum(lookup.cost for lookup in lookups)
         return lookups
 
 

@@ -34,21 +34,8 @@ from persia_torchrec.server.shard import (
 from persia_torchrec.server.updates import Member, Update
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
-    COUNTS,
-    MAX_MEMBER_CHARS,
-    METADATA_COLUMNS,
-    SHARE,
-    STATE,
-    TRAINING,
-    Frames,
-    Kind,
-    Share,
-    bytes_of,
-    decode_counts,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire import messages
+from persia_torchrec.wire.messages import Frames, Kind, Share, bytes_of, encode_json
 from persia_torchrec.wire.precision import encode_floats, size_of
 from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
@@ -57,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 def _answer_lookup(shard: Shard, request: Request) -> Frames:
     header, frames = request.header, request.frames
-    has_counts = bool(header.flags & COUNTS)
-    training = bool(header.flags & TRAINING)
+    has_counts = bool(header.flags & messages.COUNTS)
+    training = bool(header.flags & messages.TRAINING)
     store, states = shard.store, shard.store.states
     tables = shard.read_ids(frames, 4 if has_counts else 3)
-    counts = decode_counts(frames) if has_counts else None
+    counts = messages.decode_counts(frames) if has_counts else None
     num_floats = 0
     for t in tables:
         num_floats += len(t.ids) * states[t.table].spec.dim
@@ -95,7 +82,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
 
 def _answer_update(shard: Shard, request: Request) -> None:
     header, frames = request.header, request.frames
-    is_share = bool(header.flags & SHARE)
+    is_share = bool(header.flags & messages.SHARE)
     tables = shard.read_ids(frames, 5 if is_share else 4)
     grads = shard.read_rows(tables, frames[3], header.precision)
     batch = header.stream, header.batch
@@ -108,12 +95,12 @@ def _answer_update(shard: Shard, request: Request) -> None:
 
 
 class _Join(msgspec.Struct):
-    who: Annotated[str, msgspec.Meta(max_length=MAX_MEMBER_CHARS)]
-    ended: Annotated[str, msgspec.Meta(max_length=MAX_MEMBER_CHARS)]
+    who: Annotated[str, msgspec.Meta(max_length=messages.MAX_MEMBER_CHARS)]
+    ended: Annotated[str, msgspec.Meta(max_length=messages.MAX_MEMBER_CHARS)]
 
 
 def _answer_join(shard: Shard, request: Request) -> Frames:
-    join = decode_json(request.frames[:2], _Join)
+    join = messages.decode_json(request.frames[:2], _Join)
     share = Share.decode(request.frames, num_frames=3)
     gone = shard.joint_steps.join(share, Member(request.peer, join.who, join.ended))
     return [encode_json(", ".join(gone))]
@@ -127,7 +114,7 @@ def _answer_leave(shard: Shard, request: Request) -> Frames:
 def _answer_write(shard: Shard, request: Request) -> Frames:
     header, frames = request.header, request.frames
     tables = shard.read_ids(frames, 4)
-    has_state = bool(header.flags & STATE)
+    has_state = bool(header.flags & messages.STATE)
     rows = shard.read_rows(tables, frames[3], header.precision, has_state=has_state)
     shard.stages.lap("decode")
     for t, rows_NK in zip(tables, rows, strict=True):
@@ -147,7 +134,7 @@ def _answer_read(shard: Shard, request: Request) -> Frames:
 
 def _answer_metadata(shard: Shard, request: Request) -> Frames:
     tables = shard.read_ids(request.frames, 3)
-    require_reply_fits(4 * METADATA_COLUMNS * sum(len(t.ids) for t in tables))
+    require_reply_fits(4 * messages.METADATA_COLUMNS * sum(len(t.ids) for t in tables))
     reply: Frames = []
     for t in tables:
         found = shard.store.metadata(t.table, t.ids)
@@ -164,7 +151,7 @@ class _Export(msgspec.Struct):
 
 
 def _answer_export(shard: Shard, request: Request) -> Frames:
-    asked = decode_json(request.frames, _Export)
+    asked = messages.decode_json(request.frames, _Export)
     shard.require_table(asked.table)
     max_rows, most = asked.max_rows, shard.config.max_request_ids
     if max_rows > most:
@@ -189,7 +176,7 @@ class _Step(msgspec.Struct):
 
 
 def _answer_step(shard: Shard, request: Request) -> Frames:
-    asked = decode_json(request.frames, _Step)
+    asked = messages.decode_json(request.frames, _Step)
     shard.require_table(asked.table)
     shard.apply_all_updates()  # they count
     if asked.step is not None:
@@ -209,7 +196,7 @@ def _answer_hello(shard: Shard, _: Request) -> Frames:
 
 
 def _answer_add_tables(shard: Shard, request: Request) -> Frames:
-    descriptions = decode_json(request.frames, list[dict[str, Any]])
+    descriptions = messages.decode_json(request.frames, list[dict[str, Any]])
     specs = [TableSpec.from_json(description) for description in descriptions]
     shard.apply_all_updates()  # with the settings that they were sent under
     shard.stages.lap("update")
@@ -255,7 +242,7 @@ def _answer_shutdown(shard: Shard, _: Request) -> Frames:
 def _answer_checkpoint(shard: Shard, request: Request) -> Frames:
     assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
     shard.apply_all_updates()  # acknowledged updates are in a dump
-    asked = decode_json(request.frames, CheckpointRequest)
+    asked = messages.decode_json(request.frames, CheckpointRequest)
     return [msgspec.json.encode(shard.checkpoints.begin(asked))]
 
 
@@ -265,7 +252,7 @@ class _Progress(msgspec.Struct):
 
 def _answer_progress(shard: Shard, request: Request) -> Frames:
     assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
-    asked = decode_json(request.frames, _Progress)
+    asked = messages.decode_json(request.frames, _Progress)
     return [msgspec.json.encode(shard.checkpoints.progress(asked.task))]
 
 

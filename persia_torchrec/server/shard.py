@@ -24,16 +24,8 @@ from persia_torchrec.server.metrics import Stages
 from persia_torchrec.server.open_batches import OpenBatches
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint
 from persia_torchrec.server.updates import JointSteps, Update, build_gradients
-from persia_torchrec.wire.messages import (
-    Frame,
-    Frames,
-    Header,
-    Kind,
-    Precision,
-    TableIds,
-    decode_segments,
-    encode_json,
-)
+from persia_torchrec.wire import messages
+from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, TableIds
 from persia_torchrec.wire.precision import Floats, decode_floats
 from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES, Listener
 
@@ -98,7 +90,7 @@ class Shard:
         for update in updates:
             self.open_batches.end(update.batch)
             ack = Header(Kind.REPLY, update.header.request)
-            self._listener.send(update.peer, ack, [encode_json(outcome)])
+            self._listener.send(update.peer, ack, [messages.encode_json(outcome)])
         self.stages.lap("send")
 
     def refuse(self, peer: bytes, request: int, exc: Exception) -> None:
@@ -149,7 +141,7 @@ class Shard:
 
     def read_ids(self, frames: Frames, num_frames: int) -> list[TableIds]:
         """Read the ids of each table that a request names."""
-        tables = decode_segments(frames, num_frames=num_frames)
+        tables = messages.decode_segments(frames, num_frames=num_frames)
         num_ids, num_tables = len(frames[2]) // 8, len(self.store.states)
         if num_ids > self.config.max_request_ids:
             raise BatchError(
@@ -174,7 +166,7 @@ class Shard:
         self,
         tables: Sequence[TableIds],
         frame: Frame,
-        precision: Precision,
+        precision: messages.Precision,
         *,
         has_state: bool = False,
     ) -> list[Floats]:

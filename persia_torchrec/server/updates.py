@@ -8,12 +8,9 @@ arrival, and the optimizer sees one gradient per row.
     share of rank 1 ---+--> complete --> applied as one update --> all acknowledged
     rank 2 has left --'
 
-A trainer without gradients gives its share with an empty update, and one without more
-data leaves. A step that waits for a trainer whose connection is lost, or longer than
-its timeout, is refused, and so are all later shares of its group. The last shares of a
-trainer may wait to be read when its connection is lost: so it counts as lost only after
-``_GRACE_S``, and when the server has read every message since, or has not managed to
-within ``_MAX_UNREAD_S``.
+A trainer without gradients gives its share with an empty update. A step that waits for
+a trainer whose connection is lost, or longer than its timeout, is refused, and so are
+all later shares of its group.
 
 Dimension key:
     N: ids of one table in one trainer's update
@@ -34,7 +31,7 @@ from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.errors import BatchError, PersiaError, StoreError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
-from persia_torchrec.server.open_batches import Batch, LookupSlots, Slots
+from persia_torchrec.server.open_batches import Batch, Slots, TableSlots
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.wire.messages import Header, Share, TableIds
 from persia_torchrec.wire.precision import Floats
@@ -46,27 +43,28 @@ _MAX_GROUPS = 1024
 """Groups remembered."""
 
 _CHECK_S = 0.5
-"""How soon, and how often, a step checks the trainers that it waits for."""
+"""How often a step checks the trainers that it waits for."""
 
 _GRACE_S = 1.0
 """A connection may be away for so long, and come back."""
 
 _MAX_UNREAD_S = 4.0
-"""How long a server that always has messages to read waits for those of a trainer
-whose connection is lost."""
+"""How long a server that always has messages to read waits for the last shares of a
+trainer whose connection is lost."""
 
 
 class Update(NamedTuple):
-    """One trainer's update, read and checked."""
+    """One trainer's update, read and checked; ``peer`` gets the acknowledgement.
+
+    ``tables`` is empty when the trainer gives up its batch. ``grads`` are float32
+    ``(N, D)`` per table; views of the message, where possible.
+    """
 
     peer: bytes
-    """Gets the acknowledgement."""
     header: Header
     batch: Batch
     tables: list[TableIds]
-    """None when the trainer gives up its batch."""
     grads: list[Floats]
-    """float32 ``(N, D)`` per table; views of the message, where possible."""
 
     @property
     def size_bytes(self) -> int:
@@ -85,13 +83,21 @@ class TableGradients(NamedTuple):
 
 
 def build_gradients(
-    updates: Sequence[Update], slots: Sequence[list[LookupSlots]]
+    updates: Sequence[Update], slots: Sequence[list[TableSlots]]
 ) -> Iterator[TableGradients]:
-    """Yield what is applied together, table by table, in the order of the updates."""
+    """Yield what is applied together, table by table, in the order of the updates.
+
+    Each lookup of a batch, in ``slots``, is used once.
+    """
     pieces: dict[int, list[TableGradients]] = {}
     for update, kept in zip(updates, slots, strict=True):
         for t, grads_ND in zip(update.tables, update.grads, strict=True):
-            hints_N = _take_hints(kept, t.table, len(t.ids))
+            hints_N = None
+            for i, (table, slots_N) in enumerate(kept):
+                if table == t.table and len(slots_N) == len(t.ids):
+                    hints_N = slots_N
+                    del kept[i]
+                    break
             piece = TableGradients(t.table, t.ids, grads_ND, hints_N)
             if len(updates) == 1:
                 yield piece
@@ -99,14 +105,6 @@ def build_gradients(
                 pieces.setdefault(t.table, []).append(piece)
     for to_add in pieces.values():
         yield to_add[0] if len(to_add) == 1 else _add_up(to_add)
-
-
-def _take_hints(kept: list[LookupSlots], table: int, num_ids: int) -> Slots | None:
-    """Return what the first lookup of ``num_ids`` ids of a table found."""
-    for i, found in enumerate(kept):
-        if found.table == table and len(found.slots) == num_ids:
-            return kept.pop(i).slots
-    return None
 
 
 def _add_up(pieces: Sequence[TableGradients]) -> TableGradients:
@@ -134,15 +132,16 @@ def _add(inverse_N: Positions, grads_ND: Floats, out_UD: Floats) -> None:
 
 @dataclass(slots=True)
 class Member:
-    """A trainer of a group, as far as the server knows it."""
+    """A trainer of a group, as far as the server knows it.
+
+    ``who`` is its process and host, if it has said; ``ended`` why it gives no more
+    shares; ``lost_s`` when its connection was first seen to be lost.
+    """
 
     peer: bytes
     who: str = ""
-    """Its process and host; empty if it has not said."""
     ended: str = ""
-    """Why it gives no more shares; empty as long as it may."""
     lost_s: float = math.inf
-    """When its connection was first seen to be lost."""
 
     def describe(self, rank: int) -> str:
         """Return what an error says of it."""
@@ -154,7 +153,6 @@ class Member:
 class _Step:
     """One step that waits: its shares so far, by rank."""
 
-    since_s: float
     timeout_s: float
     deadline_s: float
     num_ranks: int
@@ -163,12 +161,11 @@ class _Step:
 
 @dataclass(slots=True)
 class _Group:
-    """Trainers that step together."""
+    """Trainers that step together; ``left``: by rank, the first step without it."""
 
     members: dict[int, Member] = field(default_factory=dict)
     steps: dict[int, _Step] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
-    """By rank: the first step that it gives no share of."""
     broken: str = ""
 
     def missing(self, number: int) -> list[int]:
@@ -179,6 +176,47 @@ class _Group:
             for rank in range(step.num_ranks)
             if rank not in step.updates and self.left.get(rank, number + 1) > number
         ]
+
+    def require_in_step(self, share: Share) -> None:
+        """Refuse a share that does not fit those that have come."""
+        if self.broken:
+            raise StoreError(self.broken)
+        step = self.steps.get(share.step)
+        if step is not None and step.num_ranks != share.num_ranks:
+            raise BatchError(
+                f"All shares of a step must have the same number of ranks. Received: "
+                f"{share.num_ranks} from rank {share.rank} of step {share.step}, "
+                f"{step.num_ranks} from the others."
+            )
+        is_given = step is not None and share.rank in step.updates
+        if is_given or self.left.get(share.rank, share.step + 1) <= share.step:
+            raise BatchError(
+                f"Rank {share.rank} must give its share of step {share.step} once, and "
+                "before it leaves. Received: another one."
+            )
+
+    def find_fault(self, now_s: float, is_lost: Callable[[Member], bool]) -> str:
+        """Describe the first step that waits too long, or for lost trainers, if any."""
+        for number, step in sorted(self.steps.items()):
+            ranks, known = self.missing(number), self.members
+            must = (
+                f"Step {number} must get the gradients of all {step.num_ranks} "
+                "trainers. Received: none of"
+            )
+            if step.deadline_s <= now_s:
+                return (
+                    f"{must} rank {', '.join(map(str, ranks))} within "
+                    f"{step.timeout_s:g} s. Every trainer must run as many training "
+                    "steps; where data may end earlier, train inside join()."
+                )
+            lost = [r for r in ranks if r in known and is_lost(known[r])]
+            if lost:
+                return (
+                    f"{must} {', '.join(known[r].describe(r) for r in lost)}. See the "
+                    "log of that trainer; where data may end earlier, train inside "
+                    "join()."
+                )
+        return ""
 
 
 class JointSteps:
@@ -206,8 +244,7 @@ class JointSteps:
         self.num_steps = self._max_steps = 0  # that wait
         self._num_bytes = self._most_bytes = 0
         self._num_broken = 0
-        self._next_check_s = math.inf
-        self._all_read_s = -math.inf
+        self._next_check_s = self._all_read_s = -math.inf
 
     def join(self, share: Share, member: Member) -> list[str]:
         """Register a rank, or that it has ended; return which other ranks are gone.
@@ -226,30 +263,31 @@ class JointSteps:
     def add(self, share: Share, update: Update) -> None:
         """Take a trainer's share of a step, or refuse it."""
         group = self._get_group(share.group)
+        size_bytes = update.size_bytes
         try:
-            _require_in_step(group, share)
-            if self._num_bytes + update.size_bytes > self._max_bytes:
+            group.require_in_step(share)
+            if self._num_bytes + size_bytes > self._max_bytes:
                 why = (
                     f"Joint steps may keep {self._max_bytes} bytes of gradients "
-                    f"waiting. Received: {self._num_bytes} bytes, and "
-                    f"{update.size_bytes} more of rank {share.rank}. Raise "
-                    "joint_update_bytes of the server, or lower the staleness."
+                    f"waiting. Received: {self._num_bytes} bytes, and {size_bytes} "
+                    f"more of rank {share.rank}. Raise joint_update_bytes of the "
+                    "server, or lower the staleness."
                 )
                 self._break(group, why)
                 raise StoreError(why)
         except PersiaError as exc:
             self._refuse(update, exc)
             return
-        group.members.setdefault(share.rank, Member(update.peer)).peer = update.peer
+        member = group.members.setdefault(share.rank, Member(update.peer))
+        member.peer, member.lost_s = update.peer, math.inf
         if share.step not in group.steps:
-            now_s, timeout_s = self._clock(), share.timeout_ms / 1000
-            step = _Step(now_s, timeout_s, now_s + timeout_s, share.num_ranks)
-            group.steps[share.step] = step
-            check_s = min(step.deadline_s, step.since_s + _CHECK_S)
-            self._next_check_s = min(self._next_check_s, check_s)
+            timeout_s = share.timeout_ms / 1000
+            deadline_s = self._clock() + timeout_s
+            group.steps[share.step] = _Step(timeout_s, deadline_s, share.num_ranks)
+            self._next_check_s = min(self._next_check_s, deadline_s)
             self.num_steps += 1
         group.steps[share.step].updates[share.rank] = update
-        self._num_bytes += update.size_bytes
+        self._num_bytes += size_bytes
         self._apply_complete(group, [share.step])
 
     def leave(self, share: Share) -> None:
@@ -271,14 +309,11 @@ class JointSteps:
         if now_s < self._next_check_s:
             return
         for group in list(self._groups.values()):
-            overdue = [n for n, step in group.steps.items() if step.deadline_s <= now_s]
-            if overdue:
-                self._break(group, _describe_overdue(group, min(overdue)))
-            elif why := self._describe_lost(group, now_s):
+            if why := group.find_fault(now_s, self._is_lost):
                 self._break(group, why)
         waiting = [s for group in self._groups.values() for s in group.steps.values()]
-        check_s = now_s + _CHECK_S if waiting else math.inf
-        self._next_check_s = min([check_s, *(step.deadline_s for step in waiting)])
+        deadlines = (step.deadline_s for step in waiting)
+        self._next_check_s = min([now_s + _CHECK_S, *deadlines])
 
     def refuse_all(self, why: str) -> None:
         """Refuse all steps, and break their groups."""
@@ -286,27 +321,12 @@ class JointSteps:
             if group.steps:
                 self._break(group, why)
 
-    def _describe_lost(self, group: _Group, now_s: float) -> str:
-        """Describe the first step that waits for lost trainers; or nothing."""
-        for number in sorted(group.steps):
-            if now_s < group.steps[number].since_s + _CHECK_S:
-                continue
-            known = ((r, group.members.get(r)) for r in group.missing(number))
-            lost = [m.describe(r) for r, m in known if m and self._is_lost(m, now_s)]
-            if lost:
-                return (
-                    f"Step {number} must get the gradients of all "
-                    f"{group.steps[number].num_ranks} trainers. Received: none of "
-                    f"{', '.join(lost)}. See the log of that trainer; where data may "
-                    "end earlier, train inside join()."
-                )
-        return ""
-
-    def _is_lost(self, member: Member, now_s: float) -> bool:
+    def _is_lost(self, member: Member) -> bool:
         """Return whether no more shares of a trainer will come."""
         if not member.ended and self._is_connected(member.peer):
             member.lost_s = math.inf
             return False
+        now_s = self._clock()
         member.lost_s = min(member.lost_s, now_s)
         gone_s = now_s - member.lost_s
         has_read_all = self._all_read_s > member.lost_s
@@ -352,31 +372,3 @@ class JointSteps:
             "joint_bytes_max": self._most_bytes,
             "joint_steps_broken": self._num_broken,
         }
-
-
-def _require_in_step(group: _Group, share: Share) -> None:
-    if group.broken:
-        raise StoreError(group.broken)
-    step = group.steps.get(share.step)
-    if step is not None and step.num_ranks != share.num_ranks:
-        raise BatchError(
-            f"All shares of a step must have the same number of ranks. Received: "
-            f"{share.num_ranks} from rank {share.rank} of step {share.step}, "
-            f"{step.num_ranks} from the others."
-        )
-    is_given = step is not None and share.rank in step.updates
-    if is_given or group.left.get(share.rank, share.step + 1) <= share.step:
-        raise BatchError(
-            f"Rank {share.rank} must give its share of step {share.step} once, and "
-            "before it leaves. Received: another one."
-        )
-
-
-def _describe_overdue(group: _Group, number: int) -> str:
-    step = group.steps[number]
-    return (
-        f"Step {number} must get the gradients of all {step.num_ranks} trainers. "
-        f"Received: none of rank {', '.join(map(str, group.missing(number)))} within "
-        f"{step.timeout_s:g} s. Every trainer must run as many training steps; where "
-        "data may end earlier, train inside join()."
-    )

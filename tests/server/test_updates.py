@@ -2,7 +2,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec.server.open_batches import LookupSlots
 from persia_torchrec.server.updates import Update, build_gradients
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.wire.messages import Header, Kind, TableIds
@@ -79,15 +78,15 @@ def test_each_lookup_of_a_batch_is_used_once():
     tables = [TableIds(3, np.arange(num, dtype=np.uint64)) for num in (3, 3, 3, 2)]
     grads = [np.zeros((len(t.ids), 2), np.float32) for t in tables]
     update = Update(b"", Header(Kind.UPDATE), (1, 1), tables, grads)
-    kept = [LookupSlots(t, a) for t, a in zip((3, 5, 3), arrays, strict=True)]
+    kept = list(zip((3, 5, 3), arrays, strict=True))
     parts = list(build_gradients([update], [kept]))
     assert [part.hints is not None for part in parts] == [True, True, False, False]
     assert [part.hints.tolist() for part in parts[:2]] == [[0, 1, 2], [20, 21, 22]]
-    assert [found.table for found in kept] == [5]
+    assert [table for table, _ in kept] == [5]
 
 
 def test_hints_are_those_of_any_trainer_that_has_them():
-    slots = [[], [LookupSlots(3, np.array([70, 90], dtype=np.uint32))]]
+    slots = [[], [(3, np.array([70, 90], dtype=np.uint32))]]
     updates = [
         update_of(0, {3: {7: 1.0, 8: 1.0}}),
         update_of(1, {3: {7: 1.0, 9: 1.0}}),
