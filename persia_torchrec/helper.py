@@ -17,7 +17,7 @@ from persia_torchrec import env
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import refuse_inference
-from persia_torchrec.data.dataset import require_at_least_1
+from persia_torchrec.data.loader import require_at_least_1
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
 from persia_torchrec.utils import dump_yaml

@@ -10,7 +10,6 @@ from torch import nn
 
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.data import loader
-from persia_torchrec.data.dataset import require_at_least_1
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.serving.embeddings import SlotsReader
@@ -34,7 +33,7 @@ class BaseCtx:
     def __init__(
         self, threadpool_worker_size: int = 10, device_id: int | None = None
     ) -> None:
-        require_at_least_1(threadpool_worker_size=threadpool_worker_size)
+        loader.require_at_least_1(threadpool_worker_size=threadpool_worker_size)
         self.threadpool_worker_size = threadpool_worker_size
         self.device_id = device_id
         self._device = torch.device("cpu")
@@ -156,10 +155,7 @@ class LookupCtx(BaseCtx):
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> loader.PersiaTrainingBatch:
-        """Begin to look up a batch of this process, for evaluation.
-
-        ``device_id`` may only be the context's own.
-        """
+        """Begin to evaluate a batch; ``device_id`` may only be the context's own."""
         device = self.embeddings.device
         if device_id is not None and device_id != device.index:
             raise ConfigError(
@@ -171,10 +167,7 @@ class LookupCtx(BaseCtx):
     def get_embedding_from_bytes(
         self, data: bytes, device_id: int | None = None
     ) -> loader.PersiaTrainingBatch:
-        """Begin to look up a batch from ``PersiaBatch.to_bytes``, for evaluation.
-
-        ``device_id`` may only be the context's own.
-        """
+        """As :meth:`get_embedding_from_data`, of what ``PersiaBatch.to_bytes`` gave."""
         return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
 
     def dump_torch_state_dict(
@@ -210,11 +203,10 @@ class LookupCtx(BaseCtx):
         src_dir: str,
         map_location: str | None = None,
     ) -> None:
-        """Load the state of a model or an optimizer from a file.
+        """Load the state of a model or an optimizer; the instance stays on its device.
 
         ``src_dir`` is the file itself, as PERSIA has it: folder and name.
-        ``map_location`` is as ``torch.load`` takes it, by default the CPU; the
-        instance stays on its device.
+        ``map_location`` is that of ``torch.load``; the CPU by default.
         """
         path, _, name = src_dir.rpartition("/")
         state = checkpoint.read_state(Folder(path or "."), name, map_location)

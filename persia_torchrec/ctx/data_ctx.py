@@ -30,8 +30,8 @@ class DataCtx(BaseCtx):
     Args:
         threadpool_worker_size: how many messages may be on their way at once, at least
             1. One is: ``send_data`` waits for the answer to each.
-        device_id: CUDA device that becomes torch's current one, for a script that makes
-            its batches there; what is sent are arrays in the memory of the CPU.
+        device_id: CUDA device that becomes torch's current one, for the script's use;
+            what is sent are arrays in the memory of the CPU.
     """
 
     def __init__(

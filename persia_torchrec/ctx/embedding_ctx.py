@@ -28,21 +28,18 @@ class EmbeddingCtx(LookupCtx):
     """Look up embeddings and run the dense model on them.
 
     Within a ``TrainCtx`` it uses that one's connections: entering it waits until the
-    updates that this trainer has sent so far are applied, so that what has been trained
-    is what is evaluated. Anywhere else in a job, in a process that the environment
-    tells of it, it has connections of its own from when it is made until it is left;
-    what a trainer elsewhere has sent last may not be seen yet then. Leaving it waits
-    for a dump and a load that are under way.
+    updates that this trainer has sent so far are applied. Anywhere else in a job, in a
+    process that the environment tells of it, it has connections of its own from when it
+    is made until it is left; what a trainer elsewhere has sent last may not be seen yet
+    then. Leaving it waits for a dump and a load that are under way.
 
     Args:
         preprocess_mode: what to make of batches. Outside a ``TrainCtx`` ``TRAIN`` reads
             as ``EVAL`` does; the embeddings want a gradient, which nothing sends.
-        model: the dense model; by default that of the context around this one, if there
-            is one.
+        model: the dense model; that of the context around this one by default.
         embedding_config: sent to the servers when the context is entered, as by
             :meth:`configure_embedding_parameter_servers`; None changes nothing there.
-        threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
-            once, if its ``num_workers`` does not allow fewer.
+        threadpool_worker_size: see :class:`BaseCtx`.
         device_id: CUDA device of tensors. None is the CPU; within a ``TrainCtx`` it is
             that one's device, and another is refused.
 
@@ -72,10 +69,7 @@ class EmbeddingCtx(LookupCtx):
         self.model = model
 
     def wait_servers_ready(self, timeout_s: float = timeouts.READY_S) -> None:
-        """Wait until all embedding servers answer, and the workers with their tables.
-
-        Outside a ``TrainCtx`` it does not wait for tables that are not made yet.
-        """
+        """Wait until all servers answer, and workers with the tables made so far."""
         self.embeddings.wait_until_ready(timeout_s)
 
     def get_embedding_size(self) -> list[int]:
@@ -87,13 +81,11 @@ class EmbeddingCtx(LookupCtx):
     ) -> None:
         """Change how rows start and how far weights go; waits for all servers.
 
-        Updates that this trainer sent before are applied with the previous settings,
-        later ones with the new. The rows that are there keep their weights, until an
-        update clamps them to the new bound. All trainers of a job should set the same.
-
-        Outside a ``TrainCtx`` it holds for all tables that the servers have, and until
-        a trainer sends settings of its own: with the next change of a learning rate.
-        Within a ``TrainCtx`` what its ``tables`` gave a table stays.
+        Updates that this trainer sent before are applied with the previous settings.
+        Rows keep their weights, until an update clamps them to the new bound. All
+        trainers of a job should set the same. What a trainer's ``tables`` gave a table
+        stays within its ``TrainCtx``. Outside of one it holds for all tables that the
+        servers have, until a trainer sends its own: with its next learning rate.
         """
         self.embeddings.configure(embedding_config)
 
@@ -110,18 +102,13 @@ class EmbeddingCtx(LookupCtx):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Write a checkpoint of the dense model and the embeddings.
-
-        It takes a new folder in ``dst_dir``, and touches nothing else there::
+        """Write a checkpoint of the dense model and the embeddings to a new folder.
 
             dst_dir/checkpoint-00000001/
               dense.pt                     the model's state_dict, by torch.save
               jit_dense.pt                 with_jit_model: for torch.jit.load
               shard-00000-of-00002.rows    one per server
               manifest.json                written last: the checkpoint is complete
-
-        :meth:`load_checkpoint` takes ``dst_dir``, for its latest complete checkpoint,
-        or the path of one of them.
 
         Every rank may call it, or rank 0 alone, which writes; the others only wait for
         their own updates. All updates that this trainer has sent are in it. With
@@ -133,9 +120,9 @@ class EmbeddingCtx(LookupCtx):
                 or a URL that fsspec knows.
             dense_filename: of the model's state.
             jit_dense_filename: of the model as TorchScript.
-            blocking: False returns when the dense files are written; the servers write
-                their rows while training continues, a row as it is at some moment until
-                then. :meth:`wait_for_dump_embedding` says what became of it.
+            blocking: False returns when the dense files are written. Servers write rows
+                while training continues, each as it is at some moment until
+                :meth:`wait_for_dump_embedding` returns.
             with_jit_model: write the model as TorchScript too.
 
         Raises:
@@ -162,8 +149,8 @@ class EmbeddingCtx(LookupCtx):
         Args:
             src_dir: what :meth:`dump_checkpoint` was given, for the latest complete
                 checkpoint in it, or the path of one.
-            map_location: where the file is read to, as ``torch.load`` takes it; the CPU
-                by default. The model stays on its device.
+            map_location: where ``torch.load`` reads the file to; the CPU by default.
+                The model stays on its device.
             dense_filename: of the model's state.
             blocking: False returns when the model is loaded; the servers refuse lookups
                 until :meth:`wait_for_load_embedding`.
@@ -191,10 +178,7 @@ class EmbeddingCtx(LookupCtx):
         self.embeddings.checkpoints.wait_for_dump()
 
     def wait_for_load_embedding(self) -> None:
-        """Wait until no load is under way; raise the error of the last one, once.
-
-        All ranks call it together.
-        """
+        """As :meth:`wait_for_dump_embedding`, of a load; all ranks call it together."""
         self.embeddings.checkpoints.wait_for_load()
 
     def _dense_files(self, dense: str, jit: str | None) -> dict[str, bytes]:
@@ -259,18 +243,16 @@ class InferCtx(LookupCtx):
     """Look up embeddings for inference; nothing changes on the servers.
 
     It belongs to no job and needs no environment. Its workers may be those of a job
-    that trains, or stand by themselves over servers that have loaded a checkpoint. It
-    connects in the background; any thread may use it.
+    that trains, or stand over servers that have loaded a checkpoint. It connects in the
+    background; any thread may use it.
 
     Args:
         embedding_worker_address_list: of all embedding workers, as ``"10.0.0.1:7000"``,
             ``"10.0.0.1: 7000"`` or ``"tcp://10.0.0.1:7000"``; batches go to them in
             turn.
-        model: the dense model, already on its device; None where only embeddings are
-            wanted.
+        model: the dense model, already on its device; None for embeddings alone.
         embedding_config: None; here because PERSIA has it here.
-        threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
-            once, if its ``num_workers`` does not allow fewer.
+        threadpool_worker_size: see :class:`BaseCtx`.
         device_id: CUDA device of tensors; None is the CPU.
         timeout_s: seconds that a lookup may take.
 
@@ -326,11 +308,7 @@ class InferCtx(LookupCtx):
 
 
 class ReadOnlyEmbeddings(SlotsReader):
-    """Reads the embeddings of a job, in a process that does not train them.
-
-    It has connections of its own and sends no gradients: lookups and new settings go to
-    the embedding workers; sizes, clearing and checkpoints to the servers.
-    """
+    """Reads the embeddings of a job, in a process that does not train them."""
 
     takes_references = True
 

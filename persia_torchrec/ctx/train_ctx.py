@@ -7,20 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from persia_torchrec import distributed, env, timeouts
-from persia_torchrec.config import embedding_config as config_file
+from persia_torchrec import distributed
 from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode, Tensors
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
-from persia_torchrec.data.dataset import require_at_least_1
-from persia_torchrec.data.loader import PersiaTrainingBatch
+from persia_torchrec.data.loader import PersiaTrainingBatch, require_at_least_1
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
-from persia_torchrec.training.engine import Engine, EngineConfig
-from persia_torchrec.worker.serving import ask_for_slots
+from persia_torchrec.training.engine import Engine
 
 _TRAINING = "training.pt"
 
@@ -28,30 +25,25 @@ _TRAINING = "training.pt"
 class TrainCtx(EmbeddingCtx):
     """Train a dense model and its embeddings.
 
-    The model and its embeddings go into TorchRec's ``DistributedModelParallel``, the
-    embeddings sharded over the servers of the job. Leaving the block without an
-    exception waits until every update is applied, and until all trainers leave theirs:
-    their numbers of batches may differ.
-
-    The arguments have PERSIA's order; ``tables`` is our own.
+    Both go into TorchRec's ``DistributedModelParallel``, the embeddings sharded over
+    the servers of the job. Leaving the block without an exception waits until every
+    update is applied, and until all trainers leave theirs: their numbers of batches may
+    differ. The arguments have PERSIA's order; ``tables`` is our own.
 
     Args:
-        embedding_optimizer: of all embeddings; the servers apply it. Its learning rate
-            may follow a schedule, see the attribute of the same name.
+        embedding_optimizer: of all embeddings; the servers apply it.
         dense_optimizer: of the model's parameters.
         grad_scalar_update_factor: by how much the loss scale falls when an embedding
-            gradient was not finite, on any trainer whose dense gradients are averaged
-            with this one's.
+            gradient was not finite, on any trainer that averages dense gradients.
         backward_buffer_size: updates that may wait when the ``DataLoader`` sets no
             staleness bound.
         backward_workers_size: updates that may be on their way to the servers at once,
             sent and not acknowledged.
-        grad_update_buffer_size: updates whose gradients may be in memory, those that
-            wait and those on their way; :meth:`backward` waits before it holds one
-            more. The staleness bound may allow fewer.
-        lookup_emb_directly: whether batches of this process are looked up: those of an
-            ``IterableDataset``, and by ``get_embedding_from_data``. If not, batches
-            come from data loaders only, and others are refused.
+        grad_update_buffer_size: updates whose gradients may be in memory, waiting or on
+            their way: :meth:`backward` waits before it holds one more.
+        lookup_emb_directly: whether batches of this process are looked up, of an
+            ``IterableDataset`` or by ``get_embedding_from_data``. If not, they are
+            refused: all come from data loaders.
         mixed_precision: run the model under autocast with a scaled loss; CUDA only.
         distributed_option: how several trainers keep their dense models alike;
             ``get_default_distributed_option(device_id)`` by default.
@@ -59,15 +51,14 @@ class TrainCtx(EmbeddingCtx):
             takes a list of dense tensors and a list of embedding tensors, these in the
             order of the batch's ``id_type_features``.
         embedding_config: how rows start, and how far weights may go.
-        threadpool_worker_size: how many lookups of a ``DataLoader`` may be under way at
-            once, if its ``num_workers`` does not allow fewer.
+        threadpool_worker_size: see :class:`BaseCtx`.
         device_id: CUDA device of the model; None is the CPU.
         tables: settings of single tables, by feature group (a slot without one is its
             own); they win over ``embedding_optimizer`` and ``embedding_config``.
 
     Attributes:
-        embedding_optimizer: the learning rates of the embeddings as a torch optimizer,
-            for ``torch.optim.lr_scheduler``. A changed rate holds from the next
+        embedding_optimizer: the learning rates of the embeddings, for
+            ``torch.optim.lr_scheduler``; a new rate holds from the next
             :meth:`backward` on.
 
     Raises:
@@ -117,20 +108,19 @@ class TrainCtx(EmbeddingCtx):
         self._update_factor = grad_scalar_update_factor
         self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
         self.embedding_config = embedding_config or EmbeddingConfig()
-        config = EngineConfig(
-            schema=_slots(),
-            optimizer=embedding_optimizer,
-            embedding_config=self.embedding_config,
-            tables=dict(tables or {}),
-            device=self._device,
-            distributed=distributed_option
-            or distributed.get_default_distributed_option(device_id),
-            backward_buffer_size=backward_buffer_size,
-            backward_workers_size=backward_workers_size,
-            grad_update_buffer_size=grad_update_buffer_size,
-            lookup_emb_directly=lookup_emb_directly,
+        self.embeddings = Engine(
+            model,
+            self._device,
+            distributed_option or distributed.get_default_distributed_option(device_id),
+            embedding_optimizer,
+            self.embedding_config,
+            dict(tables or {}),
         )
-        self.embeddings = Engine(self.model, config)
+        self.embeddings.backward_buffer_size = backward_buffer_size
+        self.embeddings.lookup_emb_directly = lookup_emb_directly
+        self.embeddings.pipeline.bound(
+            held=grad_update_buffer_size, sent=backward_workers_size
+        )
         self.embedding_optimizer = self.embeddings.sharder.optimizer
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
@@ -148,7 +138,7 @@ class TrainCtx(EmbeddingCtx):
     def backward(
         self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20
     ) -> torch.Tensor:
-        """Update both halves of the model.
+        """Update both halves of the model; return the loss, scaled if it was scaled.
 
         The embedding gradients go to the servers, the dense optimizer steps, and the
         dense gradients are set to zero.
@@ -158,9 +148,6 @@ class TrainCtx(EmbeddingCtx):
             embedding_gradient_check_frequency: of how many batches at least one is
                 checked for embedding gradients that are not finite, at least 1. Each
                 is, whatever the number: what is not finite moves no row.
-
-        Returns:
-            The loss, scaled under mixed precision.
 
         Raises:
             PersiaError: an earlier update failed, or was not acknowledged in time.
@@ -176,7 +163,8 @@ class TrainCtx(EmbeddingCtx):
             has_skipped = self.embeddings.backward(loss, scale)
             self._scaler.step(self.dense_optimizer)
             self._scaler.update(scale / self._update_factor if has_skipped else None)
-        self.embeddings.replication.after_step()
+        if self.embeddings.weights is not None:
+            self.embeddings.weights.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
         return loss
@@ -253,15 +241,6 @@ class TrainCtx(EmbeddingCtx):
             engine.flush()
             engine.checkpoints.wait_for_dump()
             engine.sharder.report_at_end()
-
-
-def _slots() -> config_file.EmbeddingSchema:
-    """Return the slots: of this process's file, or else of the embedding workers'."""
-    path = env.embedding_config_path()
-    if path is not None:
-        return config_file.load_embedding_config(path, warns=False)
-    store = env.require_job_store("A training context")
-    return ask_for_slots(store, timeout_s=timeouts.DISCOVERY_S)
 
 
 def _in_full_precision(output: Any) -> Any:

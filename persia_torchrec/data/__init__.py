@@ -3,8 +3,8 @@
 ``torchrec.py`` needs torchrec and is imported by its full name.
 """
 
-from persia_torchrec.data.dataset import IterableDataset as IterableDataset
-from persia_torchrec.data.dataset import IterableDatasetBase as IterableDatasetBase
-from persia_torchrec.data.dataset import StreamingDataset as StreamingDataset
 from persia_torchrec.data.loader import DataLoader as DataLoader
+from persia_torchrec.data.loader import IterableDataset as IterableDataset
+from persia_torchrec.data.loader import IterableDatasetBase as IterableDatasetBase
 from persia_torchrec.data.loader import PersiaTrainingBatch as PersiaTrainingBatch
+from persia_torchrec.data.loader import StreamingDataset as StreamingDataset

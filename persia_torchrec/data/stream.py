@@ -22,7 +22,6 @@ and a trainer that wants that order (``in_order``) needs no sorting.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -37,6 +36,8 @@ from persia_torchrec.wire.transport import Connections
 _PUT_TIMEOUT_S = 0.5
 _MAX_LOADERS_AT_ONCE = 16
 
+_Queue = deque[ReferencedBatch | None]
+
 
 class Inbox:
     """The trainer's end: queues of ``capacity`` batches, one per loader.
@@ -49,7 +50,7 @@ class Inbox:
         self._capacity = capacity
         self._world_size = world_size
         self._changed = threading.Condition()
-        self._queues: dict[int, deque[ReferencedBatch]] = {}  # guarded by _changed
+        self._queues: dict[int, _Queue] = {}  # guarded by _changed
         self._ended: set[int] = set()  # guarded by _changed
         self._num_loaders: int | None = None  # guarded by _changed
         self._next_batch = rank  # guarded by _changed
@@ -68,16 +69,16 @@ class Inbox:
         self, loader: int, num_loaders: int, batch: ReferencedBatch, timeout_s: float
     ) -> bool:
         """Add a batch; return whether there was room for it within ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._learn(num_loaders)
             waiting = self._queues.setdefault(loader, deque())
-            while len(waiting) >= self._capacity:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    return False
-            waiting.append(batch)
-            self._changed.notify_all()
-        return True
+            has_room = self._changed.wait_for(
+                lambda: len(waiting) < self._capacity, timeout_s
+            )
+            if has_room:
+                waiting.append(batch)
+                self._changed.notify_all()
+        return has_room
 
     def end(self, loader: int, num_loaders: int) -> None:
         """Note that a loader has no more batches."""
@@ -91,25 +92,19 @@ class Inbox:
 
         ``in_order`` is the order of the batches' numbers.
         """
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while True:
-                loader = self._next_in_order() if in_order else self._any_loader()
-                if loader is not None:
-                    break
-                num_ended = len(self._ended)
-                if num_ended == self._num_loaders and not any(self._queues.values()):
-                    return None
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise DataflowError(
-                        f"A data loader must send a batch within {timeout_s:g} s. "
-                        f"Received: nothing. Ended: {num_ended} of "
-                        f"{self._num_loaders or 'an unknown number of'} loaders."
-                    )
-            batch = self._queues[loader].popleft()
+            queue = self._changed.wait_for(
+                lambda: self._next_queue(in_order=in_order), timeout_s
+            )
+            if not queue:
+                raise DataflowError(
+                    f"A data loader must send a batch within {timeout_s:g} s. "
+                    f"Received: nothing. Ended: {len(self._ended)} of "
+                    f"{self._num_loaders or 'an unknown number of'} loaders."
+                )
             self._next_batch += self._world_size
             self._changed.notify_all()
-            return batch
+            return queue.popleft()
 
     def _learn(self, num_loaders: int) -> None:
         if self._num_loaders not in (None, num_loaders):
@@ -119,24 +114,24 @@ class Inbox:
             )
         self._num_loaders = num_loaders
 
-    def _next_in_order(self) -> int | None:
+    def _next_queue(self, *, in_order: bool) -> _Queue | None:
+        """Return the queue to take from; at the end one of None."""
+        queues, num_loaders = self._queues, self._num_loaders or 0
+        if len(self._ended) == num_loaders > 0 and not any(queues.values()):
+            return deque([None])
+        if not in_order:  # the longest, so that no loader is kept waiting for long
+            return max(queues.values(), key=len, default=None)
         # Once around, at most: when loaders and trainers have a common divisor, the
         # numbers of this trainer never come to some of the loaders.
-        num_loaders = self._num_loaders or 0
         for _ in range(num_loaders):
             loader = self._next_batch % num_loaders
-            if self._queues.get(loader):
-                return loader
+            if queues.get(loader):
+                return queues[loader]
             if loader not in self._ended:
                 return None
             # This loader had fewer batches: the number does not exist.
             self._next_batch += self._world_size
         return None
-
-    def _any_loader(self) -> int | None:
-        # The one that waits with most batches, so that none is kept waiting for long.
-        fullest = max(self._queues, key=lambda n: len(self._queues[n]), default=None)
-        return fullest if fullest is not None and self._queues[fullest] else None
 
     def _receive(self, header: Header, frames: Frames) -> Frames:
         loader, num_loaders = header.stream, header.flags

@@ -82,17 +82,6 @@ class JaggedBatch:
         return tensor[indices]
 
 
-def to_keyed_jagged_tensor(features: Sequence[data.IDFeature]) -> KeyedJaggedTensor:
-    """Join the ID features of a batch, at least one: int64 values, int32 lengths."""
-    ids = np.concatenate([feature.ids for feature in features])
-    lengths = np.concatenate([feature.lengths for feature in features])
-    return KeyedJaggedTensor(
-        keys=[feature.name for feature in features],
-        values=torch.from_numpy(ids.view(np.int64)),
-        lengths=torch.from_numpy(lengths),
-    )
-
-
 def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags]:
     """Take the ids of some features out of a ``KeyedJaggedTensor``.
 
@@ -224,13 +213,19 @@ def to_torchrec(batch: PersiaBatch) -> TorchRecBatch:
         >>> tensors.id_features["ads"].values().tolist()
         [7, -1]
     """
-    dense, labels = batch.non_id_type_features, batch.labels
+    features, dense = batch.id_type_features, batch.non_id_type_features
+    ids = np.concatenate([feature.ids for feature in features])
+    lengths = np.concatenate([feature.lengths for feature in features])
     return TorchRecBatch(
-        id_features=to_keyed_jagged_tensor(batch.id_type_features),
+        id_features=KeyedJaggedTensor(
+            keys=[feature.name for feature in features],
+            values=torch.from_numpy(ids.view(np.int64)),
+            lengths=torch.from_numpy(lengths),
+        ),
         dense_features=tuple(torch.from_numpy(feature.data) for feature in dense),
-        labels=tuple(torch.from_numpy(label.data) for label in labels),
+        labels=tuple(torch.from_numpy(label.data) for label in batch.labels),
         dense_names=tuple(feature.name for feature in dense),
-        label_names=tuple(label.name for label in labels),
+        label_names=tuple(label.name for label in batch.labels),
         requires_grad=batch.requires_grad,
         meta=batch.meta,
         batch_id=batch.batch_id,

@@ -6,8 +6,10 @@ Ids take the same path as in training, so that equal rows give bit-identical emb
 import contextlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -167,8 +169,7 @@ def host_checkpoint(
                 warm_up()
             client.learn_tables()
             lookup = SlotsLookup(client, build_features(schema))
-            follows = incremental_dir is not None
-            status = (lambda: _following(client.counters())) if follows else dict
+            status = partial(_following, client) if incremental_dir else dict
             reader = SlotsReader(lookup, device, status)
             require_dims(reader.hello().slots, schema)
             yield reader
@@ -176,15 +177,15 @@ def host_checkpoint(
             client.close()
 
 
-def _following(counters: Sequence[Mapping[str, int]]) -> dict[str, object]:
+def _following(client: EmbeddingClient) -> dict[str, object]:
     """Return how far the servers lag behind the training that they follow."""
-    faults = ("following_lost", "following_stopped")
-    num_faults = sum(c.get(fault, 0) for c in counters for fault in faults)
-    delay_ms = max(c.get("increment_delay_ms", 0) for c in counters)
+    of_servers = client.counters()
+    total = sum(map(Counter, of_servers), Counter())
+    delay_ms = max(counters.get("increment_delay_ms", 0) for counters in of_servers)
     return {
         "following": {
-            "increments": sum(c.get("increments_put_in", 0) for c in counters),
+            "increments": total["increments_put_in"],
             "delay_s": delay_ms / 1000,
-            "lost": num_faults > 0,
+            "lost": total["following_lost"] + total["following_stopped"] > 0,
         }
     }

@@ -86,31 +86,6 @@ class HttpConfig:
                 raise ConfigError(f"{name} must be > 0. Received: {value}.")
 
 
-class PredictionServer:
-    """Answers requests in threads, from the constructor to :meth:`close`."""
-
-    def __init__(self, predictor: Predictor, config: HttpConfig) -> None:
-        try:
-            self._http = _HttpServer(predictor, config)
-        except OSError as exc:
-            raise ConfigError(
-                f"The server must be able to listen on {config.host}:{config.port}. "
-                f"Received: {exc}. Give another --host or --port."
-            ) from exc
-        host, port = self._http.server_address[:2]
-        self.address = f"http://{host!s}:{port}"
-        self._thread = threading.Thread(
-            target=self._http.serve_forever, name="http", kwargs={"poll_interval": 0.1}
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Finish the requests in progress, and accept no more. May be called twice."""
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()
-
-
 def parse_json_batch(data: bytes) -> PersiaBatch:
     """Read a batch from JSON as at the head of this file, or raise BatchError.
 
@@ -175,8 +150,8 @@ _READERS: dict[str, Callable[[bytes], PersiaBatch]] = {
 }
 
 
-class _HttpServer(ThreadingHTTPServer):
-    """Limits the number of connections, and holds what the handlers need."""
+class PredictionServer(ThreadingHTTPServer):
+    """Answers requests in threads, from the constructor to :meth:`close`."""
 
     daemon_threads = False
     block_on_close = True
@@ -185,15 +160,42 @@ class _HttpServer(ThreadingHTTPServer):
         self.predictor = predictor
         self.config = config
         self._free = threading.BoundedSemaphore(config.max_requests)
-        super().__init__((config.host, config.port), _Handler)
+        try:
+            super().__init__((config.host, config.port), _Handler)
+        except OSError as exc:
+            raise ConfigError(
+                f"The server must be able to listen on {config.host}:{config.port}. "
+                f"Received: {exc}. Give another --host or --port."
+            ) from exc
+        host, port = self.server_address[:2]
+        self.address = f"http://{host!s}:{port}"
+        self._thread = threading.Thread(
+            target=self.serve_forever, name="http", kwargs={"poll_interval": 0.1}
+        )
+        self._thread.start()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread, if one is free."""
-        if not self._free.acquire(blocking=False):
-            _reject(request, self.config.max_requests)
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+    def close(self) -> None:
+        """Finish the requests in progress, and accept no more. May be called twice."""
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether there is a thread for a connection; answer it if not."""
+        is_free = self._free.acquire(blocking=False)
+        if not is_free:
+            message = f"{self.config.max_requests} requests are in progress."
+            body = msgspec.json.encode({"error": message})
+            head = (
+                "HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\nRetry-After: 1\r\n\r\n"
+            )
+            try:
+                request.settimeout(0.1)
+                request.sendall(head.encode() + body)
+            except OSError:
+                logger.debug("a rejected connection is gone")
+        return is_free
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a connection in its thread."""
@@ -211,7 +213,7 @@ class _HttpServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: _HttpServer
+    server: PredictionServer
     server_version = "persia_torchrec"
 
     def setup(self) -> None:
@@ -306,17 +308,3 @@ _STATUSES = (
     (TimeoutError, HTTPStatus.REQUEST_TIMEOUT),
     (Exception, HTTPStatus.INTERNAL_SERVER_ERROR),
 )
-
-
-def _reject(request: Any, max_requests: int) -> None:
-    """Answer a connection for which there is no thread."""
-    body = msgspec.json.encode({"error": f"{max_requests} requests are in progress."})
-    head = (
-        f"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nRetry-After: 1\r\n\r\n"
-    )
-    try:
-        request.settimeout(0.1)
-        request.sendall(head.encode() + body)
-    except OSError:
-        logger.debug("a rejected connection is gone")

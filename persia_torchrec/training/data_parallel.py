@@ -1,8 +1,7 @@
 """What keeps the dense models of several trainers equal, as ``distributed.py`` says.
 
 TorchRec's ``DistributedModelParallel`` leaves what is not sharded to a
-``DataParallelWrapper``; these are two, which also act after steps and at the end of
-the data:
+``DataParallelWrapper``; these are two, of which the second also acts after steps:
 
     ReducedGradients   DistributedDataParallel, with a communication hook or without
     AveragedWeights    nothing in the backward pass; weights averaged after steps
@@ -37,10 +36,9 @@ Dimension key:
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,25 +74,7 @@ _POLL_S = 0.05
 Hook = Callable[[dist.ProcessGroup, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-class Replication(DataParallelWrapper):
-    """Keeps the copies of a dense model alike; one per trainer, of its main thread."""
-
-    averages_gradients: ClassVar[bool] = True
-    """Whether all trainers have equal dense gradients after a backward pass."""
-
-    def after_step(self) -> None:
-        """Do what has to follow a step of the dense optimizer: nothing as a rule."""
-
-    def in_step(self) -> AbstractContextManager[object]:
-        """Return a block in which the data of trainers need not end together.
-
-        A trainer at its end answers the collectives of :meth:`after_step` of those that
-        continue; ``persia_torchrec.join`` answers those of the backward pass.
-        """
-        return nullcontext()
-
-
-class ReducedGradients(DefaultDataParallelWrapper, Replication):
+class ReducedGradients(DefaultDataParallelWrapper):
     """Averages gradients in the backward pass, by torch's all-reduce or a hook."""
 
     def __init__(
@@ -120,7 +100,7 @@ class ReducedGradients(DefaultDataParallelWrapper, Replication):
                 module.register_comm_hook(module.process_group, self._hook)
 
 
-class AveragedWeights(Replication, AnswersAtEnd):
+class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
     """Averages weights every few steps; between these each trainer steps alone.
 
     The dense optimizer's state stays each trainer's own. A trainer at the end of its
@@ -128,8 +108,6 @@ class AveragedWeights(Replication, AnswersAtEnd):
     every average of the others; at the end of the block all have the average of all.
     ``period`` is the number of steps from one average to the next.
     """
-
-    averages_gradients: ClassVar[bool] = False
 
     def __init__(self, dense: nn.Module, period: int) -> None:
         super().__init__()
@@ -158,10 +136,6 @@ class AveragedWeights(Replication, AnswersAtEnd):
         parameters = [p for p in self._dense.parameters() if p.requires_grad]
         if parameters:
             average_parameters(iter(parameters), self.join_process_group)
-
-    def in_step(self) -> AbstractContextManager[object]:
-        """Return the block; at its end all have the average of all models."""
-        return Join([self])
 
     def main_hook(self) -> None:
         """Average the weights with the trainers that continue."""
@@ -225,7 +199,9 @@ def decode_blocks(data: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return lo + step * levels
 
 
-def build_replication(option: DistributedBaseOption, dense: nn.Module) -> Replication:
+def build_replication(
+    option: DistributedBaseOption, dense: nn.Module
+) -> ReducedGradients | AveragedWeights:
     """Build what keeps copies of a dense model alike as an option says."""
     if not isinstance(option, BaguaDistributedOption):
         return ReducedGradients()

@@ -12,11 +12,12 @@ by its main thread; only :meth:`Engine.start_pull` may be called by another.
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -24,7 +25,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import EmbeddingSchema
+from persia_torchrec.config.embedding_config import (
+    EmbeddingSchema,
+    load_embedding_config,
+)
 from persia_torchrec.config.global_config import MetricsSettings, load_global_config
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.distributed import DistributedBaseOption
@@ -46,9 +50,14 @@ from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training.checkpoint import ContextCheckpoints
-from persia_torchrec.training.data_parallel import build_replication, init_process_group
+from persia_torchrec.training.data_parallel import (
+    AveragedWeights,
+    build_replication,
+    init_process_group,
+)
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.pushgateway import push_metrics
+from persia_torchrec.worker.serving import ask_for_slots
 
 Pull = PrefetchedBatch[RemoteBatch]
 SlotsPipeline = BatchPipeline[ReferencedBatch | Mapping[str, Bags], RemoteBatch]
@@ -72,17 +81,17 @@ class HybridModel(nn.Module):
         return self.dense(non_id_tensors, list(self.embeddings(pull).values()))
 
 
-def make_collection(schema: EmbeddingSchema) -> EmbeddingBagCollection:
+def make_collection(spec: CollectionSpec) -> EmbeddingBagCollection:
     """Return the slots as a collection on the meta device, one table per group."""
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=group,
-                embedding_dim=schema.slots[names[0]].dim,
+                name=table.name,
+                embedding_dim=table.dim,
                 num_embeddings=1,  # the servers' tables have no length
-                feature_names=list(names),
+                feature_names=[f.name for f in spec.features if f.table == table.name],
             )
-            for group, names in schema.groups.items()
+            for table in spec.tables
         ],
         device=torch.device("meta"),
     )
@@ -103,41 +112,22 @@ class ShardedSlots(ShardedRemoteCollection):
         return slot_tensors(of_config, handle.slots, outputs, handle.places)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """Settings of one trainer's engine; ``TrainCtx`` says what they mean."""
-
-    schema: EmbeddingSchema
-    optimizer: Optimizer
-    embedding_config: EmbeddingConfig
-    device: torch.device
-    distributed: DistributedBaseOption
-    backward_buffer_size: int
-    tables: Mapping[str, TableSettings] = field(default_factory=dict)
-    backward_workers_size: int = 8
-    grad_update_buffer_size: int = 60
-    lookup_emb_directly: bool = True
-
-
 class SlotsSharder(CollectionSharder):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
-    What the configuration of a collection cannot say (prefixes, the root scaling, how
-    PERSIA draws initial weights) it takes from the schema. The gradient of each trainer
-    is applied by itself, as in PERSIA: embedding gradients add up over trainers, while
-    the dense ones are averaged.
+    Its ``spec`` has what the configuration of a collection cannot say: prefixes, the
+    root scaling, how PERSIA draws initial weights. The gradient of each trainer is
+    applied by itself, as in PERSIA: embedding gradients add up over trainers, while the
+    dense ones are averaged.
     """
 
     module_type = EmbeddingBagCollection
     sharded_type = ShardedSlots
 
-    def __init__(self, workers: RemoteWorkers, config: EngineConfig) -> None:
+    def __init__(self, workers: RemoteWorkers, spec: CollectionSpec) -> None:
         super().__init__(gradient_division=False)
         self._workers = workers
-        tables = slots.build_tables(
-            config.schema, config.embedding_config, config.optimizer, config.tables
-        )
-        self._spec = CollectionSpec(tables, slots.build_features(config.schema))
+        self._spec = spec
 
     def describe(self, module: EmbeddingBagCollection) -> CollectionSpec:
         """Return the slots; a batch has any of them, in an order of its own."""
@@ -155,36 +145,55 @@ class SlotsSharder(CollectionSharder):
 class Engine:
     """One trainer's connections, and its model inside DMP.
 
-    ``model`` is the user's dense model, on ``config.device``. The caller sets
-    ``loader_wait_s``, the seconds that it waited for the batch it trains on next.
+    ``model`` is the user's dense model, on ``device``; the other arguments are those of
+    ``TrainCtx``, which also sets the attributes that are named as its arguments.
+
+    Attributes:
+        loader_wait_s: seconds that the caller waited for the batch it trains on next.
+        weights: averages them after steps, if the trainers do not average gradients.
     """
 
-    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        self._config = config
+    backward_buffer_size = 10
+    lookup_emb_directly = True
+    loader_wait_s = 0.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        distributed: DistributedBaseOption,
+        optimizer: Optimizer,
+        config: EmbeddingConfig,
+        tables: Mapping[str, TableSettings],
+    ) -> None:
+        self.device = device
+        self._tables = tables
         self._settings: LookupSettings | None = None
-        self.device = config.device
-        self.loader_wait_s = 0.0
-        metrics = _metrics_settings()
+        schema, metrics = _slots(), _metrics_settings()
+        self._spec = CollectionSpec(
+            slots.build_tables(schema, config, optimizer, tables),
+            slots.build_features(schema),
+        )
         self.client, self._workers = connect_to_job()
-        init_process_group(config.distributed, config.device)
-        self.sharder = SlotsSharder(self._workers, config)
-        hybrid = HybridModel(make_collection(config.schema), model)
-        self.replication = build_replication(config.distributed, model)
+        init_process_group(distributed, device)
+        self.sharder = SlotsSharder(self._workers, self._spec)
+        hybrid = HybridModel(make_collection(self._spec), model)
+        replication = build_replication(distributed, model)
         self.dmp = DistributedModelParallel(
             hybrid,
-            device=config.device,
+            device=device,
             sharders=[self.sharder],
-            data_parallel_wrapper=self.replication,
+            data_parallel_wrapper=replication,
         )
+        averages_weights = isinstance(replication, AveragedWeights)
+        self.weights = replication if averages_weights else None
         # Trainers that average weights have each a loss scale of its own.
-        averages = self.replication.averages_gradients
-        self._agreement = self.sharder.remote_tables.agreement if averages else None
+        agreement = self.sharder.remote_tables.agreement
+        self._agreement = None if averages_weights else agreement
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
-        sharded.pipeline.bound(
-            held=config.grad_update_buffer_size, sent=config.backward_workers_size
-        )
+        self.pipeline = sharded.pipeline
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
         self._stop_pushes = push_metrics(
             "nn_worker", env.get_rank(), metrics, self._read
@@ -201,7 +210,8 @@ class Engine:
         """
         if self._agreement is not None:
             self._agreement.scaler = scaler
-        with self.replication.in_step(), join(self.dmp):
+        averages = Join([self.weights]) if self.weights else contextlib.nullcontext()
+        with averages, join(self.dmp):
             yield
 
     def start_pull(
@@ -216,7 +226,7 @@ class Engine:
         A training batch creates missing rows and expects a backward pass. The bound on
         staleness cannot change while batches are under way.
         """
-        if isinstance(batch, PersiaBatch) and not self._config.lookup_emb_directly:
+        if isinstance(batch, PersiaBatch) and not self.lookup_emb_directly:
             raise ConfigError(
                 "lookup_emb_directly must be True to look up a batch of this process, "
                 "of an IterableDataset or by get_embedding_from_data. Received: False, "
@@ -227,7 +237,7 @@ class Engine:
         if not isinstance(batch, PersiaBatch):
             return self._sharded.start(batch, is_training=is_training)
         names = [feature.name for feature in batch.id_type_features]
-        slots.require_slots(names, list(self._config.schema.slots))
+        slots.require_slots(names, [feature.name for feature in self._spec.features])
         # Copied: the pull is put off, and the user's arrays may change meanwhile.
         bags = {
             feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
@@ -262,11 +272,11 @@ class Engine:
     def configure(self, config: EmbeddingConfig) -> None:
         """Change how rows start and how far weights may go; waits for the servers.
 
-        What a single table was given by ``EngineConfig.tables`` stays.
+        What a single table was given by ``tables`` stays.
         """
 
         def change(spec: TableSpec) -> TableSpec:
-            own = self._config.tables.get(spec.name, TableSettings())
+            own = self._tables.get(spec.name, TableSettings())
             own = replace(own, optimizer=None)  # its rate may have moved
             return own.apply_to(reconfigure(spec, config))
 
@@ -280,12 +290,12 @@ class Engine:
 
     def flush(self) -> None:
         """Wait until every update so far is applied; raise the error of one."""
-        self._sharded.pipeline.flush()
+        self.pipeline.flush()
 
     def close(self) -> None:
         """Push metrics once more, and close all connections. May be called twice."""
         self.checkpoints.close()
-        self._sharded.pipeline.close()
+        self.pipeline.close()
         self._stop_pushes()
         self._workers.close()
         self.client.close()
@@ -300,7 +310,7 @@ class Engine:
 
     def _read(self) -> list[Reading]:
         """Return all metrics of this trainer; the pushing thread calls it."""
-        total = self._sharded.pipeline.tally.total
+        total = self.pipeline.tally.total
         totals = {
             "gradients_missed": total.num_missed,
             "gradients_refused": total.num_refused,
@@ -313,16 +323,14 @@ class Engine:
         return [*self._workers.observed.read(), *own]
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
-        pipeline = self._sharded.pipeline
         if not is_training:
-            pipeline.set_num_pullers(evaluation=settings.num_workers)
+            self.pipeline.set_num_pullers(evaluation=settings.num_workers)
         elif settings != self._settings:
             staleness = settings.embedding_staleness
             if staleness is None:
-                buffered = self._config.backward_buffer_size
-                staleness = settings.forward_buffer_size + buffered
-            pipeline.set_staleness(staleness)
-            pipeline.set_num_pullers(training=settings.num_workers)
+                staleness = settings.forward_buffer_size + self.backward_buffer_size
+            self.pipeline.set_staleness(staleness)
+            self.pipeline.set_num_pullers(training=settings.num_workers)
             self._settings = settings
 
 
@@ -348,6 +356,14 @@ def connect_to_job() -> tuple[EmbeddingClient, RemoteWorkers]:
     }
     client = EmbeddingClient.connect(servers, **settings)
     return client, RemoteWorkers(workers, **settings)
+
+
+def _slots() -> EmbeddingSchema:
+    """Return the slots: of this process's file, or else of the embedding workers'."""
+    if path := env.embedding_config_path():
+        return load_embedding_config(path, warns=False)
+    store = env.require_job_store("A training context")
+    return ask_for_slots(store, timeout_s=timeouts.DISCOVERY_S)
 
 
 def _metrics_settings() -> MetricsSettings:

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec import KeyedJaggedTensor
 
-from persia_torchrec.data.torchrec import (
-    JaggedBatch,
-    to_jagged_ids,
-    to_keyed_jagged_tensor,
+from persia_torchrec.data.torchrec import JaggedBatch, to_jagged_ids, to_torchrec
+from persia_torchrec.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    PersiaBatch,
 )
-from persia_torchrec.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia_torchrec.errors import BatchError
 
 bags = st.lists(st.integers(0, 2**64 - 1), max_size=4)
@@ -23,6 +23,10 @@ def batches(draw):
     num_samples = draw(st.integers(1, 5))
     feature = st.lists(bags, min_size=num_samples, max_size=num_samples)
     return draw(st.dictionaries(st.text(min_size=1, max_size=3), feature, min_size=1))
+
+
+def joined_features(features):
+    return to_torchrec(PersiaBatch(features, requires_grad=False)).id_features
 
 
 def kjt(values, lengths, keys=("ad", "user"), **more):
@@ -41,7 +45,7 @@ def test_persias_features_come_back_from_a_keyed_jagged_tensor(batch, random):
         for name, feature in batch.items()
     ]
     keys = random.sample(list(batch), random.randint(0, len(batch)))
-    jagged = to_jagged_ids(to_keyed_jagged_tensor(features), keys)
+    jagged = to_jagged_ids(joined_features(features), keys)
     assert list(jagged) == keys
     for key, (ids_L, lengths_B, _) in jagged.items():
         assert ids_L.dtype == np.uint64
@@ -52,13 +56,13 @@ def test_persias_features_come_back_from_a_keyed_jagged_tensor(batch, random):
 
 def test_an_id_keeps_its_64_bits():
     ids = np.array([0, 1, 2**63 - 1, 2**63, 2**64 - 1], dtype=np.uint64)
-    joined = to_keyed_jagged_tensor([IDTypeFeatureWithSingleID("ad", ids)])
+    joined = joined_features([IDTypeFeatureWithSingleID("ad", ids)])
     assert joined.values().tolist() == [0, 1, 2**63 - 1, -(2**63), -1]
     assert np.array_equal(to_jagged_ids(joined, ["ad"])["ad"][0], ids)
 
 
 def test_features_with_one_id_and_with_many_are_in_one_tensor():
-    joined = to_keyed_jagged_tensor(
+    joined = joined_features(
         [
             IDTypeFeatureWithSingleID("user", np.array([5, 6], dtype=np.uint64)),
             IDTypeFeature(

@@ -14,30 +14,30 @@ from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError
 from persia_torchrec.lookup.slots import build_bags
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
-from persia_torchrec.training.engine import Engine, EngineConfig
+from persia_torchrec.training.engine import Engine
 from tests.local_job import LocalJob, SumOfEmbeddings, batch_of
 
 SETTINGS = LookupSettings(forward_buffer_size=3, num_workers=1, embedding_staleness=1)
 
 
 @contextmanager
-def engine_of(job, model=None, **more):
-    config = EngineConfig(
-        schema=job.schema,
-        optimizer=SGD(1.0),
-        embedding_config=EmbeddingConfig(emb_initialization=(5, 5), weight_bound=0),
-        device=torch.device("cpu"),
-        distributed=DDPOption(backend="gloo"),
-        **{"backward_buffer_size": 2, **more},
+def engine_of(model=None):
+    engine = Engine(
+        model or SumOfEmbeddings(),
+        torch.device("cpu"),
+        DDPOption(backend="gloo"),
+        SGD(1.0),
+        EmbeddingConfig(emb_initialization=(5, 5), weight_bound=0),
+        {},
     )
-    engine = Engine(model or SumOfEmbeddings(), config)
+    engine.backward_buffer_size = 2
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def engine(job):
-    with engine_of(job) as engine:
+    with engine_of() as engine:
         yield engine
 
 
@@ -94,7 +94,7 @@ def test_under_a_scale_a_gradient_that_is_not_finite_is_left_out(job, engine, fa
 def test_gradients_whose_rows_are_gone_are_counted(tmp_path, monkeypatch):
     with (
         LocalJob(tmp_path, monkeypatch, capacity_rows=4) as job,
-        engine_of(job) as engine,
+        engine_of() as engine,
     ):
         settings = SETTINGS._replace(embedding_staleness=2)
         late, other = (
@@ -150,7 +150,7 @@ def test_outside_a_job_there_is_nothing_to_train_with(job, monkeypatch):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     with (
         pytest.raises(ConfigError, match=r"PERSIA_STORE_PORT is not set"),
-        engine_of(job),
+        engine_of(),
     ):
         pass
 
@@ -164,6 +164,6 @@ def test_closing_twice_does_nothing_and_nothing_works_afterwards(engine):
 
 def test_two_engines_one_after_the_other_find_the_same_rows(job):
     for expected in (4.0, 3.0):
-        with engine_of(job) as engine:
+        with engine_of() as engine:
             step(engine, batch_of([1]))
         np.testing.assert_array_equal(job.read("item", 1), [[expected] * 4])

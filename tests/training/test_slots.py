@@ -3,14 +3,13 @@ import torch
 from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec.config.embedding_config import load_embedding_config
-from persia_torchrec.distributed import DDPOption
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError
 from persia_torchrec.lookup.slots import build_features, build_tables
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.training.engine import (
-    EngineConfig,
     SlotsSharder,
     make_collection,
 )
@@ -48,20 +47,14 @@ def workers(job):
     workers.close()
 
 
-def sharder_of(workers, schema, config=None, optimizer=None):
-    settings = EngineConfig(
-        schema=schema,
-        optimizer=optimizer or SGD(1.0),
-        embedding_config=config or EmbeddingConfig(),
-        device=CPU,
-        distributed=DDPOption(backend="gloo"),
-        backward_buffer_size=2,
-    )
-    return SlotsSharder(workers, settings)
+def spec_of(schema, config=None, optimizer=None):
+    config, optimizer = config or EmbeddingConfig(), optimizer or SGD(1.0)
+    tables = build_tables(schema, config, optimizer)
+    return CollectionSpec(tables, build_features(schema))
 
 
 def test_every_group_is_a_table_without_memory(schema):
-    collection = make_collection(schema)
+    collection = make_collection(spec_of(schema))
     configs = collection.embedding_bag_configs()
     assert [(c.name, c.embedding_dim, c.feature_names) for c in configs] == [
         ("things", 3, ["item", "basket"]),
@@ -72,7 +65,9 @@ def test_every_group_is_a_table_without_memory(schema):
 
 def test_the_columns_have_the_order_of_the_file(schema, workers):
     config = EmbeddingConfig(emb_initialization=(-1, 1), weight_bound=3)
-    spec = sharder_of(workers, schema, config).describe(make_collection(schema))
+    spec = SlotsSharder(workers, spec_of(schema, config)).describe(
+        make_collection(spec_of(schema))
+    )
     assert spec.features == build_features(schema)
     assert spec.tables == build_tables(schema, config, SGD(1.0))
     assert [f.name for f in spec.features] == ["user", "item", "basket"]
@@ -80,19 +75,19 @@ def test_the_columns_have_the_order_of_the_file(schema, workers):
 
 
 def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
-    sharder = sharder_of(workers, schema)
+    sharder = SlotsSharder(workers, spec_of(schema))
     pipeline = sharder.make_pipeline(
-        sharder.describe(make_collection(schema)), ENV, CPU
+        sharder.describe(make_collection(spec_of(schema))), ENV, CPU
     )
     assert job.read("user", 1).tolist() == [[0.0] * 4]
     pipeline.close()
 
 
 def test_a_table_that_is_another_one_already_is_refused(schema, job, workers):
-    sharder = sharder_of(workers, schema)
-    spec = sharder.describe(make_collection(schema))
+    sharder = SlotsSharder(workers, spec_of(schema))
+    spec = sharder.describe(make_collection(spec_of(schema)))
     sharder.make_pipeline(spec, ENV, CPU).close()
-    other = sharder_of(workers, schema, optimizer=SGD(1.0, momentum=0.5))
+    other = SlotsSharder(workers, spec_of(schema, optimizer=SGD(1.0, momentum=0.5)))
     message = r"embedding worker 0 at .*embedding server 0 at .*'things'"
     with pytest.raises(RemoteError, match=message):
-        other.make_pipeline(other.describe(make_collection(schema)), ENV, CPU)
+        other.make_pipeline(other.describe(make_collection(spec_of(schema))), ENV, CPU)
