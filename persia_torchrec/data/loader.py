@@ -115,13 +115,8 @@ class StreamingDataset(IterableDatasetBase):
 class PersiaTrainingBatch:
     """A batch as the trainer gets it; a context makes tensors of it.
 
-    Attributes:
-        pull: the batch's rows, on their way.
-        non_id_type_features: dense features.
-        labels: labels.
-        is_training: whether a backward pass is expected.
-        meta: the user's own bytes.
-        batch_id: its number among all batches of all data loaders.
+    ``pull`` is its rows on their way, and ``is_training`` whether a backward pass is
+    expected; the other attributes are those of the ``PersiaBatch``.
     """
 
     pull: Any

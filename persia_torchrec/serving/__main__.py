@@ -26,7 +26,7 @@ from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.service_main import Lifetime, run_service, tell_ready
 from persia_torchrec.serving.embeddings import SlotsReader, host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
+from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.ports import tcp_address
@@ -102,8 +102,8 @@ def _serve(flags: ServingFlags) -> None:
         reader = _open_reader(flags, addresses, life.greeting, stack)
         predictor = Predictor(reader, model, path)
         if flags.follow_model or flags.follow is not None:
-            follower = ModelFollower(predictor, flags.checkpoint, flags.model)
-            stack.callback(follower.close)
+            run = flags.checkpoint
+            stack.enter_context(following_model(predictor, run, flags.model))
         server = PredictionServer(predictor, http)
         stack.callback(server.close)
         logger.info("serving model=%s address=%s", path, server.address)

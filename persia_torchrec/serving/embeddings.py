@@ -21,17 +21,9 @@ from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
-from persia_torchrec.lookup.slots import (
-    LookupHello,
-    Slot,
-    SlotsLookup,
-    build_bags,
-    build_features,
-    require_slots,
-    wait_until_ready,
-)
 from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.slot_tensors import slot_tensors
@@ -54,7 +46,7 @@ class SlotsReader:
 
     def __init__(
         self,
-        lookup: SlotsLookup | RemoteWorkers,
+        lookup: slots.SlotsLookup | RemoteWorkers,
         device: torch.device,
         status: Callable[[], Mapping[str, object]] = dict,
         timeout_s: float = timeouts.REQUEST_S,
@@ -62,13 +54,13 @@ class SlotsReader:
         self.device = device
         self.status = status
         self._lookup = lookup
-        self._slots: tuple[Slot, ...] | None = None
+        self._slots: tuple[slots.Slot, ...] | None = None
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._num_threads = 1  # guarded by _lock
         self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
 
-    def hello(self) -> LookupHello:
+    def hello(self) -> slots.LookupHello:
         """Return slots and rows; raise PersiaError if something is not ready."""
         hello = self._lookup.hello()
         self._slots = hello.slots
@@ -76,9 +68,9 @@ class SlotsReader:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until :meth:`hello` succeeds, or raise RequestTimeoutError."""
-        wait_until_ready(self.hello, timeout_s)
+        slots.wait_until_ready(self.hello, timeout_s)
 
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[slots.Slot, ...]:
         """Return the slots; asks for them once."""
         return self._slots or self.hello().slots
 
@@ -88,8 +80,8 @@ class SlotsReader:
         names = [slot.name for slot in self.slots()]
         if isinstance(batch, PersiaBatch):
             features = {feature.name: feature for feature in batch.id_type_features}
-            require_slots(list(features), names)
-            source = build_bags(features)
+            slots.require_slots(list(features), names)
+            source = slots.build_bags(features)
         elif not self.takes_references:
             raise BatchError(
                 "A batch for inference must have its ids. Received: a batch of a "
@@ -158,23 +150,21 @@ def host_checkpoint(
     imports: Sequence[str] = (),
 ) -> Iterator[SlotsReader]:
     """Load a checkpoint, or the latest of a folder, into servers for a block."""
-    with EmbeddingCluster.of_checkpoint(
+    cluster = EmbeddingCluster.of_checkpoint(
         os.fspath(path), num_servers, incremental_dir=incremental_dir, imports=imports
-    ) as cluster:
-        client = EmbeddingClient.connect(
-            cluster.addresses, timeout_s=timeouts.REQUEST_S
-        )
-        try:
-            with telling_of_compilation():
-                warm_up()
-            client.learn_tables()
-            lookup = SlotsLookup(client, build_features(schema))
-            status = partial(_following, client) if incremental_dir else dict
-            reader = SlotsReader(lookup, device, status)
-            require_dims(reader.hello().slots, schema)
-            yield reader
-        finally:
-            client.close()
+    )
+    with contextlib.ExitStack() as stack:
+        addresses = stack.enter_context(cluster).addresses
+        client = EmbeddingClient.connect(addresses, timeout_s=timeouts.REQUEST_S)
+        stack.callback(client.close)
+        with telling_of_compilation():
+            warm_up()
+        client.learn_tables()
+        lookup = slots.SlotsLookup(client, slots.build_features(schema))
+        status = partial(_following, client) if incremental_dir else dict
+        reader = SlotsReader(lookup, device, status)
+        require_dims(reader.hello().slots, schema)
+        yield reader
 
 
 def _following(client: EmbeddingClient) -> dict[str, object]:

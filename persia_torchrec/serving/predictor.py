@@ -1,10 +1,12 @@
 """From a batch to predictions: look embeddings up, run the dense model on them."""
 
+import contextlib
 import io
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -73,53 +75,42 @@ class Predictor:
         return {**health, "model": self.name, "uptime_s": uptime_s}
 
 
-class ModelFollower:
-    """Loads the dense model of each later checkpoint of a folder, once it is complete.
+@contextlib.contextmanager
+def following_model(
+    predictor: Predictor, run: str | os.PathLike[str], name: str, poll_s: float = 1.0
+) -> Iterator[None]:
+    """Load the dense model of each later checkpoint of a folder, during a block.
 
     A checkpoint without a file of that name is ignored: one of embeddings alone.
     """
+    ending = threading.Event()
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        run: str | os.PathLike[str],
-        name: str,
-        poll_s: float = 1.0,
-    ) -> None:
-        self._predictor = predictor
-        self._run_folder = Folder(run)
-        self._name = name
-        self._poll_s = poll_s
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop. May be called twice."""
-        self._ending.set()
-        self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._ending.wait(self._poll_s):
+    def follow() -> None:
+        while not ending.wait(poll_s):
             try:
-                self._load_latest()
+                _load_latest(predictor, Folder(run), name)
             except Exception as exc:  # the predictor continues with its model
-                logger.warning(
-                    "the previous model stays: %s",
-                    exc,
-                    exc_info=not isinstance(exc, PersiaError),
-                )
-                self._ending.wait(_RETRY_S)
+                has_bug = not isinstance(exc, PersiaError)
+                logger.warning("the previous model stays: %s", exc, exc_info=has_bug)
+                ending.wait(_RETRY_S)
 
-    def _load_latest(self) -> None:
-        for folder in complete_checkpoints(self._run_folder):
-            if self._name in folder.names():
-                if folder.file_path(self._name) != self._predictor.name:
-                    device = self._predictor.reader.device
-                    model, name = load_model(folder.url, self._name, device)
-                    self._predictor.use(model, name)
-                    logger.info("serving model=%s", name)
-                return
+    thread = threading.Thread(target=follow, name="model", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join(_CLOSE_S)
+
+
+def _load_latest(predictor: Predictor, run: Folder, name: str) -> None:
+    for folder in complete_checkpoints(run):
+        if name in folder.names():
+            if folder.file_path(name) != predictor.name:
+                model, path = load_model(folder.url, name, predictor.reader.device)
+                predictor.use(model, path)
+                logger.info("serving model=%s", path)
+            return
 
 
 def load_model(

@@ -242,28 +242,28 @@ def _rank() -> int:
 
 def at_first(work: Callable[[], T]) -> T:
     """Let rank 0 do something; every trainer returns its result or raises its error."""
-    result: T = everywhere(lambda: work() if _rank() == 0 else None)[0]
+    result: T = everywhere(lambda: work() if _rank() == 0 else None)
     return result
 
 
-def everywhere(work: Callable[[], object]) -> list[Any]:
-    """Do something at every trainer; every trainer returns all results, by rank.
+def everywhere(work: Callable[[], object]) -> Any:
+    """Do something at every trainer, and return what rank 0 has got.
 
     An error of one is raised at all, once all are done.
     """
-    outcome: tuple[object, str | None]
+    result, error = None, None
     try:
-        outcome = work(), None
+        result = work()
     except Exception as exc:  # noqa: BLE001  # raised by every trainer
-        outcome = None, f"{type(exc).__name__}: {exc}"
-    outcomes: list[Any] = [outcome]
+        error = f"{type(exc).__name__}: {exc}"
+    outcomes: list[Any] = [(result, error)]
     if dist.is_initialized():
-        outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome)
+        outcomes *= dist.get_world_size()
+        dist.all_gather_object(outcomes, (result, error))
     failed = [f"trainer {r}: {error}" for r, (_, error) in enumerate(outcomes) if error]
     if failed:
         raise CheckpointError(" ".join(failed))
-    return [result for result, _ in outcomes]
+    return outcomes[0][0]
 
 
 class ContextCheckpoints:

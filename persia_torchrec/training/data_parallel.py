@@ -54,13 +54,7 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.types import ShardingEnv
 
-from persia_torchrec import env, timeouts
-from persia_torchrec.distributed import (
-    DEFAULT_MASTER_PORT,
-    BaguaDistributedOption,
-    DDPOption,
-    DistributedBaseOption,
-)
+from persia_torchrec import distributed, env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.sharding.agreement import AnswersAtEnd
 
@@ -200,10 +194,10 @@ def decode_blocks(data: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def build_replication(
-    option: DistributedBaseOption, dense: nn.Module
+    option: distributed.DistributedBaseOption, dense: nn.Module
 ) -> ReducedGradients | AveragedWeights:
     """Build what keeps copies of a dense model alike as an option says."""
-    if not isinstance(option, BaguaDistributedOption):
+    if not isinstance(option, distributed.BaguaDistributedOption):
         return ReducedGradients()
     if option.period is not None:
         return AveragedWeights(dense, option.period)
@@ -211,20 +205,15 @@ def build_replication(
     return ReducedGradients(hook, option.default_bucket_size)
 
 
-def init_process_group(option: DistributedBaseOption, device: torch.device) -> None:
+def init_process_group(
+    option: distributed.DistributedBaseOption, device: torch.device
+) -> None:
     """Join the trainers to torch's process group, unless the script has done so."""
     if dist.is_initialized():
         return
     backend = option.backend_for(device.type)
     rank, world_size = env.get_rank(), env.get_world_size()
-    names_none = option.master_addr is None and option.master_port is None
-    store: HashStore | FileStore | TCPStore | None = None
-    if world_size == 1:
-        store = HashStore()
-    elif isinstance(option, DDPOption) and option.sync_file is not None:
-        store = _rendezvous_at_file(Path(option.sync_file), rank, world_size)
-    elif not (names_none and all(env.master())):
-        store = _rendezvous_at_port(option, rank, world_size)
+    store = _make_store(option, rank, world_size)
     # Without a store torch takes the launcher's own rendezvous, which torchrun's
     # agents may host already.
     meeting: dict[str, Any] = {}
@@ -233,9 +222,17 @@ def init_process_group(option: DistributedBaseOption, device: torch.device) -> N
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **meeting)
 
 
-def _rendezvous_at_port(
-    option: DistributedBaseOption, rank: int, world_size: int
-) -> TCPStore:
+def _make_store(
+    option: distributed.DistributedBaseOption, rank: int, world_size: int
+) -> HashStore | FileStore | TCPStore | None:
+    """Make the store by which the trainers meet; None: the launcher has one."""
+    if world_size == 1:
+        return HashStore()
+    if isinstance(option, distributed.DDPOption) and option.sync_file is not None:
+        return _rendezvous_at_file(Path(option.sync_file), rank, world_size)
+    named = option.master_addr, option.master_port
+    if named == (None, None) and all(env.master()):
+        return None
     address = option.master_addr or env.master()[0]
     if address is None:
         raise ConfigError(
@@ -244,7 +241,7 @@ def _rendezvous_at_port(
         )
     return TCPStore(
         address,
-        option.master_port or DEFAULT_MASTER_PORT,
+        option.master_port or distributed.DEFAULT_MASTER_PORT,
         world_size,
         is_master=rank == 0,
         timeout=timedelta(seconds=timeouts.RENDEZVOUS_S),

@@ -25,10 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import (
-    EmbeddingSchema,
-    load_embedding_config,
-)
+from persia_torchrec.config import embedding_config
 from persia_torchrec.config.global_config import MetricsSettings, load_global_config
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.distributed import DistributedBaseOption
@@ -43,18 +40,12 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.sharding.base_sharder import CollectionSharder
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.sharding.remote_lookup import (
-    ShardedRemoteCollection,
-)
+from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
+from persia_torchrec.training import data_parallel
 from persia_torchrec.training.checkpoint import ContextCheckpoints
-from persia_torchrec.training.data_parallel import (
-    AveragedWeights,
-    build_replication,
-    init_process_group,
-)
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.pushgateway import push_metrics
 from persia_torchrec.worker.serving import ask_for_slots
@@ -175,17 +166,17 @@ class Engine:
             slots.build_features(schema),
         )
         self.client, self._workers = connect_to_job()
-        init_process_group(distributed, device)
+        data_parallel.init_process_group(distributed, device)
         self.sharder = SlotsSharder(self._workers, self._spec)
         hybrid = HybridModel(make_collection(self._spec), model)
-        replication = build_replication(distributed, model)
+        replication = data_parallel.build_replication(distributed, model)
         self.dmp = DistributedModelParallel(
             hybrid,
             device=device,
             sharders=[self.sharder],
             data_parallel_wrapper=replication,
         )
-        averages_weights = isinstance(replication, AveragedWeights)
+        averages_weights = isinstance(replication, data_parallel.AveragedWeights)
         self.weights = replication if averages_weights else None
         # Trainers that average weights have each a loss scale of its own.
         agreement = self.sharder.remote_tables.agreement
@@ -203,10 +194,9 @@ class Engine:
     def in_step(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
         """Keep trainers in step whose data do not end at the same batch.
 
-        A trainer that comes to the end of the block answers the collectives of those
-        that continue, until all are there; then all have the same dense model, and the
-        same loss scale where their dense gradients were. An exception ends the block
-        at once.
+        At the end of the block a trainer answers the collectives of the others, until
+        all are there; then all have one dense model, and one loss scale where their
+        dense gradients were averaged. An exception ends the block at once.
         """
         if self._agreement is not None:
             self._agreement.scaler = scaler
@@ -221,10 +211,9 @@ class Engine:
         is_training: bool,
         settings: LookupSettings | None = None,
     ) -> Pull:
-        """Begin to pull a batch; returns at once.
+        """Begin to pull a batch; one of training makes rows, and wants a backward pass.
 
-        A training batch creates missing rows and expects a backward pass. The bound on
-        staleness cannot change while batches are under way.
+        The bound on staleness cannot change while batches are under way.
         """
         if isinstance(batch, PersiaBatch) and not self.lookup_emb_directly:
             raise ConfigError(
@@ -256,11 +245,10 @@ class Engine:
         return list(self._sharded(pull).values())
 
     def backward(self, scaled_loss: torch.Tensor, scale: float) -> bool:
-        """Run the backward pass of a loss times ``scale``.
+        """Run the backward pass of a loss times ``scale``; gradients leave unscaled.
 
-        The servers get the gradients divided by the scale, but none that is not finite
-        under a scale other than 1. Returns whether one was not finite, on any trainer
-        whose dense gradients are averaged with this one's: these call it together.
+        Those that are not finite are left out, unless the scale is 1. Returns whether
+        some were, on any trainer that averages dense gradients: these call it together.
         """
         self._sharded.gradient_scale = 1 / scale
         self._sharded.skip_non_finite = scale != 1
@@ -270,10 +258,7 @@ class Engine:
         return self._agreement.any(has_skipped) if self._agreement else has_skipped
 
     def configure(self, config: EmbeddingConfig) -> None:
-        """Change how rows start and how far weights may go; waits for the servers.
-
-        What a single table was given by ``tables`` stays.
-        """
+        """Change how rows start and weights are bounded, but as ``tables`` has it."""
 
         def change(spec: TableSpec) -> TableSpec:
             own = self._tables.get(spec.name, TableSettings())
@@ -358,19 +343,16 @@ def connect_to_job() -> tuple[EmbeddingClient, RemoteWorkers]:
     return client, RemoteWorkers(workers, **settings)
 
 
-def _slots() -> EmbeddingSchema:
+def _slots() -> embedding_config.EmbeddingSchema:
     """Return the slots: of this process's file, or else of the embedding workers'."""
     if path := env.embedding_config_path():
-        return load_embedding_config(path, warns=False)
+        return embedding_config.load_embedding_config(path, warns=False)
     store = env.require_job_store("A training context")
     return ask_for_slots(store, timeout_s=timeouts.DISCOVERY_S)
 
 
 def _metrics_settings() -> MetricsSettings:
-    """Return ``metrics_config`` of the file that the environment names, or defaults.
-
-    A trainer needs nothing else of that file: without a gateway it is not read.
-    """
+    """Return those of the global config, which is read only if there is a gateway."""
     gateway, path = env.metrics_gateway(), env.global_config_path()
     if path is None or gateway is None:
         return MetricsSettings()

@@ -1,5 +1,6 @@
 """Predictions follow a training: its rows by increments, its model by checkpoints."""
 
+import contextlib
 import json
 import urllib.request
 
@@ -14,7 +15,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.serving.embeddings import host_checkpoint
 from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
-from persia_torchrec.serving.predictor import ModelFollower, Predictor, load_model
+from persia_torchrec.serving.predictor import Predictor, following_model, load_model
 from tests.local_job import Batches, LocalJob
 from tests.processes import DEADLINE_S, Processes, wait_until
 from tests.serving.conftest import CONFIG, EVALUATION, Dense, batch_of_numbers
@@ -124,13 +125,13 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
         ctx.dump_checkpoint(run, with_jit_model=True)
         first = evaluate(model)
         schema = load_embedding_config(job.config_path)
-        with host_checkpoint(
-            run, schema, CPU, num_servers=2, incremental_dir=logs
-        ) as reader:
+        hosting = host_checkpoint(run, schema, CPU, num_servers=2, incremental_dir=logs)
+        with hosting as reader, contextlib.ExitStack() as stack:
             script, name = load_model(run, "jit_dense.pt", CPU)
             predictor = Predictor(reader, script, name)
-            follower = ModelFollower(predictor, run, "jit_dense.pt", poll_s=0.1)
+            stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))
             server = PredictionServer(predictor, HttpConfig())
+            stack.callback(server.close)
             assert are_close(predict(server.address), first)
 
             with torch.no_grad():  # only the rows train
@@ -158,5 +159,3 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
                 "the model is that of the latest checkpoint",
             )
             assert predictor.name.endswith("checkpoint-00000002/jit_dense.pt")
-            follower.close()
-            server.close()
