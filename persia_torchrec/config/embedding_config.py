@@ -82,19 +82,16 @@ class _File(Struct, frozen=True, kw_only=True):
     feature_groups: dict[str, tuple[str, ...]] = {}
 
 
-def load_embedding_config(path: str | Path, *, warns: bool = True) -> EmbeddingSchema:
-    """Read ``embedding_config.yml``; see :func:`parse_embedding_config`."""
-    return parse_embedding_config(read_text(path), path, warns=warns)
-
-
-def parse_embedding_config(
-    text: str, path: str | Path, *, warns: bool = True
+def load_embedding_config(
+    path: str | Path, text: str | None = None, *, warns: bool = True
 ) -> EmbeddingSchema:
-    """Parse ``embedding_config.yml``, or raise ConfigError with ``path`` and key path.
+    """Read ``embedding_config.yml``, or raise ConfigError with ``path`` and key path.
 
-    ``warns``: keys without effect are logged, as worker 0 of a job does.
+    ``text`` is the file's content, if it was read before. ``warns``: keys without
+    effect are logged, as worker 0 of a job does.
     """
     top = KeyPath(str(path))
+    text = read_text(path) if text is None else text
     file = parse_file(_File, text, top, "embedding_config", warns=warns)
     if not file.slots_config:
         raise ConfigError(f"{top.under('slots_config')} must have at least one slot.")

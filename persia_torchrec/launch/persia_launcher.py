@@ -21,7 +21,6 @@ from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
-_MASTER = "nn-worker/master"
 _MACHINE = "machine of NN workers"
 
 
@@ -104,8 +103,8 @@ class NnWorker:
             )
         if self.node_rank == 0:
             address = local_address(book.host_name)
-            book.tell(_MASTER, f"{address} {free_port(address)}")
-        (master,) = book.ask([_MASTER], timeout_s=timeouts.DISCOVERY_S)
+            book.tell("nn-worker/master", f"{address} {free_port(address)}")
+        (master,) = book.ask(["nn-worker/master"], timeout_s=timeouts.DISCOVERY_S)
         book.close()
         address, _, port = master.rpartition(" ")
         return address, port

@@ -3,7 +3,8 @@
 A job is one ``AppDef``: the coordinator first, because torchx's macro ``rank0_env``
 names the host of the first role, then servers, embedding workers, data loaders and
 trainers. Role names are plain letters: Kubernetes turns others into something else.
-Variables tell a process where the others are, see ``env.py``; flags, the rest.
+Variables tell a process its index, its files and where the others are, see ``env.py``;
+flags, the rest.
 """
 
 import shlex
@@ -126,14 +127,8 @@ def embedding_servers(
         raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
     if checkpoint is not None:
         _require_text("checkpoint", checkpoint)
-    flags = format_flags(
-        shard=specs.macros.replica_id,
-        num_shards=num_servers,
-        eviction=eviction,
-        global_config=job.global_config,
-        checkpoint=checkpoint,
-        import_=job.imported_modules(),
-    )
+    imports = job.imported_modules()
+    flags = format_flags(eviction=eviction, checkpoint=checkpoint, import_=imports)
     return job.role("server", "server", flags, num_servers)
 
 
@@ -141,14 +136,7 @@ def embedding_workers(
     job: JobSettings, num_workers: int, *, learn_tables: bool = False
 ) -> specs.Role:
     """Build the role of the workers, which may learn the tables from a checkpoint."""
-    flags = format_flags(
-        index=specs.macros.replica_id,
-        num_workers=num_workers,
-        embedding_config=job.embedding_config,
-        global_config=job.global_config,
-        learn_tables=learn_tables,
-        import_=job.imported_modules(),
-    )
+    flags = format_flags(learn_tables=learn_tables, import_=job.imported_modules())
     return job.role("worker", "worker", flags, num_workers)
 
 
@@ -168,13 +156,8 @@ def predictors(
             f"http_port must be in [1, {MAX_PORT}], with those that follow it for the "
             f"other predictors. Received: {port}, and {num_predictors} predictors."
         )
-    flags = format_flags(
-        workers_of_job=True,
-        checkpoint=checkpoint,
-        host=host,
-        port=port,
-        follow_model=follow_model,
-    )
+    flags = format_flags(checkpoint=checkpoint, host=host, port=port)
+    flags += format_flags(workers_of_job=True, follow_model=follow_model)
     return job.role("predictor", "serving", flags, num_predictors)
 
 

@@ -16,11 +16,12 @@ import runpy
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.config.global_config import refuse_inference
-from persia_torchrec.errors import ConfigError, JobError, PersiaError
+from persia_torchrec.errors import JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.membership import JobMember
@@ -42,17 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("script", help="the user's Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     parsed = parser.parse_args(argv)
-
+    work: Callable[[], object] = partial(run_script, parsed.script, parsed.arguments)
     if parsed.script == PROXY:
-        return run_member("trainer", "the proxy", sys.stdin.read, is_proxy=True)
-    return run_member(
-        parsed.role, parsed.script, lambda: run_script(parsed.script, parsed.arguments)
-    )
+        work = sys.stdin.read
+    return run_member(parsed.role, parsed.script, work)
 
 
-def run_member(
-    role: str, name: str, work: Callable[[], object], *, is_proxy: bool = False
-) -> int:
+def run_member(role: str, script: str, work: Callable[[], object]) -> int:
     """Do work as a member of the job, in the main thread; return the exit status.
 
     What ``work`` raises ends the job. A proxy is the only trainer, whatever the
@@ -60,6 +57,7 @@ def run_member(
     """
     end_by_signals()
     get_default_logger()
+    is_proxy = script == PROXY
     # torchrun has set the ranks of the trainers, and their rendezvous.
     by_torchrun = role == "trainer" and env.text("TORCHELASTIC_RUN_ID") is not None
     if is_proxy:
@@ -83,7 +81,7 @@ def run_member(
                 raise SystemExit(str(exc)) from exc
         work()
         if not member.ended.is_set():
-            logger.info("%s: %s has ended, waiting for the job", member.who, name)
+            logger.info("%s: %s has ended, waiting for the job", member.who, script)
         member.report_done()
         try:
             member.wait_for_end()
@@ -114,10 +112,6 @@ def set_up_rendezvous(book: AddressBook, rank: int, world_size: int) -> None:
     The local rank is among the trainers with the same host name. Waits until every
     trainer of the job has called this, or raises DiscoveryError.
     """
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"REPLICA_INDEX must be in [0, {world_size}). Received: {rank}."
-        )
     hosts = [f"trainer/{other}/host" for other in range(world_size)]
     book.tell(hosts[rank], socket.gethostname())
     if rank == 0:

@@ -19,7 +19,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.config.embedding_config import (
     EmbeddingSchema,
-    parse_embedding_config,
+    load_embedding_config,
 )
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.config.yaml_file import read_text
@@ -46,9 +46,9 @@ _STALENESS_HELP = "training batches looked up and not yet updated"
 def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> EmbeddingSchema:
     """Read the file, and leave it in the address book; each embedding worker does."""
     text = read_text(path)
-    schema = parse_embedding_config(text, path, warns=warns)  # before others read it
-    known = parse_embedding_config(
-        book.claim_note(_NOTE, text), "that of another embedding worker", warns=False
+    schema = load_embedding_config(path, text, warns=warns)  # before others read it
+    known = load_embedding_config(
+        "that of another embedding worker", book.claim_note(_NOTE, text), warns=False
     )
     if known != schema:
         raise ConfigError(
@@ -66,7 +66,7 @@ def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> Embedding
         (text,) = book.ask([_NOTE], timeout_s=timeout_s)
     finally:
         book.close()
-    return parse_embedding_config(text, "embedding_config.yml of the job", warns=False)
+    return load_embedding_config("embedding_config.yml of the job", text, warns=False)
 
 
 def make_lookup(

@@ -122,13 +122,11 @@ def test_a_script_keeps_its_arguments_as_in_a_shell():
 
 def test_servers_and_workers_have_their_index():
     roles = train(embedding_servers=2, eviction="lfu")
-    assert roles["server"].args[1:8] == [
-        *("persia_torchrec.server", "--shard", "${replica_id}"),
-        *("--num-shards", "2", "--eviction", "lfu"),
-    ]
-    assert roles["worker"].args[1:4] == [
-        *("persia_torchrec.worker", "--index", "${replica_id}")
-    ]
+    assert roles["server"].args[1:] == ["persia_torchrec.server", "--eviction", "lfu"]
+    assert roles["worker"].args[1:] == ["persia_torchrec.worker"]
+    for name, size in (("server", "2"), ("worker", "1")):
+        assert roles[name].env["REPLICA_INDEX"] == "${replica_id}"
+        assert roles[name].env["REPLICA_SIZE"] == size
 
 
 def test_image_and_interpreter_are_passed_on_unchanged():
@@ -196,8 +194,8 @@ def test_an_inference_job_has_no_trainers():
     assert roles["server"].args[-2:] == ["--checkpoint", "runs/7"]
     assert roles["worker"].args[-1] == "--learn-tables"
     assert roles["predictor"].args[1:] == [
-        *("persia_torchrec.serving", "--workers-of-job", "--checkpoint", "runs/7"),
-        *("--host", "127.0.0.1", "--port", "8080"),
+        *("persia_torchrec.serving", "--checkpoint", "runs/7"),
+        *("--host", "127.0.0.1", "--port", "8080", "--workers-of-job"),
     ]
 
 

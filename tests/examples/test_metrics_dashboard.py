@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config.embedding_config import parse_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.pipeline import worker_client as trainer
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/metrics"
 DASHBOARD = json.loads((FOLDER / "persia_dashboard.json").read_text())
 MIGRATION = (ROOT / "persia_torchrec/MIGRATION.md").read_text()
-SCHEMA = parse_embedding_config(
-    "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 2}}}", "config"
+SCHEMA = load_embedding_config(
+    "config", "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 2}}}"
 )
 
 PERSIAS = {

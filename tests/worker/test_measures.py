@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.config.embedding_config import parse_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError
@@ -36,7 +36,7 @@ slots_config:
 feature_groups:
   things: [item, basket]
 """
-SCHEMA = parse_embedding_config(CONFIG, "config")
+SCHEMA = load_embedding_config("config", CONFIG)
 TABLES = [
     TableSpec(name="things", dim=2, optimizer=SGD(1.0)),
     TableSpec(name="word", dim=3, optimizer=SGD(1.0)),
@@ -111,10 +111,10 @@ def test_different_ids_are_estimated_by_feature(lookup):
 
 
 def test_ids_are_counted_where_buckets_stand_for_them(servers, gateway):
-    schema = parse_embedding_config(
+    schema = load_embedding_config(
+        "config",
         "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 2, "
         "hash_stack_config: {hash_stack_rounds: 2, embedding_size: 5}}}}",
-        "config",
     )
     lookup = make_lookup(servers.client(servers.start()), schema, HOURLY)
     lookup.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])

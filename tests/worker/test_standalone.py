@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.config.embedding_config import parse_embedding_config
+from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.lookup.pooling import warm_up
@@ -24,7 +24,7 @@ from tests.servers import DEADLINE_S, ids_of
 
 ITEM = TableSpec(name="item", dim=4, optimizer=Adam(0.5))
 CONFIG = "{feature_index_prefix_bit: 8, slots_config: {item: {dim: 4}}}"
-SCHEMA = parse_embedding_config(CONFIG, "config")
+SCHEMA = load_embedding_config("config", CONFIG)
 
 
 def run_worker(*arguments):
