@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import Self
 
-from persia_torchrec.errors import NotReadyError, PersiaError, WireError
+from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Header
 from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
 from persia_torchrec.wire.transport import Listener
@@ -123,10 +122,9 @@ def refusing_requests(listener: Listener) -> Iterator[None]:
         while not is_over.is_set():
             message = listener.receive(_POLL_MS)
             if message is not None:
-                peer, frames = message
+                peer, header, _ = message
                 error = NotReadyError("compiling its loops.", server=listener.address)
-                with contextlib.suppress(WireError):  # not a message of ours
-                    listener.send_error(peer, Header.decode(frames[0]).request, error)
+                listener.send_error(peer, header.request, error)
 
     thread = threading.Thread(target=refuse, name="not ready", daemon=True)
     thread.start()

@@ -130,21 +130,20 @@ class EmbeddingServer:
         self._num_since_sweep += 1
         message = self.listener.take()
         shard.stages.lap("receive")
-        if message is not None:
-            peer, frames = message
-            request = 0
+        if message is None:
+            shard.counts["requests_refused"] += 1
+        else:
+            peer, header, frames = message
             try:
-                header = Header.decode(frames[0])
-                request = header.request
                 kind = self._admit(shard, header)
                 reply = kind.answer(shard, Request(peer, header, frames))
             except Exception as exc:  # the server continues; the peer is told
                 if not isinstance(exc, PersiaError | MemoryError):
                     logger.exception("a request failed")
-                shard.refuse(peer, request, exc)
+                shard.refuse(peer, header.request, exc)
             else:
                 if reply is not None:
-                    self.listener.send(peer, Header(Kind.REPLY, request), reply)
+                    self.listener.send(peer, Header(Kind.REPLY, header.request), reply)
                     shard.stages.lap("send")
         if self._num_since_sweep >= _MESSAGES_PER_SWEEP:
             self._sweep(shard)

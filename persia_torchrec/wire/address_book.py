@@ -130,10 +130,6 @@ class AddressBook:
 
         Port 0 takes a free one, which ``.port`` tells. ``loopback`` listens for this
         machine only, instead of on every interface. Without a job's id one is drawn.
-
-        Raises:
-            ConfigError: the port is out of its range, or the id is invalid.
-            JobError: the port cannot be listened on.
         """
         if not 0 <= port <= MAX_PORT:
             raise ConfigError(f"port must be in [0, {MAX_PORT}]. Received: {port}.")
@@ -167,7 +163,6 @@ class AddressBook:
         raises to give up.
 
         Raises:
-            ConfigError: the id is invalid.
             DiscoveryError: no address book answered within ``timeout_s``.
             JobMismatchError: it is that of another job.
         """
@@ -376,10 +371,8 @@ class AddressBook:
         """Return whether it is known that no process listens at the address."""
         try:
             socket.create_connection(self._address, timeout=_POLL_S).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass  # not known: the host may be out of reach for a moment
+        except OSError as exc:  # any other: the host may be out of reach for a moment
+            return isinstance(exc, ConnectionRefusedError)
         return False
 
 

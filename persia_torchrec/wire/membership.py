@@ -248,6 +248,7 @@ class JobMember:
         self._expendable = expendable
         self._timings = JobTimings.read(book)
         self._coordinator = MemberRecord(book, "coordinator", 0).process()
+        self._main_thread = threading.get_ident()
         self._pid = os.getpid()
         self._parent = os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
@@ -267,9 +268,9 @@ class JobMember:
         self._record.register(self._timings.silent_s)
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Have something called, from another thread, once the job has ended.
+        """Have another thread call something quick once the job has ended.
 
-        It must return quickly. It is called at once if the job has ended already.
+        It is called at once if the job has ended already.
         """
         self._callbacks.add_done_callback(lambda _: callback())
 
@@ -332,10 +333,10 @@ class JobMember:
             if self.ended.is_set() or self._leaving.wait(_RETRY_S):
                 return
             if self._is_deferred:  # interrupt the main thread again
-                _interrupt_main(signal.Signals[name])
+                signal.pthread_kill(self._main_thread, signal.Signals[name])
         self._ask_for_verdict()
         if self._verdict[0] == "running":
-            self._fail(_from_outside(name))
+            self._fail(f"ended from outside ({name})")
         else:
             self._end(*self._verdict)
 
@@ -353,7 +354,7 @@ class JobMember:
             time.sleep(_RETRY_S / 10)
         state, _ = self._verdict
         if state == "running":
-            why = _from_outside(signal.Signals(number).name)
+            why = f"ended from outside ({signal.Signals(number).name})"
             is_ctrl_c = number == signal.SIGINT
             raise KeyboardInterrupt(why) if is_ctrl_c else SystemExit(why)
         if state == "failed":
@@ -469,7 +470,7 @@ class JobMember:
             if not has_failed:
                 logger.info("the job is finished, %s is not needed any more", self.who)
             if not self._leaving.wait(_VOLUNTARY_S if has_failed else 0):
-                _interrupt_main(signal.SIGTERM)
+                signal.pthread_kill(self._main_thread, signal.SIGTERM)
         time.sleep(seconds)  # it should have ended by itself then
         late = f"{self.who} did not end within {seconds:g} s of the job's end"
         logger.warning("%s, and is ended with status %d", late, status)
@@ -484,12 +485,6 @@ def _parse(text: str) -> ProcessIdentity:
     return process
 
 
-def _interrupt_main(number: signal.Signals) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    signal.pthread_kill(main, number)
-
-
 def _may_be_of_a_process_group(exc: BaseException) -> bool:
     """Return whether a collective may have raised it: gloo raises RuntimeError."""
     if type(exc) is RuntimeError:
@@ -498,18 +493,12 @@ def _may_be_of_a_process_group(exc: BaseException) -> bool:
     return distributed is not None and isinstance(exc, distributed.DistError)
 
 
-def _from_outside(signal_name: str) -> str:
-    return f"ended from outside ({signal_name})"
-
-
 def _describe_failure(exc: BaseException) -> str | None:
     """Return what went wrong, or None if nothing did."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         return str(exc)
     if not isinstance(exc, SystemExit):
-        text = str(exc)
-        name = type(exc).__name__
-        return f"{name}: {text}" if text else name
+        return f"{type(exc).__name__}: {exc}".removesuffix(": ")
     if exc.code is None or exc.code == 0:
         return None
     is_number = isinstance(exc.code, int)

@@ -149,11 +149,7 @@ class Kind(IntEnum):
 
     @classmethod
     def define(cls, name: str, number: int) -> "Kind":
-        """Add a kind from its own file, see ``server/requests.py``.
-
-        Raises:
-            ValueError: the number is taken.
-        """
+        """Add a kind from its own file, see ``server/requests.py``."""
         if number in cls._value2member_map_:
             raise ValueError(f"{name}: number {number} is {cls(number).name}'s.")
         kind = int.__new__(cls, number)
@@ -293,11 +289,7 @@ def encode_segments(tables: Sequence[TableIds]) -> Frames:
 
 
 def decode_segments(frames: Sequence[Frame], *, num_frames: int) -> list[TableIds]:
-    """Read frames 1 and 2 of a request; the ids of each table are views of them.
-
-    Raises:
-        FrameError: frames are missing, or their lengths do not fit one another.
-    """
+    """Read frames 1 and 2 of a request; the ids of each table are views of them."""
     if len(frames) != num_frames:
         raise FrameError(
             f"The message must have {num_frames} frames. Received: {len(frames)}."

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import zmq
 
-from persia_torchrec.errors import PersiaError, WireError
+from persia_torchrec.errors import PersiaError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
 from persia_torchrec.wire.ports import LOOPBACK
@@ -68,21 +68,12 @@ class ListenerThread(ABC):
             while is_busy or not self._closing.is_set():
                 message = self._listener.receive(_POLL_MS)
                 if message is not None:
-                    self._serve(*message)
+                    self._begin(*message)
                 is_busy = self._work()
         except zmq.ZMQError:
             logger.exception("the socket of %s failed", self.address)
         finally:
             self._listener.close()
-
-    def _serve(self, peer: bytes, frames: Frames) -> None:
-        try:
-            header = Header.decode(frames[0])
-        except WireError as exc:
-            logger.warning("rejected a message: %s", exc)
-            self._listener.send_error(peer, 0, exc)
-        else:
-            self._begin(peer, header, frames)
 
 
 def make_reply(

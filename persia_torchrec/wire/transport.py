@@ -154,36 +154,32 @@ class Listener:
             self.wakeup.drain()
         return self._socket in ready
 
-    def take(self) -> tuple[bytes, Frames] | None:
-        """Take the message that :meth:`wait` found: routing id of the sender, frames.
+    def take(self) -> tuple[bytes, Header, Frames] | None:
+        """Take the message that :meth:`wait` found: routing id, header, all frames.
 
-        None: the sender belongs to another job, and is told so.
+        None: it is malformed or of another job, and its sender is told so.
         """
         name, *frames = receive_frames(self._socket)
         self.bytes_received += sum(map(len, frames))
-        peer = bytes(name)
-        if peer in self._known or self._admit(peer, frames):
-            return peer, frames
-        return None
+        peer, number = bytes(name), 0
+        try:
+            header = Header.decode(frames[0])
+            number = header.request
+            if peer not in self._known:
+                self._greeting.admit(peer, self.address)
+                if len(self._known) >= _MAX_KNOWN_PEERS:
+                    self._known.clear()
+                self._known.add(peer)
+        except (WireError, JobMismatchError) as exc:
+            if isinstance(exc, WireError):
+                logger.warning("rejected a message: %s", exc)
+            self.send_error(peer, number, exc)
+            return None
+        return peer, header, frames
 
-    def receive(self, timeout_ms: int) -> tuple[bytes, Frames] | None:
+    def receive(self, timeout_ms: int) -> tuple[bytes, Header, Frames] | None:
         """Wait for a message, and :meth:`take` it; None also when none came in time."""
         return self.take() if self.wait(timeout_ms) else None
-
-    def _admit(self, peer: bytes, frames: Frames) -> bool:
-        """Admit a peer that has not sent anything before, or reject its message."""
-        try:
-            self._greeting.admit(peer, self.address)
-        except (WireError, JobMismatchError) as exc:
-            number = 0
-            with contextlib.suppress(WireError):
-                number = Header.decode(frames[0]).request
-            self.send_error(peer, number, exc)
-            return False
-        if len(self._known) >= _MAX_KNOWN_PEERS:
-            self._known.clear()
-        self._known.add(peer)
-        return True
 
     def send(self, peer: bytes, header: Header, frames: Sequence[Frame] = ()) -> None:
         """Send a message to a peer; it is dropped if the peer is gone."""

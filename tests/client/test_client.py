@@ -374,8 +374,7 @@ class OddServer:
     def _run(self):
         while not self._stopping.is_set():
             if self.listener.wait(5):
-                peer, frames = self.listener.take()
-                header = Header.decode(frames[0])
+                peer, header, _ = self.listener.take()
                 reply = Header(Kind.REPLY, header.request)
                 self.listener.send(peer, reply, self._answers[header.kind])
 

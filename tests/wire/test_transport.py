@@ -43,8 +43,7 @@ class Peer:
             message = self.listener.receive(5)
             if message is None:
                 continue
-            peer, frames = message
-            header = Header.decode(frames[0])
+            peer, header, frames = message
             self.seen.append((header, [bytes(frame) for frame in frames[1:]]))
             if self._answer is not None:
                 self._answer(self.listener, peer, header, frames[1:])
@@ -229,8 +228,8 @@ def test_a_restarted_server_is_reached_again(start, connect):
         while answer is None and time.monotonic() < deadline:
             reply = submit(connections, [b"again"])
             while (request := again.receive(300)) is not None:
-                peer, frames = request
-                echo(again, peer, Header.decode(frames[0]), frames[1:])
+                peer, header, frames = request
+                echo(again, peer, header, frames[1:])
             with contextlib.suppress(ServerError, TimeoutError):
                 _, answer = reply.result(1)
     assert answer is not None
@@ -363,8 +362,8 @@ def test_requests_after_a_loss_fail_at_once_until_the_server_is_back(start, conn
         while not reply.done():
             assert time.monotonic() < deadline
             if again.wait(20):
-                peer, frames = again.take()
-                echo(again, peer, Header.decode(frames[0]), frames[1:])
+                peer, header, frames = again.take()
+                echo(again, peer, header, frames[1:])
         assert bytes(reply.result(0)[1][1]) == b"again"
 
 
@@ -412,10 +411,10 @@ def test_a_listener_sees_whether_a_peer_is_connected():
     peers = []
     for client in (staying, going):
         client.connect(listener.address)
-        client.send(b"hello")
+        client.send(Header(Kind.HELLO).encode())
         peers.append(listener.receive(int(DEADLINE_S * 1000))[0])
     assert [listener.is_connected(peer) for peer in peers] == [True, True]
-    going.send(b"the last word")
+    going.send_multipart([Header(Kind.HELLO).encode(), b"the last word"])
     going.close()
     deadline = time.monotonic() + DEADLINE_S
     while listener.is_connected(peers[1]):
@@ -423,7 +422,7 @@ def test_a_listener_sees_whether_a_peer_is_connected():
         time.sleep(0.005)
     assert listener.is_connected(peers[0])
     assert not listener.is_connected(b"a stranger")
-    peer, (word,) = listener.receive(0)  # it waited to be read
+    peer, _, (_, word) = listener.receive(0)  # it waited to be read
     assert (peer, bytes(word)) == (peers[1], b"the last word")
     listener.send(b"a stranger", Header(Kind.REPLY))  # is dropped, as ever
     staying.close(linger=0)
@@ -479,8 +478,8 @@ def test_a_reply_to_a_disconnected_peer_is_dropped():
     listener = Listener("127.0.0.1", 0)
     gone = zmq.Context.instance().socket(zmq.DEALER)
     gone.connect(listener.address)
-    gone.send(b"hello")
-    peer, _ = listener.receive(int(DEADLINE_S * 1000))
+    gone.send(Header(Kind.HELLO).encode())
+    peer, *_ = listener.receive(int(DEADLINE_S * 1000))
     gone.close(linger=0)
     for _ in range(3):
         listener.send(peer, Header(Kind.REPLY))
