@@ -1,22 +1,18 @@
 """Compile Python loops to machine code, once for all processes.
 
-Every hot loop of this package is a function under :func:`compiled`: numba translates it
-on its first call and keeps the machine code in ``__pycache__`` (or, where that cannot
-be written, in the user's cache folder), so that a second process only loads it.
+numba translates a function under :func:`compiled` on its first call, and keeps the
+machine code in ``__pycache__`` (or, where that cannot be written, in the user's cache
+folder), so that a second process only loads it. What a setting does to a row is a plain
+function, a kernel; :func:`inlined_kernel` compiles it for :func:`specialized` loops.
 
 * ``nogil``: other threads, such as the network's, run meanwhile.
 * ``error_model="numpy"``: a division by zero gives inf, as in NumPy. numba's default
   checks every division, which keeps LLVM from using vector instructions.
 * ``fastmath`` allows sums to be reordered and multiply-adds to be fused, no more: NaN
   and inf keep their meaning.
-
-KERNELS: what a setting does to a row is a plain function in a module that does not
-import numba; :func:`inlined_kernel` compiles it for :func:`specialized` loops.
-
-THE CACHE: numba ties an entry to the file of the loop alone, and would keep running an
-old version of a function that the loop inlines from another file. Here an entry also
-names a hash of every source that may be inlined: see :func:`sources_stamp`. This file
-alone uses private names of numba; ``tests/test_compiled.py`` lists them.
+* The cache: numba ties an entry to the file of the loop alone, and would keep running
+  an old version of a function inlined from another file. Here an entry also names a
+  hash of every source that may be inlined.
 """
 
 import contextlib
@@ -46,15 +42,15 @@ P = ParamSpec("P")
 S = TypeVar("S", bound=np.generic)
 R = TypeVar("R")
 
-_FAST = frozenset({"reassoc", "contract", "nsz"})
-_AS_WRITTEN = frozenset[str]()
 _MARKS = (b"@compiled", b"@inlined", b"@intrinsic", b"specialized(")
-_IMPORT = re.compile(rb"^from persia_torchrec\.([\w.]+) import ", re.MULTILINE)
+_IMPORT = re.compile(
+    r"^from persia_torchrec([\w.]*) import (\([^)]*\)|.*)", re.MULTILINE
+)
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function``, on numbers and NumPy arrays, compiled on its first call."""
-    return _compiled(function, _FAST)
+    return _compiled(function)
 
 
 def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
@@ -63,7 +59,7 @@ def compiled_as_written(function: Callable[P, R]) -> Callable[P, R]:
     For floats that must have the same bits on every machine: fused multiply-adds, which
     not every processor has, round otherwise.
     """
-    return _compiled(function, _AS_WRITTEN)
+    return _compiled(function, is_exact=True)
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
@@ -71,7 +67,7 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
     For work on every row: passing several arrays takes longer than a short row does.
     """
-    return _compiled(function, _FAST, is_inlined=True)
+    return _compiled(function, is_inlined=True)
 
 
 @cache
@@ -93,8 +89,7 @@ def inlined_kernel(
         else:
             names[name] = inlined_kernel(helper, is_as_written=is_exact)
     copy = FunctionType(plain.__code__, names, plain.__name__)
-    fastmath = _AS_WRITTEN if is_exact else _FAST
-    return _compiled(copy, fastmath, is_inlined=True, is_cached=False)
+    return _compiled(copy, is_exact=is_exact, is_inlined=True, is_cached=False)
 
 
 def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P, R]:
@@ -103,7 +98,7 @@ def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P,
     The files of the plain ``kernel`` are part of the cache's key.
     """
     loop.__qualname__ = f"{loop.__name__}_{kernel.__module__}.{kernel.__qualname__}"
-    return _compiled(loop, _FAST, stamp=_kernel_stamp(kernel))
+    return _compiled(loop, stamp=_kernel_stamp(kernel))
 
 
 def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
@@ -130,6 +125,9 @@ def sources_stamp(folder: Path) -> str:
     return _hash_files(folder, marked)
 
 
+_sources_stamp = cache(sources_stamp)
+
+
 @contextlib.contextmanager
 def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[None]:
     """Log when the first loop of a block is compiled, not only loaded, and the end.
@@ -143,9 +141,8 @@ def telling_of_compilation(tell: Callable[[bool], object] = bool) -> Iterator[No
         finally:
             if compilation.num_loops:
                 seconds = time.monotonic() - compilation.start_s
-                logger.info(
-                    "compiled %d loops in %.1f s", compilation.num_loops, seconds
-                )
+                count = compilation.num_loops
+                logger.info("compiled %d loops in %.1f s", count, seconds)
                 tell(False)
 
 
@@ -200,33 +197,26 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
 
     def _index_key(self, sig: object, codegen: Any) -> tuple[object, ...]:
         # numba's own key pickles the closure, whose functions differ by process.
-        return (sig, codegen.magic_tuple(), *self._stamps, _package_stamp())
+        package = _sources_stamp(Path(__file__).parent)
+        return (sig, codegen.magic_tuple(), *self._stamps, package)
 
 
 def _compiled(
     function: Callable[P, R],
-    fastmath: frozenset[str],
     *,
+    is_exact: bool = False,
     is_inlined: bool = False,
     is_cached: bool = True,
     stamp: str = "",
 ) -> Callable[P, R]:
-    dispatcher = numba.njit(
-        nogil=True,
-        error_model="numpy",
-        fastmath=set(fastmath),
-        forceinline=is_inlined,
-    )(function)
+    fastmath = set() if is_exact else {"reassoc", "contract", "nsz"}
+    options = {"nogil": True, "error_model": "numpy", "forceinline": is_inlined}
+    dispatcher = numba.njit(fastmath=fastmath, **options)(function)
     # Without a stamp the key would not tell one closure, or kernel, from another.
     is_unique = getattr(function, "__closure__", None) is None and is_cached
     if stamp or is_unique:
         dispatcher._cache = _SourceCache(function, stamp)
     return cast("Callable[P, R]", dispatcher)
-
-
-@cache
-def _package_stamp() -> str:
-    return sources_stamp(Path(__file__).parent)
 
 
 def _helpers(kernel: Any) -> dict[str, Any]:
@@ -250,13 +240,11 @@ def _kernel_stamp(kernel: Callable[..., Any]) -> str:
 
 def _hash_files(package: Path, files: Iterable[Path]) -> str:
     """Hash files, and the files of the package from which they import."""
-    inlined_files = {path for path in files if path.is_file()}
-    for path in list(inlined_files):
-        for module in _IMPORT.findall(path.read_bytes()):
-            imported = package / f"{module.decode().replace('.', '/')}.py"
-            if imported.is_file():
-                inlined_files.add(imported)
-    stamp = sha256()
-    for path in sorted(inlined_files):
-        stamp.update(path.read_bytes())
-    return stamp.hexdigest()
+    known = {path for path in files if path.is_file()}
+    for path in list(known):
+        for module, names in _IMPORT.findall(path.read_text(encoding="utf-8")):
+            folder = package.joinpath(*module.split("."))
+            modules = (folder / name for name in re.findall(r"\w+", names))
+            known.update(path.with_suffix(".py") for path in (folder, *modules))
+    texts = [path.read_bytes() for path in sorted(known) if path.is_file()]
+    return sha256(b"".join(texts)).hexdigest()

@@ -7,7 +7,7 @@ count and no length. These functions exist in compiled loops only, as few instru
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-Pointer: TypeAlias = npt.NDArray[np.float32]
+Pointer = npt.NDArray[np.float32]
 """Where numbers begin; to mypy, which knows no pointers, an array. ``x[d]`` reads and
 writes an element; there are no negative indices."""
 

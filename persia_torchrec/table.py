@@ -7,7 +7,7 @@ when they expire or the server is full.
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
 from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
@@ -29,7 +29,7 @@ from persia_torchrec.errors import ConfigError
 MAX_DIM = 4096
 """Largest embedding dim that a server accepts."""
 
-WeightDtype: TypeAlias = Literal["fp32", "fp16", "bf16"]
+WeightDtype = Literal["fp32", "fp16", "bf16"]
 """What a server may keep weights in."""
 
 _DTYPES = get_args(WeightDtype)
@@ -156,7 +156,7 @@ def require_known_tables(settings: Iterable[str], known: Iterable[str]) -> None:
         )
 
 
-TableChange: TypeAlias = Callable[[TableSpec], TableSpec]
+TableChange = Callable[[TableSpec], TableSpec]
 """Returns a table with other settings, or as it is."""
 
 

@@ -55,10 +55,18 @@ def test_loops_are_compiled_again_when_a_file_with_loops_has_changed(folder):
     assert sources_stamp(folder) != changed
 
 
-def test_loops_are_compiled_again_when_a_file_that_they_import_from_has_changed(folder):
-    (folder / "inner" / "loops.py").write_text(
-        "from persia_torchrec.inner.numbers import TEN\n@compiled\ndef f(): pass\n"
-    )
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from persia_torchrec.inner.numbers import TEN",
+        "from persia_torchrec.inner import numbers",
+        "from persia_torchrec.inner import (\n    letters,\n    numbers,\n)",
+    ],
+)
+def test_loops_are_compiled_again_when_a_file_that_they_import_from_has_changed(
+    folder, line
+):
+    (folder / "inner" / "loops.py").write_text(f"{line}\n@compiled\ndef f(): pass\n")
     (folder / "inner" / "numbers.py").write_text("TEN = 10\n")
     before = sources_stamp(folder)
     (folder / "inner" / "numbers.py").write_text("TEN = 11\n")

@@ -79,7 +79,7 @@ def _measure(settings: EngineSettings, spec: TableSpec) -> Measured:
     same = int((np.abs(rows - expected) <= allowed).all(axis=1).sum())
     reference.require(f"same rows of {spec}", received=same, expected=len(first))
     times = (timings.ns_per_row(name).median for name in stores)
-    return Measured(spec.optimizer.fbgemm_name(), spec.weight_dtype, spec.dim, *times)
+    return Measured(spec.optimizer.fbgemm_name, spec.weight_dtype, spec.dim, *times)
 
 
 BENCHMARK = Benchmark(

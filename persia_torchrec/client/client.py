@@ -153,7 +153,7 @@ class EmbeddingClient:
         specs = [
             self.table(name) for name in (self.tables if tables is None else tables)
         ]
-        changed = [replace(s, optimizer=s.optimizer.with_lr(lr)) for s in specs]
+        changed = [replace(s, optimizer=replace(s.optimizer, lr=lr)) for s in specs]
         if changed:
             self.add_tables(changed)
 

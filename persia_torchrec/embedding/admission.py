@@ -50,7 +50,8 @@ def _admit_drawn(
 #     counters     . 3 . . 1 . . 2 . .        an id with counters 1, 4, 7: once, at most
 #     seen again   . 3 . . 2 . . 2 . .        now twice, at most
 #
-# A counter stops at 255.
+# A counter stops at 255. An id's counters follow from two hashes, which is as good as K
+# (Kirsch and Mitzenmacher, "Less Hashing, Same Performance", RSA 2008).
 
 _BLOOM_CHUNK = 16
 _LARGEST_BYTE = 255
@@ -79,9 +80,12 @@ def count_in_bloom(
     for start in range(0, len(ids_N), _BLOOM_CHUNK):
         stop = min(start + _BLOOM_CHUNK, len(ids_N))
         for i in range(start, stop):
-            _find_counters(ids_N[i], p[1], offsets_NK[i - start])
+            hash_ = splitmix64(ids_N[i])
+            step = splitmix64(hash_ + GOLDEN) | _ONE
             for k in range(num_hashes):
+                offsets_NK[i - start, k] = mulhi(hash_, p[1])
                 prefetch(base + offsets_NK[i - start, k])
+                hash_ += step
         for i in range(start, stop):
             offsets_K = offsets_NK[i - start]
             least = _LARGEST_BYTE
@@ -93,19 +97,6 @@ def count_in_bloom(
                 counters[offsets_K[k]] = max(counters[offsets_K[k]], risen)
             frequencies_N[i] = risen
     return frequencies_N
-
-
-def _find_counters(id_: np.uint64, num_counters: np.uint64, offsets_K: Words) -> None:
-    """Derive the counters of an id from two hashes, which is as good as K.
-
-    Kirsch and Mitzenmacher, "Less Hashing, Same Performance: Building a Better Bloom
-    Filter", Random Structures and Algorithms 2008.
-    """
-    hash_ = splitmix64(id_)
-    step = splitmix64(hash_ + GOLDEN) | _ONE
-    for k in range(len(offsets_K)):
-        offsets_K[k] = mulhi(hash_, num_counters)
-        hash_ += step
 
 
 # EXACT FREQUENCIES OF THE CANDIDATES SEEN LAST
@@ -261,11 +252,8 @@ class AdmitProbability(Admission):
     An id is in or out for good: the draw follows from the id and the table's seed, so
     that it does not depend on the number of servers, the order of the ids or the
     process. PERSIA draws again at each lookup, so that there a frequent id gets a row
-    sooner or later; ``AdmitFrequency`` does that here, and better.
-
-    Args:
-        probability: fraction of the ids, in ``[0, 1]``; 0 admits none, 1 all.
-        unadmitted_value: each weight of an id without a row.
+    sooner or later; ``AdmitFrequency`` does that here, and better. ``probability`` is
+    the fraction of the ids, in ``[0, 1]``.
     """
 
     kind: ClassVar[str] = "probability"

@@ -38,7 +38,7 @@ import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -130,9 +130,7 @@ class IDTypeFeature:
     @property
     def data(self) -> list[Ids]:
         """The ids of each sample, as views of ``ids``."""
-        return (
-            np.split(self.ids, np.cumsum(self.lengths)[:-1]) if self.batch_size else []
-        )
+        return np.split(self.ids, np.cumsum(self.lengths)[:-1])[: self.batch_size]
 
     @property
     def batch_size(self) -> int:
@@ -281,12 +279,11 @@ class PersiaBatch:
                 many, or describe a batch that cannot be.
         """
         try:
-            header, features, dense, labels, meta = _decode(data)
-            size, requires_grad = header.batch_size, header.requires_grad
-            batch = cls(features, dense, labels, size, requires_grad, meta)
+            batch_id, features, rest = _decode(data)
+            batch = cls(features, **rest)
         except BatchError as exc:
             raise _invalid(exc) from exc
-        batch.batch_id = header.batch_id
+        batch.batch_id = batch_id
         return batch
 
     def to_bytes(self) -> bytes:
@@ -377,21 +374,13 @@ def decode_rest(
 ) -> ReferencedBatch:
     """Read what :func:`encode_rest` wrote; the arrays are views of the bytes."""
     try:
-        header, features, dense, labels, meta = _decode(data)
+        batch_id, features, rest = _decode(data)
     except BatchError as exc:
         raise _invalid(exc) from exc
     if features:
         raise FrameError("The rest of a batch must be without ids.")
     return ReferencedBatch(
-        worker=worker,
-        loader=loader,
-        reference=reference,
-        batch_size=header.batch_size,
-        non_id_type_features=dense,
-        labels=labels,
-        requires_grad=header.requires_grad,
-        meta=meta,
-        batch_id=header.batch_id,
+        worker=worker, loader=loader, reference=reference, batch_id=batch_id, **rest
     )
 
 
@@ -430,24 +419,25 @@ def _encode(batch: PersiaBatch, features: Sequence[IDFeature]) -> bytes:
 
 def _decode(
     data: Buffer,
-) -> tuple[
-    _Header,
-    tuple[IDFeature, ...],
-    tuple[NonIDTypeFeature, ...],
-    tuple[Label, ...],
-    bytes | None,
-]:
-    """Read header, parts and meta of a batch, in the order of the sections."""
+) -> tuple[int | None, list[IDFeature], dict[str, Any]]:
+    """Read a batch's number, its features, and the arguments beside them by name."""
     reader = _SectionReader(data)
     header = reader.header
-    features = tuple(reader.read_ids(ids, header.batch_size) for ids in header.ids)
-    dense = tuple(NonIDTypeFeature(reader.read_dense(d), d.name) for d in header.dense)
-    labels = tuple(Label(reader.read_dense(d), d.name) for d in header.labels)
+    features = [reader.read_ids(ids, header.batch_size) for ids in header.ids]
+    dense = [NonIDTypeFeature(reader.read_dense(d), d.name) for d in header.dense]
+    labels = [Label(reader.read_dense(d), d.name) for d in header.labels]
     meta = None
     if header.meta_bytes is not None:
         meta = bytes(reader.read(header.meta_bytes, "meta"))
     reader.expect_end()
-    return header, features, dense, labels, meta
+    rest = {
+        "non_id_type_features": tuple(dense),
+        "labels": tuple(labels),
+        "batch_size": header.batch_size,
+        "requires_grad": header.requires_grad,
+        "meta": meta,
+    }
+    return header.batch_id, features, rest
 
 
 class _SectionReader:

@@ -1,11 +1,11 @@
 """Which rows of a table leave although the server is not full."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, ClassVar
 
 from persia_torchrec.embedding.setting import NonNegative, Registry, Setting, integer_in
 
-Steps: TypeAlias = Annotated[int, integer_in(0, 2**48)]
+Steps = Annotated[int, integer_in(0, 2**48)]
 
 
 @dataclass(frozen=True)

@@ -78,27 +78,23 @@ def _step_sgd(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> None:
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Step against the gradient, as ``torch.optim.SGD`` does.
+    """Step against the gradient.
 
-    ::
+    As ``torch.optim.SGD``::
 
         g = g + wd * w
         b = momentum * b + g          (only with momentum; b starts at 0)
         w = w - lr * b
 
-    State: none, or D floats (``b``) when ``momentum`` is not 0. PERSIA accepts
-    ``momentum`` and ignores it; here it works. fbgemm's ``EXACT_SGD`` has neither
-    momentum nor weight decay.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        momentum: in ``[0, 1)``.
-        weight_decay: L2 penalty, ``>= 0``.
+    State: none, or D floats (``b``) when ``momentum`` is not 0. ``lr`` and
+    ``weight_decay``, an L2 penalty, are ``>= 0``, ``momentum`` is in ``[0, 1)``. PERSIA
+    accepts ``momentum`` and ignores it; here it works. fbgemm's ``EXACT_SGD`` has
+    neither momentum nor weight decay.
     """
 
     kind: ClassVar[str] = "sgd"
     kernel = staticmethod(_step_sgd)
-    fbgemm: ClassVar[str] = "sgd"
+    fbgemm_name = "sgd"
     torch_twins: ClassVar = {
         "torch.optim.SGD": _SGD_TWIN,
         "torchrec.optim.SGD": _SGD_TWIN,
@@ -154,22 +150,16 @@ class Adagrad(Optimizer):
         a = g_square_momentum * a + mean(g * g)    (vectorwise_shared: one float)
         w = w - lr * g / (sqrt(a) + eps)
 
-    The accumulator ``a`` starts at ``initial_accumulator_value``. PERSIA steps with the
-    accumulator without this gradient, puts ``eps`` under the root and ignores
-    ``weight_decay``. Of fbgemm only the GPU kernel of the rowwise one has this weight
-    decay: its CPU kernel ignores ``weight_decay``, and ``EXACT_ADAGRAD`` has none.
+    The accumulator ``a`` starts at ``initial_accumulator_value``. ``g_square_momentum``
+    is in ``(0, 1]``: 1 is Adagrad, less forgets old gradients. ``weight_decay`` is an
+    L2 penalty; it, ``lr``, ``eps`` and the start are ``>= 0``.
+
+    PERSIA steps with the accumulator without this gradient, puts ``eps`` under the root
+    and ignores ``weight_decay``. Of fbgemm only the GPU kernel of the rowwise one has
+    this weight decay: its CPU kernel ignores it, and ``EXACT_ADAGRAD`` has none.
 
     Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
     Stochastic Optimization", JMLR 2011.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        initial_accumulator_value: where the accumulator starts, ``>= 0``.
-        weight_decay: L2 penalty, ``>= 0``.
-        g_square_momentum: what is kept of the accumulator at each step, in
-            ``(0, 1]``; 1 is Adagrad, less forgets old gradients.
-        eps: keeps the quotient finite, ``>= 0``.
-        vectorwise_shared: one accumulator per row instead of one per weight.
     """
 
     kind: ClassVar[str] = "adagrad"
@@ -202,16 +192,17 @@ class Adagrad(Optimizer):
         """Return lr, weight decay, what is kept of the state, eps, 1 / D."""
         return self.lr, self.weight_decay, self.g_square_momentum, self.eps, 1 / dim
 
+    @property
     def fbgemm_name(self) -> str:
-        """Return fbgemm's name with one accumulator per row, or per weight."""
+        """The name in fbgemm with one accumulator per row, or per weight."""
         return "rowwise_adagrad" if self.vectorwise_shared else "adagrad"
 
     def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
         """Return eps, or why fbgemm cannot step these rows."""
         if self.g_square_momentum != 1:
-            return f"its {self.fbgemm_name()} has no g_square_momentum"
+            return f"its {self.fbgemm_name} has no g_square_momentum"
         if self.weight_decay:
-            return f"its {self.fbgemm_name()} has no weight decay on CPU"
+            return f"its {self.fbgemm_name} has no weight decay on CPU"
         return (self.eps,)
 
 
@@ -232,28 +223,20 @@ def _step_decaying(p: Pointer, w: Pointer, s: Pointer, g: Pointer, dim: int) -> 
 class AdagradDecay(Optimizer):
     """Adagrad that forgets: now and then the accumulator shrinks, down to its start.
 
-    DeepRec's ``AdagradDecayOptimizer``. A period is ``decay_step`` steps; ``t`` counts
-    the update requests of the table on its server, from 1, and ``k`` is how many
-    periods have begun since the row was last updated::
+    DeepRec's ``AdagradDecayOptimizer``. A period is ``decay_step`` (``>= 1``) steps;
+    ``t`` counts the update requests of the table on its server, from 1, and ``k`` is
+    how many periods have begun since the row was last updated::
 
         a = max(decay_rate**k * a, initial_accumulator_value) + g * g
         w = w - lr * g / sqrt(a)
 
-    The accumulator ``a`` starts at ``initial_accumulator_value``. State: D + 1 floats,
-    ``a`` and then the period of the row's last update, ``t // decay_step``. A row
-    decays when it is next updated, with the result of decaying it at each boundary.
-    DeepRec decays once at most in an update, so that a row which slept for several
-    periods catches up over as many updates; and it keeps the period for every weight.
-    There the arguments are called ``accumulator_decay_step`` and
-    ``accumulator_decay_rate``. fbgemm and torch have no such optimizer.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        initial_accumulator_value: where the accumulator starts and what it never falls
-            below, ``> 0``.
-        decay_step: steps per period, an integer ``>= 1``.
-        decay_rate: what is kept of the accumulator from one period to the next, in
-            ``(0, 1)``.
+    The accumulator ``a`` starts at ``initial_accumulator_value``, ``> 0``; ``lr`` is
+    ``>= 0``, ``decay_rate`` in ``(0, 1)``. State: D + 1 floats, ``a`` and then the
+    period of the row's last update, ``t // decay_step``. A row decays when it is next
+    updated, with the result of decaying it at each boundary. DeepRec, where the
+    arguments are called ``accumulator_decay_step`` and ``accumulator_decay_rate``,
+    decays once at most in an update, so that a row which slept for several periods
+    catches up over as many updates. fbgemm and torch have no such optimizer.
     """
 
     kind: ClassVar[str] = "adagrad_decay"
@@ -305,22 +288,17 @@ class LARS(Optimizer):
         w = w - b
 
     ``|x|`` is the Euclidean norm of a row. State: D floats (``b``, which starts at 0),
-    or none when ``momentum`` is 0. Where ``w`` is all zero, or the denominator is 0,
-    ``ratio`` is 1; fbgemm's ratio is 0 or NaN there, so that a zero row stays zero.
-    Unlike SGD's, the momentum carries the learning rate of its own step.
+    or none when ``momentum`` is 0. ``eta``, the trust coefficient, is ``> 0``, the
+    others are as SGD's; but the momentum carries the learning rate of its own step.
+    Where ``w`` is all zero, or the denominator is 0, ``ratio`` is 1; fbgemm's ratio is
+    0 or NaN there, so that a zero row stays zero.
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        eta: trust coefficient, ``> 0``.
-        momentum: in ``[0, 1)``.
-        weight_decay: L2 penalty, ``>= 0``.
     """
 
     kind: ClassVar[str] = "lars"
     kernel = staticmethod(_step_lars)
-    fbgemm: ClassVar[str] = "lars_sgd"
+    fbgemm_name = "lars_sgd"
     torch_twins: ClassVar = {
         "torchrec.optim.LarsSGD": {**_SGD_TWIN, "eta": 0.001, "momentum": 0.9}
     }
@@ -379,25 +357,20 @@ class FTRL(Optimizer):
         w = (sign(z) * l1 - z) / ((beta + n'**p) / lr + 2 * l2) (elsewhere)
         n = n'
 
+    ``lr`` is ``> 0``; ``lr_power``, ``<= 0``, says how the step shrinks with ``n``:
+    -0.5 is the paper's, 0 keeps the learning rate. ``l1`` and ``l2`` are penalties on
+    the absolute and the squared weights, ``beta`` makes the first steps shorter; they
+    and ``initial_accumulator_value`` are ``>= 0``.
+
     State: 2 D floats, ``n`` and then ``z``; ``n`` starts at
     ``initial_accumulator_value`` and ``z`` at 0, as in TensorFlow. So the first step of
     a row keeps only the fraction ``1 - (n / n')**p`` of its initial weights; after it,
     without ``l1``, ``l2`` and ``beta``, a row trains as with Adagrad. The paper writes
-    ``l2`` where TensorFlow writes ``2 * l2``. DeepRec does as TensorFlow, save that its
-    embedding variables compare the norm of the row's ``z`` with ``l1`` and so zero
-    whole rows; here each weight is compared by itself. A gradient that is NaN makes its
-    weight NaN; TensorFlow makes it 0. fbgemm and torch have no FTRL.
+    ``l2`` where TensorFlow writes ``2 * l2``. DeepRec's embedding variables compare the
+    norm of the row's ``z`` with ``l1`` and so zero whole rows. A gradient that is NaN
+    makes its weight NaN; TensorFlow makes it 0. fbgemm and torch have no FTRL.
 
     McMahan et al., "Ad Click Prediction: a View from the Trenches", KDD 2013.
-
-    Args:
-        lr: learning rate, ``> 0``.
-        lr_power: how the step shrinks with ``n``, ``<= 0``; -0.5 is the paper's, 0
-            keeps the learning rate.
-        l1: penalty on the absolute weights, ``>= 0``.
-        l2: penalty on the squared weights, ``>= 0``.
-        initial_accumulator_value: where ``n`` starts, ``>= 0``.
-        beta: makes the first steps shorter, ``>= 0``.
     """
 
     kind: ClassVar[str] = "ftrl"

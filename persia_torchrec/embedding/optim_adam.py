@@ -6,7 +6,7 @@ squares, per weight or per row; both start at 0, which the powers of the betas c
 
 from dataclasses import KW_ONLY, dataclass
 from math import sqrt
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from persia_torchrec.embedding.setting import Flag, Kernel, NonNegative, Optimiz
 from persia_torchrec.errors import ConfigError
 
 Floats = npt.NDArray[np.float32]
-Betas: TypeAlias = Annotated[
+Betas = Annotated[
     tuple[float, float],
     Rule(
         "two numbers in [0, 1)",
@@ -163,30 +163,25 @@ class Adam(_Moments):
     State: 2 D floats, ``m`` then ``v``, both starting at 0. ``t`` counts the update
     requests of the table on its server, from 1, as fbgemm's ``iter`` does: with one
     trainer it is the step. Every push goes to every server, so that ``t`` does not
-    depend on how ids are spread. PERSIA's first step uses ``beta**2``. fbgemm's
-    ``ADAM`` decays weights as :class:`AdamW` does.
+    depend on how ids are spread. Both ``betas`` are in ``[0, 1)``, the other arguments
+    ``>= 0``. PERSIA's first step uses ``beta**2``. fbgemm's ``ADAM`` decays weights as
+    :class:`AdamW` does.
 
     Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
-
-    Args:
-        lr: learning rate, ``>= 0``.
-        betas: ``(beta1, beta2)``, both in ``[0, 1)``.
-        weight_decay: L2 penalty, ``>= 0``.
-        eps: keeps the quotient finite, ``>= 0``.
     """
 
     kind: ClassVar[str] = "adam"
     kernel = staticmethod(_step_adam)
-    fbgemm: ClassVar[str] = "adam"
     adds_decay: ClassVar[bool] = True
 
     betas: Betas = (0.9, 0.999)  # by position, as PERSIA has it
     weight_decay: NonNegative = 0.0
     eps: NonNegative = 1e-8
 
+    @property
     def fbgemm_name(self) -> str:
-        """Return nothing with weight decay, which fbgemm's applies as AdamW does."""
-        return "" if self.weight_decay else self.fbgemm
+        """Nothing with weight decay, which fbgemm's applies as AdamW does."""
+        return "" if self.weight_decay else "adam"
 
 
 @dataclass(frozen=True)
@@ -210,7 +205,7 @@ class AdamW(_Moments):
 
     kind: ClassVar[str] = "adamw"
     kernel = staticmethod(_step_adam)
-    fbgemm: ClassVar[str] = "adam"
+    fbgemm_name = "adam"
     torch_twins: ClassVar = {"torch.optim.Adam": _TWIN, "torchrec.optim.Adam": _TWIN}
 
     _: KW_ONLY
@@ -234,7 +229,7 @@ class RowwiseAdam(_Moments):
 
     kind: ClassVar[str] = "rowwise_adam"
     kernel = staticmethod(_step_row_adam)
-    fbgemm: ClassVar[str] = "partial_rowwise_adam"
+    fbgemm_name = "partial_rowwise_adam"
     torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseAdam": _TWIN}
     is_rowwise: ClassVar[bool] = True
 
@@ -261,7 +256,7 @@ class LAMB(_Moments):
 
     kind: ClassVar[str] = "lamb"
     kernel = staticmethod(_step_lamb)
-    fbgemm: ClassVar[str] = "lamb"
+    fbgemm_name = "lamb"
     torch_twins: ClassVar = {"torchrec.optim.LAMB": _TWIN}
     adds_decay: ClassVar[bool] = True
 
@@ -279,7 +274,7 @@ class RowwiseLAMB(LAMB):
 
     kind: ClassVar[str] = "rowwise_lamb"
     kernel = staticmethod(_step_row_lamb)
-    fbgemm: ClassVar[str] = "partial_rowwise_lamb"
+    fbgemm_name = "partial_rowwise_lamb"
     torch_twins: ClassVar = {"torchrec.optim.PartialRowWiseLAMB": _TWIN}
     is_rowwise: ClassVar[bool] = True
 
@@ -297,25 +292,18 @@ class AdamAsync(Optimizer):
         w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u / (sqrt(v) + eps)
 
     It differs from :class:`Adam` in where ``eps`` stands: next to the root that is not
-    yet corrected, the "epsilon hat" of Adam's paper. DeepRec counts ``t`` for each
-    variable instead of for the whole model; here every table counts its own in any
-    case. With ``apply_sparse_rmsprop`` the means are not corrected, and ``m`` is a
-    velocity that holds the step::
+    yet corrected, the "epsilon hat" of Adam's paper; and in that ``t`` is each table's
+    own, as anywhere here. With ``apply_sparse_rmsprop`` the means are not corrected,
+    and ``m`` is a velocity that holds the step: RMSProp with momentum ``beta1``::
 
         v = beta2 * v + (1 - beta2) * g * g
         m = beta1 * m + lr * g / sqrt(v + eps)
         w = w - m
 
-    That is what DeepRec's CPU and embedding-variable kernels compute: RMSProp with
-    momentum ``beta1``; 0 switches the momentum off. The kernel of its plain variables
-    on GPUs does not divide by the root of ``v``. DeepRec's operator for dense gradients
-    knows ``use_nesterov``, but its Python class does not offer it; the two options
-    exclude each other. State, ``lr``, ``betas`` and ``eps`` are Adam's. There is no
-    weight decay.
-
-    Args:
-        apply_sparse_rmsprop: step as RMSProp with momentum.
-        use_nesterov: look one step of the mean ahead.
+    That is what DeepRec's CPU and embedding-variable kernels compute. The kernel of its
+    plain variables on GPUs does not divide by the root of ``v``. The two options
+    exclude each other; DeepRec's Python class lacks ``use_nesterov``. State, ``lr``,
+    ``betas`` and ``eps`` are Adam's. There is no weight decay.
     """
 
     kind: ClassVar[str] = "adam_async"

@@ -10,19 +10,10 @@ Dimension key:
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import import_module
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Self,
-    TypeAlias,
-    TypeVar,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -58,19 +49,17 @@ def is_finite(value: object) -> bool:
     return abs(value) <= _FLOAT32_RANGE
 
 
-Finite: TypeAlias = Annotated[float, Rule("a finite number", is_finite)]
-NonNegative: TypeAlias = Annotated[
+Finite = Annotated[float, Rule("a finite number", is_finite)]
+NonNegative = Annotated[
     float, Rule("finite and >= 0", lambda value: is_finite(value) and value >= 0)
 ]
-Positive: TypeAlias = Annotated[
+Positive = Annotated[
     float, Rule("finite and > 0", lambda value: is_finite(value) and value > 0)
 ]
-Fraction: TypeAlias = Annotated[float, Rule("in [0, 1]", lambda value: 0 <= value <= 1)]
-BelowOne: TypeAlias = Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)]
-InsideOne: TypeAlias = Annotated[float, Rule("in (0, 1)", lambda value: 0 < value < 1)]
-Flag: TypeAlias = Annotated[
-    bool, Rule("True or False", lambda value: isinstance(value, bool))
-]
+Fraction = Annotated[float, Rule("in [0, 1]", lambda value: 0 <= value <= 1)]
+BelowOne = Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)]
+InsideOne = Annotated[float, Rule("in (0, 1)", lambda value: 0 < value < 1)]
+Flag = Annotated[bool, Rule("True or False", lambda value: isinstance(value, bool))]
 
 
 @cache
@@ -132,9 +121,6 @@ class Optimizer(Setting, ABC):
         lr: learning rate.
     """
 
-    fbgemm: ClassVar[str] = ""
-    """fbgemm's name of the optimizer; empty if it has none."""
-
     torch_twins: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """Classes of torch and TorchRec that become this optimizer on the servers, by their
     full names; and the arguments that they take here, with fbgemm's defaults."""
@@ -163,19 +149,16 @@ class Optimizer(Setting, ABC):
         """Return the state of a new row of ``dim`` weights; float32 ``(S,)``."""
         return np.zeros(0, dtype=np.float32)
 
+    @property
     def fbgemm_name(self) -> str:
-        """Return fbgemm's name of the optimizer with these arguments, or nothing."""
-        return self.fbgemm
+        """The name in fbgemm with these arguments; empty if it has none."""
+        return ""
 
     def fbgemm_cpu_arguments(self) -> tuple[float, ...] | str:
         """Return what fbgemm's CPU kernel takes after the learning rate, or why not."""
-        if not self.fbgemm_name():
+        if not self.fbgemm_name:
             return "fbgemm has no such optimizer"
-        return f"fbgemm has {self.fbgemm_name()} on CUDA devices only"
-
-    def with_lr(self, lr: float) -> Self:
-        """Return this optimizer with another learning rate."""
-        return replace(self, lr=lr)
+        return f"fbgemm has {self.fbgemm_name} on CUDA devices only"
 
 
 @dataclass(frozen=True)

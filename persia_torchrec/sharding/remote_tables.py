@@ -184,7 +184,7 @@ class RemoteTables:
 
         def change(spec: TableSpec) -> TableSpec:
             lr = rates.get(spec.name, spec.optimizer.lr)
-            return replace(spec, optimizer=spec.optimizer.with_lr(lr))
+            return replace(spec, optimizer=replace(spec.optimizer, lr=lr))
 
         self.change(change)
 

@@ -146,7 +146,7 @@ class FbgemmEngine:
             torch.tensor(optimizer.lr, dtype=torch.float32),
             *own,
         ]
-        name = f"split_embedding_backward_codegen_{optimizer.fbgemm_name()}_cpu"
+        name = f"split_embedding_backward_codegen_{optimizer.fbgemm_name}_cpu"
         operator = getattr(torch.ops.fbgemm, name).default
 
         def step(num: int) -> None:
@@ -340,7 +340,7 @@ class EngineChoice:
             return self._choice == "fbgemm"
         if reason or find_spec("fbgemm_gpu") is None:
             return False
-        name = spec.optimizer.fbgemm_name()
+        name = spec.optimizer.fbgemm_name
         found = nearest(self._measured, name, spec.weight_dtype, spec.dim)
         return found is not None and found.fbgemm_ns < _WORTH * found.fused_ns
 

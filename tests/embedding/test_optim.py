@@ -112,7 +112,7 @@ def test_a_row_carries_the_state_its_optimizer_needs(optimizer, initial_state):
 @pytest.mark.parametrize("name", EVERY_OPTIMIZER)
 def test_a_copy_with_another_rate_differs_in_nothing_else(name):
     optimizer = EVERY_OPTIMIZER[name]
-    copy = optimizer.with_lr(0.75)
+    copy = dataclasses.replace(optimizer, lr=0.75)
     assert type(copy) is type(optimizer)
     expected = {**dataclasses.asdict(optimizer), "lr": 0.75}
     assert dataclasses.asdict(copy) == expected
@@ -122,7 +122,7 @@ def test_a_copy_with_another_rate_differs_in_nothing_else(name):
 @pytest.mark.parametrize("cls", EVERY_CLASS)
 def test_a_copy_is_checked_as_the_first_was(cls):
     with pytest.raises(ConfigError, match=f"{cls.__name__}: lr must be finite and >"):
-        cls(lr=0.1).with_lr(-0.1)
+        dataclasses.replace(cls(lr=0.1), lr=-0.1)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])

@@ -85,8 +85,8 @@ def test_nothing_is_nearest_among_other_tables():
 
 
 def test_adam_with_an_l2_penalty_is_not_fbgemms():
-    assert Adam().fbgemm_name() == "adam"
-    assert Adam(weight_decay=0.1).fbgemm_name() == ""
+    assert Adam().fbgemm_name == "adam"
+    assert Adam(weight_decay=0.1).fbgemm_name == ""
 
 
 def test_what_is_committed_names_its_machine_and_covers_all_that_fbgemm_has():
