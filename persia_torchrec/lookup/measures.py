@@ -44,6 +44,7 @@ _BITS = 14
 _REGISTERS = 1 << _BITS
 _LONGEST = 64 - _BITS
 _MARK = np.uint64(1 << _LONGEST)
+_POWERS = 2.0 ** np.arange(1, 64)  # of two, as many as the series below need
 _EXPONENT_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
 
 
@@ -123,34 +124,12 @@ class DistinctIds:
         with self._lock:
             num_with = np.bincount(self._registers, minlength=_LONGEST + 2)
         fractions = num_with / _REGISTERS
-        total = _tau(1.0 - float(fractions[_LONGEST + 1]))
+        empty, rest = fractions[0], 1 - fractions[_LONGEST + 1]
+        if empty == 1:
+            return 0.0
+        # Ertl's tau of the registers that are not full, and sigma of the empty ones.
+        total = (1 - rest - np.sum((1 - rest ** (1 / _POWERS)) ** 2 / _POWERS)) / 3
         for fraction in fractions[_LONGEST:0:-1]:
-            total = (total + float(fraction)) / 2
-        total += _sigma(float(fractions[0]))
-        return _REGISTERS / (2 * math.log(2) * total)
-
-
-def _sigma(fraction: float) -> float:
-    """Return Ertl's sigma, of empty registers; infinite where all are empty."""
-    if fraction == 1.0:
-        return math.inf
-    total, power = fraction, 1.0
-    while True:
-        fraction *= fraction
-        previous, total = total, total + fraction * power
-        power *= 2
-        if total == previous:
-            return total
-
-
-def _tau(fraction: float) -> float:
-    """Return Ertl's tau, of full registers."""
-    if fraction in (0.0, 1.0):
-        return 0.0
-    total, power = 1.0 - fraction, 1.0
-    while True:
-        fraction = math.sqrt(fraction)
-        power /= 2
-        previous, total = total, total - (1.0 - fraction) ** 2 * power
-        if total == previous:
-            return total / 3
+            total = (total + fraction) / 2
+        total += empty + np.sum(empty**_POWERS * _POWERS / 2)
+        return float(_REGISTERS / (2 * math.log(2) * total))

@@ -1,23 +1,19 @@
 """Collections with some tables on the servers and others under TorchRec's own sharding.
 
-DistributedModelParallel knows one sharder per kind of module, so ``MixedSharder`` holds
-two: the remote one, and TorchRec's for the other tables. Its sharded module is
-TorchRec's own of the local tables, with all that belongs to it: parameters, state dict,
-fused optimizer, data parallel wrappers. The remote module of the other tables is its
-child, and goes through the same three calls:
+``MixedSharder`` holds two sharders, the remote one and TorchRec's. Its sharded module
+is TorchRec's own of the local tables, with all that belongs to it; the remote module of
+the other tables is its child, and goes through the same three calls:
 
                    local                                   remote
     input_dist     ids go to the trainers with their rows  pull begins
-    compute        look up                                 wait for the pull
-    output_dist    embeddings go where the ids came from   name the columns
+    compute        look up                                 wait for the pull, name
+    output_dist    embeddings go where the ids came from   the columns
                    `------ joined in the order of the unsharded collection ------'
 
-The remote module's state of a batch travels in TorchRec's own context of that batch, so
-that its pipelines see nothing but an awaitable of their own.
+The remote module's state of a batch travels in TorchRec's own context of that batch.
 """
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -33,7 +29,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding import base_sharder, torchrec_api
+from persia_torchrec.sharding import sharder, torchrec_api
 from persia_torchrec.sharding.collection import (
     TableCollection,
     name_columns,
@@ -53,6 +49,14 @@ class Placement:
     that is named is where it is named; of the others, those of at least ``min_rows``
     and ``min_bytes`` are on the servers.
 
+    Attributes:
+        min_rows: tables of fewer rows (``num_embeddings``) stay under TorchRec.
+        min_bytes: tables whose weights take fewer bytes stay under TorchRec.
+        remote: tables on the servers, whatever their size.
+        local: tables under TorchRec's own sharding, whatever their size.
+        constraints: the planner's: a table whose constraints have sharding types or
+            compute kernels is local. Tables that no collection has are ignored.
+
     Raises:
         ConfigError: a size is negative, or a table is named on both sides.
 
@@ -67,20 +71,10 @@ class Placement:
     """
 
     min_rows: int = 0
-    """Tables of fewer rows (``num_embeddings``) stay under TorchRec."""
-
     min_bytes: int = 0
-    """Tables whose weights take fewer bytes stay under TorchRec."""
-
     remote: Collection[str] = frozenset()
-    """Tables on the servers, whatever their size."""
-
     local: Collection[str] = frozenset()
-    """Tables under TorchRec's own sharding, whatever their size."""
-
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
-    """The planner's: a table whose constraints have sharding types or compute kernels
-    is local. Tables that no collection has are ignored, as by the planner."""
 
     def __post_init__(self) -> None:
         for size in ("min_rows", "min_bytes"):
@@ -258,7 +252,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
 
     def __init__(
         self,
-        remote: base_sharder.CollectionSharder,
+        remote: sharder.CollectionSharder,
         placement: Placement,
         local: BaseEmbeddingSharder[Any] | None = None,
     ) -> None:
@@ -304,14 +298,15 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the types of the table whose turn it is, or of both kinds."""
-        return _union(s.sharding_types(compute_device_type) for s in self._turn)
+        turn = self._turn
+        return list({t: 0 for s in turn for t in s.sharding_types(compute_device_type)})
 
     def compute_kernels(
         self, sharding_type: str, compute_device_type: str
     ) -> list[str]:
         """Return the kernels of the table whose turn it is, or of both kinds."""
         asked = sharding_type, compute_device_type
-        return _union(s.compute_kernels(*asked) for s in self._turn)
+        return list({k: 0 for s in self._turn for k in s.compute_kernels(*asked)})
 
     def storage_usage(
         self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
@@ -327,13 +322,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> types.ShardedModule[Any, Any, Any, Any]:
-        """Return TorchRec's module of the local tables, with the remote ones in it.
-
-        Raises:
-            ConfigError: the plan was made with another sharder, ``placement`` names a
-                table that no collection has, or the remote sharder refuses a table.
-            ServerError: a server refuses a table, or does not answer.
-        """
+        """Return TorchRec's module of the local tables, with the remote ones in it."""
         self._require_plan(module, params)
         local, remote = self._split(module)
         if local is None:
@@ -372,27 +361,21 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
     ) -> None:
         """Refuse a plan of other tables, or of another placement."""
         configs, placement = table_configs(module), self._placement
-        base_sharder.require_tables(configs, params)
+        sharder.require_tables(module, params)
         if params.keys() <= self._planned:  # and so the planner has seen all
             require_known_tables({*placement.remote, *placement.local}, self._planned)
         for config in configs:
             planned = params[config.name]
             if placement.is_remote(config):
-                where, fits = (
-                    "on the servers",
-                    base_sharder.is_planned_on_servers(planned),
-                )
+                where, on_servers = "on the servers", self._remote.sharding_type
+                fits = sharder.is_planned_on_servers(planned, on_servers)
             else:
-                where, whole = "under TorchRec", (None, config.num_embeddings)
-                num_rows = base_sharder.num_rows(planned)
-                fits = config.use_virtual_table or num_rows in whole
+                where, num_rows = "under TorchRec", sharder.num_rows(planned)
+                is_whole = num_rows in (None, config.num_embeddings)
+                fits = is_whole or config.use_virtual_table
             if not fits:
                 raise ConfigError(
                     f"The plan must have been made with this sharder's placement, by "
                     f"which table {config.name!r} lies {where}. Received: {planned}. "
                     "Let the planner plan with this sharder."
                 )
-
-
-def _union(answers: Iterable[list[str]]) -> list[str]:
-    return list(dict.fromkeys(itertools.chain.from_iterable(answers)))

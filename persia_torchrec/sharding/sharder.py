@@ -9,18 +9,22 @@ TorchRec's list of default sharders. What this list has instead:
     FusedEmbeddingBagCollection               on the servers, with its own optimizer
     quantised and managed-collision modules   as TorchRec shards them by default
 
-Modules that are, or hold, bags go through the sharder of bags, with its settings.
+Modules that are, or hold, bags go through the sharder of bags, with its settings. The
+planner plans a table like any other: it sees a placeholder parameter of one row without
+storage, and names of sharding type and kernel that it knows ("row_wise", "fused").
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed import types
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingType
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
@@ -31,11 +35,10 @@ from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
 from persia_torchrec.pipeline.pipeline import BatchPipeline
-from persia_torchrec.sharding import collection, remote_lookup
+from persia_torchrec.sharding import collection, remote_lookup, remote_tables
 from persia_torchrec.sharding.agreement import rendezvous
-from persia_torchrec.sharding.base_sharder import CollectionSharder, PlannedSharder
+from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.on_device import RowsOnDevice
-from persia_torchrec.sharding.remote_tables import TableControl
 from persia_torchrec.sharding.state import OptimizerState, load_tables
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
@@ -46,6 +49,156 @@ _PRECISIONS = {
     torch.float16: Precision.FP16,
     torch.bfloat16: Precision.BF16,
 }
+
+
+class PlannedSharder(types.ModuleSharder[nn.Module]):
+    """What a planner and ``DistributedModelParallel`` ask of a sharder."""
+
+    module_type: ClassVar[type[nn.Module]]
+    """Which modules it takes."""
+
+    fused_params: ClassVar[None] = None
+    """TorchRec's settings of its kernels: none. Planners of torchrec up to 1.6 read it
+    of every sharder; those of 1.7 to 1.9 ask first whether it is there."""
+
+    sharding_type: ClassVar[str] = types.ShardingType.ROW_WISE.value
+    """Of the plans for these modules."""
+
+    @abstractmethod
+    def put_on_servers(
+        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
+    ) -> Any:
+        """Make the tables known to the servers; return the module that uses them."""
+
+    def tables_in(self, module: nn.Module) -> TableCollection:
+        """Return the collection of tables that a module is, or holds."""
+        return module
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: types.EmbeddingModuleShardingPlan,
+        env: types.ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Check the plan, and put the tables on the servers."""
+        require_tables(self.tables_in(module), params)
+        for name, sharding in params.items():
+            if not is_planned_on_servers(sharding, self.sharding_type):
+                raise ConfigError(
+                    f"The plan must have table {name!r} on the servers, where this "
+                    f"sharder puts it: {self.sharding_type}, with a placeholder of one "
+                    f"row. Received: {sharding}. Pass the sharders that the model gets "
+                    "to the planner: planner.collective_plan(model, sharders, pg)."
+                )
+        return self.put_on_servers(module, env, device or torch.device("cpu"))
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return a placeholder of one row for each table."""
+        return {
+            config.name: nn.Parameter(
+                torch.empty(1, config.embedding_dim, device="meta")
+            )
+            for config in collection.table_configs(self.tables_in(module))
+        }
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the one type: rows are spread over servers."""
+        return [self.sharding_type]
+
+    def compute_kernels(
+        self, sharding_type: str, compute_device_type: str
+    ) -> list[str]:
+        """Return the one kernel: lookup and update are the servers' own."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    def storage_usage(
+        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return zero bytes: the rows are not on this device."""
+        return {types.ParameterStorage.HBM.value: 0}
+
+
+class CollectionSharder(remote_tables.TableControl, PlannedSharder):
+    """Replace a collection of TorchRec's by its remote counterpart."""
+
+    sharded_type: ClassVar[type[remote_lookup.ShardedRemoteCollection]]
+    """What it makes of a collection."""
+
+    def __init__(self, *, gradient_division: bool) -> None:
+        super().__init__()
+        self.remote_tables = remote_tables.RemoteTables()
+        self._gradient_division = gradient_division
+
+    @abstractmethod
+    def describe(self, module: TableCollection) -> CollectionSpec:
+        """Return the collection's tables and features in the servers' terms."""
+
+    @abstractmethod
+    def make_pipeline(
+        self,
+        spec: CollectionSpec,
+        env: types.ShardingEnv,
+        device: torch.device,
+    ) -> BatchPipeline[Any, Any]:
+        """Return a collection's pipeline to a device, its tables known to servers."""
+
+    def require_known_settings(self) -> None:
+        """Refuse settings that belong to no collection; called when a batch comes."""
+
+    def put_on_servers(
+        self,
+        module: TableCollection,
+        env: types.ShardingEnv,
+        device: torch.device,
+        sharded_type: type[remote_lookup.ShardedRemoteCollection] | None = None,
+    ) -> Any:
+        """Put the tables on the servers; return a module of ``sharded_type``."""
+        spec, tables = self.describe(module), self.remote_tables
+        pipeline = self.make_pipeline(spec, env, device)
+        added = tables.add(pipeline, spec.tables, device)
+        if env.world_size > 1:
+            tables.meet(env.process_group, device)
+        scale = 1 / env.world_size if self._gradient_division else 1.0
+        sharded = (sharded_type or self.sharded_type)(
+            pipeline, spec, tables, device=device, gradient_scale=scale
+        )
+        # A table of two collections is in the optimizer of the first.
+        names = sharded.tables_by_key().items()
+        if groups := {key: tables.groups[name] for key, name in names if name in added}:
+            optimizer = remote_tables.RemoteOptimizer(groups, tables.send_rates)
+            sharded.fused_optimizer = optimizer
+        sharded.before_first_pull = self.require_known_settings
+        return sharded
+
+
+def require_tables(module: TableCollection, params: Mapping[str, Any]) -> None:
+    """Refuse a plan of other tables."""
+    names = {config.name for config in collection.table_configs(module)}
+    if params.keys() != names:
+        raise ConfigError(
+            f"The plan must name the tables {sorted(names)}. "
+            f"Received: {sorted(params)}."
+        )
+
+
+def is_planned_on_servers(
+    sharding: types.ParameterSharding, sharding_type: str
+) -> bool:
+    """Return whether a plan is of a placeholder, as this project's sharders offer.
+
+    Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
+    """
+    return sharding.sharding_type == sharding_type and num_rows(sharding) == 1
+
+
+def num_rows(sharding: types.ParameterSharding) -> int | None:
+    """Return the rows of a planned table or placeholder; None if data parallel."""
+    spec = sharding.sharding_spec
+    if not isinstance(spec, types.EnumerableShardingSpec):
+        return None
+    return max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in spec.shards)
 
 
 class RemoteSharder(CollectionSharder):
@@ -133,7 +286,7 @@ class RemoteSharder(CollectionSharder):
         self.planned.update(parameters)
         return parameters
 
-    def describe(self, module: collection.TableCollection) -> collection.CollectionSpec:
+    def describe(self, module: TableCollection) -> CollectionSpec:
         """Return the collection's tables and features in the servers' terms."""
         spec = collection.describe_collection(module, self._optimizer, self._settings)
         names = {table.name for table in spec.tables}
@@ -179,7 +332,10 @@ class RemoteSharder(CollectionSharder):
         require_known_tables(self._settings, self.planned | self.described)
 
     def make_pipeline(
-        self, spec: collection.CollectionSpec, env: ShardingEnv, device: torch.device
+        self,
+        spec: CollectionSpec,
+        env: types.ShardingEnv,
+        device: torch.device,
     ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, in which trainers update jointly."""
         settings: dict[str, Any] = {"precision": self._precision}
@@ -234,7 +390,7 @@ class _BagsHolderSharder(PlannedSharder):
         return self._bags.shardable_parameters(self.tables_in(module))
 
     def put_on_servers(
-        self, module: nn.Module, env: ShardingEnv, device: torch.device
+        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
     ) -> Any:
         return self._bags.put_on_servers(module, env, device)
 
@@ -270,14 +426,14 @@ class RemoteFeatureProcessedEmbeddingBagCollectionSharder(_BagsHolderSharder):
 
     # Planners refuse others for these modules, because row-wise shards would lose the
     # positions of ids. Here the processors get the whole batch.
-    sharding_type = ShardingType.TABLE_WISE.value
+    sharding_type = types.ShardingType.TABLE_WISE.value
 
-    def tables_in(self, module: Any) -> collection.TableCollection:
+    def tables_in(self, module: Any) -> TableCollection:
         """Return the bags of a module."""
         return module.split()[1]
 
     def put_on_servers(
-        self, module: nn.Module, env: ShardingEnv, device: torch.device
+        self, module: nn.Module, env: types.ShardingEnv, device: torch.device
     ) -> Any:
         """Put the bags on the servers, with the processors before them."""
         made = remote_lookup.ShardedRemoteFeatureProcessedEmbeddingBagCollection
@@ -322,7 +478,7 @@ def remote_sharders(
     # Flushes, rates, the loss scale and settings of either are then those of both.
     sequences.remote_tables = bags.remote_tables
     sequences.planned, sequences.described = bags.planned, bags.described
-    ours: list[ModuleSharder[Any]] = [
+    ours: list[types.ModuleSharder[Any]] = [
         bags,
         sequences,
         RemoteFeatureProcessedEmbeddingBagCollectionSharder(bags),
@@ -333,11 +489,11 @@ def remote_sharders(
     return RemoteSharders(bags, [*ours, *others])
 
 
-class RemoteSharders(TableControl, list[ModuleSharder[nn.Module]]):
+class RemoteSharders(remote_tables.TableControl, list[types.ModuleSharder[nn.Module]]):
     """A list of sharders, and what they do together; the first has all their tables."""
 
     def __init__(
-        self, first: RemoteSharder, sharders: Iterable[ModuleSharder[Any]]
+        self, first: RemoteSharder, sharders: Iterable[types.ModuleSharder[Any]]
     ) -> None:
         super().__init__(sharders)
         self.remote_tables = first.remote_tables

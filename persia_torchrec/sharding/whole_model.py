@@ -1,9 +1,5 @@
 """What a sharder cannot see: the whole model around the collections that it shards.
 
-    require_sharders     no collection stays behind as a dense copy on each trainer
-    join                 trainers whose data end unevenly
-    describe_placement   what lies where
-
 TorchRec hands a sharder its own modules only, and copies what no sharder takes to every
 trainer. For a collection that is usually a mistake: it was sharded by default, until
 ``sharders=[...]`` replaced the defaults. So a model with tables on the servers is
@@ -20,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -27,19 +24,14 @@ from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
     get_unwrapped_module,
 )
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-)
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
 )
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding.mixed import MixedCollection
+from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
-from persia_torchrec.sharding.torchrec_api import embedding_kernels, table_configs
 
 _SHARDED_BY_DEFAULT = (
     EmbeddingBagCollection,
@@ -60,37 +52,38 @@ def watch_models() -> None:
 
     def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if isinstance(parent, DistributedModelParallel) and child is not None:
-            require_sharders(child, {s.module_type for s in parent.sharders})
+            _require_sharders(child, {s.module_type for s in parent.sharders})
 
     register_module_module_registration_hook(check)
 
 
-def require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
+def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
     """Refuse a sharded model with tables on the servers and collections left behind.
 
-    Collections of the types in ``taken``, those that its sharders take, may stay as
-    they are if the plan says so. Several trainers must not map the ids of such tables
-    by managed collision modules, of which each has its own.
+    Collections of the types that its sharders take may stay as they are if the plan
+    says so. Several trainers must not map the ids of such tables by managed collision
+    modules, of which each has its own.
     """
     if not _remote_collections(model):
         return
     num_trainers = dist.get_world_size() if dist.is_initialized() else 1
     for path, module in model.named_modules():
+        received = f"the {type(module).__name__} {path!r}"
         if type(module) in _SHARDED_BY_DEFAULT and type(module) not in taken:
             raise ConfigError(
                 "Every embedding collection of a model must have a sharder. Received: "
-                f"none for the {type(module).__name__} {path!r}, which would be dense, "
-                "with a copy on each trainer. Give sharders=remote_sharders(client, "
-                "...), which takes them all; or add TorchRec's own sharder of it to "
-                "the list, to leave it to TorchRec."
+                f"none for {received}, which would be dense, with a copy on each "
+                "trainer. Give sharders=remote_sharders(client, ...), which takes them "
+                "all; or add TorchRec's own sharder of it to the list, to leave it to "
+                "TorchRec."
             )
         collides = isinstance(module, BaseManagedCollisionEmbeddingCollection)
         if collides and num_trainers > 1 and _remote_collections(module):
             raise ConfigError(
                 "Ids of tables on the servers must mean the same on all trainers. "
-                f"Received: the {type(module).__name__} {path!r}, which maps ids on "
-                f"each trainer by itself, and {num_trainers} trainers. Leave the "
-                "managed collision module out: the servers take raw 64-bit ids."
+                f"Received: {received}, which maps ids on each trainer by itself, and "
+                f"{num_trainers} trainers. Leave the managed collision module out: the "
+                "servers take raw 64-bit ids."
             )
 
 
@@ -133,8 +126,8 @@ def join(model: nn.Module) -> Iterator[None]:
             "DefaultDataParallelWrapper(static_graph=False))."
         )
     agreements = dict.fromkeys(c.remote_tables.agreement for c in collections)
-    joinables: list[Joinable] = [a for a in agreements if a and a.is_used]
-    joinables[:0] = replicas[:1]
+    joinables: list[Joinable] = [*replicas[:1]]
+    joinables += [a for a in agreements if a and a.is_used]
     with contextlib.ExitStack() as stack:
         if joinables and dist.get_world_size(joinables[0].join_process_group) > 1:
             stack.enter_context(Join(joinables, divide_by_initial_world_size=True))
@@ -160,38 +153,36 @@ def describe_placement(model: nn.Module) -> str:
         table which other trainers hold. In each collection, those on the servers come
         last.
     """
-    lines: list[tuple[str, ...]] = [
-        ("collection", "table", "place", "ranks", "rows", "dim", "optimizer")
-    ]
+    lines = [["collection", "table", "place", "ranks", "rows", "dim", "optimizer"]]
     described: set[nn.Module] = set()
     for path, module in get_unwrapped_module(model).named_modules():
+        remote = module
         if isinstance(module, _Local):
-            lines.extend(_describe_local(path, module))
-        remote = module.remote if isinstance(module, MixedCollection) else module
+            lines += [[path, *line] for line in _describe_local(module)]
+            remote = getattr(module, "remote", None)  # of a MixedCollection
         if isinstance(remote, ShardedRemoteCollection) and remote not in described:
             described.add(remote)
             for spec in remote.spec.tables:
-                where, optimizer = ("servers", "-", "any"), type(spec.optimizer)
-                dim = str(spec.dim)
-                lines.append((path, spec.name, *where, dim, optimizer.__name__))
+                optimizer = type(spec.optimizer).__name__
+                where = "servers", "-", "any"
+                lines.append([path, spec.name, *where, str(spec.dim), optimizer])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     row = "  ".join(f"{{:{width}}}" for width in widths)
     return "\n".join(row.format(*line).rstrip() for line in lines)
 
 
-def _describe_local(path: str, module: _Local) -> Iterator[tuple[str, ...]]:
+def _describe_local(module: _Local) -> Iterator[tuple[str, ...]]:
     # What fbgemm calls the optimizer of each table that this trainer holds.
     optimizers = {
         table.name: kernel.emb_module.optimizer.name
-        for kernel in embedding_kernels(module)
+        for kernel in torchrec_api.embedding_kernels(module)
         for table in kernel.config.embedding_tables
         if hasattr(kernel.emb_module, "optimizer")
     }
     for name, sharding in module.module_sharding_plan.items():
-        config = table_configs(module)[name]
+        config = torchrec_api.table_configs(module)[name]
         is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
         yield (
-            path,
             name,
             f"{sharding.sharding_type} {sharding.compute_kernel}",
             ",".join(map(str, sharding.ranks or ())) or "-",

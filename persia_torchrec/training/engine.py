@@ -38,9 +38,9 @@ from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.metrics import Reading
 from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
-from persia_torchrec.sharding.base_sharder import CollectionSharder
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.sharder import CollectionSharder
 from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
