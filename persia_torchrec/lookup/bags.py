@@ -25,6 +25,7 @@ from persia_torchrec.wire.messages import Frame, Frames, array_of, bytes_of, enc
 
 Lengths = npt.NDArray[np.int32]
 Pooling = Literal["sum", "mean", "sqrt"]
+"""The sum; divided by the number of ids; or by its root. An empty bag gives zeros."""
 
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "sqrt")
 
@@ -35,44 +36,28 @@ _NO_LENGTHS = np.empty(0, dtype=np.int32)
 class FeatureSpec(NamedTuple):
     """One feature: which table its ids belong to, and how a bag becomes one vector.
 
-    Attributes:
-        name: of its columns, each once in a collection.
-        key: of its ids in a batch; features of several tables may share it.
-        pooling: ``sum``; ``mean``: divided by the number of ids; ``sqrt``: by its root.
-            An empty bag gives zeros.
-        prefix: added to each id after it has been reduced below
-            ``2**(64 - prefix_bits) - 1``; 0 leaves ids as they are.
-        prefix_bits: bits that prefixes take; PERSIA's ``feature_index_prefix_bit``.
-        hash_stack_rounds: how many buckets stand for an id, see
-            ``routing.hashing.hash_stack``; 0: the id itself does.
-        hash_stack_size: buckets per round.
-        num_places: ids of a sample that get a vector each, see ``RawIds``; 0: the bag
-            becomes one vector.
+    ``prefix`` is added to each id when it has been reduced below
+    ``2**(64 - prefix_bits) - 1``. Of ``num_places`` ids of a sample each gets a vector,
+    see ``RawIds``; 0: the bag becomes one vector.
     """
 
-    name: str
-    key: str
+    name: str  # of its columns, each once in a collection
+    key: str  # of its ids in a batch; features of several tables may share it
     table: str
     pooling: Pooling = "sum"
-    prefix: int = 0
-    prefix_bits: int = 0
-    hash_stack_rounds: int = 0
-    hash_stack_size: int = 0
+    prefix: int = 0  # 0 leaves ids as they are
+    prefix_bits: int = 0  # PERSIA's feature_index_prefix_bit
+    hash_stack_rounds: int = 0  # how many buckets stand for an id; 0: the id itself
+    hash_stack_size: int = 0  # buckets per round
     num_places: int = 0
 
 
 class Bags(NamedTuple):
-    """The ids of one feature in a batch.
+    """The ids of one feature in a batch."""
 
-    Attributes:
-        ids: uint64 ``(L,)``.
-        lengths: int32 ``(B,)``, not negative, summing up to L.
-        indices: of the ids in the values of the ``KeyedJaggedTensor`` that they
-            come from, if they do.
-    """
-
-    ids: Ids
-    lengths: Lengths
+    ids: Ids  # uint64 (L,)
+    lengths: Lengths  # int32 (B,), not negative, summing up to L
+    # Of the ids in the values of the KeyedJaggedTensor that they come from, if they do.
     indices: slice | npt.NDArray[np.int64] | None = None
 
 

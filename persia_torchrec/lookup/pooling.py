@@ -59,19 +59,11 @@ _LINE = np.uint64(64)
 
 
 class FeatureBags(NamedTuple):
-    """The bags of one feature, and the rows in them.
+    """The bags of one feature, and the rows in them, or the sums of their gradients."""
 
-    Attributes:
-        rows: float32 ``(U, D)``, C-contiguous, of the feature's table; or the sums of
-            their gradients.
-        inverse: int32 ``(L,)``: which row each id is.
-        lengths: int32 ``(B,)``: ids per bag, of the sum L.
-        pooling: how a bag becomes one vector.
-    """
-
-    rows: Floats
-    inverse: Positions
-    lengths: Lengths
+    rows: Floats  # float32 (U, D), C-contiguous, of the feature's table
+    inverse: Positions  # int32 (L,): which row each id is
+    lengths: Lengths  # int32 (B,): ids per bag, of the sum L
     pooling: Pooling
 
 

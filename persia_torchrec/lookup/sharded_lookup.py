@@ -46,51 +46,35 @@ Timed = Callable[[str], AbstractContextManager[object]]
 
 
 class BatchFeatures:
-    """The features of a batch, in the order of its outputs and of their columns.
-
-    ``outputs`` has the indices of the features in each output, ``tables`` names each
-    table once, ``table_of`` has the index of each feature's table, and ``by_table`` the
-    features in the order of their tables.
-    """
+    """The features of a batch, in the order of its outputs and of their columns."""
 
     def __init__(
         self, specs: Sequence[FeatureSpec], outputs: Sequence[Sequence[int]] = ()
     ) -> None:
         self.specs = tuple(specs)
-        self.outputs = outputs
+        self.outputs = outputs  # indices of the features in each
         self.tables = list(dict.fromkeys(spec.table for spec in self.specs))
         self.table_of = [self.tables.index(spec.table) for spec in self.specs]
+        # Indices of the features in the order of their tables.
         self.by_table = sorted(range(len(self.specs)), key=self.table_of.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedBatch:
-    """A batch's ids, unique and grouped by server; what its gradient needs again.
+    """A batch's ids, unique and grouped by server; what its gradient needs again."""
 
-    Attributes:
-        number: None when the batch is not for training.
-        features: of the batch; only their tables are asked and updated.
-        row_shapes: for each table, ``(U, D)``.
-        inverses: for each feature, int32 ``(L,)``: which of its table's grouped ids
-            each id is.
-        lengths: for each feature, int32 ``(B,)``: ids per bag.
-        num_bags: for each output, its length.
-        counts: for each table, uint32 ``(U,)``: how often each of its grouped ids
-            occurs in the batch; None where that is not needed.
-        places: for each raw feature, int32 ``(B, F)``, see ``RawIds``.
-        slots: keys of its features, in its order.
-    """
-
-    number: BatchNumber | None
-    features: BatchFeatures
+    number: BatchNumber | None  # None when the batch is not for training
+    features: BatchFeatures  # only their tables are asked and updated
     tables: list[tuple[str, ShardedIds]]
-    row_shapes: list[tuple[int, int]]
-    inverses: list[Positions]
-    lengths: list[Lengths]
-    num_bags: list[int]
-    counts: list[Counts | None]
-    places: Sequence[Positions]
-    slots: tuple[str, ...]
+    row_shapes: list[tuple[int, int]]  # (U, D) of each table
+    inverses: list[Positions]  # int32 (L,) a feature: which of its table's ids each is
+    lengths: list[Lengths]  # int32 (B,) a feature: ids per bag
+    num_bags: list[int]  # the length of each output
+    counts: list[
+        Counts | None
+    ]  # uint32 (U,) a table that wants them: how often ids come
+    places: Sequence[Positions]  # int32 (B, F) a raw feature, see RawIds
+    slots: tuple[str, ...]  # keys of its features, in its order
 
     def bags(
         self, rows: Sequence[Floats], features: Iterable[int]
@@ -185,10 +169,7 @@ class ShardedLookup:
         )
 
     def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Return the gradient of the unique rows, float32 ``(U, D)`` per table.
-
-        They are slices of one array, as they are sent.
-        """
+        """Return the gradient of each table's rows ``(U, D)``: slices of one array."""
         stops = list(itertools.accumulate([num * dim for num, dim in batch.row_shapes]))
         pieces = np.split(np.zeros(stops[-1], dtype=np.float32), stops[:-1])
         sums = [
@@ -328,10 +309,9 @@ class SequenceLookup(ShardedLookup):
 
 
 class RowsLookup(ShardedLookup):
-    """Gives the unique rows; its outputs are float32 ``(U, D)``, one per table.
+    """Gives the unique rows, to pool where the model is; read-only ``(U, D)`` a table.
 
-    For pooling where the model is, as on a GPU: each row crosses the way there once,
-    however often its id is in the batch. The outputs cannot be written to.
+    Each row crosses the way there once, however often its id is in the batch.
     """
 
     def shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:

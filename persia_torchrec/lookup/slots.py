@@ -53,14 +53,11 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One slot, as a model is given it; ``dim`` floats per vector.
-
-    Of ``num_places`` ids of a sample each gets a vector; 0: they are pooled to one.
-    """
+    """One slot, as a model is given it."""
 
     name: str
     dim: int
-    num_places: int
+    num_places: int  # of a sample's ids, each with a vector; 0: they are pooled to one
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +150,10 @@ class RawIds(NamedTuple):
 
         samples [7, 8], [], [8, 9, 9]    ids     7  8  9
         of 2 places each                 places  1  2 | 0  0 | 2  3
-
-    Attributes:
-        ids: uint64 ``(N,)``, in the order of their first appearance.
-        places: int32 ``(B, F)``.
     """
 
-    ids: Ids
-    places: Positions
+    ids: Ids  # uint64 (N,), in the order of their first appearance
+    places: Positions  # int32 (B, F)
 
 
 def build_raw_ids(bags: Bags, num_places: int) -> RawIds:

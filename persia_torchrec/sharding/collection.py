@@ -58,10 +58,6 @@ _NEAREST = {
     "Rprop": "torch.optim.SGD",
     "ASGD": "torch.optim.SGD",
 }
-_NEAREST_BY_DEFAULT = "torch.optim.Adam"
-
-_SPELLINGS = {"learning_rate": "lr"}
-_OF_TORCHREC = "optimizer"  # TorchRec writes fbgemm's name among the arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +149,11 @@ def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
     A feature that several tables have is called "feature@table".
     """
     configs = table_configs(collection)
+    names = get_embedding_names_by_table(configs)
     return {
         (config.name, f): name
-        for config, names in zip(
-            configs, get_embedding_names_by_table(configs), strict=True
-        )
-        for f, name in enumerate(names)
+        for config, of_table in zip(configs, names, strict=True)
+        for f, name in enumerate(of_table)
     }
 
 
@@ -238,7 +233,7 @@ def translate_optimizer(
         for name, defaults in optimizer.torch_twins.items()
     }
     if cls not in twins:
-        nearest = _NEAREST.get(cls.__name__, _NEAREST_BY_DEFAULT)
+        nearest = _NEAREST.get(cls.__name__, "torch.optim.Adam")
         can = sorted({known.__name__ for known in twins})
         raise ConfigError(
             f"Table {table!r}: the optimizer must be one that the servers can apply, "
@@ -246,27 +241,19 @@ def translate_optimizer(
             f"{nearest}."
         )
     optimizer, defaults = twins[cls]
-    chosen = {**defaults}
-    for name, value in _with_betas(arguments, defaults).items():
-        name = _SPELLINGS.get(name, name)
+    chosen, given = {**defaults}, {**arguments}
+    given.pop("optimizer", None)  # TorchRec writes fbgemm's name among the arguments
+    if "learning_rate" in given:
+        given["lr"] = given.pop("learning_rate")
+    if "betas" in defaults:
+        beta1, beta2 = given.pop("betas", defaults["betas"])
+        given["betas"] = given.pop("beta1", beta1), given.pop("beta2", beta2)
+    for name, value in given.items():
         if name in defaults:
             chosen[name] = value
-        elif value and name != _OF_TORCHREC:
+        elif value:
             raise ConfigError(
                 f"Table {table!r}: {cls.__name__} on the servers has the arguments "
                 f"{sorted(defaults)}. Received: {name}={value!r}. Leave it out."
             )
     return optimizer(**chosen)  # type: ignore[arg-type]  # checked in __post_init__
-
-
-def _with_betas(
-    arguments: Mapping[str, Any], defaults: Mapping[str, object]
-) -> dict[str, Any]:
-    """Return the arguments with ``betas`` for fbgemm's ``beta1`` and ``beta2``."""
-    given = dict(arguments)
-    if "betas" in defaults and given.keys() & {"beta1", "beta2"}:
-        beta1, beta2 = given.get("betas", defaults["betas"])
-        given["betas"] = given.pop("beta1", beta1), given.pop("beta2", beta2)
-    if "betas" in given:
-        given["betas"] = tuple(given["betas"])
-    return given

@@ -36,23 +36,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(slots=True)
 class DeviceBatch:
-    """A batch's unique rows on a device, and which of them each id is.
+    """A batch's unique rows on a device, and which of them each id is."""
 
-    Attributes:
-        batch: the same batch on the host.
-        rows: float32 ``(U, D)``, one per table.
-        inverses: int32 ``(L,)``, one per feature.
-        offsets: int32 ``(B + 1,)``, one per feature: where its bags begin, and L.
-        came: ends when the above are on the device; None on the CPU.
-        left: ends when the gradients are on the host; None before, and on the CPU.
-    """
-
-    batch: RoutedBatch
-    rows: Tensors
-    inverses: Tensors
-    offsets: Tensors
-    came: torch.cuda.Event | None
-    left: torch.cuda.Event | None = None
+    batch: RoutedBatch  # on the host
+    rows: Tensors  # float32 (U, D), one per table
+    inverses: Tensors  # int32 (L,), one per feature
+    offsets: Tensors  # int32 (B + 1,), one per feature: where its bags begin, and L
+    came: torch.cuda.Event | None  # ends when all of that is there; None on the CPU
+    left: torch.cuda.Event | None = None  # ends when the gradients are on the host
 
     def wait(self) -> Tensors:
         """Make the current stream wait for the copy; return the rows."""
@@ -138,10 +129,7 @@ def pool_rows(
     feature: int,
     pooling: Pooling,
 ) -> torch.Tensor:
-    """Pool the bags of a feature, given its index in the batch; float32 ``(B, D)``.
-
-    Without weights, which are on the device of the rows, every id counts once.
-    """
+    """Pool the bags of the feature of an index; float32 ``(B, D)``."""
     pool = pool_by_torch
     if weights_L is not None and rows_UD.device.type == "cpu":
         pool = _WeightedBags.apply

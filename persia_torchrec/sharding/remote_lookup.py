@@ -7,10 +7,9 @@ TorchRec drives every sharded module by three calls:
                   names them: a KeyedTensor, or JaggedTensors
     output_dist   has nothing left to do
 
-``compute`` is put off until the first use of the output, an awaitable. So what a model
-does between call and use hides the latency of the pull as well; and a pipeline that
-calls a module for a later batch, before the backward pass of this one, never waits for
-a pull that waits for this backward pass. The backward pass pushes the gradients.
+``compute`` is put off until the first use of the output, an awaitable: so a pipeline
+that calls a module for a later batch, before the backward pass of this one, never waits
+for a pull that waits for this backward pass. The backward pass pushes the gradients.
 
 Dimension key:
     B: samples
@@ -22,7 +21,7 @@ Dimension key:
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from tensordict import TensorDict
@@ -34,7 +33,6 @@ from torchrec import (
     JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
-    Multistreamable,
 )
 from torchrec.distributed import types
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
@@ -51,30 +49,26 @@ from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.on_device import DeviceBatch, Tensors, pool_rows
 from persia_torchrec.sharding.remote_tables import RemoteTables
 
-Out = TypeVar("Out", bound=Multistreamable)
 
-
-class LazyOutput(types.LazyAwaitable[Out]):
+class LazyOutput(types.LazyAwaitable[Any]):
     """An output to come; made once, with the gradient mode of the call.
 
-    Where torch.compile traces the call, make the output at once instead: Dynamo cannot
-    break a graph at the first use of an awaitable, and would leave the function that
-    uses it, with its dense layers, to Python.
+    Not where torch.compile traces the call: Dynamo cannot break a graph at the first
+    use of an awaitable, and would leave the dense layers after it to Python.
     """
 
-    def __init__(self, make: Callable[[], Out]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
-        self._make: Callable[[], Out] | None = make
+        self._make: Callable[[], Any] | None = make
         self._has_grad = torch.is_grad_enabled()
-        self._output: Out | None = None
+        self._output: Any = None
 
-    def _wait_impl(self) -> Out:
+    def _wait_impl(self) -> Any:
         # TorchRec remembers what it waited for by itself, but not what wait() returned.
         if self._make is not None:
             with torch.set_grad_enabled(self._has_grad):
                 self._output = self._make()
             self._make = None
-        assert self._output is not None
         return self._output
 
 
@@ -104,9 +98,8 @@ class ShardedRemoteCollection(
     """A collection on the embedding servers; what all kinds of it share.
 
     In training mode, with gradients enabled, rows are made on first sight and the
-    gradients are pushed; otherwise the servers are only read, and an unknown id reads
-    zeros. The module does not close ``pipeline``; ``tables`` are those of all
-    collections of the sharder, and every gradient is multiplied by ``gradient_scale``.
+    gradients are pushed, times ``gradient_scale``; otherwise the servers are only read,
+    and an unknown id reads zeros. The module does not close ``pipeline``.
     """
 
     weights_in: ClassVar[str] = "embedding_bags"
@@ -216,10 +209,7 @@ class ShardedRemoteCollection(
         )
 
     def push(self, batch: PrefetchedBatch[Any], grads: Sequence[torch.Tensor]) -> None:
-        """Push gradients, scaled; the backward pass calls this.
-
-        Those that are not finite are not pushed, under a loss scale that was too large.
-        """
+        """Push gradients, scaled, that are finite under a loss scale."""
         scaler = self.remote_tables.grad_scaler
         scale = scaler.get_scale() if scaler and scaler.is_enabled() else None
         factor = self.gradient_scale / (scale or 1)

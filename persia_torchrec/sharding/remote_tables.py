@@ -32,21 +32,18 @@ class RemoteOptimizer(FusedOptimizer):
     """Learning rates of tables on the servers, one parameter group per table.
 
     The servers apply the gradients themselves, as they come from the backward pass,
-    with the current ``lr`` of the table's group: what TorchRec calls a fused optimizer.
-    So it is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's
-    ``WarmupOptimizer``; a new rate takes effect between the pushes before and after the
-    change. ``lr`` is the only value of a group that is used, and ``"table"`` names the
-    table. All optimizers of a table show the same group.
-
-    Its parameters are placeholders, and it has no state: rows and optimizer state stay
-    on the servers. With ``save_param_groups(True)``, its state dictionary holds the
-    rates. Under a ``GradScaler`` the gradient of a placeholder is 0, or infinite where
-    those of the embeddings were not finite, until ``zero_grad``: so ``scaler.step``
-    finds it. Every trainer of a job must run the same schedule: the servers use the
+    with the current ``lr`` of the table's group. So it is for schedules,
+    ``torch.optim.lr_scheduler`` or TorchRec's ``WarmupOptimizer``; a new rate takes
+    effect between the pushes before and after the change. ``lr`` is the only value of a
+    group that is used, and ``"table"`` names the table; all optimizers of a table share
+    its group. Every trainer of a job must run the same schedule: the servers use the
     rate that any trainer sent last.
 
-    ``groups`` has the group of each parameter's name, shared, not copied: ``"params"``
-    (one), ``"lr"`` and ``"table"``. ``send`` makes the servers use their rates.
+    Its parameters are placeholders, and it has no state but, with
+    ``save_param_groups(True)``, the rates. Under a ``GradScaler`` the gradient of a
+    placeholder is 0, or infinite where those of the embeddings were not finite, until
+    ``zero_grad``: so ``scaler.step`` finds it. ``send`` makes the servers use the rates
+    of ``groups``, which has the group of each parameter's name.
     """
 
     def __init__(
@@ -80,8 +77,7 @@ class RemoteOptimizer(FusedOptimizer):
 class RemoteTables:
     """Tables on the servers, and the pipelines of the collections that use them.
 
-    Owned by the thread that trains, or that runs its backward pass. What users do with
-    the tables is in :class:`TableControl`.
+    Owned by the thread that trains, or that runs its backward pass.
     """
 
     def __init__(self) -> None:
@@ -104,11 +100,7 @@ class RemoteTables:
         specs: Sequence[TableSpec],
         device: torch.device,
     ) -> list[str]:
-        """Add a collection's pipeline, its tables known to the servers.
-
-        Placeholders are made on ``device`` for the tables that no earlier collection
-        has; their names are returned.
-        """
+        """Add a collection's pipeline; return the tables that no earlier one has."""
         self.pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
         self.specs.update((spec.name, spec) for spec in specs)
         added = [spec for spec in specs if spec.name not in self.groups]

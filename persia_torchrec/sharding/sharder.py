@@ -55,14 +55,10 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
     """What a planner and ``DistributedModelParallel`` ask of a sharder."""
 
     module_type: ClassVar[type[nn.Module]]
-    """Which modules it takes."""
-
-    fused_params: ClassVar[None] = None
-    """TorchRec's settings of its kernels: none. Planners of torchrec up to 1.6 read it
-    of every sharder; those of 1.7 to 1.9 ask first whether it is there."""
-
     sharding_type: ClassVar[str] = types.ShardingType.ROW_WISE.value
-    """Of the plans for these modules."""
+    # TorchRec's settings of its kernels. Planners of torchrec up to 1.6 read it of each
+    # sharder; those of 1.7 to 1.9 ask first whether it is there.
+    fused_params: ClassVar[None] = None
 
     @abstractmethod
     def put_on_servers(

@@ -44,10 +44,9 @@ _BEGINNING = "on the embedding servers, not in this state: "
 def add_entries(
     module: Any, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Put an entry for each table into the state of a model; a hook for torch.
+    """Put a str for each table into the state of a model; a hook for torch.
 
-    It is a str: torch saves and loads it as it is, and code that takes it for a tensor
-    fails.
+    torch saves and loads it as it is, and code that takes it for a tensor fails.
     """
     for key, table in module.tables_by_key().items():
         state_dict[prefix + key] = (
@@ -72,10 +71,7 @@ def take_entries(
     missing_keys: list[str],
     *_: object,
 ) -> None:
-    """Take the entries out of a state before the rest is loaded; a hook for torch.
-
-    Weights in place of an entry are an error, because they would be lost.
-    """
+    """Take these out of a state before the rest is loaded; refuse weights instead."""
     for key, table in module.tables_by_key().items():
         entry = state_dict.pop(prefix + key, None)
         if entry is None and strict:
@@ -244,19 +240,12 @@ def _find_state(
 
 
 class TableTensors(NamedTuple):
-    """A whole table, as an ordinary checkpoint has it, on the CPU.
+    """A whole table, as an ordinary checkpoint has it, on the CPU."""
 
-    Attributes:
-        weights: float32 ``(N, D)``.
-        state: float32 ``(N, S)``: optimizer state, in the layout of its optimizer.
-        is_present: bool ``(N,)``: which rows were on the servers.
-        step: how many updates the table has had.
-    """
-
-    weights: torch.Tensor
-    state: torch.Tensor
-    is_present: torch.Tensor
-    step: int
+    weights: torch.Tensor  # float32 (N, D)
+    state: torch.Tensor  # float32 (N, S): of the optimizer, in its layout
+    is_present: torch.Tensor  # bool (N,): which rows were on the servers
+    step: int  # how many updates the table has had
 
 
 def read_table(

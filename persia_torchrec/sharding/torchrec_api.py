@@ -33,8 +33,7 @@ def backward_pass() -> int:
 def after_backward(call: Callable[[], None]) -> None:
     """Call when the backward pass that runs in this thread has run all its nodes.
 
-    DistributedDataParallel and FSDP finish in the same way; its all-reduces have begun
-    by then, and its gradients need not be there yet.
+    All-reduces of DistributedDataParallel have begun by then, and need not have ended.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
