@@ -34,20 +34,20 @@ class Trainers:
 
     def __init__(self, client: EmbeddingClient, first: Share) -> None:
         self.timeout_s = first.timeout_ms / 1000
-        self._client = client
+        self.client = client
         self._pid = os.getpid()
         self._who = f"process {self._pid} on {platform.node()}"
         self._next = first
 
     def join(self) -> None:
         """Introduce this trainer to the servers, which then notice if it is lost."""
-        self._client.join(self._next, self._who)
+        self.client.join(self._next, self._who)
         atexit.register(self._end_with_the_process)
 
     def end(self, why: str) -> None:
         """Tell the servers, for trainers that wait, why no share will come any more."""
         atexit.unregister(self._end_with_the_process)
-        self._client.join(self._next, self._who, why)
+        self.client.join(self._next, self._who, why)
 
     def _end_with_the_process(self) -> None:
         if os.getpid() != self._pid:
@@ -57,7 +57,7 @@ class Trainers:
         if error is not None:
             why = f"it raised {type(error).__name__}: {error}"
         try:
-            gone = self._client.join(self._next, self._who, why, _FAREWELL_S)
+            gone = self.client.join(self._next, self._who, why, _FAREWELL_S)
         except PersiaError:
             return  # the servers notice it by themselves
         if error is not None and gone:
@@ -70,17 +70,13 @@ class Trainers:
         self._next = share._replace(step=share.step + 1)
         return share
 
-    def give_up(self, batch: BatchNumber) -> None:
-        """Tell the servers that a batch gets no gradients; returns at once."""
-        with contextlib.suppress(PersiaError):  # they notice it by themselves in time
-            self._client.push([], [], batch)
-
     def next_group(self) -> Share:
         """Begin with the next group; return the share that the previous one lacks."""
         share = self._next
         self._next = share._replace(group=share.group + 1, step=1)
         return share
 
-    def leave(self, share: Share) -> None:
-        """Tell the servers that a share will not come, nor a later one of its group."""
-        self._client.leave(share)
+    def give_up(self, batch: BatchNumber) -> None:
+        """Tell the servers that a batch gets no gradients; returns at once."""
+        with contextlib.suppress(PersiaError):  # they notice it by themselves in time
+            self.client.push([], [], batch)

@@ -147,7 +147,7 @@ class PrefetchedBatch(Generic[Handle]):
         self._arrived.set()
 
 
-class _Pulls:
+class Pulls:
     """Threads that pull batches. Any thread may call any method.
 
     One thread at a time takes the oldest batch and its permit. If each batch waited for
@@ -237,8 +237,12 @@ class BatchPipeline(PushQueue[Source, Handle]):
 
     Only ``change_tables`` is for one thread at a time. ``staleness`` bounds the batches
     between pull and acknowledged push; 0 makes :meth:`PrefetchedBatch.push` wait, which
-    equals ordinary training. ``trainers`` are those that this one updates with, if it
-    does.
+    equals ordinary training.
+
+    Attributes:
+        trainers: those that this one updates with, if it does.
+        training: the pulls of training batches.
+        evaluation: the pulls of others.
     """
 
     def __init__(
@@ -249,8 +253,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._stream = BatchNumber.new_stream()
         self._starting = threading.Lock()
         self._num_started = 0  # guarded by _starting
-        self._training = _Pulls("training pulls", self.semaphore)
-        self._evaluation = _Pulls("evaluation pulls", None)
+        self.training = Pulls("training pulls", self.semaphore)
+        self.evaluation = Pulls("evaluation pulls", None)
         self.set_staleness(staleness)
         self._thread.start()
 
@@ -264,15 +268,6 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self.flush()
         self.semaphore.resize(max(staleness, 1), _SETTLE_S)
         self.waits_for_ack = staleness == 0
-
-    def set_num_pullers(
-        self, *, training: int | None = None, evaluation: int | None = None
-    ) -> None:
-        """Change how many batches may be pulled at once; running pulls proceed."""
-        if training is not None:
-            self._training.set_num_threads(training)
-        if evaluation is not None:
-            self._evaluation.set_num_threads(evaluation)
 
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch."""
@@ -288,14 +283,14 @@ class BatchPipeline(PushQueue[Source, Handle]):
         batch: PrefetchedBatch[Handle]
         if not training:
             batch = PrefetchedBatch(self, ids, given)
-            self._evaluation.submit(batch)
+            self.evaluation.submit(batch)
             return batch
         with self._starting:
             self._num_started += 1
             share = self.trainers.next_share() if self.trainers else None
             number = BatchNumber(self._stream, self._num_started, share)
             batch = PrefetchedBatch(self, ids, given, number)
-            self._training.submit(batch)
+            self.training.submit(batch)
         return batch
 
     def leave(self) -> None:
@@ -330,8 +325,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
         if self.trainers is not None:
             self.put_message(partial(self.trainers.end, "it has closed its tables"))
             joint_s = self.trainers.timeout_s
-        self._training.close()
-        self._evaluation.close()
+        self.training.close()
+        self.evaluation.close()
         self._queue.put(None)
         self._thread.join(self.timeout_s - joint_s)
 
@@ -339,4 +334,4 @@ class BatchPipeline(PushQueue[Source, Handle]):
         if self.trainers is not None:
             with self._starting:
                 share = self.trainers.next_group()
-            self.put_message(partial(self.trainers.leave, share))
+            self.put_message(partial(self.trainers.client.leave, share))

@@ -1,26 +1,18 @@
 """The bound on staleness, and what became of the batches under it.
 
-The bound is a counting semaphore with owners. A training batch takes a permit before
-its rows are pulled and gives it back, exactly once, when every server has acknowledged
-its update, or when it has failed or was dropped. With ``n`` permits,
-
-    batches pulled - batches acknowledged <= n        at every moment,
-
-so the rows of a batch lack the updates of at most ``n - 1`` earlier batches. One permit
-is the schedule of ordinary training: each batch sees all updates before it.
+A training batch takes a permit before its rows are pulled, which comes back once, when
+every server has acknowledged its update, or when it has failed or was dropped. With
+``n`` permits the rows of a batch lack the updates of at most ``n - 1`` earlier batches;
+one permit is the schedule of ordinary training.
 
 A thread may need several batches for one backward pass: when a module is called twice
 in a forward pass, or the losses of several batches are added up. It *holds* a batch
 from when it waits for it until it pushes it. When it waits for one more and holds all
-that are out, only it could give a permit back, and does not while it waits: so this
-batch proceeds without waiting. It sees the rows before the updates of the others, as it
-would if the tables were local.
+that are out, only it could give a permit back: so this batch proceeds without waiting,
+and sees the rows before the updates of the others, as it would if tables were local.
 
-What users forget is logged, once or when it has grown, not for each batch:
-
-    a batch that was used and dropped   no backward pass came: its rows do not learn
-    gradients of evicted rows           the servers' capacity is too small
-    gradients that are not finite       the training diverges
+What users forget (backward passes, capacity, finite gradients) is logged, once or when
+it has grown, not for each batch.
 """
 
 import logging
@@ -36,26 +28,18 @@ from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 
 logger = logging.getLogger(__name__)
 
-_MAX_DROPPED_AT_FIRST = 8
-"""Batches in a row without a backward pass, while none has had one."""
+# Batches in a row without a backward pass: while none has had one, and when some have,
+# since an evaluation may have forgotten ``no_grad``.
+_MAX_DROPPED_AT_FIRST, _MAX_DROPPED = 8, 64
 
-_MAX_DROPPED = 64
-"""The same, when some have had one: an evaluation may have forgotten ``no_grad``."""
-
-_WINDOW_UPDATES = 32
-"""Updates after which the fraction of evicted rows is checked."""
-
-_EVICTED_FRACTION = 0.01
-"""Of the gradients of a window; from there on it is logged."""
+# Updates after which the fraction of evicted rows is checked, and that to be logged.
+_WINDOW_UPDATES, _EVICTED_FRACTION = 32, 0.01
 
 CLOSED = "The embedding pipeline is closed."
 
 
 class Permit:
-    """One batch's permit: which thread holds the batch, or has held it.
-
-    After ``has_left``, the batch is pushed or dropped, and no thread holds it any more.
-    """
+    """The permit of a batch, which a thread holds until it is pushed or dropped."""
 
     holder: int | None = None
     was_held = False
@@ -79,14 +63,11 @@ class StalenessSemaphore:
         self._changed = threading.Condition()
         self._out: set[Permit] = set()  # guarded by _changed
         self._is_closed = False  # guarded by _changed
-        # Lookups, how many had to wait, and how many updates they lacked.
-        self._num_lookups = self._num_waited = self._num_lacking = 0
+        names = "num_lookups", "num_waited", "num_lacking"
+        self._counts = dict.fromkeys(names, 0)  # guarded by _changed
 
     def resize(self, num: int, timeout_s: float) -> None:
-        """Change how many permits there are, when all are back, after a wait at most.
-
-        Otherwise it is a ConfigError.
-        """
+        """Change how many permits there are; a ConfigError unless all come back."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._out, timeout_s):
                 raise ConfigError(
@@ -98,34 +79,27 @@ class StalenessSemaphore:
     def counts(self) -> dict[str, int]:
         """Return what a :class:`TrainingSummary` says of lookups."""
         with self._changed:
-            return {
-                "num_lookups": self._num_lookups,
-                "num_waited": self._num_waited,
-                "num_lacking": self._num_lacking,
-                "max_lacking": self._num - 1,
-            }
+            return {**self._counts, "max_lacking": self._num - 1}
 
     def take(self, permit: Permit) -> None:
         """Wait until a batch may be pulled."""
         with self._changed:
             is_full = len(self._out) >= self._num
             must_wait = is_full and not self._has_one_for(permit)
-            if must_wait:
-                self._changed.wait_for(
-                    lambda: self._is_closed or self._has_one_for(permit),
-                    self._timeout_s,
-                )
+            may_take = not must_wait or self._changed.wait_for(
+                lambda: self._is_closed or self._has_one_for(permit), self._timeout_s
+            )
             if self._is_closed:
                 raise PersiaError(CLOSED)
-            if must_wait and not self._has_one_for(permit):
+            if not may_take:
                 raise StalenessError(
                     f"{self._num} batches have been pulled and not updated for "
                     f"{self._timeout_s:g} s, as many as the staleness bound allows. "
                     "Does every training batch get its backward pass?"
                 )
-            self._num_lookups += 1
-            self._num_waited += must_wait
-            self._num_lacking += len(self._out)
+            self._counts["num_lookups"] += 1
+            self._counts["num_waited"] += must_wait
+            self._counts["num_lacking"] += len(self._out)
             self._out.add(permit)
 
     def hold(self, permit: Permit) -> None:

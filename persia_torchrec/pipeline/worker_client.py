@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -125,11 +124,11 @@ class RemoteWorkers:
             self._send(worker, header, body, "asking whether it is ready", timeout_s)
             for worker in range(self.num_workers)
         ]
-        hellos = []
-        for worker, reply in enumerate(replies):
-            frame, name = body_of(reply.frames()), self._connections.names[worker]
-            hello = parse_json(
-                frame,
+        hellos: list[LookupHello] = []
+        names = self._connections.names
+        for name, reply in zip(names, replies, strict=True):
+            hello: LookupHello = parse_json(
+                body_of(reply.frames()),
                 LookupHello,
                 f"The slots of {name}",
                 lambda why: WireError(f"{why} Is this the address of another role?"),
@@ -138,12 +137,10 @@ class RemoteWorkers:
             if hello.slots != hellos[0].slots:
                 raise ConfigError(
                     "All embedding workers must have the same slots. Received: "
-                    f"{name} differs from "
-                    f"{self._connections.names[0]}. Give all of them the same "
+                    f"{name} differs from {names[0]}. Give all of them the same "
                     "embedding_config.yml, and servers of one checkpoint."
                 )
-        first: LookupHello = hellos[0]
-        return first
+        return hellos[0]
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make every worker, and through it every server, know the tables."""
@@ -201,8 +198,10 @@ class RemoteWorkers:
         header = self._header(Kind.FORWARD, number, flags)
         reply = self._send(worker, header, frames, "lookup").frames()
         told: _Forwarded = decode_json(reply[:2], _Forwarded)
-        num_outputs, num_places = len(told.outputs), len(told.places)
-        if not told.slots or len(reply) != 2 + num_outputs + num_places:
+        first = 2 + len(told.outputs)
+        sizes = list(map(len, reply[first:]))
+        fits = sizes == [4 * math.prod(shape) for shape in told.places]
+        if not told.slots or len(reply) < first or not fits:
             raise FrameError(
                 "The reply must have the slots of the batch, the shapes of its arrays, "
                 f"and as many arrays. Received: {len(reply)} frames, {told!r:.100}."
@@ -215,8 +214,8 @@ class RemoteWorkers:
             for frame, shape in zip(reply[2:], told.outputs, strict=False)
         )
         places = tuple(
-            _shaped(array_of(frame, np.int32), shape)
-            for frame, shape in zip(reply[2 + num_outputs :], told.places, strict=True)
+            array_of(frame, np.int32).reshape(shape).copy()
+            for frame, shape in zip(reply[first:], told.places, strict=True)
         )
         return outputs, RemoteBatch(worker, number, places, told.slots)
 
@@ -226,12 +225,13 @@ class RemoteWorkers:
         began_s = time.perf_counter()
         frames: Frames = [encode_floats(grad, self._precision) for grad in grads]
         reply = self._send(handle.worker, header, frames, "update")
-        reply.add_done_callback(partial(self._note_update, began_s))
-        return [reply]
 
-    def _note_update(self, began_s: float, reply: Reply) -> None:
-        if reply.exception() is None:
-            self.observed.observe(_BACKWARD, time.perf_counter() - began_s)
+        def observe(_: object) -> None:
+            if reply.exception() is None:
+                self.observed.observe(_BACKWARD, time.perf_counter() - began_s)
+
+        reply.add_done_callback(observe)
+        return [reply]
 
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
         """Tell that a training batch gets no gradients."""
@@ -257,10 +257,3 @@ class RemoteWorkers:
         return self._connections.submit(
             worker, header, frames, timeout_s=timeout_s or self._timeout_s, what=what
         )
-
-
-def _shaped(places: Positions, shape: Sequence[int]) -> Positions:
-    """Return a copy of places in their shape."""
-    if len(places) != math.prod(shape):
-        raise FrameError(f"{len(places)} places must have the shape {shape}.")
-    return places.reshape(shape).copy()

@@ -163,7 +163,7 @@ def host_checkpoint(
         lookup = slots.SlotsLookup(client, slots.build_features(schema))
         status = partial(_following, client) if incremental_dir else dict
         reader = SlotsReader(lookup, device, status)
-        require_dims(reader.hello().slots, schema)
+        require_dims(client, schema)
         yield reader
 
 

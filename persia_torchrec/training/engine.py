@@ -309,13 +309,13 @@ class Engine:
 
     def _apply(self, settings: LookupSettings, *, is_training: bool) -> None:
         if not is_training:
-            self.pipeline.set_num_pullers(evaluation=settings.num_workers)
+            self.pipeline.evaluation.set_num_threads(settings.num_workers)
         elif settings != self._settings:
             staleness = settings.embedding_staleness
             if staleness is None:
                 staleness = settings.forward_buffer_size + self.backward_buffer_size
             self.pipeline.set_staleness(staleness)
-            self.pipeline.set_num_pullers(training=settings.num_workers)
+            self.pipeline.training.set_num_threads(settings.num_workers)
             self._settings = settings
 
 

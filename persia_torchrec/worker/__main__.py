@@ -27,14 +27,12 @@ from persia_torchrec.config.embedding_config import (
 )
 from persia_torchrec.config.global_config import (
     GlobalSettings,
-    MetricsSettings,
     inference_settings,
     load_global_config,
 )
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.pooling import warm_up
-from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.service_main import Lifetime, run_service, tell_ready
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.service import Service
@@ -43,7 +41,7 @@ from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.worker.serving import (
     make_lookup,
     pushing_metrics,
-    ready_lookup,
+    ready_client,
     tell_slots,
 )
 
@@ -134,15 +132,15 @@ def _run(
     with telling_of_compilation(life.tell_compiling):
         warm_up()
     metrics = settings.common.metrics
-    lookup = _connect(flags, life, servers, schema, metrics)
-    if lookup is None:
+    client = _connect(flags, life, servers, schema)
+    if client is None:
         return
     buffer = IdBuffer(
         settings.embedding_worker.forward_buffer_size,
         settings.embedding_worker.buffered_data_expired_sec,
     )
-    process = WorkerProcess(lookup, buffer)
-    with pushing_metrics(process, lookup, flags.index, metrics):
+    process = WorkerProcess(make_lookup(client, schema, metrics), buffer)
+    with pushing_metrics(process, flags.index, metrics):
         service = Service(
             "embedding worker",
             process.answer,
@@ -155,7 +153,7 @@ def _run(
         tell_ready(service.address)
         life.wait_for_end()
         service.close()
-    lookup.client.close()
+    client.close()
 
 
 def _connect(
@@ -163,27 +161,18 @@ def _connect(
     life: JobMember | Lifetime,
     servers: Sequence[str],
     schema: EmbeddingSchema,
-    metrics: MetricsSettings,
-) -> SlotsLookup | None:
+) -> EmbeddingClient | None:
     """Connect to the servers; None if the process must end before they are ready."""
     if isinstance(life, JobMember):
-        book = life.book
-        servers = book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
+        servers = life.book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
         if not flags.learn_tables:  # the trainers create the tables
-            client = EmbeddingClient.connect(
+            return EmbeddingClient.connect(
                 servers, timeout_s=timeouts.REQUEST_S, greeting=life.greeting
             )
-            return make_lookup(client, schema, metrics)
-    ending = threading.Event()
+    ending, awaits = threading.Event(), bool(flags.servers)
     life.call_at_end(ending.set)
-    return ready_lookup(
-        servers,
-        schema,
-        metrics,
-        ending,
-        await_tables=bool(flags.servers),
-        greeting=life.greeting,
-    )
+    greeting = life.greeting
+    return ready_client(servers, schema, ending, await_tables=awaits, greeting=greeting)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -42,7 +41,6 @@ from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import (
     TRAINING,
-    Frame,
     Frames,
     Header,
     Kind,
@@ -82,28 +80,26 @@ class IdBuffer:
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        # By loader, oldest first. guarded by _lock
-        self._batches: dict[int, OrderedDict[int, tuple[float, dict[str, Bags]]]] = {}
+        # By loader. guarded by _lock
+        self._batches: dict[int, dict[int, tuple[float, dict[str, Bags]]]]
+        self._batches = defaultdict(dict)
 
     def put(self, loader: int, bags: dict[str, Bags]) -> int | None:
         """Keep a batch; return its reference, or None when the buffer is full."""
         with self._lock:
-            batches = self._batches.setdefault(loader, OrderedDict())
+            batches = self._batches[loader]
             if len(batches) >= self._capacity:
                 latest = self._clock() - self._expires_s
                 expired = [n for n, (since, _) in batches.items() if since < latest]
                 for number in expired:
                     del batches[number]
-                if expired:
-                    logger.warning(
-                        "dropped %d batches of data loader %d that no trainer asked "
-                        "for in %g s",
-                        len(expired),
-                        loader,
-                        self._expires_s,
-                    )
-            if len(batches) >= self._capacity:
-                return None
+                if not expired:
+                    return None
+                logger.warning(
+                    "dropped %d batches of data loader %d that no trainer asked for in "
+                    "%g s",
+                    *(len(expired), loader, self._expires_s),
+                )
             reference = next(self._numbers)
             batches[reference] = (self._clock(), bags)
             return reference
@@ -111,8 +107,7 @@ class IdBuffer:
     def peek(self, loader: int, reference: int) -> dict[str, Bags]:
         """Return a batch and keep it, so that a failed pull can be tried again."""
         with self._lock:
-            batches = self._batches.get(loader)
-            entry = batches.get(reference) if batches else None
+            entry = self._batches[loader].get(reference)
         if entry is None:
             raise DataflowError(
                 f"Batch {reference} of data loader {loader} must be in this embedding "
@@ -124,8 +119,7 @@ class IdBuffer:
     def remove(self, loader: int, reference: int) -> None:
         """Forget a batch."""
         with self._lock:
-            if loader in self._batches:
-                self._batches[loader].pop(reference, None)
+            self._batches[loader].pop(reference, None)
 
     def __len__(self) -> int:
         with self._lock:
@@ -174,46 +168,43 @@ class AwaitingGradient:
 
 
 class WorkerProcess:
-    """Answers the messages to an embedding worker; several threads may ask."""
+    """Answers the messages to an embedding worker; several threads may ask.
+
+    Attributes:
+        buffer: batches of data loaders that no trainer has asked for yet.
+        open: training batches that are pulled, and whose update is not yet applied.
+    """
 
     def __init__(self, lookup: SlotsLookup, buffer: IdBuffer) -> None:
-        self._lookup = lookup
-        self._buffer = buffer
-        self._open = AwaitingGradient()
-
-    @property
-    def num_pending(self) -> int:
-        """Batches of data loaders that no trainer has asked for yet."""
-        return len(self._buffer)
-
-    @property
-    def num_stale(self) -> int:
-        """Training batches that are pulled, and whose update is not yet applied."""
-        return len(self._open)
+        self.lookup = lookup
+        self.buffer = buffer
+        self.open = AwaitingGradient()
 
     def answer(self, header: Header, frames: Frames) -> Frames:
         """Answer one message; the handler of a ``Service``."""
+        number = BatchNumber(header.stream, header.batch)
         match header.kind:
             case Kind.HELLO:
-                self._lookup.learn_tables()  # of a loaded checkpoint, with no trainer
-                return [encode_json(asdict(self._lookup.hello()))]
+                self.lookup.learn_tables()  # of a loaded checkpoint, with no trainer
+                return [msgspec.json.encode(self.lookup.hello())]
             case Kind.FORWARD:
-                return self._forward(header, frames)
+                return self._forward(header, number, frames)
             case Kind.BACKWARD:
-                return [msgspec.json.encode(self._backward(header, frames))]
+                outcome = self._backward(header, number, frames)
+                return [msgspec.json.encode(outcome)]
             case Kind.ABANDON:
-                with self._open.taken(_number(header)) as batch:
-                    replies = self._lookup.abandon(batch)
+                with self.open.taken(number) as batch:
+                    replies = self.lookup.abandon(batch)
                     outcome = PushOutcome.read(reply.frames() for reply in replies)
                 return [msgspec.json.encode(outcome)]
             case Kind.BUFFER_IDS:
                 bags = decode_bags(frames[1:])
-                self._lookup.select(bags)
-                reference = self._buffer.put(header.stream, bags)
+                self.lookup.select(bags)
+                reference = self.buffer.put(header.stream, bags)
                 return [encode_json({"reference": reference})]
             case Kind.ADD_TABLES:
                 tables = decode_json(frames, list[dict[str, Any]])
-                self._lookup.add_tables([TableSpec.from_json(t) for t in tables])
+                self.lookup.add_tables([TableSpec.from_json(t) for t in tables])
                 return [encode_json(None)]
             case _:
                 raise FrameError(
@@ -221,20 +212,18 @@ class WorkerProcess:
                     "Is this the address of another role?"
                 )
 
-    def _forward(self, header: Header, frames: Sequence[Frame]) -> Frames:
+    def _forward(self, header: Header, number: BatchNumber, frames: Frames) -> Frames:
+        is_training = bool(header.flags & TRAINING)
         origin: _Origin | None = decode_json(frames[:2], _Origin | None)
         if origin is None:
-            return self._pull(header, decode_bags(frames[2:]))
-        bags = self._buffer.peek(origin.loader, origin.reference)
-        reply = self._pull(header, bags)
-        self._buffer.remove(origin.loader, origin.reference)
-        return reply
-
-    def _pull(self, header: Header, bags: dict[str, Bags]) -> Frames:
-        number = _number(header) if header.flags & TRAINING else None
-        outputs, batch = self._lookup.pull(bags, number)
-        if number is not None:
-            self._open.put(number, batch)
+            bags = decode_bags(frames[2:])
+        else:
+            bags = self.buffer.peek(origin.loader, origin.reference)
+        outputs, batch = self.lookup.pull(bags, number if is_training else None)
+        if is_training:
+            self.open.put(number, batch)
+        if origin is not None:
+            self.buffer.remove(origin.loader, origin.reference)
         described = {
             "slots": batch.slots,
             "outputs": [output.shape for output in outputs],
@@ -246,9 +235,11 @@ class WorkerProcess:
             *map(bytes_of, batch.places),
         ]
 
-    def _backward(self, header: Header, frames: Sequence[Frame]) -> PushOutcome:
-        with self._open.taken(_number(header)) as batch:
-            shapes = self._lookup.shapes(batch)
+    def _backward(
+        self, header: Header, number: BatchNumber, frames: Frames
+    ) -> PushOutcome:
+        with self.open.taken(number) as batch:
+            shapes = self.lookup.shapes(batch)
             if len(frames) != 1 + len(shapes):
                 raise FrameError(
                     f"BACKWARD has {1 + len(shapes)} frames. Received: {len(frames)}."
@@ -257,8 +248,4 @@ class WorkerProcess:
                 decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
                 for frame, shape in zip(frames[1:], shapes, strict=True)
             )
-            return self._lookup.update(batch, grads)
-
-
-def _number(header: Header) -> BatchNumber:
-    return BatchNumber(header.stream, header.batch)
+            return self.lookup.update(batch, grads)

@@ -11,8 +11,8 @@ the text of the file in the job's address book. All of them must have the same s
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from persia_torchrec import timeouts
@@ -25,7 +25,7 @@ from persia_torchrec.config.global_config import MetricsSettings
 from persia_torchrec.config.yaml_file import read_text
 from persia_torchrec.errors import ConfigError, PersiaError, ServerError
 from persia_torchrec.lookup.measures import LookupMeasures
-from persia_torchrec.lookup.slots import Slot, SlotsLookup, build_features
+from persia_torchrec.lookup.slots import SlotsLookup, build_features
 from persia_torchrec.metrics import Reading
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
@@ -78,36 +78,33 @@ def make_lookup(
     return SlotsLookup(client, features, measures)
 
 
-@contextmanager
 def pushing_metrics(
-    process: WorkerProcess, lookup: SlotsLookup, index: int, settings: MetricsSettings
-) -> Iterator[None]:
+    process: WorkerProcess, index: int, settings: MetricsSettings
+) -> ExitStack:
     """Push the metrics of an embedding worker while a block runs, and at its end."""
+    measures = process.lookup.measures
 
     def read() -> list[Reading]:
         return [
-            Reading("num_pending_batches", process.num_pending, _PENDING_HELP),
-            Reading("staleness", process.num_stale, _STALENESS_HELP),
-            *(lookup.measures.read() if lookup.measures else ()),
+            Reading("num_pending_batches", len(process.buffer), _PENDING_HELP),
+            Reading("staleness", len(process.open), _STALENESS_HELP),
+            *(measures.read() if measures else ()),
         ]
 
-    stop_pushes = push_metrics("embedding_worker", index, settings, read)
-    try:
-        yield
-    finally:
-        stop_pushes()
+    stack = ExitStack()
+    stack.callback(push_metrics("embedding_worker", index, settings, read))
+    return stack
 
 
-def ready_lookup(
+def ready_client(
     servers: Sequence[str],
     schema: EmbeddingSchema,
-    metrics: MetricsSettings,
     ending: threading.Event,
     *,
     await_tables: bool,
     greeting: Greeting = NO_JOB,
-) -> SlotsLookup | None:
-    """Wait until all servers have their tables; return the lookup of them.
+) -> EmbeddingClient | None:
+    """Wait until all servers have the tables of the slots; return a client of them.
 
     The addresses are in the order of their shards. The result is None when ``ending``
     is set, as the process is to end. With ``await_tables``, tables that are missing may
@@ -122,34 +119,27 @@ def ready_lookup(
 
     if not _wait(lambda: connect(_CONNECT_S).close(), ending):
         return None
-    lookup = make_lookup(connect(timeouts.REQUEST_S), schema, metrics)
+    client = connect(timeouts.REQUEST_S)
 
     def learn() -> None:
-        try:
-            _learn_tables(lookup)
-        except ConfigError as exc:
-            if not await_tables:
-                raise
-            raise ServerError(str(exc), server="embedding servers") from exc
-
-    if not _wait(learn, ending):
-        lookup.client.close()
-        return None
-    require_dims(lookup.hello().slots, schema)
-    return lookup
-
-
-def _learn_tables(lookup: SlotsLookup) -> None:
-    """Learn the servers' tables; an error if some slots have none."""
-    lookup.client.num_rows()  # refused until the tables are all there
-    known = {spec.name for spec in lookup.client.learn_tables()}
-    for feature in lookup.features:
-        if feature.table not in known:
-            raise ConfigError(
-                f"Slot {feature.name!r} must have its table on the servers, "
-                f"{feature.table!r}. They have no such table. Give the "
+        client.num_rows()  # refused until the tables are all there
+        known = {spec.name for spec in client.learn_tables()}
+        missing = [slot for slot in schema.slots.values() if slot.group not in known]
+        if missing:
+            message = (
+                f"Slot {missing[0].name!r} must have its table on the servers, "
+                f"{missing[0].group!r}. They have no such table. Give the "
                 "embedding_config.yml of the training."
             )
+            if not await_tables:
+                raise ConfigError(message)
+            raise ServerError(message, server="embedding servers")
+
+    if not _wait(learn, ending):
+        client.close()
+        return None
+    require_dims(client, schema)
+    return client
 
 
 def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
@@ -176,13 +166,13 @@ def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
     return False
 
 
-def require_dims(slots: Sequence[Slot], schema: EmbeddingSchema) -> None:
-    """Check that the slots have the dims of their tables on the servers."""
-    for slot in slots:
-        dim = schema.slots[slot.name].dim
+def require_dims(client: EmbeddingClient, schema: EmbeddingSchema) -> None:
+    """Check that slots have the dims of their tables on the servers."""
+    for slot in schema.slots.values():
+        dim = client.table(slot.group).dim
         if slot.dim != dim:
             raise ConfigError(
                 f"Slot {slot.name!r} must have the dim of its table on the servers, "
-                f"{slot.dim}. Received: {dim} in the embedding config. Give the "
+                f"{dim}. Received: {slot.dim} in the embedding config. Give the "
                 "embedding_config.yml of the training."
             )

@@ -79,7 +79,7 @@ def pushed(servers, monkeypatch):
         lookup = make_lookup(client, SCHEMA, MetricsSettings())
         lookup.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
         process = WorkerProcess(lookup, IdBuffer(10, expires_s=60))
-        with pushing_metrics(process, lookup, 0, MetricsSettings()):
+        with pushing_metrics(process, 0, MetricsSettings()):
             outputs, batch = lookup.pull(bags_of([1]), BatchNumber(1, 1))
             lookup.update(batch, outputs)
             lookup.pull(bags_of([1]), None)

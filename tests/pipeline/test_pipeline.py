@@ -288,7 +288,7 @@ def test_a_batch_of_another_thread_waits_for_those_that_are_held(train):
 
 def test_several_pullers_pull_at_once_and_within_the_bound(train):
     trainer = train(4)
-    trainer.pipeline.set_num_pullers(training=3)
+    trainer.pipeline.training.set_num_threads(3)
     trainer.worker.may_pull.clear()
     started = [trainer.start() for _ in range(6)]
     wait_until(lambda: trainer.worker.num_pulling == 3)
@@ -303,13 +303,13 @@ def test_several_pullers_pull_at_once_and_within_the_bound(train):
 @pytest.mark.parametrize("num", [1, 3])
 def test_several_evaluations_are_looked_up_at_once(train, num):
     trainer = train(1)
-    trainer.pipeline.set_num_pullers(evaluation=num)
+    trainer.pipeline.evaluation.set_num_threads(num)
     trainer.worker.may_pull.clear()
     started = [trainer.start(training=False) for _ in range(6)]
     wait_until(lambda: trainer.worker.num_pulling == num)
     assert not any(future.is_here() for future in started)
     trainer.worker.may_pull.set()
-    trainer.pipeline.set_num_pullers(evaluation=2)  # in the middle of them
+    trainer.pipeline.evaluation.set_num_threads(2)  # in the middle of them
     assert [f.wait(DEADLINE_S).outputs[0][0, 0] for f in started] == [0] * 6
 
 
@@ -389,7 +389,7 @@ def test_bounds_on_updates_that_allow_none_are_refused(train, bounds):
     with pytest.raises(ConfigError, match="At least one update must be possible"):
         train(1).pipeline.bound(**bounds)
     with pytest.raises(ConfigError, match="At least one puller is needed"):
-        train(1).pipeline.set_num_pullers(evaluation=0)
+        train(1).pipeline.evaluation.set_num_threads(0)
 
 
 def test_a_push_that_fails_is_raised_at_once_at_staleness_0(train):
@@ -465,7 +465,7 @@ def test_a_negative_bound_is_refused(train):
     with pytest.raises(ConfigError, match=r"staleness must be >= 0\. Received: -1\."):
         trainer.pipeline.set_staleness(-1)
     with pytest.raises(ConfigError, match=r"At least one puller .* Received: 0\."):
-        trainer.pipeline.set_num_pullers(training=0)
+        trainer.pipeline.training.set_num_threads(0)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

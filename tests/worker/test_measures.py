@@ -199,7 +199,7 @@ def test_batches_that_wait_are_pushed(gateway, lookup):
         header = Header(kind, **header)
         return process.answer(header, [header.encode(), *frames])
 
-    with pushing_metrics(process, lookup, 2, every_second):
+    with pushing_metrics(process, 2, every_second):
         for loader in (0, 0, 1):
             ask(Kind.BUFFER_IDS, *encode_bags(BATCH), stream=loader)
         for batch in (1, 2):
@@ -240,10 +240,10 @@ def test_a_batch_is_stale_until_its_update_is_applied(lookup):
     )
     pushing.start()
     assert applying.wait(DEADLINE_S)
-    assert process.num_stale == 1
+    assert len(process.open) == 1
     applied.set()
     pushing.join(DEADLINE_S)
-    assert process.num_stale == 0
+    assert len(process.open) == 0
 
 
 def test_without_a_gateway_a_worker_works_as_ever(servers, monkeypatch):
@@ -252,6 +252,6 @@ def test_without_a_gateway_a_worker_works_as_ever(servers, monkeypatch):
     lookup.add_tables(TABLES)
     began_s = time.monotonic()
     process = WorkerProcess(lookup, IdBuffer(10, expires_s=60))
-    with pushing_metrics(process, lookup, 0, HOURLY):
+    with pushing_metrics(process, 0, HOURLY):
         assert train(lookup, BATCH).num_missed == 0
     assert time.monotonic() - began_s < DEADLINE_S

@@ -3,6 +3,7 @@
 import signal
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.lookup.pooling import warm_up
-from persia_torchrec.lookup.slots import Slot
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Kind, decode_json, encode_json
@@ -74,10 +74,9 @@ def test_a_client_learns_the_tables_of_the_servers(servers):
 
 
 def test_slots_must_have_the_dims_of_the_servers_tables():
-    slot = Slot(name="item", dim=5, num_places=0)
     with pytest.raises(ConfigError, match=r"'item' must have the dim .* 5\. .*: 4 in"):
-        require_dims([slot], SCHEMA)
-    require_dims([replace(slot, dim=4)], SCHEMA)
+        require_dims(SimpleNamespace(table=lambda _: replace(ITEM, dim=5)), SCHEMA)
+    require_dims(SimpleNamespace(table=lambda _: ITEM), SCHEMA)
 
 
 @pytest.mark.parametrize(
