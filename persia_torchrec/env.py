@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from persia_torchrec.errors import ConfigError
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
 MAX_PORT = 65_535
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -207,11 +206,11 @@ def reject_unsupported_variables() -> None:
 
 def log_level(default: str = "INFO") -> str:
     """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it."""
+    known = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
     level = (text("LOG_LEVEL") or default).upper()
-    if level not in LOG_LEVELS:
-        raise ConfigError(
-            f"LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}. Received: {level!r}."
-        )
+    if level not in known:
+        must = f"LOG_LEVEL must be one of {', '.join(known)}."
+        raise ConfigError(f"{must} Received: {level!r}.")
     return level
 
 

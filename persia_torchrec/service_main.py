@@ -1,14 +1,7 @@
 """What the mains of embedding servers, workers and inference servers have in common.
 
 A service is a member of a job, or stands alone. A ``Lifetime`` has the methods of
-``JobMember``, so that a main need not tell the two apart::
-
-    def serve(life: JobMember | Lifetime):
-        server = Server(life.greeting)
-        life.call_at_end(server.stop)
-        life.register(server.address)         # the others may find it
-        tell_ready(server.address)            # the line "ready ADDRESS"
-        server.run()
+``JobMember``, so that a main need not tell the two apart.
 """
 
 import contextlib
@@ -20,11 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from typing import Self
 
 from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.greeting import NO_JOB
 from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
 from persia_torchrec.wire.transport import Listener
@@ -51,10 +43,11 @@ class Lifetime(contextlib.ExitStack):
     the process at once. The main thread enters the block and calls the methods.
     """
 
-    def __init__(self, host: str = LOOPBACK, greeting: Greeting = NO_JOB) -> None:
+    greeting = NO_JOB
+
+    def __init__(self, host: str = LOOPBACK) -> None:
         super().__init__()
         self.host = host
-        self.greeting = greeting
         self._end: Future[None] = Future()
         self._handles_signals = False
 
@@ -91,19 +84,16 @@ class ChildLifetime(Lifetime):
 
     def __init__(self) -> None:
         super().__init__()
-        self._parent = os.getppid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._end_with_parent, daemon=True).start()
-        return super().__enter__()
+        parent = (os.getppid(),)
+        threading.Thread(target=self._end_with, args=parent, daemon=True).start()
 
     def tell_compiling(self, is_compiling: bool) -> None:
         """Write a line when compiling begins or ends."""
         _write_line("compiling" if is_compiling else "compiled")
 
-    def _end_with_parent(self) -> None:
-        while os.getppid() == self._parent:
+    def _end_with(self, parent: int) -> None:
+        while os.getppid() == parent:
             time.sleep(_PARENT_CHECK_S)
         self._reach_end()
 

@@ -218,7 +218,7 @@ def test_slots_that_cannot_work_are_refused(embedding_config, text, message):
     [
         ("{g: [a, c]}", r"feature_groups.g must list slots of one dim.*'c': 16"),
         ("{g: [aa]}", "must list slots of slots_config. Received: 'aa'. Did you mean"),
-        ("{g: []}", "feature_groups.g must list at least one slot"),
+        ("{g: []}", r"feature_groups.g must be of length >= 1. Received: \[\]"),
         ("{g: [a], h: [b, a]}", "name each slot at most once. Received: 'a' 2 times"),
         ("{g: [a, a]}", "Received: 'a' 2 times"),
         ("{c: [a, b]}", "feature_groups.c must not be named like a slot that is in no"),

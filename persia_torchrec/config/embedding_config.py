@@ -79,7 +79,7 @@ class _File(Struct, frozen=True, kw_only=True):
     # With more bits hardly any ids are left: they are taken modulo 2**(64-bits) - 1.
     feature_index_prefix_bit: Annotated[int, Meta(ge=1, le=62)] = 8
     slots_config: dict[str, SlotSettings]
-    feature_groups: dict[str, tuple[str, ...]] = {}
+    feature_groups: dict[str, Annotated[tuple[str, ...], Meta(min_length=1)]] = {}
 
 
 def load_embedding_config(
@@ -141,8 +141,6 @@ def _complete_groups(file: _File, at: KeyPath) -> dict[str, tuple[str, ...]]:
 def _check_group(
     members: tuple[str, ...], slots: Mapping[str, SlotSettings], at: KeyPath
 ) -> None:
-    if not members:
-        raise ConfigError(f"{at} must list at least one slot.")
     for slot in members:
         if slot not in slots:
             raise ConfigError(

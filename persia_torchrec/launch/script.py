@@ -1,13 +1,10 @@
 """Run a user's script as a trainer or a data loader of a job.
 
-An exception of the script, or an exit status other than 0, ends the whole job. When the
-script has ended, the process stays until the job is finished, because Slurm ends a job
-soon after the first of its processes ends. A data loader whose script still runs then
-is interrupted.
+A failure of the script ends the job. When the script has ended, the process stays
+until the job is finished, because Slurm ends a job soon after its first process ends.
 
-``trainer -`` is a proxy trainer: its work is done when its standard input is closed. A
-job lasts as long as its trainers work, and a member ends with its job. So a test or a
-notebook that trains cannot be a member; its proxy is.
+``trainer -`` is a proxy, whose work is done when its standard input is closed: a test
+or a notebook that trains cannot be a member itself, since a member ends with its job.
 """
 
 import argparse
