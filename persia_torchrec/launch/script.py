@@ -79,7 +79,7 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
         work()
         if not member.ended.is_set():
             logger.info("%s: %s has ended, waiting for the job", member.who, script)
-        member.report_done()
+        member.record.report_done()
         try:
             member.wait_for_end()
         except JobError:

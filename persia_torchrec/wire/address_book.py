@@ -10,7 +10,11 @@ on the job stands. The book is a store of strings by key, served by one thread:
     address/<role>/size         how many processes the role has
     address/<role>/<index>      the address of one of them
     note/<name>                 what one process tells the others: rendezvous, timings
-    member/<role>/<index> ...   processes of the job, see ``membership.py``
+    member/<role>/<index>       identity of a process of the job, as JSON
+    beats/<role>/<index>        number of its heartbeats
+    compiling                   number of heartbeats of processes that compile
+    done/<role>/<index>         "1": the work of this member is done
+    left/<role>/<index>         the member/ value of one that has left
     lost/<role>/<index>         the member/ value of one whose connection is lost
 
 The connection that sets a ``member/`` key is that member's: the kernel closes it when
@@ -60,11 +64,8 @@ from persia_torchrec.wire.transport import Connections
 
 JobState = Literal["running", "finished", "failed"]
 
-COMPILING = "compiling"
-"""A number that grows while a process of the job compiles its loops."""
-
-LOST_S = 1.0
-"""A member's connection is lost when it has not been there for as long."""
+COMPILING = "compiling"  # the key that processes increase while they compile
+LOST_S = 1.0  # how long a member's connection is not there when it is lost
 
 _MEMBER = "member/"
 _JOB_ID = "job/id"
@@ -76,8 +77,7 @@ _CONNECT_RETRY_S = 0.2
 _JOIN_ANSWER_S = 10.0
 _ANSWER_S = 30.0
 _RECONNECT_S = 3.0
-_BEATS_S = 5.0
-"""More than between two heartbeats of a process that compiles on a busy host."""
+_BEATS_S = 5.0  # more than between two heartbeats of a process that compiles
 
 
 class _Get(msgspec.Struct, tag="get"):
@@ -194,18 +194,12 @@ class AddressBook:
     # Addresses
 
     def register(self, role: str, index: int, size: int, address: str) -> None:
-        """Publish the address of process ``index`` of a role, as "tcp://10.0.0.7:18000".
-
-        It replaces a previous one; all processes of a role register the same size.
-        """
+        """Publish the address of a process of a role; replaces a previous one."""
         self.claim_size(role, index, size)
         self.put(f"address/{role}/{index}", address)
 
     def claim_size(self, role: str, index: int, size: int) -> None:
-        """Register the size of a role, or compare it with the one registered.
-
-        An index out of its range and another size than the registered are ConfigErrors.
-        """
+        """Register the size of a role; ConfigError if another one is registered."""
         if not 0 <= index < size:
             raise ConfigError(
                 f"The index of a {role} must be in [0, {size}). Received: {index}."
@@ -219,10 +213,7 @@ class AddressBook:
             )
 
     def addresses(self, role: str, *, timeout_s: float) -> list[str]:
-        """Return the addresses of a role, by index, once all of it has registered.
-
-        Without some of them within ``timeout_s`` there is a DiscoveryError.
-        """
+        """Return the addresses of a role, by index; DiscoveryError if one is late."""
         deadline = time.monotonic() + timeout_s
         (size,) = self._wait_for([f"address/{role}/size"], deadline)
         if size is None:
@@ -251,10 +242,7 @@ class AddressBook:
         return self.claim(f"note/{name}", value)
 
     def ask(self, names: Sequence[str], *, timeout_s: float) -> list[str]:
-        """Return the notes of these names, once all of them are there.
-
-        Without one of them within ``timeout_s`` there is a DiscoveryError.
-        """
+        """Return the notes of these names; DiscoveryError if one is late."""
         keys = [f"note/{name}" for name in names]
         found = self._wait_for(keys, time.monotonic() + timeout_s)
         if None in found:
@@ -295,10 +283,7 @@ class AddressBook:
         return value
 
     def claim(self, key: str, value: str, expected: str = "") -> str:
-        """Set a key that holds what is expected; return what it holds then.
-
-        A key that is not set holds the empty string.
-        """
+        """Set a key that holds ``expected``, or nothing; return what it holds then."""
         (held,) = self._call(_Swap(key, expected, value))
         return str(held)
 
@@ -379,9 +364,8 @@ class AddressBook:
 class Patience:
     """A deadline that is extended while a process of the job compiles.
 
-    The first start on a host compiles, which takes half a minute of processor time, and
-    much longer where many processes do it on few cores. A timeout that detects stuck
-    processes does not count that time, up to ``timeouts.COMPILING_S``.
+    The first start on a host compiles, for minutes where many processes do it on few
+    cores. That time does not count, up to ``timeouts.COMPILING_S``.
     """
 
     def __init__(self, deadline: float, now: float) -> None:
@@ -392,10 +376,7 @@ class Patience:
         self._compiles_until = 0.0
 
     def is_over(self, num_beats: int, now: float) -> bool:
-        """Return whether the time has run out; asked several times per second.
-
-        ``num_beats`` grows with each heartbeat of a process that compiles.
-        """
+        """Return whether the time has run out; ``num_beats`` grows by heartbeats."""
         if self._num_beats is not None and num_beats != self._num_beats:
             self._compiles_until = now + _BEATS_S
         if now < self._compiles_until:

@@ -76,10 +76,7 @@ class Greeting:
             raise FrameError(f"A greeting must hold a job's id. {exc}") from exc
 
     def admit(self, name: bytes, address: str) -> None:
-        """Raise JobMismatchError if a listener's client belongs to another job.
-
-        ``name`` is the client's routing id, ``address`` the listener's.
-        """
+        """Raise JobMismatchError if a routing id is another job's than a listener's."""
         if not self.job_id:
             return
         client = Greeting.decode(name)

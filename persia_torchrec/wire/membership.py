@@ -20,15 +20,6 @@ Three threads do it. One sends heartbeats, and may get stuck if the network does
 another touches no network and watches the first. A third receives signals, which the
 main thread may miss: see ``signals.py``.
 
-The keys of a member in the address book:
-
-    member/<role>/<index>       identity of its process, as JSON
-    beats/<role>/<index>        number of heartbeats
-    compiling                   number of heartbeats of processes that compile
-    done/<role>/<index>         "1": the work of this member is done
-    left/<role>/<index>         identity of the process that has left
-    lost/<role>/<index>         identity of the process whose connection is lost
-
 Clocks of two hosts are never compared: the number of heartbeats must grow, and the
 reader measures on its own clock for how long it did not.
 """
@@ -67,13 +58,8 @@ _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
 _POLL_S = 0.05
-
-_VERDICT_S = 2.0
-"""How long an interrupted main thread waits for the job's state."""
-
-_CAUSE_S = 4.0
-"""How long an error of a process group, which another member's end may have caused and
-which does not name it, waits for that end to be reported."""
+_VERDICT_S = 2.0  # how long an interrupted main thread waits for the job's state
+_CAUSE_S = 4.0  # how long an error of a process group waits for one that caused it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +110,7 @@ class MemberRecord:
         self._own = ""
 
     def register(self, silent_s: float) -> None:
-        """Become the member, unless a living process is: then JobMismatchError.
-
-        One that misses heartbeats for ``silent_s`` counts as dead.
-        """
+        """Become the member, unless a living process is that one: JobMismatchError."""
         own = msgspec.json.encode(ProcessIdentity.of_this_process()).decode()
         key = f"member/{self._key}"
         holder = self._book.peek(key)
@@ -150,7 +133,7 @@ class MemberRecord:
         self._book.increase(f"beats/{self._key}")
 
     def report_done(self) -> None:
-        """Report that the work of this member is done."""
+        """Report the work as done; the job is finished when all trainers do."""
         self._book.put(f"done/{self._key}", "1")
 
     def leave(self) -> None:
@@ -213,12 +196,6 @@ class JobMember:
     finished. ``ended`` is set once the job has, as far as is known here; ``host`` is
     the address of the interface that leads to the book, to listen on.
 
-    Raises:
-        ConfigError: the role has another number of processes in this job.
-        DiscoveryError: no coordinator answered in time.
-        JobMismatchError: the address is another job's, or the index is taken.
-        JobError: the coordinator, started alongside by torchx, has ended.
-
     Example::
 
         with JobMember("server", 0, 1, store=store) as member:
@@ -244,7 +221,7 @@ class JobMember:
         self.greeting = book.greeting
         self.ended = threading.Event()
         self._replica = (role, index, size)
-        self._record = MemberRecord(book, role, index)
+        self.record = MemberRecord(book, role, index)
         self._expendable = expendable
         self._timings = JobTimings.read(book)
         self._coordinator = MemberRecord(book, "coordinator", 0).process()
@@ -252,7 +229,6 @@ class JobMember:
         self._pid = os.getpid()
         self._parent = os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
-        self._has_logged_failure = False  # guarded by _lock
         self._verdict: tuple[JobState, str] = ("running", "")  # set under _lock
         self._lock = threading.Lock()  # no handler of signals takes it
         self._waiting = threading.Event()
@@ -265,13 +241,10 @@ class JobMember:
             target=self._keep_beating, name="job-heartbeat", daemon=True
         )
         book.claim_size(role, index, size)
-        self._record.register(self._timings.silent_s)
+        self.record.register(self._timings.silent_s)
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Have another thread call something quick once the job has ended.
-
-        It is called at once if the job has ended already.
-        """
+        """Have another thread call something quick when the job ends, or has ended."""
         self._callbacks.add_done_callback(lambda _: callback())
 
     def register(self, address: str) -> None:
@@ -281,10 +254,6 @@ class JobMember:
     def tell_compiling(self, is_compiling: bool) -> None:
         """Report whether this process compiles its loops; see ``Patience``."""
         self._is_compiling = is_compiling
-
-    def report_done(self) -> None:
-        """Report the work as done; the job is finished when all trainers do."""
-        self._record.report_done()
 
     def wait_for_end(self) -> None:
         """Wait until the job is finished; JobError says why it failed."""
@@ -315,7 +284,6 @@ class JobMember:
             logger.info("the job is finished, %s ends: %s", self.who, failure)
         elif failure is not None:
             self._fail(failure)
-        self._log_failure()
         self._leave()
         self._signals.__exit__()
         if exc is None:
@@ -391,10 +359,12 @@ class JobMember:
             self._ask_for_verdict()
 
     def _note(self, state: JobState, reason: str) -> None:
-        """Remember how the job ended, if it has; the first verdict stands."""
-        with self._lock:
+        """Remember, and log, how the job ended, if it has; the first verdict stands."""
+        with self._lock:  # held while logging, so that the process does not end before
             if self._verdict[0] == "running":
                 self._verdict = (state, reason)
+                if state == "failed":
+                    logger.error("the job failed, %s ends: %s", self.who, reason)
 
     def _end(self, state: JobState, reason: str) -> None:
         """Remember how the job ended, if it has, and have this process end."""
@@ -402,27 +372,19 @@ class JobMember:
         if state != "running":
             self.ended.set()
 
-    def _log_failure(self) -> None:
-        """Log once why the job has failed, if it has."""
-        with self._lock:  # held while logging, so that the process does not end before
-            state, reason = self._verdict
-            if state == "failed" and not self._has_logged_failure:
-                self._has_logged_failure = True
-                logger.error("the job failed, %s ends: %s", self.who, reason)
-
     # The heartbeat thread
 
     def _keep_beating(self) -> None:
         try:
             while not self._leaving.is_set():
-                self._record.beat()
+                self.record.beat()
                 if self._is_compiling:
                     self.book.increase(COMPILING)
                 state, reason = self.book.state()
                 self._num_beats += 1
                 self._end(state, reason)
                 self._leaving.wait(self._timings.heartbeat_s)
-            self._record.leave()
+            self.record.leave()
         except JobError as exc:
             self._end("failed", f"{self.who} lost the coordinator: {exc}")
         except Exception as exc:
@@ -434,7 +396,6 @@ class JobMember:
     def _guard(self) -> None:
         try:
             self._watch_parent_and_beats()
-            self._log_failure()
             self._callbacks.set_result(None)
             self._end_process()
         except Exception:

@@ -102,8 +102,7 @@ COUNTS = 2
 SHARE = 4
 STATE = 8
 METADATA_COLUMNS = 4
-MAX_MEMBER_CHARS = 500
-"""Of each text of a JOIN."""
+MAX_MEMBER_CHARS = 500  # of each text of a JOIN
 
 Frame = bytes | memoryview
 Frames = list[Frame]

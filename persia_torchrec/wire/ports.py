@@ -17,10 +17,6 @@ def free_port(address: str = LOOPBACK) -> int:
 
     Another process may take it before the caller does: listen on port 0 and publish the
     port afterwards where that is possible.
-
-    Example:
-        >>> free_port() > 0
-        True
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -32,7 +28,6 @@ def free_port_from(first: int, step: int = 1) -> int:
     """Return the first of ``first``, ``first + step``, ... that is free just now.
 
     Another process may take it before the caller does, as with :func:`free_port`.
-    Without a free port, or with an argument out of its range, there is a ConfigError.
     """
     if not 1 <= first <= MAX_PORT or step < 1:
         raise ConfigError(
@@ -87,12 +82,7 @@ def tcp_address(address: str) -> str:
 def local_address(towards: str) -> str:
     """Return the IP address under which a host reaches this one, IPv4 if it has one.
 
-    It is the address of the interface that routes there; nothing is sent. The name may
-    be unknown, or without a route: then there is a DiscoveryError.
-
-    Example:
-        >>> local_address("localhost")
-        '127.0.0.1'
+    It is the address of the interface that routes there; nothing is sent.
     """
     try:
         found = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)

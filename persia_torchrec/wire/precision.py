@@ -39,18 +39,12 @@ from persia_torchrec.wire.messages import Frame, Precision, array_of, bytes_of
 
 Floats = npt.NDArray[np.float32]
 
-_LARGEST_EXPONENT = 126
-"""Of a power of two that is, as its inverse, a float32 of full precision."""
+_LARGEST_EXPONENT = 126  # 2**126 and its inverse are float32 of full precision
 
 
 def size_of(precision: Precision) -> int:
     """Return the bytes a number."""
     return 4 if precision is Precision.FP32 else 2
-
-
-def frame_size(num: int, precision: Precision) -> int:
-    """Return the bytes of a frame of ``num`` numbers."""
-    return num * size_of(precision) + (2 if precision is Precision.FP16 else 0)
 
 
 def encode_floats(values: Floats, precision: Precision) -> memoryview:
@@ -69,7 +63,9 @@ def encode_floats(values: Floats, precision: Precision) -> memoryview:
 
 def decode_floats(frame: Frame, num: int, precision: Precision) -> Floats:
     """Read ``num`` numbers from a frame of that length; float32 is not copied."""
-    size_bytes = 4 * num if precision is Precision.FP32 else frame_size(num, precision)
+    size_bytes = 4 * num if precision is Precision.FP32 else 2 * num
+    if precision is Precision.FP16:
+        size_bytes += 2  # the exponent
     if len(frame) != size_bytes:
         raise FrameError(
             f"{num} numbers as {precision.name} take {size_bytes} bytes. "

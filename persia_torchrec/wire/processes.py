@@ -20,8 +20,7 @@ from persia_torchrec.errors import JobError
 
 _COORDINATOR = b"persia_torchrec.launch.coordinator"
 _LOOK_S = 0.5
-_GONE_S = 1.5
-"""How long a sibling must be missing: a process table is not read atomically."""
+_GONE_S = 1.5  # of a missing sibling: a process table is not read atomically
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):

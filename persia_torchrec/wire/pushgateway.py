@@ -37,20 +37,12 @@ from persia_torchrec.wire.ports import local_address
 
 logger = logging.getLogger(__name__)
 
-PUSH_TIMEOUT_S = 5.0
-"""What one push may wait for the gateway."""
+PUSH_TIMEOUT_S = 5.0  # what one push may wait for the gateway
+LAST_PUSH_TIMEOUT_S = 2.0  # what the push at the end of the role may wait
+CLOSE_TIMEOUT_S = 3.0  # what that end may wait for it, and a push under way
 
-LAST_PUSH_TIMEOUT_S = 2.0
-"""What the push at the end of the role may wait."""
-
-CLOSE_TIMEOUT_S = 3.0
-"""What the end of a role may wait for the last push, and one under way."""
-
-_WARNING_S = 60.0
-"""Seconds between two warnings."""
-
-_EXPECTED = (OSError, http.client.HTTPException, PersiaError)
-"""Errors of a push that are logged without a traceback."""
+_WARNING_S = 60.0  # seconds between two warnings
+_EXPECTED = (OSError, http.client.HTTPException, PersiaError)  # without a traceback
 
 Read = Callable[[], Sequence[Reading]]
 """Returns the current metrics; the pushing thread calls it. An error that it raises is
@@ -133,10 +125,7 @@ def _push_until(
 def _send(
     url: str, method: str, timeout: float | None, headers: Any, data: bytes
 ) -> Callable[[], None]:
-    """Return a function that sends a request, without a proxy, unlike the library's.
-
-    The gateway is in the network of the job, as servers and workers are.
-    """
+    """Return a function that sends a request, without a proxy, unlike the library's."""
 
     def send() -> None:
         request = Request(url, data, dict(headers), method=method)

@@ -2,8 +2,7 @@
 
 A ``Service`` is for requests that wait for other processes, as those to an embedding
 worker do: the socket's thread takes them, a fixed number of others call the handler,
-and their replies return through a queue. An embedding server answers with the thread of
-its socket.
+and their replies return through a queue.
 """
 
 import logging
@@ -26,8 +25,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Header, Frames], Frames]
 """Takes a request, returns the frames of the reply, or raises."""
 
-MAX_WAITING = 1024
-"""Requests to one service that may wait; more are rejected (back-pressure)."""
+MAX_WAITING = 1024  # requests to one service; more are rejected (back-pressure)
 
 _POLL_MS = 200
 
@@ -36,9 +34,6 @@ class ListenerThread(ABC):
     """A listener and the thread that owns it, until it is closed.
 
     A subclass sets its attributes first: the thread starts here.
-
-    Raises:
-        WireError: the address cannot be listened on. Port 0 takes a free one.
     """
 
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:

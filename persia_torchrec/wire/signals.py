@@ -122,11 +122,7 @@ def end_by_signals() -> None:
 
 
 def is_in_compiler(frame: FrameType | None) -> bool:
-    """Return whether a thread is inside numba, by its innermost frame.
-
-    An exception that a handler raises there is lost, or leaves incomplete objects of
-    LLVM, which end the process by SIGSEGV.
-    """
+    """Return whether a frame is inside numba: an exception there damages LLVM."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package in ("numba", "llvmlite"):

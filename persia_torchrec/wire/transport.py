@@ -21,7 +21,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -51,16 +50,11 @@ from persia_torchrec.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**31
-"""A larger frame of a message is rejected; its sender is disconnected."""
-
-SILENT_S = 6
-"""A connection is lost when the other host acknowledges nothing for as long."""
+MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnected
+SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is lost
 
 _IDLE_POLL_MS = 200
-_GRACE_S = 5.0
-"""A reply that is later than its deadline by this means that the I/O thread is dead."""
-
+_GRACE_S = 5.0  # a reply that is later than its deadline: the I/O thread is dead
 _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
@@ -79,9 +73,7 @@ loss: an idle connection is probed, and sent data must be acknowledged. A proces
 compiles, holds the interpreter's lock or sends a frame for a minute keeps its
 connections. A stopped one (SIGSTOP) loses them only once its buffers are full."""
 
-_KEPT_BYTES = 2**28
-"""Freed memory that stays with a process."""
-
+_KEPT_BYTES = 2**28  # of freed memory
 _LARGEST_REUSED_BYTES = 2**25  # glibc accepts no more
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -123,8 +115,7 @@ class Wakeup:
 class Listener:
     """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
 
-    Raises:
-        WireError: the address cannot be listened on. Port 0 takes a free one.
+    Port 0 takes a free one. An address that cannot be listened on is a WireError.
     """
 
     def __init__(self, host: str, port: int, greeting: Greeting = NO_JOB) -> None:
@@ -197,8 +188,8 @@ class Listener:
         # It is sent a reply without a request, which it drops.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            send_frames(self._socket, [Header(Kind.REPLY).encode(), b""])
+            reply = [peer, Header(Kind.REPLY).encode(), b""]
+            self._socket.send_multipart(reply, zmq.NOBLOCK)
         except zmq.Again:  # its queue is full: it is slow, but there
             return True
         except zmq.ZMQError as exc:
@@ -216,11 +207,7 @@ class Listener:
 
 
 class Reply(Future[tuple[Header, Frames]]):
-    """A reply to come, within ``timeout_s``; it cannot be cancelled.
-
-    Fails with RemoteError, RequestTimeoutError, ServerError (the connection is lost) or
-    WireError (the reply is not a message of this protocol).
-    """
+    """A reply to come within ``timeout_s``, or the reason why not; never cancelled."""
 
     def __init__(self, timeout_s: float, server: int = 0, what: str = "") -> None:
         super().__init__()
@@ -237,14 +224,9 @@ class Reply(Future[tuple[Header, Frames]]):
 class Connections:
     """Connections to several servers. Any thread may call any method.
 
-    Args:
-        role: what the servers are called in errors, as ``"embedding server"``.
-        addresses: one per server, as ``"tcp://127.0.0.1:7000"``.
-        max_pending: requests that may wait for replies; the caller of one more waits.
-        greeting: of this process; the servers must belong to the same job, or to none.
-
-    Raises:
-        ConfigError: there is no address, or one cannot be parsed.
+    ``role`` is what the servers are called in errors, as ``"embedding server"``. They
+    must belong to the job of the greeting, or to none. At most ``max_pending`` requests
+    wait for replies; the caller of one more waits.
     """
 
     def __init__(
@@ -260,7 +242,7 @@ class Connections:
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
         self._slots = threading.BoundedSemaphore(max_pending)
         self._lock = threading.Lock()
-        self._outgoing: deque[tuple[int, list[Frame]]] = deque()  # guarded by _lock
+        self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
         self._pending: dict[int, Reply] = {}  # by request number; guarded by _lock
         self._deadlines: list[tuple[float, int]] = []  # guarded by _lock
         self._closed = False  # guarded by _lock
@@ -398,11 +380,9 @@ class Connections:
 
     def _send_outgoing(self) -> None:
         self._wakeup.drain()
-        while True:
-            with self._lock:
-                if not self._outgoing:
-                    return
-                server, frames = self._outgoing.popleft()
+        with self._lock:
+            outgoing, self._outgoing = self._outgoing, []
+        for server, frames in outgoing:
             send_frames(self._sockets[server], frames)
 
     def _receive(self, server: int) -> None:
@@ -497,10 +477,8 @@ def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:
 def keep_freed_memory() -> bool:
     """Reuse the memory of messages of up to 32 MiB; return whether glibc can.
 
-    For processes of our own, before their first request. Otherwise the C library
-    returns the memory of each large message to the operating system, which clears
-    every page of the next one: a quarter of the time of a thread that receives
-    gradients.
+    Otherwise the operating system clears every page of the next large message: a
+    quarter of the time of a thread that receives gradients.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -513,8 +491,7 @@ def keep_freed_memory() -> bool:
 def _open_socket(
     kind: int, options: Mapping[zmq.SocketOption, int | bytes]
 ) -> "zmq.Socket[bytes]":
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    socket = context.socket(kind)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     for option, value in {**_LIMITS, **options}.items():
         socket.setsockopt(option, value)
     return socket

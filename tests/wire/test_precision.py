@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from persia_torchrec.errors import FrameError
 from persia_torchrec.wire.messages import Precision
-from persia_torchrec.wire.precision import decode_floats, encode_floats, frame_size
+from persia_torchrec.wire.precision import decode_floats, encode_floats
 
 floats = hnp.arrays(
     np.float32,
@@ -28,6 +28,10 @@ EDGES_OF_LOW_HALVES = [
     *(0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001),
     *(0xE000, 0xEFFF, 0xF000, 0xF001, 0xFFFF),
 ]
+
+
+def frame_size(num, precision):
+    return {"FP32": 4 * num, "FP16": 2 + 2 * num, "BF16": 2 * num}[precision.name]
 
 
 def there_and_back(values, precision):
