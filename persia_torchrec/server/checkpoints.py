@@ -5,9 +5,9 @@
     load    a thread reads and checks the files; when told to, it takes the store over
             and fills it, and requests for rows are refused meanwhile
 
-A CHECKPOINT request begins something, and PROGRESS asks how far it has come. Both are
-answered at once, by the state of the task: ``phase`` is ``idle`` or that of the task;
-``result``, at the end, a ``DumpResult`` or a ``Loaded``.
+A request begins something, or asks how far it has come, and is answered at once by the
+state of the task: ``phase`` is ``idle`` or that of the task; ``result``, at the end, a
+``DumpResult`` or a ``Loaded``.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ _MAX_CHUNKS = 4
 _CHECK_S = 0.1
 
 
-class CheckpointRequest(msgspec.Struct):
-    """What a CHECKPOINT asks for.
+class CheckpointRequest(msgspec.Struct, kw_only=True):
+    """What a CHECKPOINT or PROGRESS asks for; the client chooses the task's number.
 
     ``dump`` into a folder, which exists; ``check`` a checkpoint, and its increments if
     they are named; ``load`` what was checked; ``cancel`` a dump, or a load that does
-    not fill the store yet. The client chooses the number of the task.
+    not fill the store yet.
     """
 
-    do: Literal["dump", "check", "load", "cancel"]
+    do: Literal["dump", "check", "load", "cancel", "progress"] = "progress"
     task: int
     folder: str = ""
     replace: bool = True
@@ -175,10 +175,11 @@ class Checkpoints:
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._increments = Increments(config, store, activity)
 
-    def begin(self, request: CheckpointRequest) -> TaskState:
+    def handle(self, request: CheckpointRequest) -> TaskState:
         """Do what a client asks; return the state of the task."""
         self.is_active = True
         config, store, load = self._config, self._store, self._load
+        is_known = request.task == self._task
         match request.do:
             case "dump":
                 self._require_idle()
@@ -198,19 +199,15 @@ class Checkpoints:
                 self._load.start("checking", self._load.check, "checked")
                 self._dump, self._task = None, request.task
             case "load":
-                if request.task != self._task or not load or load.phase != "checked":
+                if not is_known or load is None or load.phase != "checked":
                     raise CheckpointError("A checkpoint must be checked before a load.")
                 self._increments.suspend()
                 self.is_loading = True
                 load.start("loading", load.load, "loaded")
-            case "cancel" if request.task == self._task:
+            case "cancel" if is_known:
                 self.cancel("it was cancelled")
-        return self._state()
-
-    def progress(self, task: int) -> TaskState:
-        """Return the state of a task."""
-        if task != self._task:
-            raise CheckpointError("The server is not at this dump or load (any more).")
+            case "progress" if not is_known:
+                raise CheckpointError("The server is not at this dump or load.")
         return self._state()
 
     def not_loaded(self) -> StoreError:

@@ -1,15 +1,7 @@
 """The kinds of requests that a server answers.
 
 A new kind is a file of its own, which imports from ``shard.py``, and a line in
-:data:`KINDS`:
-
-    NORMS = Kind.define("NORMS", 64)
-
-    def _answer(shard: Shard, request: Request) -> Frames: ...
-
-    ANSWER_NORMS = RequestKind(NORMS, _answer, in_inference=True)
-
-A client sends it by ``client.read_numbers(NORMS, table, ids, width)``.
+:data:`KINDS`; CONTRIBUTING.md has an example.
 
 Dimension key:
     N: ids of one table in a request
@@ -17,7 +9,6 @@ Dimension key:
 """
 
 import logging
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -25,14 +16,8 @@ import numpy as np
 
 from persia_torchrec.errors import BatchError
 from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
-from persia_torchrec.server.shard import (
-    Request,
-    RequestKind,
-    Shard,
-    require_reply_fits,
-)
+from persia_torchrec.server.shard import Request, RequestKind, Shard, require_fits
 from persia_torchrec.server.updates import Member, Update
-from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Frames, Kind, Share, bytes_of, encode_json
@@ -53,7 +38,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
     for t in tables:
         num_floats += len(t.ids) * states[t.table].spec.dim
     if 4 * num_floats > MAX_MESSAGE_BYTES:
-        require_reply_fits(num_floats * size_of(header.precision))
+        require_fits(num_floats * size_of(header.precision))
     rows = np.empty(num_floats, dtype=np.float32)
     shard.stages.lap("decode")
     slots = []
@@ -85,8 +70,7 @@ def _answer_update(shard: Shard, request: Request) -> None:
     is_share = bool(header.flags & messages.SHARE)
     tables = shard.read_ids(frames, 5 if is_share else 4)
     grads = shard.read_rows(tables, frames[3], header.precision)
-    batch = header.stream, header.batch
-    update = Update(request.peer, header, batch, tables, grads)
+    update = Update(request.peer, header, tables, grads)
     if is_share:
         shard.joint_steps.add(Share.decode(frames, num_frames=5), update)
     else:
@@ -126,7 +110,7 @@ def _answer_write(shard: Shard, request: Request) -> Frames:
 def _answer_read(shard: Shard, request: Request) -> Frames:
     tables = shard.read_ids(request.frames, 3)
     for t in tables:
-        require_reply_fits(4 * len(t.ids) * _row_width(shard, t.table))
+        require_fits(len(t.ids) * _row_bytes(shard, t.table))
     reply: Frames = [bytes_of(shard.store.read(t.table, t.ids)) for t in tables]
     shard.stages.lap("lookup")
     return reply
@@ -134,7 +118,7 @@ def _answer_read(shard: Shard, request: Request) -> Frames:
 
 def _answer_metadata(shard: Shard, request: Request) -> Frames:
     tables = shard.read_ids(request.frames, 3)
-    require_reply_fits(4 * messages.METADATA_COLUMNS * sum(len(t.ids) for t in tables))
+    require_fits(4 * messages.METADATA_COLUMNS * sum(len(t.ids) for t in tables))
     reply: Frames = []
     for t in tables:
         found = shard.store.metadata(t.table, t.ids)
@@ -158,16 +142,16 @@ def _answer_export(shard: Shard, request: Request) -> Frames:
         raise BatchError(
             f"An export may have {most} rows. Received: max_rows {max_rows}."
         )
-    require_reply_fits(4 * max_rows * _row_width(shard, asked.table))
+    require_fits(max_rows * _row_bytes(shard, asked.table))
     found = shard.store.scan(asked.table, asked.start, max_rows)
     shard.stages.lap("lookup")
     position = encode_json({"next": found.next_slot})
     return [position, bytes_of(found.ids), bytes_of(found.rows)]
 
 
-def _row_width(shard: Shard, table: int) -> int:
-    spec = shard.store.tables[table]
-    return spec.dim + spec.num_state_floats
+def _row_bytes(shard: Shard, table: int) -> int:
+    spec = shard.store.states[table].spec
+    return 4 * (spec.dim + spec.num_state_floats)
 
 
 class _Step(msgspec.Struct):
@@ -190,7 +174,7 @@ def _answer_hello(shard: Shard, _: Request) -> Frames:
         "num_shards": shard.config.num_shards,
         "incarnation": shard.checkpoints.incarnation,
         "max_request_ids": shard.config.max_request_ids,
-        "tables": _describe_tables(shard.store, range(len(shard.store.states))),
+        "tables": [_describe_table(shard, n) for n in range(len(shard.store.states))],
     }
     return [encode_json(value)]
 
@@ -205,21 +189,13 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     for spec in shard.store.tables[num_known:]:
         logger.info("table %s", spec)
     logger.debug("tables %s", specs)
-    return [encode_json(_describe_tables(shard.store, numbers))]
+    return [encode_json([_describe_table(shard, number) for number in numbers])]
 
 
-def _describe_tables(
-    store: EmbeddingStore, numbers: Iterable[int]
-) -> list[dict[str, object]]:
-    tables = store.tables
-    return [
-        {
-            "number": number,
-            "wants_counts": store.wants_counts(number),
-            "spec": tables[number].to_json(),
-        }
-        for number in numbers
-    ]
+def _describe_table(shard: Shard, number: int) -> dict[str, object]:
+    wants_counts = shard.store.wants_counts(number)
+    spec = shard.store.states[number].spec.to_json()
+    return {"number": number, "wants_counts": wants_counts, "spec": spec}
 
 
 def _answer_counters(shard: Shard, _: Request) -> Frames:
@@ -228,32 +204,24 @@ def _answer_counters(shard: Shard, _: Request) -> Frames:
 
 def _answer_clear(shard: Shard, _: Request) -> Frames:
     shard.apply_all_updates()  # their senders wait for the acknowledgements
+    assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
     shard.checkpoints.cancel("the rows were dropped")
     shard.store.clear()
     shard.open_batches.clear_slots()
     return [encode_json(None)]
 
 
-def _answer_shutdown(shard: Shard, _: Request) -> Frames:
+def _shut_down(shard: Shard, _: Request) -> Frames:
     shard.stopping.set()
     return [encode_json(None)]
 
 
 def _answer_checkpoint(shard: Shard, request: Request) -> Frames:
     assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
-    shard.apply_all_updates()  # acknowledged updates are in a dump
     asked = messages.decode_json(request.frames, CheckpointRequest)
-    return [msgspec.json.encode(shard.checkpoints.begin(asked))]
-
-
-class _Progress(msgspec.Struct):
-    task: int
-
-
-def _answer_progress(shard: Shard, request: Request) -> Frames:
-    assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
-    asked = messages.decode_json(request.frames, _Progress)
-    return [msgspec.json.encode(shard.checkpoints.progress(asked.task))]
+    if asked.do != "progress":
+        shard.apply_all_updates()  # acknowledged updates are in a dump
+    return [msgspec.json.encode(shard.checkpoints.handle(asked))]
 
 
 KINDS = {
@@ -272,11 +240,9 @@ KINDS = {
         RequestKind(Kind.ADD_TABLES, _answer_add_tables),
         RequestKind(Kind.COUNTERS, _answer_counters, in_inference=True),
         RequestKind(Kind.CLEAR, _answer_clear),
-        RequestKind(
-            Kind.SHUTDOWN, _answer_shutdown, needs_rows=False, in_inference=True
-        ),
+        RequestKind(Kind.SHUTDOWN, _shut_down, needs_rows=False, in_inference=True),
         RequestKind(Kind.CHECKPOINT, _answer_checkpoint, needs_rows=False),
-        RequestKind(Kind.PROGRESS, _answer_progress, needs_rows=False),
+        RequestKind(Kind.PROGRESS, _answer_checkpoint, needs_rows=False),
     )
 }
 """Every kind that a server answers, by its number on the wire."""

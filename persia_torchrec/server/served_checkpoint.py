@@ -289,9 +289,6 @@ class ServedCheckpoint:
             "following_lost": int(self._follower.is_lost),
         }
 
-    def cancel(self, why: str) -> None:
-        """End what requests have begun: nothing."""
-
     def close(self) -> None:
         """End the thread. May be called twice."""
         if self._follower is not None:

@@ -1,8 +1,7 @@
 """The state of one shard of all tables: its rows, and the updates that wait for them.
 
-Updates are applied in the order in which they came, and acknowledged then: when no
-message waits, when the queue is full, or when enough messages have overtaken the
-oldest. A request that changes tables or drops rows waits for all earlier updates.
+Updates are applied in the order in which they came, and acknowledged then. A request
+that changes tables or drops rows waits for all earlier updates.
 
 Dimension key:
     N: ids of one table in a request
@@ -111,7 +110,7 @@ class Shard:
     def _apply(self, updates: list[Update]) -> dict[str, int]:
         updates = [update for update in updates if update.tables]
         slots = self.open_batches.apply([update.batch for update in updates])
-        counts = Counter(missed=0, refused=0, unadmitted=0, gradients=0)
+        counts = {"missed": 0, "refused": 0, "unadmitted": 0, "gradients": 0}
         for part in build_gradients(updates, slots):
             self.counts["updates_hinted"] += part.hints is not None
             result = self.store.update(part.table, part.ids, part.grads, part.hints)
@@ -189,7 +188,7 @@ class Shard:
         return rows
 
 
-def require_reply_fits(num_bytes: int) -> None:
+def require_fits(num_bytes: int) -> None:
     """Refuse a request whose reply would be too large, before it takes memory."""
     if num_bytes > MAX_MESSAGE_BYTES:
         raise BatchError(

@@ -62,9 +62,13 @@ class Update(NamedTuple):
 
     peer: bytes
     header: Header
-    batch: Batch
     tables: list[TableIds]
     grads: list[Floats]
+
+    @property
+    def batch(self) -> Batch:
+        """Whose gradients they are."""
+        return self.header.stream, self.header.batch
 
     @property
     def size_bytes(self) -> int:

@@ -64,7 +64,9 @@ def checkpoints(tmp_path, activity):
     store.lookup(0, ids, np.empty((len(ids), 2), np.float32), training=True)
     checkpoints = Checkpoints(ServerConfig(), store, activity)
     assert (
-        checkpoints.begin(CheckpointRequest("dump", 7, str(tmp_path))).phase
+        checkpoints.handle(
+            CheckpointRequest(do="dump", task=7, folder=str(tmp_path))
+        ).phase
         == "dumping"
     )
     yield checkpoints
@@ -117,8 +119,8 @@ def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints)
     checkpoints.cancel("the test ends")
     assert checkpoints.wait_ms(100) == 100
     with pytest.raises(CheckpointError, match="not at this dump"):
-        checkpoints.progress(8)
-    state = checkpoints.progress(7)
+        checkpoints.handle(CheckpointRequest(task=8))
+    state = checkpoints.handle(CheckpointRequest(task=7))
     assert state.phase == "failed"
     assert state.error.message == "The dump ended early: the test ends."
 
@@ -128,7 +130,7 @@ def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints)
     [
         (None, "must be a mapping"),
         ([], "must be a mapping"),
-        ({}, "must have the key 'do'"),
+        ({}, "must have the key 'task'"),
         ({"do": "dump"}, "must have the key 'task'"),
         ({"do": "dump", "task": 7}, "folder must be a path or URL"),
         ({"do": "check", "task": 7}, "folder must be a path or URL"),
@@ -145,10 +147,12 @@ def test_an_invalid_request_is_refused(request_, message):
 def test_a_missing_folder_is_refused(checkpoints, tmp_path):
     checkpoints.cancel("the next one begins")
     with pytest.raises(CheckpointError, match=r"must exist\. Received: it does not"):
-        checkpoints.begin(CheckpointRequest("dump", 1, str(tmp_path / "no")))
+        checkpoints.handle(
+            CheckpointRequest(do="dump", task=1, folder=str(tmp_path / "no"))
+        )
 
 
 @pytest.mark.parametrize("task", [3, 7])
 def test_nothing_is_loaded_that_was_not_checked(checkpoints, task):
     with pytest.raises(CheckpointError, match="must be checked before"):
-        checkpoints.begin(CheckpointRequest("load", task))
+        checkpoints.handle(CheckpointRequest(do="load", task=task))

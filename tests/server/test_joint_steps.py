@@ -28,7 +28,7 @@ class Collected:
         ids = np.arange(num_ids, dtype=np.uint64)
         grads = np.ones((num_ids, 4), dtype=np.float32)
         header = Header(Kind.UPDATE)
-        update = Update(peer.encode(), header, (0, 0), [TableIds(0, ids)], [grads])
+        update = Update(peer.encode(), header, [TableIds(0, ids)], [grads])
         self.steps.add(share, update)
 
     def join(self, rank: int, group: int = 7, ended: str = "") -> list[str]:

@@ -19,7 +19,7 @@ def update_of(stream, gradients):
         np.repeat(np.array(list(rows.values()), dtype=np.float32)[:, None], dim, 1)
         for rows, dim in ((rows, DIMS[table]) for table, rows in gradients.items())
     ]
-    return Update(b"", Header(Kind.UPDATE), (stream, 1), tables, grads)
+    return Update(b"", Header(Kind.UPDATE, stream=stream), tables, grads)
 
 
 def test_a_single_update_is_not_copied():
@@ -77,7 +77,7 @@ def test_each_lookup_of_a_batch_is_used_once():
     arrays = [np.arange(first, first + 3, dtype=np.uint32) for first in (0, 10, 20)]
     tables = [TableIds(3, np.arange(num, dtype=np.uint64)) for num in (3, 3, 3, 2)]
     grads = [np.zeros((len(t.ids), 2), np.float32) for t in tables]
-    update = Update(b"", Header(Kind.UPDATE), (1, 1), tables, grads)
+    update = Update(b"", Header(Kind.UPDATE), tables, grads)
     kept = list(zip((3, 5, 3), arrays, strict=True))
     parts = list(build_gradients([update], [kept]))
     assert [part.hints is not None for part in parts] == [True, True, False, False]
