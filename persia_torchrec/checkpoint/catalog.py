@@ -7,11 +7,10 @@
       log.json                  what its first increment applies to
       000000000001.increment    applies to the result of the previous one
 
-A dump takes a new number, so an interrupted one leaves the previous checkpoints as they
-are. A server begins a new log when its rows are replaced, and when a write failed. Logs
-are followed from a checkpoint whose manifest names a position in every one of them, or
-that is the base of every one of them: a mixture would combine two runs. FORMAT.md
-describes the files.
+A dump takes a new number, a server begins a new log when its rows are replaced, and
+when a write failed. Logs are followed from a checkpoint whose manifest names a position
+in every one of them, or that is the base of every one of them: a mixture would combine
+two runs. FORMAT.md describes the files.
 """
 
 import os
@@ -36,6 +35,7 @@ DENSE = "dense"
 LOG_FILE = "log.json"
 """Name of the file that describes a log; it is written first."""
 
+_NAME = r"checkpoint-(\d{8,})"
 _LOG_NAME = r"shard-\d{5,}-of-\d{5,}-[0-9a-f]{12}"
 _ATTEMPTS = 100
 
@@ -154,9 +154,8 @@ def merge_tables(servers: Iterable[Sequence[SavedTable]]) -> tuple[SavedTable, .
 def begin_checkpoint(path: str | os.PathLike[str]) -> Folder:
     """Make the folder of the next checkpoint of a run."""
     run = Folder(path)
-    number = max(_checkpoint_numbers(run), default=0)
-    for _ in range(_ATTEMPTS):
-        number += 1
+    begin = max(run.numbers(_NAME), default=0) + 1
+    for number in range(begin, begin + _ATTEMPTS):
         folder = run.child(f"checkpoint-{number:08d}")
         if folder.make():
             return folder
@@ -184,14 +183,10 @@ def complete_checkpoints(run: Folder) -> Iterator[Folder]:
     if MANIFEST in run.names():
         yield run
         return
-    for number in reversed(_checkpoint_numbers(run)):
+    for number in reversed(run.numbers(_NAME)):
         folder = run.child(f"checkpoint-{number:08d}")
         if MANIFEST in folder.names():
             yield folder
-
-
-def _checkpoint_numbers(run: Folder) -> list[int]:
-    return run.numbers(r"checkpoint-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)

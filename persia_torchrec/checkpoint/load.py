@@ -70,10 +70,6 @@ class Target(NamedTuple):
         common = math.gcd(len(of_servers), self.num_shards)
         return list(of_servers[self.shard % common :: common])
 
-    def owns(self, ids_N: Ids) -> Bools:
-        """Return which ids are this server's; bool ``(N,)``."""
-        return is_of_shard(ids_N, self.shard, self.num_shards)
-
 
 @dataclass(frozen=True, slots=True)
 class Increment:
@@ -102,7 +98,7 @@ class Increment:
         """Return a server's part: its rows in slices, in the order of eviction."""
         blocks: dict[int, list[list[npt.NDArray[Any]]]] = {}
         for table, rows in self.rows:
-            is_own_N = target.owns(rows.ids)
+            is_own_N = is_of_shard(rows.ids, target.shard, target.num_shards)
             columns = [column[is_own_N] for column in rows.columns()]
             blocks.setdefault(table, []).append(columns)
         tables = [
@@ -309,7 +305,8 @@ class ShardLoad(BackgroundTask):
                     self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
                     name = reader.head.tables[number].name
-                    yield name, rows, self._target.owns(rows.ids)
+                    is_own_N = is_of_shard(rows.ids, *self._target[:2])
+                    yield name, rows, is_own_N
                 expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
                 if reader.written != expected:
                     raise CheckpointError(

@@ -189,13 +189,16 @@ class RowFileReader(Generic[Head]):
             self._shapes = [table.shape for table in self.head.tables]
         except ConfigError as exc:
             raise self._damaged(f"header: tables: {exc}") from exc
+        self._row_bytes = {(_ROWS, i): s.row_bytes for i, s in enumerate(self._shapes)}
+        if isinstance(self.head, IncrementHead):
+            self._row_bytes |= {(_GONE, i): _ID_BYTES for i in range(len(self._shapes))}
 
     def blocks(self) -> Iterator[tuple[int, RowColumns | Ids]]:
         """Yield the number of a table, and its rows or gone ids, of each block."""
         total = all_heads = 0
         while (head := self._take(_HEAD.size))[:4] != _ENDS:
             kind, table, num_rows, checksum = _HEAD.unpack(head)
-            num_bytes = num_rows * self._row_bytes(kind, table)
+            num_bytes = num_rows * self._row_bytes.get((kind, table), 0)
             self._require(num_bytes > 0, f"{head!r} as the head of a block")
             self._require(
                 num_bytes <= _MAX_BLOCK_BYTES, f"a block of {num_bytes} bytes"
@@ -213,15 +216,6 @@ class RowFileReader(Generic[Head]):
         self._require(is_end, f"an end that does not fit the {total} rows before it")
         self._require(not self._file.read(1), "more bytes after the end")
         self.written = Written(total, self.num_bytes, all_heads)
-
-    def _row_bytes(self, kind: bytes, table: int) -> int:
-        """Return the bytes of each row of a block; 0 if there is no such block."""
-        if table >= len(self._shapes):
-            return 0
-        sizes: dict[bytes, int] = {_ROWS: self._shapes[table].row_bytes}
-        if isinstance(self.head, IncrementHead):
-            sizes[_GONE] = _ID_BYTES
-        return sizes.get(kind, 0)
 
     def _require(self, holds: bool, received: str) -> None:
         if not holds:

@@ -59,8 +59,9 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
 class ShardDump(BackgroundTask):
     """A dump of one server: ``dumping``, then ``dumped`` or ``failed``.
 
-    The serving thread calls all methods, and never waits for the one that writes.
-    ``log`` is where in the log of increments the dump begins.
+    The serving thread calls all methods, and never waits for the one that writes:
+    ``chunks`` that are full make it copy later. ``log`` is where in the log of
+    increments the dump begins.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ShardDump(BackgroundTask):
         self.log: LogPosition | None = None
         self._export = RowExport(store)
         self._tables = self._describe_tables()
-        self._chunks: queue.Queue[RawRows | None] = queue.Queue(_MAX_CHUNKS)
+        self.chunks: queue.Queue[RawRows | None] = queue.Queue(_MAX_CHUNKS)
         self._has_copied_all = False
         self._tick = 0
         self._writer_cpu_s = self._charged_cpu_s = 0.0
@@ -96,31 +97,19 @@ class ShardDump(BackgroundTask):
         """Whether :meth:`advance` has something to do, now or later."""
         return self.phase == "dumping" and not self._has_copied_all
 
-    @property
-    def has_room(self) -> bool:
-        """Whether :meth:`advance` may be called."""
-        return not self._chunks.full()
-
     def advance(self) -> float:
         """Copy a slice; return the seconds of a CPU that the writing took since."""
         chunk = self._export.advance()
         if chunk is not None:
-            self._chunks.put_nowait(chunk)
+            self.chunks.put_nowait(chunk)
         elif self._export.is_done:
             self._tables = self._describe_tables()  # with their steps
             self._tick = self._store.tick
-            self._chunks.put_nowait(None)
+            self.chunks.put_nowait(None)
             self._has_copied_all = True
         cpu_s = self._writer_cpu_s
         self._charged_cpu_s, since_s = cpu_s, cpu_s - self._charged_cpu_s
         return since_s
-
-    def end_early(self, why: str) -> None:
-        """Give the dump up, unless it is over."""
-        if self.phase == "dumping":
-            self.error = CheckpointError(f"The dump ended early: {why}.")
-            self.phase = "failed"
-        self.cancel()
 
     def _describe_tables(self) -> tuple[SavedTable, ...]:
         states = self._store.states[: len(self._export.tables)]
@@ -147,18 +136,15 @@ class ShardDump(BackgroundTask):
         while True:
             self.require_not_cancelled()
             with contextlib.suppress(queue.Empty):
-                return self._chunks.get(timeout=_CHECK_S)
+                return self.chunks.get(timeout=_CHECK_S)
 
 
 class Checkpoints:
     """What a training server dumps or loads, one task at a time, and its increments.
 
-    The serving thread owns it.
-
-    Attributes:
-        incarnation: identifies this start of the server, whose rows are new.
-        is_loading: whether rows cannot be asked for yet.
-        is_active: whether :meth:`work` may have something to do.
+    The serving thread owns it. ``incarnation`` identifies this start of the server,
+    whose rows are new; ``is_loading`` says whether rows cannot be asked for yet,
+    ``is_active`` whether :meth:`work` may have something to do.
     """
 
     def __init__(
@@ -220,7 +206,10 @@ class Checkpoints:
     def cancel(self, why: str) -> None:
         """End a dump; end a load, unless it has begun to fill the store."""
         if self._dump is not None:
-            self._dump.end_early(why)
+            if self._dump.phase == "dumping":
+                self._dump.error = CheckpointError(f"The dump ended early: {why}.")
+                self._dump.phase = "failed"
+            self._dump.cancel()
         if self._load is not None and not self.is_loading:
             self._load.cancel()
             self._load = None
@@ -237,7 +226,7 @@ class Checkpoints:
         idle_ms = self._increments.wait_ms(idle_ms)
         if self._dump is None or not self._dump.is_copying:
             return idle_ms
-        return self._budget.wait_ms(idle_ms, is_ready=self._dump.has_room)
+        return self._budget.wait_ms(idle_ms, is_ready=not self._dump.chunks.full())
 
     def work(self) -> None:
         """Do a slice of a dump, and of increments."""
@@ -248,7 +237,7 @@ class Checkpoints:
         self._increments.work()
         if dump is None or not dump.is_copying:
             self.is_active = self.is_loading or self._config.incremental_dir is not None
-        elif self._budget.has_credit() and dump.has_room:
+        elif self._budget.has_credit() and not dump.chunks.full():
             with self._budget.spend():
                 writing_s = dump.advance()
             self._budget.charge(writing_s)

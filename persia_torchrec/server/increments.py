@@ -152,13 +152,10 @@ FlushRequest = tuple[Changes, IncrementHead]
 class IncrementWriter(BackgroundTask):
     """Writes one log while its phase is ``writing``; the serving thread calls it.
 
-    Attributes:
-        number: of the increment that is being written, or will be next.
-        inbox: takes flush requests.
-        dumps: takes the folder of each dump that begins, and the first increment that
-            applies to it. Increments that no complete dump needs are deleted.
-        ending: set to write what is left, and end the thread.
-        num_rows, num_bytes: written.
+    ``number`` is that of the increment which is being written, or will be next.
+    ``inbox`` has flush requests until they are written, ``dumps`` the folder of each
+    dump that has begun, and the first increment that applies to it: increments that no
+    complete dump needs are deleted. ``ending`` makes the thread write what is left.
     """
 
     def __init__(self, folder: Folder, log: Log, config: ServerConfig) -> None:
@@ -179,11 +176,6 @@ class IncrementWriter(BackgroundTask):
         self._num_flushes = 0  # in the next increment
         self._known_dumps: list[tuple[str, int]] = []
         self.start("writing", self._run, "written")
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a flush request is not written yet."""
-        return self.inbox.unfinished_tasks > 0
 
     @property
     def wants_rows(self) -> bool:
@@ -342,7 +334,7 @@ class Increments:
     def wait_ms(self, idle_ms: int) -> int:
         """Return how long the server may wait for a message, ``idle_ms`` at most."""
         writer = self._writer
-        if writer is None or not writer.is_writing:
+        if writer is None or not writer.inbox.unfinished_tasks:
             return idle_ms
         return self._budget.wait_ms(idle_ms, is_ready=writer.wants_rows)
 
@@ -368,8 +360,8 @@ class Increments:
         if self._config.incremental_dir is None:
             return {}
         writer = self._writer
-        is_empty = self._store.journal.is_empty
-        is_written = writer is not None and not writer.is_writing and is_empty
+        is_empty = writer is not None and not writer.inbox.unfinished_tasks
+        is_written = is_empty and self._store.journal.is_empty
         num_rows, num_bytes = (writer.num_rows, writer.num_bytes) if writer else (0, 0)
         return {
             "increments": 0 if writer is None else writer.number - 1,

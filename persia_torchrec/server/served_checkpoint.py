@@ -59,14 +59,9 @@ checkpoint; None once all increments that existed have been handed over."""
 class Follower(BackgroundTask):
     """Reads a checkpoint, and follows its training if that writes logs.
 
-    The serving thread owns ``store`` and calls all methods. There is an ``error`` if
-    the checkpoint could not be read.
-
-    Attributes:
-        events: what the server is to do next.
-        load: of the checkpoint that was read last.
-        num_reloads: checkpoints that were read to continue from.
-        is_lost: the training cannot be followed before its next checkpoint.
+    The serving thread owns ``store``, calls all methods, and does what ``events`` say.
+    There is an ``error`` if the checkpoint could not be read; ``load`` is that of the
+    latest one. ``is_lost``: the training cannot be followed before its next checkpoint.
     """
 
     def __init__(
@@ -254,7 +249,12 @@ class ServedCheckpoint:
         self._config = config
         self._store = store
         self._folder = catalog.find_checkpoint(config.checkpoint)
-        self.incarnation = _identify(config, Manifest.read(self._folder))
+        # A number for what clients remember of a server: shard, and tables.
+        specs = [table.spec for table in Manifest.read(self._folder).tables]
+        tables = [[spec.name, spec.dim] for spec in specs]
+        known = json.dumps([config.shard, config.num_shards, tables]).encode()
+        digest = hashlib.sha256(known).digest()
+        self.incarnation = int.from_bytes(digest[:8], "little") >> 1 | 1
         self.is_loading = self.is_active = True
         self._has_rows = self._has_stopped = False
         self._follower: Follower | None = None
@@ -361,11 +361,3 @@ class ServedCheckpoint:
         self._increment = None
         self._counts["following_stopped"] += 1
         self.is_loading = False
-
-
-def _identify(config: ServerConfig, manifest: Manifest) -> int:
-    """Return a number for what clients remember of a server: shard, and tables."""
-    specs = [table.spec for table in manifest.tables]
-    tables = [[spec.name, spec.dim] for spec in specs]
-    known = json.dumps([config.shard, config.num_shards, tables]).encode()
-    return int.from_bytes(hashlib.sha256(known).digest()[:8], "little") >> 1 | 1

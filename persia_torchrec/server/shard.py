@@ -20,9 +20,13 @@ from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreEr
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.metrics import Stages
-from persia_torchrec.server.open_batches import OpenBatches
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint
-from persia_torchrec.server.updates import JointSteps, Update, build_gradients
+from persia_torchrec.server.updates import (
+    JointSteps,
+    OpenBatches,
+    Update,
+    build_gradients,
+)
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, TableIds
 from persia_torchrec.wire.precision import Floats, decode_floats

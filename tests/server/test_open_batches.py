@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec import SGD
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.server.open_batches import (
+from persia_torchrec.server.updates import (
     MAX_STALENESS,
     OpenBatches,
     find_watched,
