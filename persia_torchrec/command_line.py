@@ -87,16 +87,14 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
 def format_flags(**values: object) -> list[str]:
     """Return the words of a command line that give values to flags.
 
-    None, False and an empty tuple are left out, as their flags' defaults. A list gives
-    each value by a flag of its own.
+    None and False are left out, as their flags' defaults. A list gives each value by a
+    flag of its own.
     """
     words = []
     for name, value in values.items():
         flag = "--" + name.rstrip("_").replace("_", "-")
         if isinstance(value, list):
             words += [word for one in value for word in (flag, str(one))]
-        elif isinstance(value, tuple):
-            words += [flag, *map(str, value)] if value else []
         elif value is True:
             words.append(flag)
         elif value is not None and value is not False:

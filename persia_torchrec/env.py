@@ -99,8 +99,6 @@ get_replica_size = partial(integer, "REPLICA_SIZE", 1)
 # Paths, each None when unset.
 embedding_config_path = partial(text, "PERSIA_EMBEDDING_CONFIG")
 global_config_path = partial(text, "PERSIA_GLOBAL_CONFIG")
-nn_worker_entry = partial(text, "PERSIA_NN_WORKER_ENTRY")
-data_loader_entry = partial(text, "PERSIA_DATALOADER_ENTRY")
 data_dir = partial(text, "PERSIA_DATA_DIR")
 
 

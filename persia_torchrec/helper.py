@@ -20,6 +20,7 @@ from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.data.loader import require_at_least_1
 from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.launch.children import Children, Watch, Work
+from persia_torchrec.launch.script import PROXY
 from persia_torchrec.utils import dump_yaml
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import Greeting
@@ -138,7 +139,8 @@ class PersiaServiceCtx:
                     for index in range(self._counts[role]):
                         self._children.start_work(role, index, self._counts[role], work)
                 elif role == "trainer":
-                    self._children.start_proxy_trainer()
+                    words = ("launch.script", "trainer", PROXY)
+                    self._children.start_module("proxy trainer", *words)
             self._watch = Watch(book, self._children)
             stack.callback(self._watch.stop)
             self._stack = stack.pop_all()

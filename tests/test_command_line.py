@@ -117,5 +117,5 @@ def test_the_help_is_the_docstrings(capsys):
 def test_flags_that_are_formatted_are_parsed_again():
     values = {"port": 4, "engine": "b", "standalone": True, "config": Path("c")}
     assert parse(*format_flags(**values)) == Settings(**values)
-    assert format_flags(config=None, standalone=False, servers=()) == []
-    assert format_flags(servers=("a", "b")) == ["--servers", "a", "b"]
+    assert format_flags(config=None, standalone=False, import_=[]) == []
+    assert format_flags(import_=["a", "b"]) == ["--import", "a", "--import", "b"]

@@ -35,18 +35,12 @@ class Children:
 
     def __init__(self) -> None:
         self._processes: list[tuple[str, Process]] = []
-        self._proxy: subprocess.Popen[bytes] | None = None
 
     def start_module(self, name: str, module: str, *arguments: str) -> None:
         """Start a module below ``persia_torchrec``; the coordinator first."""
         command = [sys.executable, "-m", f"persia_torchrec.{module}", *arguments]
-        self._processes.append((name, subprocess.Popen(command)))
-
-    def start_proxy_trainer(self) -> None:
-        """Start a trainer whose work is done at :meth:`finish`: see ``script.py``."""
-        command = [sys.executable, "-m", script.__name__, "trainer", script.PROXY]
-        self._proxy = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self._processes.append(("proxy trainer", self._proxy))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._processes.append((name, process))
 
     def start_work(self, role: str, index: int, size: int, work: Work) -> None:
         """Start a trainer or a data loader, the ``index``-th of ``size``."""
@@ -57,9 +51,10 @@ class Children:
         self._processes.append((f"{role} {index}", process))
 
     def finish(self) -> None:
-        """End the proxy trainer, if there is one, as a trainer whose work is done."""
-        if self._proxy is not None and self._proxy.stdin is not None:
-            self._proxy.stdin.close()
+        """Close the input of all modules, by which a proxy trainer's work is done."""
+        for _, process in self._processes:
+            if isinstance(process, subprocess.Popen) and process.stdin is not None:
+                process.stdin.close()
 
     def wait_for_coordinator(self, timeout_s: float) -> int:
         """Return the coordinator's exit status, or raise JobError: not in time."""

@@ -52,13 +52,24 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _path(flag: str, variable: str, **metadata: bool) -> Any:
+    """Return a field of a command: a path that a flag gives, or else a variable."""
+
+    def read() -> str:
+        path = env.text(variable)
+        if path is None:
+            must = f"{flag}, or {variable}, must name the file."
+            raise ConfigError(f"{must} Received: neither.")
+        return path
+
+    return field(default_factory=read, metadata=metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NnWorker:
     """Train: run the user's script."""
 
-    file: str | None = field(
-        default_factory=env.nn_worker_entry, metadata={"positional": True}
-    )
+    file: str = _path("FILE", "PERSIA_NN_WORKER_ENTRY", positional=True)
     """The script [PERSIA_NN_WORKER_ENTRY]"""
     nproc_per_node: int = 1
     """NN workers per machine."""
@@ -70,7 +81,6 @@ class NnWorker:
     def words(self) -> list[str]:
         """Return torchrun's command line, which starts the scripts."""
         refuse_inference("NN worker", env.global_config_path())
-        script = _require_file(self.file, "FILE, or PERSIA_NN_WORKER_ENTRY")
         if self.nproc_per_node < 1:
             raise ConfigError(
                 f"--nproc-per-node must be >= 1. Received: {self.nproc_per_node}."
@@ -88,7 +98,7 @@ class NnWorker:
             master_port=port,
             module="persia_torchrec.launch.script",
         )
-        return ["-m", "torch.distributed.run", *flags, "trainer", script]
+        return ["-m", "torch.distributed.run", *flags, "trainer", self.file]
 
     def _meet(self, store: env.JobStore) -> tuple[str, str]:
         """Return address and port at which torchrun's agents of all machines meet."""
@@ -129,18 +139,15 @@ class _Replica:
 class DataLoader(_Replica):
     """Send the training data."""
 
-    file: str | None = field(
-        default_factory=env.data_loader_entry, metadata={"positional": True}
-    )
+    file: str = _path("FILE", "PERSIA_DATALOADER_ENTRY", positional=True)
     """The script [PERSIA_DATALOADER_ENTRY]"""
 
     def words(self) -> list[str]:
         """Return the command line of the script."""
         refuse_inference("data loader", env.global_config_path())
-        script = _require_file(self.file, "FILE, or PERSIA_DATALOADER_ENTRY")
         env.require_job_store("A data loader")
         self.export()
-        return ["-m", "persia_torchrec.launch.script", "loader", script]
+        return ["-m", "persia_torchrec.launch.script", "loader", self.file]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +155,9 @@ class _Service(_Replica):
     module: ClassVar[str]
     reads_slots: ClassVar[bool]
 
-    embedding_config: str | None = field(default_factory=env.embedding_config_path)
+    embedding_config: str = _path("--embedding-config", "PERSIA_EMBEDDING_CONFIG")
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
-    global_config: str | None = field(default_factory=env.global_config_path)
+    global_config: str = _path("--global-config", "PERSIA_GLOBAL_CONFIG")
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
     imports: tuple[str, ...] = field(
         default=(), metadata={"flag": "--import", "repeat": True}
@@ -166,22 +173,16 @@ class _Service(_Replica):
         One that does not read ``embedding_config.yml`` learns its tables from the
         trainers, but like PERSIA's rejects a mistake in the file all the same.
         """
-        slots = _require_file(
-            self.embedding_config, "--embedding-config, or PERSIA_EMBEDDING_CONFIG"
-        )
-        path = _require_file(
-            self.global_config, "--global-config, or PERSIA_GLOBAL_CONFIG"
-        )
-        if inference_settings(path) is None:
+        if inference_settings(self.global_config) is None:
             or_inference = ", or give a global_config.yml with job_type: Infer"
             env.require_job_store("The role", or_inference)
         self.export()
         if not self.reads_slots:
-            load_embedding_config(slots, warns=False)
+            load_embedding_config(self.embedding_config, warns=False)
         flags = format_flags(
             port=self.port,
-            embedding_config=slots if self.reads_slots else None,
-            global_config=path,
+            embedding_config=self.embedding_config if self.reads_slots else None,
+            global_config=self.global_config,
             import_=list(self.imports),
         )
         return ["-m", self.module, *flags]
@@ -247,12 +248,6 @@ COMMANDS: dict[str, type[Any]] = {
     "embedding-parameter-server": EmbeddingParameterServer,
     "coordinator": Coordinator,
 }
-
-
-def _require_file(path: str | None, name: str) -> str:
-    if path is None:
-        raise ConfigError(f"{name}, must name the file. Received: neither.")
-    return path
 
 
 def _require_index(name: str, index: int, size_name: str, size: int) -> None:

@@ -221,7 +221,8 @@ def test_inference_needs_no_coordinator(monkeypatch, tmp_path):
 def test_training_roles_are_rejected_for_inference(monkeypatch, tmp_path, command):
     (tmp_path / "g.yml").write_text(INFER)
     monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "g.yml")
-    assert "must belong to a job that trains. Received: job_t" in refusal_of([command])
+    arguments = [command] if command == "coordinator" else [command, "script.py"]
+    assert "must belong to a job that trains. Received: job_t" in refusal_of(arguments)
 
 
 @pytest.mark.parametrize("name", env.REFUSED)
