@@ -152,15 +152,11 @@ class MemberRecord:
         """Return whether the member's work is done."""
         return self._book.peek(f"done/{self._key}") is not None
 
-    def has_left(self, process: ProcessIdentity) -> bool:
-        """Return whether that process has left."""
-        return self._read("left") == process
-
     def ending(self, process: ProcessIdentity) -> Ending | None:
         """Return how that process has ended, or None; "lost" is its connection."""
         # In this order: a member deregisters before it ends.
         has_ended, is_lost = process.has_ended(), self._read("lost") == process
-        if self.has_left(process):
+        if self._read("left") == process:
             return "left"
         return "killed" if has_ended else "lost" if is_lost else None
 

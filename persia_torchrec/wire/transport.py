@@ -244,14 +244,13 @@ class Connections:
         self._lock = threading.Lock()
         self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
         self._pending: dict[int, Reply] = {}  # by request number; guarded by _lock
-        self._deadlines: list[tuple[float, int]] = []  # guarded by _lock
+        # Deadline, request number and its timeout, the earliest first.
+        self._deadlines: list[tuple[float, int, float]] = []  # guarded by _lock
         self._closed = False  # guarded by _lock
         self._lost: set[int] = set()  # guarded by _lock
         self._numbers = itertools.count(1)
-        options = {
-            zmq.SNDHWM: 0,
-            zmq.RECONNECT_IVL_MAX: 1000,
-        }  # max_pending is the bound
+        # max_pending is the bound of the queues.
+        options = {zmq.SNDHWM: 0, zmq.RECONNECT_IVL_MAX: 1000}
         self._sockets = [
             _open_socket(zmq.DEALER, {**options, zmq.ROUTING_ID: greeting.encode()})
             for _ in addresses
@@ -310,7 +309,7 @@ class Connections:
             self._pending[number] = reply
             is_lost = server in self._lost
             if not is_lost:
-                heapq.heappush(self._deadlines, (deadline, number))
+                heapq.heappush(self._deadlines, (deadline, number, timeout_s))
                 self._outgoing.append((server, message))
         if is_lost:
             self._fail(_STILL_LOST, [number])
@@ -368,15 +367,9 @@ class Connections:
                 left_s = self._deadlines[0][0] - time.monotonic()
                 if left_s > 0:
                     return min(int(left_s * 1000) + 1, _IDLE_POLL_MS)
-                _, number = heapq.heappop(self._deadlines)
-            reply = self._take(number)
-            if reply is not None:
-                error = RequestTimeoutError(
-                    f"{reply.what}: no reply within {reply.timeout_s:g} s. "
-                    "Is it running, and is the address right?",
-                    server=self.names[reply.server],
-                )
-                reply.set_exception(error)
+                _, number, timeout_s = heapq.heappop(self._deadlines)
+            late = f"no reply within {timeout_s:g} s. Is it running, and is the address"
+            self._fail(f"{late} right?", [number], RequestTimeoutError)
 
     def _send_outgoing(self) -> None:
         self._wakeup.drain()
@@ -397,11 +390,9 @@ class Connections:
                 error = RemoteError(text.message, server=name, kind=text.kind)
         except WireError as exc:
             logger.warning("%s sent no message of ours: %s", name, exc)
-            malformed = (
-                f"the reply must be a message of this protocol. {exc} Is this the "
-                "right address?"
-            )
-            self._fail(malformed, self._pending_of([server]), WireError)
+            ours = f"the reply must be a message of this protocol. {exc}"
+            reason = f"{ours} Is this the right address?"
+            self._fail(reason, self._pending_of([server]), WireError)
             return
         reply = self._take(header.request, server)
         if reply is None:
@@ -439,12 +430,17 @@ class Connections:
             return [n for n, reply in self._pending.items() if reply.server in servers]
 
     def _fail(
-        self, reason: str, numbers: Sequence[int], kind: type[Exception] = ServerError
+        self,
+        reason: str,
+        numbers: Sequence[int],
+        kind: type[ServerError | WireError] = ServerError,
     ) -> None:
         for reply in filter(None, map(self._take, numbers)):
-            text = f"{reply.what}: {reason}"
-            error = ServerError(text, server=self.names[reply.server])
-            reply.set_exception(error if kind is ServerError else kind(str(error)))
+            name, text = self.names[reply.server], f"{reply.what}: {reason}"
+            if issubclass(kind, ServerError):
+                reply.set_exception(kind(text, server=name))
+            else:
+                reply.set_exception(kind(f"{name}: {text}"))
 
 
 def require_sendable(frames: Sequence[Frame], what: str) -> None:

@@ -48,10 +48,10 @@ def test_a_member_that_registers_again_has_not_left(book):
     record.register(SILENT_S)
     before = record.process()
     record.leave()
-    assert record.has_left(before)
+    assert record.ending(before) == "left"
     record.register(SILENT_S)
-    assert record.has_left(before)
-    assert not record.has_left(record.process())
+    assert record.ending(before) == "left"
+    assert record.ending(record.process()) is None
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_member_that_left_a_finished_job_is_not_replaced(book):
     record.leave()
     with pytest.raises(JobMismatchError, match="in a job that is finished"):
         MemberRecord(book, "trainer", 0).register(SILENT_S)
-    assert record.has_left(record.process())
+    assert record.ending(record.process()) == "left"
     MemberRecord(book, "loader", 0).register(SILENT_S)  # which was late
 
 

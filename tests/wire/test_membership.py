@@ -34,11 +34,11 @@ def test_a_member_leaves_with_status_0_when_the_job_is_finished(book, processes)
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     record = MemberRecord(book, "server", 0)
-    assert not record.has_left(record.process())
+    assert record.ending(record.process()) is None
     book.finish()
     assert member.status() == 0
     assert "left" in member.output()
-    assert record.has_left(record.process())
+    assert record.ending(record.process()) == "left"
 
 
 def test_an_exception_of_a_member_fails_the_job_and_the_member(book, processes):
@@ -71,7 +71,7 @@ def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
     book.fail("trainer 1", "the loss is not a number")
     assert member.status() == 1
     record = MemberRecord(book, "server", 0)
-    assert record.has_left(record.process())
+    assert record.ending(record.process()) == "left"
 
 
 def test_a_member_ends_when_the_coordinator_has_ended(book, processes):
