@@ -14,9 +14,8 @@
         low_precision_decentralized   rejected: PyTorch has no equivalent
         qadam                         rejected likewise; it did not work in PERSIA
 
-``async`` differs from Bagua's in its clock: there a thread averages every 500 ms, here
-all trainers average after ``averaging_period`` steps, so that a run does not depend on
-the speed of its machines.
+In Bagua's ``async`` a thread averages every 500 ms; here all trainers do after
+``averaging_period`` steps, so that a run does not depend on the speed of its machines.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields
@@ -73,6 +72,11 @@ class DistributedBaseOption:
         """Return torch's backend for a dense model on ``"cuda"`` or ``"cpu"``."""
         return "nccl" if device_type == "cuda" else "gloo"
 
+    @property
+    def period(self) -> int | None:
+        """Steps from one average of the weights to the next; None: of gradients."""
+        return None
+
 
 @dataclass(frozen=True)
 class DDPOption(DistributedBaseOption):
@@ -84,8 +88,7 @@ class DDPOption(DistributedBaseOption):
     Args:
         initialization_method: how the trainers meet, ``"tcp"`` or ``"file"``.
         backend: ``"nccl"`` for CUDA devices, ``"gloo"`` for the CPU.
-        init_method: the same as ``initialization_method``: PERSIA's documentation
-            calls it so, and PERSIA ignores it.
+        init_method: another name for ``initialization_method``, in PERSIA's pages.
         sync_file: with ``"file"``: a path that all trainers share. It must not exist
             before the job.
 
@@ -196,18 +199,13 @@ class BaguaDistributedOption(DistributedBaseOption):
 
     @property
     def period(self) -> int | None:
-        """Steps from one average of the weights to the next; None: of gradients."""
+        """As in :class:`DistributedBaseOption`."""
         periods = {"decentralized": 1, "async": self.averaging_period or 4}
         return periods.get(self.algorithm)
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
-    """Return the default option for a CUDA device, or for the CPU (None).
-
-    Example:
-        >>> get_default_distributed_option().backend
-        'gloo'
-    """
+    """Return the default option for a CUDA device, or for the CPU (None)."""
     return DDPOption(backend="gloo" if device_id is None else "nccl")
 
 

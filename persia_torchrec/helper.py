@@ -116,7 +116,6 @@ class PersiaServiceCtx:
             "coordinator": nats_server_port,
         }
         self._timeout_s = timeout_s
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:

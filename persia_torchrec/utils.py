@@ -16,14 +16,11 @@ MAX_SEED = 2**32 - 1  # of NumPy's global generator
 
 
 def setup_seed(seed: int) -> None:
-    """Make a run repeatable: seed every global generator, allow no random kernel.
+    """Make a run repeatable by a seed in ``[0, 2**32 - 1]``.
 
     Seeds Python's ``random``, NumPy's global generator and torch on all devices, and
     makes torch refuse operations that have no deterministic form. Call it before the
     first CUDA operation: cuBLAS reads its workspace setting only once.
-
-    Args:
-        seed: in ``[0, 2**32 - 1]``.
     """
     if not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"seed must be in [0, {MAX_SEED}]. Received: {seed}.")
@@ -57,10 +54,7 @@ def dump_yaml(content: object, filepath: str | Path) -> None:
 def find_free_port(port: int = 10000, interval: int = 1) -> int:
     """Return the first of ``port``, ``port + interval``, ... that is free just now.
 
-    Another process may take it before the caller does.
-
-    Raises:
-        ConfigError: ``port`` is not in ``[1, 65535]``, ``interval`` is below 1, or no
-            such port is free.
+    Another process may take it before the caller does. It raises ConfigError unless
+    ``port`` is in ``[1, 65535]``, ``interval`` at least 1, and such a port free.
     """
     return free_port_from(port, interval)

@@ -129,9 +129,8 @@ class EmbeddingCtx(LookupCtx):
             CheckpointError: it cannot be written, or an earlier dump failed.
             ConfigError: TorchScript does not take the model, or a name is no good.
         """
-        files = self._dense_files(
-            dense_filename, jit_dense_filename if with_jit_model else None
-        )
+        jit_filename = jit_dense_filename if with_jit_model else None
+        files = self._dense_files(dense_filename, jit_filename)
         self.embeddings.checkpoints.dump(dst_dir, files, blocking=blocking)
 
     def load_checkpoint(
@@ -255,11 +254,9 @@ class InferCtx(LookupCtx):
         threadpool_worker_size: see :class:`BaseCtx`.
         device_id: CUDA device of tensors; None is the CPU.
         timeout_s: seconds that a lookup may take.
-
-    Example:
-        ``with InferCtx(["127.0.0.1:7000"], model) as ctx: ctx.wait_for_serving()``
     """
 
+    preprocess_mode = PreprocessMode.INFERENCE
     embeddings: SlotsReader
 
     def __init__(
@@ -280,7 +277,6 @@ class InferCtx(LookupCtx):
                 f"servers. Received: {embedding_config}. It is for TrainCtx."
             )
         super().__init__(threadpool_worker_size, device_id)
-        self.preprocess_mode = PreprocessMode.INFERENCE
         self.model = model
         addresses = [tcp_address(a) for a in embedding_worker_address_list]
         self._workers = RemoteWorkers(addresses, timeout_s=timeout_s)

@@ -66,6 +66,7 @@ class TrainCtx(EmbeddingCtx):
         DiscoveryError: workers or servers did not register in time.
     """
 
+    preprocess_mode = PreprocessMode.TRAIN
     model: nn.Module
     embeddings: Engine
 
@@ -87,9 +88,17 @@ class TrainCtx(EmbeddingCtx):
         *,
         tables: Mapping[str, TableSettings] | None = None,
     ) -> None:
-        _check_precision(
-            device_id, grad_scalar_update_factor, mixed_precision=mixed_precision
-        )
+        self._update_factor = grad_scalar_update_factor
+        if grad_scalar_update_factor <= 1:
+            raise ConfigError(
+                "grad_scalar_update_factor must be > 1. "
+                f"Received: {grad_scalar_update_factor}."
+            )
+        if mixed_precision and device_id is None:
+            raise ConfigError(
+                "mixed_precision must be False on the CPU: it needs a CUDA device. "
+                "Pass mixed_precision=False, or a device_id."
+            )
         require_at_least_1(
             backward_buffer_size=backward_buffer_size,
             backward_workers_size=backward_workers_size,
@@ -97,7 +106,6 @@ class TrainCtx(EmbeddingCtx):
         )
         # Not EmbeddingCtx's: the connections are those of an engine.
         BaseCtx.__init__(self, threadpool_worker_size, device_id)
-        self.preprocess_mode = PreprocessMode.TRAIN
         if model is None:
             raise ConfigError(
                 "A TrainCtx must have a model. Received: model=None. Give the one "
@@ -105,10 +113,9 @@ class TrainCtx(EmbeddingCtx):
             )
         self.model = model
         self.dense_optimizer = dense_optimizer
-        self._update_factor = grad_scalar_update_factor
         self._scaler = torch.amp.GradScaler("cuda") if mixed_precision else None
         self.embedding_config = embedding_config or EmbeddingConfig()
-        self.embeddings = Engine(
+        self.embeddings = engine = Engine(
             model,
             self._device,
             distributed_option or distributed.get_default_distributed_option(device_id),
@@ -116,12 +123,10 @@ class TrainCtx(EmbeddingCtx):
             self.embedding_config,
             dict(tables or {}),
         )
-        self.embeddings.backward_buffer_size = backward_buffer_size
-        self.embeddings.lookup_emb_directly = lookup_emb_directly
-        self.embeddings.pipeline.bound(
-            held=grad_update_buffer_size, sent=backward_workers_size
-        )
-        self.embedding_optimizer = self.embeddings.sharder.optimizer
+        engine.backward_buffer_size = backward_buffer_size
+        engine.lookup_emb_directly = lookup_emb_directly
+        engine.pipeline.bound(held=grad_update_buffer_size, sent=backward_workers_size)
+        self.embedding_optimizer = engine.sharder.optimizer
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None."""
@@ -138,7 +143,7 @@ class TrainCtx(EmbeddingCtx):
     def backward(
         self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20
     ) -> torch.Tensor:
-        """Update both halves of the model; return the loss, scaled if it was scaled.
+        """Update both halves of the model; return the loss, scaled in mixed precision.
 
         The embedding gradients go to the servers, the dense optimizer steps, and the
         dense gradients are set to zero.
@@ -188,9 +193,8 @@ class TrainCtx(EmbeddingCtx):
         optimizer's state_dict, ``training.pt`` the loss scale and the learning rates of
         the embeddings. Call it between :meth:`backward` and the next :meth:`forward`.
         """
-        files = self._dense_files(
-            dense_model_filename, jit_dense_model_filename if with_jit_model else None
-        )
+        jit_filename = jit_dense_model_filename if with_jit_model else None
+        files = self._dense_files(dense_model_filename, jit_filename)
         if files:
             rates = self.embedding_optimizer.learning_rates()
             scaler = None if self._scaler is None else self._scaler.state_dict()
@@ -254,15 +258,3 @@ def _in_full_precision(output: Any) -> Any:
         make = getattr(output, "_make", type(output))  # a named tuple has one
         return make(map(_in_full_precision, output))
     return output
-
-
-def _check_precision(
-    device_id: int | None, factor: float, *, mixed_precision: bool
-) -> None:
-    if factor <= 1:
-        raise ConfigError(f"grad_scalar_update_factor must be > 1. Received: {factor}.")
-    if mixed_precision and device_id is None:
-        raise ConfigError(
-            "mixed_precision must be False on the CPU: it needs a CUDA device. "
-            "Pass mixed_precision=False, or a device_id."
-        )

@@ -1,7 +1,4 @@
-"""Batches on their way to the model: datasets, the loader, KeyedJaggedTensors.
-
-``torchrec.py`` needs torchrec and is imported by its full name.
-"""
+"""Batches on their way to the model; ``torchrec.py`` is imported by its full name."""
 
 from persia_torchrec.data.loader import DataLoader as DataLoader
 from persia_torchrec.data.loader import IterableDataset as IterableDataset

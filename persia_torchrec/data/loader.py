@@ -54,17 +54,11 @@ class IterableDatasetBase(ABC):
     def batches(
         self, timeout_s: float, *, in_order: bool
     ) -> Iterator[PersiaBatch | ReferencedBatch]:
-        """Yield the batches of one pass, waiting ``timeout_s`` for each.
-
-        ``in_order`` is the order in which the data loaders numbered them.
-        """
+        """Yield the batches of one pass; ``in_order``: as the loaders numbered them."""
 
 
 class IterableDataset(IterableDatasetBase):
-    """The user's batches, made in this process. Subclass it and write ``__iter__``.
-
-    Each pass calls ``__iter__`` again, in a thread of its own.
-    """
+    """The user's batches; a subclass has ``__iter__``, called by a thread per pass."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[PersiaBatch]:
@@ -76,10 +70,9 @@ class IterableDataset(IterableDatasetBase):
 
 
 class StreamingDataset(IterableDatasetBase):
-    """What data loader processes send to this trainer; one pass.
+    """What data loader processes send to this trainer; one pass, until all have ended.
 
-    The trainer begins to listen, and registers with the job, on the first pass. It
-    ends when every data loader has ended.
+    The trainer begins to listen, and registers with the job, on the first pass.
     """
 
     def __init__(self, buffer_size: int = 10) -> None:
@@ -140,17 +133,14 @@ entered: list[Any] = []
 
 
 def leave_context(context: object) -> None:
-    """Take a context back, and with one that looks up any entered within it.
+    """Take a context back, and if it looks up, those within that do so too.
 
-    One that only sends may be entered and left by another thread of this process.
+    One that only sends may be of another thread.
     """
-    if context not in entered:
-        return
-    index = entered.index(context)
-    within = entered[index + 1 :]
-    if _looks_up(context):
-        within = [other for other in within if not _looks_up(other)]
-    entered[index:] = within
+    if context in entered:
+        index, looks_up = entered.index(context), _looks_up(context)
+        within = entered[index + 1 :]
+        entered[index:] = [c for c in within if not (looks_up and _looks_up(c))]
 
 
 def entered_context() -> Any:
@@ -226,8 +216,8 @@ def in_background(
     """Yield the items, made by a thread that is up to ``capacity`` ahead.
 
     An exception of the iterator is raised where its item would have come. When the
-    caller stops early, so does the thread, at the next item. ``note_wait`` is told how
-    many seconds each item was waited for, before it is yielded.
+    caller stops early, so does the thread, at the next item. ``note_wait`` is told the
+    seconds that each item was waited for.
     """
     made: deque[_Entry[T]] = deque()  # guarded by changed
     changed = threading.Condition()

@@ -10,15 +10,10 @@ under which its ids wait there, goes to the trainer whose turn it is:
                   1: JSON null
 
 The reply to BATCH is JSON true, or false when the trainer's buffer stays full for a
-moment: the loader then sends the batch again.
-
-The trainer keeps a queue per loader, bounded: a loader that is ahead waits, and never
-takes the room of one that is behind. A loader numbers its batches
-
-    loader, loader + num_loaders, loader + 2 * num_loaders, ...
-
-so the next batch in the order of the numbers is always at the head of a known queue,
-and a trainer that wants that order (``in_order``) needs no sorting.
+moment: the loader then sends the batch again. The trainer keeps a bounded queue per
+loader, so that one that is ahead takes no room of one that is behind. A loader numbers
+its batches ``loader + n * num_loaders``, so that the next one in the order of the
+numbers (``in_order``) is always at the head of a known queue.
 """
 
 import threading
@@ -88,10 +83,7 @@ class Inbox:
             self._changed.notify_all()
 
     def take(self, timeout_s: float, *, in_order: bool) -> ReferencedBatch | None:
-        """Return the next batch, or None when all loaders have ended.
-
-        ``in_order`` is the order of the batches' numbers.
-        """
+        """Return the next batch, or None when all loaders have ended."""
         with self._changed:
             queue = self._changed.wait_for(
                 lambda: self._next_queue(in_order=in_order), timeout_s
@@ -169,10 +161,7 @@ class BatchSender:
     def send(
         self, trainer: int, batch: PersiaBatch, worker: int, reference: int
     ) -> bool:
-        """Send a batch but for its ids; return whether the trainer had room for it.
-
-        The ids wait at an embedding worker under ``reference``.
-        """
+        """Send a batch but for its ids; return whether the trainer had room for it."""
         origin = encode_json([worker, self._loader, reference])
         frames: Frames = [origin, data.encode_rest(batch)]
         return self._ask(trainer, Kind.BATCH, batch.batch_id or 0, frames) is True

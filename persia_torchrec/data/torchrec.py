@@ -5,11 +5,9 @@
     non_id_type_features ->   dense_features   a tensor each, in order
     labels               ->   labels           a tensor each, in order
 
-PERSIA's ids are uint64, torch's int64; they are the same 64 bits, viewed the one way or
-the other and never converted by value: the id 2**64 - 1 is -1 on torch's side. Ids that
-a ``KeyedJaggedTensor`` holds in fewer bits are int64 ids of the same value first.
-
-Both ways give equal batches. The tensors share the arrays' memory where they can.
+PERSIA's ids are uint64, torch's int64: the same 64 bits, so that the id 2**64 - 1 is -1
+on torch's side. Ids of fewer bits are int64 ids of the same value first. Both ways give
+equal batches. The tensors share the arrays' memory where they can.
 
 Dimension key:
     B: samples
@@ -51,11 +49,14 @@ class JaggedBatch:
         cls, batch: KeyedJaggedTensor | TensorDict, keys: Sequence[str]
     ) -> "JaggedBatch":
         """Take features of a batch; a ``TensorDict`` has nested or jagged tensors."""
+        received = dict.fromkeys(map(str, batch.keys()))
+        for key in keys:
+            if key not in received:
+                raise BatchError(
+                    f"The batch must have the feature {key!r}. "
+                    f"Received: {list(received)}."
+                )
         if isinstance(batch, TensorDict):
-            received = list(map(str, batch.keys()))
-            for key in keys:
-                if key not in received:
-                    raise _missing(key, received)
             batch = maybe_td_to_kjt(batch, list(keys))
         return cls(batch, to_jagged_ids(batch, keys))
 
@@ -85,10 +86,9 @@ class JaggedBatch:
 def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags]:
     """Take the ids of some features out of a ``KeyedJaggedTensor``.
 
-    Features with different numbers of samples, of which equal ones are kept once, are
-    repeated as ``inverse_indices`` says: then all have B. The ids are views of the
-    tensor where it is int64 and on the CPU; the lengths, which the backward pass needs
-    again, are copies.
+    Samples that are kept once are repeated as ``inverse_indices`` says: then all
+    features have B. The ids are views of an int64 tensor on the CPU; the lengths, which
+    the backward pass needs again, are copies.
     """
     values = kjt.values()
     if values.dtype not in _ID_DTYPES:
@@ -116,18 +116,11 @@ def to_jagged_ids(kjt: KeyedJaggedTensor, keys: Iterable[str]) -> dict[str, Bags
     positions = {key: f for f, key in enumerate(kjt.keys())}
     features = {}
     for key in keys:
-        if key not in positions:
-            raise _missing(key, positions)
         f = positions[key]
         indices = slice(0 if f == 0 else int(stops[f - 1]), int(stops[f]))
         jagged = Bags(ids_L[indices], lengths[f], indices)
         features[key] = _repeated(key, jagged, repeats[key]) if repeats else jagged
     return features
-
-
-def _missing(key: str, keys: Iterable[str]) -> BatchError:
-    keys = list(keys)
-    return BatchError(f"The batch must have the feature {key!r}. Received: {keys}.")
 
 
 def _repeats(kjt: KeyedJaggedTensor) -> dict[str, npt.NDArray[np.int64]]:

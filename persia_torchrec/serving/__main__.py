@@ -16,8 +16,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from persia_torchrec import env, timeouts
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
@@ -32,8 +30,6 @@ from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.ports import tcp_address
 
 logger = logging.getLogger("persia_torchrec.serving")
-
-_DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +94,7 @@ def _serve(flags: ServingFlags) -> None:
             addresses = tuple(found)
         else:
             life = stack.enter_context(Lifetime())
-        model, path = load_model(flags.checkpoint, flags.model, _DEVICE)
+        model, path = load_model(flags.checkpoint, flags.model)
         reader = _open_reader(flags, addresses, life.greeting, stack)
         predictor = Predictor(reader, model, path)
         if flags.follow_model or flags.follow is not None:
@@ -127,7 +123,6 @@ def _open_reader(
         hosting = host_checkpoint(
             flags.checkpoint,
             load_embedding_config(flags.embedding_config),
-            _DEVICE,
             num_servers=flags.num_servers,
             incremental_dir=flags.follow,
             imports=flags.imports,
@@ -141,7 +136,7 @@ def _open_reader(
         )
     workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     stack.callback(workers.close)
-    reader = SlotsReader(workers, _DEVICE)
+    reader = SlotsReader(workers)
     reader.wait_until_ready(timeouts.READY_S)
     return reader
 

@@ -29,6 +29,8 @@ from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.slot_tensors import slot_tensors
 from persia_torchrec.worker.serving import require_dims
 
+_CPU = torch.device("cpu")
+
 Pulled = tuple[Outputs, RoutedBatch | RemoteBatch]
 """The embeddings of a batch, on the CPU, and which of its slots they are for."""
 
@@ -36,9 +38,8 @@ Pulled = tuple[Outputs, RoutedBatch | RemoteBatch]
 class SlotsReader:
     """Looks batches up for inference. Any thread may call any method.
 
-    It does not close the lookup. ``status`` is for ``GET /health``; ``timeout_s`` for a
-    batch of a ``DataLoader`` and those before it, of which several are looked up at
-    once.
+    ``status`` is for ``GET /health``; ``timeout_s`` for a batch of a ``DataLoader`` and
+    those before it. It does not close the lookup.
     """
 
     takes_references: ClassVar[bool] = False
@@ -47,7 +48,7 @@ class SlotsReader:
     def __init__(
         self,
         lookup: slots.SlotsLookup | RemoteWorkers,
-        device: torch.device,
+        device: torch.device = _CPU,
         status: Callable[[], Mapping[str, object]] = dict,
         timeout_s: float = timeouts.REQUEST_S,
     ) -> None:
@@ -143,7 +144,6 @@ class SlotsReader:
 def host_checkpoint(
     path: str | os.PathLike[str],
     schema: EmbeddingSchema,
-    device: torch.device,
     *,
     num_servers: int = 1,
     incremental_dir: str | None = None,
@@ -162,7 +162,7 @@ def host_checkpoint(
         client.learn_tables()
         lookup = slots.SlotsLookup(client, slots.build_features(schema))
         status = partial(_following, client) if incremental_dir else dict
-        reader = SlotsReader(lookup, device, status)
+        reader = SlotsReader(lookup, status=status)
         require_dims(client, schema)
         yield reader
 

@@ -53,9 +53,6 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 65536
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
-_Ids = list[list[int]]
-_Numbers = list[float | list[float]]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpConfig:
@@ -87,13 +84,7 @@ class HttpConfig:
 
 
 def parse_json_batch(data: bytes) -> PersiaBatch:
-    """Read a batch from JSON as at the head of this file, or raise BatchError.
-
-    Example:
-        >>> batch = parse_json_batch(b'{"id_type_features": {"item": [[7, 8], []]}}')
-        >>> batch.batch_size, batch.id_type_features[0].ids.tolist()
-        (2, [7, 8])
-    """
+    """Read a batch from JSON as at the head of this file, or raise BatchError."""
     try:
         value = json.loads(data, object_pairs_hook=_build_object)
     except (ValueError, RecursionError) as exc:
@@ -122,7 +113,7 @@ def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_ids(name: str, value: object) -> IDTypeFeature:
     feature = f"Id type feature {name!r}"
-    samples = convert(value, _Ids, KeyPath(feature), BatchError)
+    samples = convert(value, list[list[int]], KeyPath(feature), BatchError)
     try:
         return IDTypeFeature(name, [np.array(ids, dtype=np.uint64) for ids in samples])
     except OverflowError as exc:
@@ -133,7 +124,7 @@ def _read_ids(name: str, value: object) -> IDTypeFeature:
 
 def _read_dense(number: int, value: object) -> NonIDTypeFeature:
     name = f"Non-id type feature {number}"
-    samples = convert(value, _Numbers, KeyPath(name), BatchError)
+    samples = convert(value, list[float | list[float]], KeyPath(name), BatchError)
     try:
         array = np.array(samples, dtype=np.float32)
     except ValueError as exc:

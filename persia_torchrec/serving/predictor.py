@@ -29,9 +29,8 @@ Predictions = list[float] | list[list[float]]
 class Predictor:
     """Predicts. Any thread may call any method.
 
-    The model, on the reader's device, takes a list of dense tensors and a list of
-    embedding tensors, in the order of the batch's ID features; it returns a float
-    tensor ``(B, ...)``.
+    The model takes a list of dense tensors and a list of embedding tensors, in the
+    order of the batch's ID features; it returns a float tensor ``(B, ...)``.
     """
 
     def __init__(self, reader: SlotsReader, model: nn.Module, name: str) -> None:
@@ -107,15 +106,13 @@ def _load_latest(predictor: Predictor, run: Folder, name: str) -> None:
     for folder in complete_checkpoints(run):
         if name in folder.names():
             if folder.file_path(name) != predictor.name:
-                model, path = load_model(folder.url, name, predictor.reader.device)
+                model, path = load_model(folder.url, name)
                 predictor.use(model, path)
                 logger.info("serving model=%s", path)
             return
 
 
-def load_model(
-    path: str | os.PathLike[str], name: str, device: torch.device
-) -> tuple[nn.Module, str]:
+def load_model(path: str | os.PathLike[str], name: str) -> tuple[nn.Module, str]:
     """Load a TorchScript model and its path, from a folder or its latest checkpoint."""
     folder = Folder(path)
     if name not in folder.names():
@@ -128,7 +125,7 @@ def load_model(
         )
     try:
         data = io.BytesIO(folder.read(name))
-        model = torch.jit.load(data, map_location=device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        model = torch.jit.load(data, map_location="cpu")  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except RuntimeError as exc:
         raise CheckpointError(
             f"{file} must be a TorchScript model, as torch.jit.script(model).save() "

@@ -15,9 +15,8 @@ PERSIA's contexts is a few files of ``torch.save`` and ``torch.jit.save``:
     every trainer   writes its shards of the dense half (of a context: rank 0, first)
     rank 0          waits for the servers, and writes the manifest last
 
-No trainer trains while ``save_checkpoint`` runs, so that both halves are of the same
-step. When one trainer or server fails, all trainers raise, and there is no manifest:
-the previous checkpoint is still the latest.
+No trainer trains meanwhile, so that both halves are of the same step. When a trainer or
+server fails, all trainers raise, and the previous checkpoint is still the latest.
 """
 
 import contextlib
@@ -71,7 +70,7 @@ def save_checkpoint(
     are pulled, and whose gradient is not pushed yet, is in neither half.
 
     Args:
-        path: of a folder, made if it is missing, which trainers and servers share, or a
+        path: of a folder that trainers and servers share, made if it is missing, or a
             URL that fsspec knows. Each checkpoint gets a new folder in it.
         state: the dense half, as ``torch.distributed.checkpoint.save`` takes it: what
             has a ``state_dict`` (the ``DistributedModelParallel``, its dense optimizer,
@@ -84,10 +83,6 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: a trainer or a server failed; there is no new checkpoint.
-
-    Example:
-        ``save_checkpoint("runs/7", {"model": model, "optimizer": optimizer}, client,
-        [sharder], step=1000)``
     """
 
     def flush() -> None:
@@ -134,8 +129,8 @@ def load_checkpoint(
     servers hold is replaced.
 
     Args:
-        path: of a checkpoint's folder, or of the folder given to
-            :func:`save_checkpoint`, for the latest complete one.
+        path: that of :func:`save_checkpoint`, for the latest complete one, or the path
+            of one.
         state: as it was saved, by name; what has a ``load_state_dict`` is loaded, other
             values are replaced in the dictionary. Names may be left out. Optimizers
             may be fresh: their state is made first.
@@ -247,10 +242,7 @@ def at_first(work: Callable[[], T]) -> T:
 
 
 def everywhere(work: Callable[[], object]) -> Any:
-    """Do something at every trainer, and return what rank 0 has got.
-
-    An error of one is raised at all, once all are done.
-    """
+    """Do something at every trainer; return rank 0's result, or raise all errors."""
     result, error = None, None
     try:
         result = work()
@@ -267,10 +259,10 @@ def everywhere(work: Callable[[], object]) -> Any:
 
 
 class ContextCheckpoints:
-    """Dumps and loads of one trainer's contexts; its main thread calls them.
+    """Dumps and loads of one trainer's contexts, at most one of each under way.
 
-    At most one dump and one load are under way; the call that waits, or the next one,
-    raises their error. Only rank 0 uses the client.
+    The call that waits, or the next one, raises their error. Only rank 0 uses the
+    client.
     """
 
     def __init__(self, client: EmbeddingClient, flush: Callable[[], None]) -> None:
@@ -281,10 +273,9 @@ class ContextCheckpoints:
         self._is_loading = False
 
     def dump(self, path: str, files: Mapping[str, bytes], *, blocking: bool) -> None:
-        """Write a checkpoint; ranks other than 0 wait for their updates only.
+        """Write files, and then rows; ranks other than 0 wait for their updates only.
 
-        ``files`` are bytes by name, written before the rows. Unless ``blocking``, the
-        call returns when they are written.
+        Unless ``blocking``, the call returns when the files are written.
         """
         for name in files:
             taken = name == catalog.MANIFEST or name.endswith(".rows")
@@ -320,10 +311,7 @@ class ContextCheckpoints:
         *,
         blocking: bool,
     ) -> Folder:
-        """Load rows, and files into their targets, from the checkpoint returned.
-
-        All ranks call this.
-        """
+        """Load rows, and files into targets; return the folder. All ranks call this."""
         if env.get_world_size() > 1 and not dist.is_initialized():
             raise ConfigError(
                 f"The {env.get_world_size()} trainers of a job must load together. "

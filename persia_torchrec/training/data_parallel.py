@@ -1,18 +1,12 @@
 """What keeps the dense models of several trainers equal, as ``distributed.py`` says.
 
-TorchRec's ``DistributedModelParallel`` leaves what is not sharded to a
-``DataParallelWrapper``; these are two, of which the second also acts after steps:
-
     ReducedGradients   DistributedDataParallel, with a communication hook or without
     AveragedWeights    nothing in the backward pass; weights averaged after steps
 
-Trainers whose data end at different steps stay together by torch's ``Join``: a trainer
-at the end answers the collectives of those that continue.
-
 **8 bits per number.** ``average_as_bytes`` is the centralised low-precision scheme that
-Bagua calls ByteGrad, as a communication hook of ``DistributedDataParallel``. With R
-ranks a bucket is cut into R segments, and each segment into blocks of 512 numbers,
-which share a range::
+Bagua calls ByteGrad (Gan et al., VLDB 2021), as a hook of ``DistributedDataParallel``.
+With R ranks a bucket is cut into R segments, and each segment into blocks of 512
+numbers, which share a range::
 
     block     lo ................. hi        float32, as computed
     sent      0 ................. 255        q = round((g - lo) / step)
@@ -22,12 +16,10 @@ which share a range::
     2  rank p averages what it got of segment p, and codes the average
     3  all ranks get all averaged segments                           (all gather)
 
-Every rank decodes the same bytes in 3, so that all models are equal to the last bit. A
-number is off by at most half a step of its own block, and half a step of the average's.
-A rank sends about 2 bytes per number where a ring of float32 sends 8. A gradient that
-is not finite makes its block NaN on all ranks, so that a loss scale sees it.
-
-Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021.
+All decode the same bytes in 3, so that all models are equal to the last bit. A number
+is off by at most half a step of its own block, and half a step of the average's. A rank
+sends about 2 bytes per number where a ring of float32 sends 8. A gradient that is not
+finite makes its block NaN on all ranks, so that a loss scale sees it.
 
 Dimension key:
     R: ranks
@@ -35,7 +27,6 @@ Dimension key:
 """
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,42 +56,39 @@ _RANGE_BYTES = 8  # lo and step of a block, float32 each
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _POLL_S = 0.05
 
-Hook = Callable[[dist.ProcessGroup, GradBucket], torch.futures.Future[torch.Tensor]]
-
 
 class ReducedGradients(DefaultDataParallelWrapper):
     """Averages gradients in the backward pass, by torch's all-reduce or a hook."""
 
-    def __init__(
-        self, hook: Hook | None = None, bucket_bytes: int = 25 * 1024**2
-    ) -> None:
+    def __init__(self, option: distributed.DistributedBaseOption) -> None:
+        bucket_bytes, self._is_coded = 25 * 1024**2, False
+        if isinstance(option, distributed.BaguaDistributedOption):
+            bucket_bytes = option.default_bucket_size
+            self._is_coded = option.algorithm == "bytegrad"
         # As PERSIA's: a step need not use every parameter, nor the same as before.
         super().__init__(
             bucket_cap_mb=bucket_bytes / 1024**2,
             static_graph=False,
             find_unused_parameters=True,
         )
-        self._hook = hook
 
     def wrap(
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device
     ) -> None:
         """Replicate what is not sharded; TorchRec calls this."""
         super().wrap(dmp, env, device)
-        if self._hook is None or dist.get_world_size() == 1:
-            return
-        for module in dmp.modules():
-            if isinstance(module, DistributedDataParallel):
-                module.register_comm_hook(module.process_group, self._hook)
+        if self._is_coded and dist.get_world_size() > 1:
+            for module in dmp.modules():
+                if isinstance(module, DistributedDataParallel):
+                    module.register_comm_hook(module.process_group, average_as_bytes)
 
 
 class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
-    """Averages weights every few steps; between these each trainer steps alone.
+    """Averages weights after each ``period`` of steps; trainers step alone.
 
     The dense optimizer's state stays each trainer's own. A trainer at the end of its
-    data brings the weights that it ended with, and those of the averages since, to
-    every average of the others; at the end of the block all have the average of all.
-    ``period`` is the number of steps from one average to the next.
+    data takes part in every average of the others; at the end of the block all have the
+    average of all.
     """
 
     def __init__(self, dense: nn.Module, period: int) -> None:
@@ -193,18 +181,6 @@ def decode_blocks(data: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return lo + step * levels
 
 
-def build_replication(
-    option: distributed.DistributedBaseOption, dense: nn.Module
-) -> ReducedGradients | AveragedWeights:
-    """Build what keeps copies of a dense model alike as an option says."""
-    if not isinstance(option, distributed.BaguaDistributedOption):
-        return ReducedGradients()
-    if option.period is not None:
-        return AveragedWeights(dense, option.period)
-    hook = average_as_bytes if option.algorithm == "bytegrad" else None
-    return ReducedGradients(hook, option.default_bucket_size)
-
-
 def init_process_group(
     option: distributed.DistributedBaseOption, device: torch.device
 ) -> None:
@@ -249,10 +225,7 @@ def _make_store(
 
 
 def _rendezvous_at_file(path: Path, rank: int, world_size: int) -> FileStore:
-    """Open the file at which the trainers meet; rank 0 makes it.
-
-    Only rank 0 can tell a file that an earlier job has left from one of this job.
-    """
+    """Open the file at which the trainers meet; rank 0 makes it, as a new one."""
     if rank == 0:
         if path.exists():
             raise ConfigError(

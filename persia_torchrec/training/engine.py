@@ -57,10 +57,7 @@ _SHORT_WAIT_S = 1e-3
 
 
 class HybridModel(nn.Module):
-    """A user's dense model behind its embeddings, which have a table per feature group.
-
-    ``dense`` takes dense tensors, and embedding tensors in the order of the batch.
-    """
+    """A user's dense model behind its embeddings."""
 
     def __init__(self, embeddings: nn.Module, dense: nn.Module) -> None:
         super().__init__()
@@ -106,10 +103,8 @@ class ShardedSlots(ShardedRemoteCollection):
 class SlotsSharder(CollectionSharder):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
-    Its ``spec`` has what the configuration of a collection cannot say: prefixes, the
-    root scaling, how PERSIA draws initial weights. The gradient of each trainer is
-    applied by itself, as in PERSIA: embedding gradients add up over trainers, while the
-    dense ones are averaged.
+    ``spec`` has what a collection cannot say, such as prefixes. As in PERSIA, embedding
+    gradients add up over trainers, while the dense ones are averaged.
     """
 
     module_type = EmbeddingBagCollection
@@ -160,7 +155,10 @@ class Engine:
         self.device = device
         self._tables = tables
         self._settings: LookupSettings | None = None
-        schema, metrics = _slots(), _metrics_settings()
+        schema, metrics = _slots(), MetricsSettings()
+        gateway, path = env.metrics_gateway(), env.global_config_path()
+        if gateway is not None and path is not None:  # else it is not read
+            metrics = load_global_config(path, warns=False).common.metrics
         self._spec = CollectionSpec(
             slots.build_tables(schema, config, optimizer, tables),
             slots.build_features(schema),
@@ -169,18 +167,19 @@ class Engine:
         data_parallel.init_process_group(distributed, device)
         self.sharder = SlotsSharder(self._workers, self._spec)
         hybrid = HybridModel(make_collection(self._spec), model)
-        replication = data_parallel.build_replication(distributed, model)
+        self.weights: data_parallel.AveragedWeights | None = None
+        if distributed.period is not None:
+            self.weights = data_parallel.AveragedWeights(model, distributed.period)
+        replication = self.weights or data_parallel.ReducedGradients(distributed)
         self.dmp = DistributedModelParallel(
             hybrid,
             device=device,
             sharders=[self.sharder],
             data_parallel_wrapper=replication,
         )
-        averages_weights = isinstance(replication, data_parallel.AveragedWeights)
-        self.weights = replication if averages_weights else None
         # Trainers that average weights have each a loss scale of its own.
         agreement = self.sharder.remote_tables.agreement
-        self._agreement = None if averages_weights else agreement
+        self._agreement = None if self.weights else agreement
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
         self._sharded = sharded
@@ -211,28 +210,26 @@ class Engine:
         is_training: bool,
         settings: LookupSettings | None = None,
     ) -> Pull:
-        """Begin to pull a batch; one of training makes rows, and wants a backward pass.
-
-        The bound on staleness cannot change while batches are under way.
-        """
-        if isinstance(batch, PersiaBatch) and not self.lookup_emb_directly:
-            raise ConfigError(
-                "lookup_emb_directly must be True to look up a batch of this process, "
-                "of an IterableDataset or by get_embedding_from_data. Received: False, "
-                "with which batches come from data loaders by a StreamingDataset."
-            )
+        """Begin to pull a batch; one of training makes rows and awaits its gradient."""
+        source: ReferencedBatch | dict[str, Bags]
+        if isinstance(batch, PersiaBatch):
+            if not self.lookup_emb_directly:
+                raise ConfigError(
+                    "lookup_emb_directly must be True to look up a batch of this "
+                    "process. Received: False, with which batches come from data "
+                    "loaders by a StreamingDataset."
+                )
+            # Copied: the pull is put off, and the user's arrays may change meanwhile.
+            source = {
+                feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
+                for feature in batch.id_type_features
+            }
+            slots.require_slots([*source], [f.name for f in self._spec.features])
+        else:
+            source = batch
         if settings is not None:
             self._apply(settings, is_training=is_training)
-        if not isinstance(batch, PersiaBatch):
-            return self._sharded.start(batch, is_training=is_training)
-        names = [feature.name for feature in batch.id_type_features]
-        slots.require_slots(names, [feature.name for feature in self._spec.features])
-        # Copied: the pull is put off, and the user's arrays may change meanwhile.
-        bags = {
-            feature.name: Bags(feature.ids.copy(), feature.lengths.copy())
-            for feature in batch.id_type_features
-        }
-        return self._sharded.start(bags, is_training=is_training)
+        return self._sharded.start(source, is_training=is_training)
 
     def run(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model; its backward pass updates both halves."""
@@ -349,11 +346,3 @@ def _slots() -> embedding_config.EmbeddingSchema:
         return embedding_config.load_embedding_config(path, warns=False)
     store = env.require_job_store("A training context")
     return ask_for_slots(store, timeout_s=timeouts.DISCOVERY_S)
-
-
-def _metrics_settings() -> MetricsSettings:
-    """Return those of the global config, which is read only if there is a gateway."""
-    gateway, path = env.metrics_gateway(), env.global_config_path()
-    if path is None or gateway is None:
-        return MetricsSettings()
-    return load_global_config(path, warns=False).common.metrics

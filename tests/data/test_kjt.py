@@ -118,7 +118,7 @@ def test_a_missing_feature_is_named():
     with pytest.raises(
         BatchError, match=r"feature 'place'\. Received: \['ad', 'user'\]"
     ):
-        to_jagged_ids(kjt([], []), ["ad", "place"])
+        JaggedBatch.of(kjt([], []), ["ad", "place"])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])

@@ -21,8 +21,6 @@ from tests.processes import DEADLINE_S, Processes, wait_until
 from tests.serving.conftest import CONFIG, EVALUATION, Dense, batch_of_numbers
 from tests.serving.inference_job import InferenceJob, address_of
 
-CPU = torch.device("cpu")
-
 
 def train(ctx, seeds):
     training = [batch_of_numbers(seed) for seed in seeds]
@@ -125,9 +123,9 @@ def test_predictions_follow_a_training(tmp_path, monkeypatch):
         ctx.dump_checkpoint(run, with_jit_model=True)
         first = evaluate(model)
         schema = load_embedding_config(job.config_path)
-        hosting = host_checkpoint(run, schema, CPU, num_servers=2, incremental_dir=logs)
+        hosting = host_checkpoint(run, schema, num_servers=2, incremental_dir=logs)
         with hosting as reader, contextlib.ExitStack() as stack:
-            script, name = load_model(run, "jit_dense.pt", CPU)
+            script, name = load_model(run, "jit_dense.pt")
             predictor = Predictor(reader, script, name)
             stack.enter_context(following_model(predictor, run, "jit_dense.pt", 0.1))
             server = PredictionServer(predictor, HttpConfig())

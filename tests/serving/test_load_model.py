@@ -15,7 +15,7 @@ def save(folder, weight):
 
 
 def loaded(path):
-    model, file = load_model(path, "jit_dense.pt", torch.device("cpu"))
+    model, file = load_model(path, "jit_dense.pt")
     return model(torch.ones(1)).item(), file
 
 
