@@ -66,10 +66,7 @@ class DataflowError(PersiaError):
 
 
 class JobMismatchError(PersiaError):
-    """The address belongs to another job, or another process has the index.
-
-    The process that tries to join ends; the job at the address continues.
-    """
+    """The address belongs to another job, which continues, or the index is taken."""
 
 
 class JobError(PersiaError):

@@ -1,8 +1,7 @@
 """Default timeouts in seconds: the deadlines that an operator may meet in an error.
 
 Heartbeats, and how long a job waits for members to join and to leave, are flags of the
-coordinator. Polling intervals, and deadlines within which threads end, are in the
-modules that use them.
+coordinator.
 """
 
 JOIN_S = 120.0  # a process finds the job's coordinator

@@ -1,8 +1,9 @@
 """Read a YAML file into ``msgspec.Struct`` classes.
 
 The keys of a section are the names of the fields, a field without default is required,
-an empty section has all defaults. Every error names the file and the key path.
-``differences.toml`` has the keys of PERSIA's files that do not do what they say.
+an empty section has all defaults. Unlike PERSIA, this package rejects unknown and
+duplicate keys; ``differences.toml`` lists the exceptions. Every error names the file
+and the key path.
 """
 
 import difflib

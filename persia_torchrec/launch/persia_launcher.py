@@ -153,7 +153,6 @@ class DataLoader(_Replica):
 @dataclass(frozen=True, kw_only=True)
 class _Service(_Replica):
     module: ClassVar[str]
-    reads_slots: ClassVar[bool]
 
     embedding_config: str = _path("--embedding-config", "PERSIA_EMBEDDING_CONFIG")
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
@@ -168,23 +167,14 @@ class _Service(_Replica):
     """TCP port to listen on."""
 
     def words(self) -> list[str]:
-        """Return the command line of a service, of a job or of inference without one.
-
-        One that does not read ``embedding_config.yml`` learns its tables from the
-        trainers, but like PERSIA's rejects a mistake in the file all the same.
-        """
+        """Return the command line of a service; its files are variables."""
         if inference_settings(self.global_config) is None:
             or_inference = ", or give a global_config.yml with job_type: Infer"
             env.require_job_store("The role", or_inference)
         self.export()
-        if not self.reads_slots:
-            load_embedding_config(self.embedding_config, warns=False)
-        flags = format_flags(
-            port=self.port,
-            embedding_config=self.embedding_config if self.reads_slots else None,
-            global_config=self.global_config,
-            import_=list(self.imports),
-        )
+        env.set_env("PERSIA_EMBEDDING_CONFIG", self.embedding_config)
+        env.set_env("PERSIA_GLOBAL_CONFIG", self.global_config)
+        flags = format_flags(port=self.port, import_=list(self.imports))
         return ["-m", self.module, *flags]
 
 
@@ -193,7 +183,6 @@ class EmbeddingWorker(_Service):
     """Look up and update batches."""
 
     module = "persia_torchrec.worker"
-    reads_slots = True
     port: int = 8887
 
 
@@ -202,7 +191,11 @@ class EmbeddingParameterServer(_Service):
     """Hold the rows."""
 
     module = "persia_torchrec.server"
-    reads_slots = False
+
+    def words(self) -> list[str]:
+        """Reject a mistake in the slots, as PERSIA does; trainers tell the tables."""
+        load_embedding_config(self.embedding_config, warns=False)
+        return super().words()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,11 @@ def becomes(*arguments):
     return " ".join(became.value.command)
 
 
+def configs():
+    """Return the paths that the process finds in its environment."""
+    return env.embedding_config_path(), env.global_config_path()
+
+
 def refusal_of(arguments):
     """Return the message with which a command ends."""
     with pytest.raises(SystemExit) as refused:
@@ -58,9 +63,8 @@ def refusal_of(arguments):
 
 def test_a_parameter_server_has_persias_default_port_and_index():
     command = "embedding-parameter-server"
-    assert becomes(command, *CONFIGS) == (
-        "-m persia_torchrec.server --port 8888 --global-config g.yml"
-    )
+    assert becomes(command, *CONFIGS) == "-m persia_torchrec.server --port 8888"
+    assert configs() == ("e.yml", "g.yml")
     assert (env.get_replica_index(), env.get_replica_size()) == (0, 1)
     others = ["--port", "10001", "--replica-index", "1", "--replica-size", "3"]
     assert "--port 10001" in becomes(command, *CONFIGS, *others)
@@ -69,9 +73,9 @@ def test_a_parameter_server_has_persias_default_port_and_index():
 
 def test_an_embedding_worker_has_persias_default_port_and_index():
     assert becomes("embedding-worker", *CONFIGS, "--replica-size", "2") == (
-        "-m persia_torchrec.worker --port 8887 "
-        "--embedding-config e.yml --global-config g.yml"
+        "-m persia_torchrec.worker --port 8887"
     )
+    assert configs() == ("e.yml", "g.yml")
     assert (env.get_replica_index(), env.get_replica_size()) == (0, 2)
 
 
@@ -125,8 +129,11 @@ def test_files_may_be_given_by_the_environment(monkeypatch):
     assert becomes("nn-worker").endswith(" trainer train.py")
     assert becomes("nn-worker", "other.py").endswith(" trainer other.py")
     assert becomes("data-loader").endswith(" loader load.py")
-    assert becomes("embedding-worker").endswith("e.yml --global-config g.yml")
-    assert becomes("embedding-parameter-server").endswith("--global-config g.yml")
+    assert becomes("embedding-worker").endswith("worker --port 8887")
+    assert becomes("embedding-parameter-server").endswith("server --port 8888")
+    assert configs() == ("e.yml", "g.yml")
+    becomes("embedding-worker", "--global-config", "other.yml")
+    assert configs() == ("e.yml", "other.yml")
 
 
 def test_the_coordinator_is_given_the_number_of_processes_per_role():
