@@ -26,7 +26,6 @@ import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -113,7 +112,6 @@ def _options(kind: Any, *, repeat: bool) -> dict[str, Any]:
     if get_origin(kind) is tuple:
         options = {"action": "append"} if repeat else {"nargs": "+"}
         return {**_options(get_args(kind)[0], repeat=False), **options}
-    assert kind in (int, float, str, Path), kind
     return {"type": kind}
 
 

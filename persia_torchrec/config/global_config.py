@@ -72,10 +72,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     @property
     def listen_host(self) -> str:
         """Default of ``--host``: loopback if all servers are local, else any."""
-        hosts = [
-            address.rpartition(":")[0].removeprefix("tcp://")
-            for address in self.servers
-        ]
+        hosts = [s.removeprefix("tcp://").rpartition(":")[0] for s in self.servers]
         is_local = all(h in LOOPBACK_NAMES or h.startswith("127.") for h in hosts)
         return "127.0.0.1" if is_local else "0.0.0.0"
 

@@ -105,8 +105,8 @@ class Watch:
         self._children = children
         self._lock = threading.Lock()
         self._failure: str | None = None  # guarded by _lock
-        is_main = threading.current_thread() is threading.main_thread()
-        self._interrupts = is_main  # guarded by _lock
+        # Guarded by _lock.
+        self._interrupts = threading.current_thread() is threading.main_thread()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="job watch", daemon=True)
         self._thread.start()
@@ -126,15 +126,13 @@ class Watch:
         return failure
 
     def _run(self) -> None:
-        failure = None
-        while failure is None and not self._stopping.wait(_POLL_S):
-            failure = self._find_failure()
-        if failure is not None:
-            with self._lock:
-                self._failure = failure
-                main = threading.main_thread().ident
-                if self._interrupts and main is not None:
-                    signal.pthread_kill(main, signal.SIGINT)
+        while self._failure is None and not self._stopping.wait(_POLL_S):
+            if failure := self._find_failure():
+                with self._lock:
+                    self._failure = failure
+                    main = threading.main_thread().ident
+                    if self._interrupts and main is not None:
+                        signal.pthread_kill(main, signal.SIGINT)
 
     def _find_failure(self) -> str | None:
         try:
