@@ -1,10 +1,8 @@
-"""Checkpoints of all servers: begun, watched and completed by one client.
+"""Checkpoints of all servers: begun, watched and completed by one client of a job.
 
-    dump    every server writes its file; when all have, the manifest is written
-    load    two-phase: every server reads and checks its shard, changing nothing; when
-            all have done so, every server fills its store
-
-Only one client of a job dumps or loads; the others need not know.
+dump    every server writes its file; when all have, the manifest is written
+load    every server reads and checks its shard, changing nothing; when all have,
+every server fills its store
 """
 
 import contextlib
@@ -17,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Generic, TypeVar
 
-from persia_torchrec import timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.catalog import DumpResult, Manifest
 from persia_torchrec.checkpoint.folder import Folder
@@ -33,10 +31,12 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     WireError,
 )
+from persia_torchrec.timeouts import CHECKPOINT_S
 from persia_torchrec.wire.messages import Kind, TaskState
 
 T = TypeVar("T")
 R = TypeVar("R")
+Path = str | os.PathLike[str]
 
 _RUNNING = {"dumping", "checking", "loading"}
 _FIRST_POLL_S = 0.005
@@ -45,10 +45,10 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete: its URL, and the step that it was dumped with.
+    """A complete checkpoint: its URL and step, the rows and bytes of all servers.
 
-    The rows and bytes are those of all servers' files. A load tells how many rows the
-    servers had no room for, and how many files of increments were put on it.
+    A load tells how many rows the servers had no room for, and how many files of
+    increments were put on it.
     """
 
     path: str
@@ -71,10 +71,8 @@ class Task(Generic[T]):
         self._progress = 0.0
         self._cancelled = threading.Event()
         self._outcome: Future[T] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(work,), name=name, daemon=True
-        )
-        self._thread.start()
+        run = partial(self._run, work)
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     @property
     def progress(self) -> float:
@@ -87,11 +85,10 @@ class Task(Generic[T]):
         return self._outcome.done()
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Wait for the end; return the result.
+        """Wait for the end; return the result, or raise why it failed.
 
         After ``timeout_s`` seconds, by default never, it raises TimeoutError and the
-        work continues. It raises CheckpointError or ServerError when the work has
-        failed, or was cancelled.
+        work continues.
         """
         return self._outcome.result(timeout_s)
 
@@ -125,22 +122,18 @@ class Checkpoints:
         self._servers = servers
 
     def dump(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        step: int | None = None,
-        timeout_s: float = timeouts.CHECKPOINT_S,
+        self, path: Path, *, step: int | None = None, timeout_s: float = CHECKPOINT_S
     ) -> SavedCheckpoint:
         """Write a checkpoint of all servers, and wait for it: :meth:`start_dump`."""
         return self.start_dump(path, step=step, timeout_s=timeout_s).wait()
 
     def load(
         self,
-        path: str | os.PathLike[str],
+        path: Path,
         *,
         replace: bool = True,
-        increments: str | os.PathLike[str] | None = None,
-        timeout_s: float = timeouts.CHECKPOINT_S,
+        increments: Path | None = None,
+        timeout_s: float = CHECKPOINT_S,
     ) -> SavedCheckpoint:
         """Load a checkpoint, and wait for it: :meth:`start_load`."""
         return self.start_load(
@@ -149,23 +142,23 @@ class Checkpoints:
 
     def start_dump(
         self,
-        path: str | os.PathLike[str],
+        path: Path,
         *,
         step: int | None = None,
-        timeout_s: float = timeouts.CHECKPOINT_S,
+        timeout_s: float = CHECKPOINT_S,
         add_files: Callable[[Folder], None] | None = None,
     ) -> Task[SavedCheckpoint]:
         """Begin to write a checkpoint of all servers, while they continue serving.
 
-        It takes a new folder in ``path``, made if it is missing, and is complete when
-        its manifest is there; previous checkpoints stay. Weights, optimizer state, the
-        optimizers' steps, metadata and the order in which rows would leave are in it;
-        what admissions have counted of ids without a row is not.
+        It takes a new folder in ``path`` and is complete when its manifest, which keeps
+        ``step``, is there. Weights, optimizer state, the optimizers' steps, metadata
+        and the order in which rows would leave are in it; what admissions have counted
+        of ids without a row is not.
 
         Every row that lives from the beginning to the end is in it once, as it was at
-        one moment in between. Updates acknowledged before the call are in it. The
-        manifest keeps ``step``. ``add_files`` writes what else belongs to the
-        checkpoint into its new folder, before the servers begin.
+        one moment in between, with all updates acknowledged before the call.
+        ``add_files`` writes what else belongs to the checkpoint before the servers
+        begin.
         """
         folder = catalog.begin_checkpoint(path)
         if add_files is not None:
@@ -179,34 +172,27 @@ class Checkpoints:
         return Task("dump", work)
 
     def start_files(
-        self,
-        folder: Folder,
-        *,
-        step: int | None = None,
-        timeout_s: float = timeouts.CHECKPOINT_S,
+        self, folder: Folder, *, step: int | None, timeout_s: float
     ) -> Task[Manifest]:
-        """Begin to write only the servers' files into a folder that is there already.
-
-        The task ends with the manifest; to write it completes the larger checkpoint.
-        """
+        """Begin to write the servers' files only, whose manifest the task returns."""
         return Task("dump", lambda t: self._write_files(t, folder, step, timeout_s))
 
     def start_load(
         self,
-        path: str | os.PathLike[str],
+        path: Path,
         *,
         replace: bool = True,
-        increments: str | os.PathLike[str] | None = None,
-        timeout_s: float = timeouts.CHECKPOINT_S,
+        increments: Path | None = None,
+        timeout_s: float = CHECKPOINT_S,
     ) -> Task[SavedCheckpoint]:
         """Begin to load a checkpoint, of any number of servers.
 
         First all servers read their shard of it, and check that it is whole and that
-        its tables have the dims, weight types and optimizers that they know. If one of
-        them finds a fault, none changes anything. Then they fill their stores, and
-        refuse requests for rows meanwhile. Tables keep the settings that the servers
-        know; tables that they do not know get those of the checkpoint. If there are
-        more rows than room, those are left out that would leave first.
+        its tables have the dims, weight types and optimizers that they know; a fault
+        on one of them changes nothing on any. Then they fill their stores, and refuse
+        requests for rows meanwhile. Tables that the servers know keep their settings,
+        others get those of the checkpoint. If there are more rows than room, those are
+        left out that would leave first.
 
         Args:
             path: of a checkpoint's folder, or of a folder with several, for its latest

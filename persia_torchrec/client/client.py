@@ -12,7 +12,6 @@ Dimension key:
 """
 
 import itertools
-import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -75,7 +74,6 @@ class EmbeddingClient:
         self.num_servers = len(servers)
         self.timeout_s = servers.timeout_s
         self.tables = KnownTables()
-        self._adding = threading.Lock()
 
     @classmethod
     def connect(
@@ -108,41 +106,46 @@ class EmbeddingClient:
         settings, later ones with the new settings. A table that a server has with
         another dim or another layout of optimizer state is refused.
         """
-        names = ", ".join(spec.name for spec in specs)
         answers = self._servers.ask(
             Kind.ADD_TABLES,
             [spec.to_json() for spec in specs],
-            f"adding tables {names}",
+            f"adding tables {', '.join(spec.name for spec in specs)}",
             answer=list[AddedTable],
             timeout_s=timeouts.ADD_TABLES_S,
         )
-        self._know(specs, answers)
+        for answer in answers:
+            if len(answer) != len(specs):
+                raise WireError(
+                    f"The reply to ADD_TABLES must tell of {len(specs)} tables. "
+                    f"Received: {len(answer)}."
+                )
+        for spec, *told in zip(specs, *answers, strict=True):
+            self._know(spec, told)
 
     def learn_tables(self) -> list[TableSpec]:
         """Know the tables that all servers have, with the same dim; return them."""
         what = "asking for tables"
-        answers = self._servers.ask(Kind.HELLO, None, what, answer=ServerHello)
-        told = [
-            {table.spec.get("name"): table for table in answer.tables}
-            for answer in answers
+        hellos = self._servers.ask(Kind.HELLO, None, what, answer=ServerHello)
+        by_name = [
+            {table.spec.get("name"): table for table in h.tables} for h in hellos
         ]
-        specs = [
-            TableSpec.from_json(table.spec)
-            for name, table in told[0].items()
-            if all(name in tables for tables in told)
-        ]
-        for spec in specs:
-            for server, tables in zip(self._servers.names, told, strict=True):
-                other = TableSpec.from_json(tables[spec.name].spec)
-                if other.dim != spec.dim:
-                    raise ConfigError(
-                        f"Table {spec.name!r} must have one dim on all servers. "
-                        f"Received: {other.dim} of {server}, and {spec.dim} of "
-                        f"{self._servers.names[0]}. Load the same checkpoint into all."
-                    )
-        lists = [[tables[spec.name] for spec in specs] for tables in told]
-        self._know(specs, lists)
-        return specs
+        common = [n for n in by_name[0] if all(n in tables for tables in by_name)]
+        told = [[tables[name] for tables in by_name] for name in common]
+        learnt = []
+        for of_table in told:
+            spec, *others = [TableSpec.from_json(table.spec) for table in of_table]
+            dims = [spec.dim, *(other.dim for other in others)]
+            if len(set(dims)) > 1:
+                pairs = zip(dims, self._servers.names, strict=True)
+                raise ConfigError(
+                    f"Table {spec.name!r} must have one dim on all servers. Received: "
+                    f"{', '.join(f'{dim} of {server}' for dim, server in pairs)}. Load "
+                    "the same checkpoint into all."
+                )
+            learnt.append(spec)
+        for spec, of_table in zip(learnt, told, strict=True):
+            self._know(spec, of_table)
+        return learnt
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
         """Change the learning rate of tables, by default all, as a schedule does.
@@ -150,11 +153,10 @@ class EmbeddingClient:
         Earlier pushes are applied with the previous rate, later ones with the new rate;
         another trainer's pushes get the new rate as soon as it is set.
         """
-        specs = [
-            self.table(name) for name in (self.tables if tables is None else tables)
-        ]
-        changed = [replace(s, optimizer=replace(s.optimizer, lr=lr)) for s in specs]
-        if changed:
+        names = list(self.tables if tables is None else tables)
+        specs = [self.table(name) for name in names]
+        if specs:
+            changed = [replace(s, optimizer=replace(s.optimizer, lr=lr)) for s in specs]
             self.add_tables(changed)
 
     def table(self, name: str) -> TableSpec:
@@ -175,18 +177,14 @@ class EmbeddingClient:
     ) -> list[Floats]:
         """Fetch the weights of ids, grouped by :meth:`split`, of several tables.
 
-        Args:
-            tables: names of tables with their ids.
-            batch: for training: missing rows are made and all are counted as used.
-                None reads only: a missing row reads zeros and nothing changes.
-            precision: how the rows travel.
-            counts: uint32 ``(U,)`` per table: how often each id occurs in the batch,
-                sent in training if a table wants them (see ``KnownTable``). None, for
-                all tables or for one, counts every id once.
+        With a ``batch``, for training, missing rows are made and all count as used.
+        Without, a missing row reads zeros and nothing changes. ``precision`` is that of
+        the rows on their way. ``counts``, uint32 ``(U,)`` per table, tell how often
+        each id occurs in the batch, for tables that want them; None counts 1 each.
 
         Returns:
             float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
-            not to be written to, as they may be views of the message.
+            read-only, as they may be views of the message.
         """
         known = [self.tables[name] for name, _ in tables]
         if batch is None or not any(table.wants_counts for table in known):
@@ -216,15 +214,10 @@ class EmbeddingClient:
     ) -> list[Reply]:
         """Send gradients; the servers apply the tables' optimizers.
 
-        Args:
-            tables: as in :meth:`pull`; empty gives up the batch without an update.
-            grads: float32 ``(U, D)`` per table, in the order of its grouped ids.
-            batch: the batch whose rows these were. If it is a share of a joint step,
-                the servers apply it with the shares of the other trainers.
-            precision: how the gradients travel.
-
-        Returns:
-            One reply per server, when the update is applied; for :meth:`outcome`.
+        ``tables`` and ``batch`` are those of the :meth:`pull`; no tables give the batch
+        up. ``grads`` are float32 ``(U, D)`` per table, in the order of its grouped ids.
+        A share of a joint step is applied with the shares of the other trainers.
+        Returns a reply per server, when the update is applied; for :meth:`outcome`.
         """
         known = [self.tables[name] for name, _ in tables]
         for table, (_, ids), grads_UD in zip(known, tables, grads, strict=True):
@@ -251,10 +244,9 @@ class EmbeddingClient:
     ) -> str:
         """Introduce a trainer of a group, or say that it has ended and why.
 
-        From then on a joint step that waits for this trainer when it has ended, or has
-        lost its connection, is refused with an error that names it. ``share`` is the
-        first that it will give, ``who`` its process and host. Returns which other
-        trainers of the group are gone, and why; empty if none is.
+        A joint step that waits for it when it has ended, or has lost its connection, is
+        refused with an error that names it. ``share`` is the first that it will give,
+        ``who`` its process and host. Returns which others are gone, and why.
         """
         most = messages.MAX_MEMBER_CHARS
         value = {"who": who[:most], "ended": ended[:most]}
@@ -315,7 +307,12 @@ class EmbeddingClient:
         meanwhile may be returned or not, and twice if it leaves and comes back. One
         block per server, of at most ``block_rows`` rows, is in memory.
         """
-        return export_blocks(self._servers, self.tables[table], block_rows)
+        known = self.tables[table]
+        if block_rows < 1:
+            raise BatchError(
+                f"A block must have at least 1 row. Received: {block_rows}."
+            )
+        return export_blocks(self._servers, known, block_rows)
 
     def step(self, table: str, step: int | None = None) -> int:
         """Return how many updates a table has had: the ``t`` of Adam and its kin.
@@ -385,22 +382,11 @@ class EmbeddingClient:
         """Close the connections; the servers continue. May be called twice."""
         self._servers.close()
 
-    def _know(
-        self, specs: Sequence[TableSpec], answers: Sequence[Sequence[AddedTable]]
-    ) -> None:
-        """Note tables that all servers have; each answers in their order."""
-        for answer in answers:
-            if len(answer) != len(specs):
-                raise WireError(
-                    f"The reply to ADD_TABLES must tell of {len(specs)} tables. "
-                    f"Received: {len(answer)}."
-                )
-        of_tables = zip(specs, *answers, strict=True)
-        with self._adding:
-            for spec, *told in of_tables:
-                wants_counts = any(table.wants_counts for table in told)
-                numbers = tuple(table.number for table in told)
-                self.tables[spec.name] = KnownTable(spec, numbers, wants_counts)
+    def _know(self, spec: TableSpec, told: Sequence[AddedTable]) -> None:
+        """Note a table that all servers have, and what each tells of it."""
+        numbers = tuple(table.number for table in told)
+        wants_counts = any(table.wants_counts for table in told)
+        self.tables[spec.name] = KnownTable(spec, numbers, wants_counts)
 
     def _send(self, header: Header, request: TableRequest) -> list[Reply]:
         """Send every server its part of a request, unless a part is too large."""

@@ -17,15 +17,8 @@ from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, ConfigError, FrameError
 from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
-    Frame,
-    Frames,
-    Precision,
-    Share,
-    TableIds,
-    bytes_of,
-    encode_segments,
-)
+from persia_torchrec.wire import messages
+from persia_torchrec.wire.messages import Frame, Frames, Precision, Share, TableIds
 from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats, size_of
 from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
@@ -67,13 +60,9 @@ class KnownTables(dict[str, KnownTable]):
 class TableRequest(NamedTuple):
     """A request for ids of tables, for all servers.
 
-    Attributes:
-        tables: that the request names.
-        ids: of each table, grouped by server.
-        widths: W of each table, in the request or in its reply.
-        rows: float32 ``(U, W)`` per table, in the order of its ids, if rows are sent.
-        counts: uint32 ``(U,)`` per table; None counts 1 each. Not sent if left out.
-        share: of a joint step, if the request is one.
+    Per table: its ids, grouped by server; the width W of its rows in the request or in
+    the reply; if they are sent, rows, float32 ``(U, W)``, and counts, uint32 ``(U,)``,
+    in the order of the ids; None counts 1 each.
     """
 
     tables: Sequence[KnownTable]
@@ -86,7 +75,7 @@ class TableRequest(NamedTuple):
     def encode(self, server: int, precision: Precision) -> Frames:
         """Return the frames after the header of one server's message."""
         slices = [slice(*ids.offsets[server : server + 2]) for ids in self.ids]
-        frames = encode_segments(
+        frames = messages.encode_segments(
             [
                 TableIds(table.numbers[server], ids.ids[piece])
                 for table, ids, piece in zip(self.tables, self.ids, slices, strict=True)
@@ -103,7 +92,7 @@ class TableRequest(NamedTuple):
                 else counts_U[piece]
                 for counts_U, piece in zip(self.counts, slices, strict=True)
             ]
-            frames.append(bytes_of(np.concatenate([_NO_COUNTS, *counts])))
+            frames.append(messages.bytes_of(np.concatenate([_NO_COUNTS, *counts])))
         if self.share is not None:
             frames.append(self.share.encode())
         return frames
@@ -111,10 +100,7 @@ class TableRequest(NamedTuple):
     def require_room(
         self, what: str, precision: Precision, max_request_ids: Sequence[int]
     ) -> None:
-        """Refuse a request that a server would refuse, before any server gets its part.
-
-        It names the request ``what``; each server accepts its own number of ids.
-        """
+        """Refuse what one of the servers would, before any of them gets its part."""
         row_bytes = size_of(precision) * np.array(self.widths, dtype=np.int64)
         num_ids = np.stack([np.diff(ids.offsets) for ids in self.ids], axis=1)
         totals = zip(num_ids.sum(axis=1), num_ids @ row_bytes, strict=True)

@@ -65,8 +65,8 @@ class Servers:
     ) -> list[Reply]:
         """Send servers a message each, from number ``first`` on.
 
-        ``bodies`` are the frames after the header, whose incarnation is set here, for
-        each server in turn; ``what`` is the request in words, for errors.
+        ``bodies`` are the frames after the header, for each server in turn; ``what`` is
+        the request in words, for errors.
         """
         servers = range(first, len(self.incarnations))
         return [

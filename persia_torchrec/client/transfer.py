@@ -24,16 +24,8 @@ from persia_torchrec.client.servers import Reply, Servers
 from persia_torchrec.errors import BatchError, FrameError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
-    STATE,
-    Frames,
-    Header,
-    Kind,
-    Precision,
-    array_of,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire import messages
+from persia_torchrec.wire.messages import Header, Kind, Precision, array_of
 from persia_torchrec.wire.precision import Floats, decode_floats
 
 BLOCK_ROWS = 65_536
@@ -141,66 +133,52 @@ def ids_of_rows(ids: IdsOfRows, start: int, stop: int) -> Ids:
 
 def rows_to_write(spec: TableSpec, block: RowBlock) -> tuple[Floats, int]:
     """Return a block as a WRITE carries it: its rows and the header's flags."""
-    num = len(block.ids)
-    if block.weights.shape != (num, spec.dim):
-        raise BatchError(
-            f"Table {spec.name!r}: weights must have the shape {(num, spec.dim)}. "
-            f"Received: {block.weights.shape}."
-        )
-    if block.state is None:
-        return np.asarray(block.weights, dtype=np.float32), 0
-    if block.state.shape != (num, spec.num_state_floats):
-        raise BatchError(
-            f"Table {spec.name!r}: the state of {type(spec.optimizer).__name__} must "
-            f"have the shape {(num, spec.num_state_floats)}. "
-            f"Received: {block.state.shape}."
-        )
-    rows = np.concatenate([block.weights, block.state], axis=1, dtype=np.float32)
-    return rows, STATE
+    num, width, state = len(block.ids), spec.num_state_floats, block.state
+    name = f"the state of {type(spec.optimizer).__name__}"
+    arrays = [("weights", block.weights, spec.dim)]
+    arrays += [] if state is None else [(name, state, width)]
+    for what, array, num_columns in arrays:
+        if array.shape != (num, num_columns):
+            raise BatchError(
+                f"Table {spec.name!r}: {what} must have the shape "
+                f"{(num, num_columns)}. Received: {array.shape}."
+            )
+    rows = np.concatenate([array for _, array, _ in arrays], axis=1, dtype=np.float32)
+    return rows, 0 if state is None else messages.STATE
 
 
 def export_blocks(
     servers: Servers, table: KnownTable, block_rows: int
 ) -> Iterator[RowBlock]:
     """Walk the rows of a table; each server has at most one block in flight."""
-    if block_rows < 1:
-        raise BatchError(f"A block must have at least 1 row. Received: {block_rows}.")
-    spec = table.spec
+    spec, what = table.spec, f"export of table {table.spec.name!r}"
+    dim, width = spec.dim, spec.dim + spec.num_state_floats
     max_rows = min(rows_per_block(spec, block_rows), *servers.max_request_ids)
 
     def ask(server: int, start: int) -> tuple[int, Reply]:
         value = {"table": table.numbers[server], "start": start, "max_rows": max_rows}
-        body, what = [encode_json(value)], f"export of table {spec.name!r}"
+        body = [messages.encode_json(value)]
         (reply,) = servers.send(Header(Kind.EXPORT), [body], what, first=server)
         return server, reply
 
-    def walk() -> Iterator[RowBlock]:
-        in_flight = deque(ask(server, 0) for server in range(len(servers)))
-        while in_flight:
-            server, reply = in_flight.popleft()
-            block, next_start = _read_export(reply.frames(), spec)
-            if next_start is not None:
-                in_flight.append(ask(server, next_start))
-            if len(block.ids):
-                yield block
-
-    return walk()
+    in_flight = deque(ask(server, 0) for server in range(len(servers)))
+    while in_flight:
+        server, reply = in_flight.popleft()
+        frames = reply.frames()
+        if len(frames) != 4:
+            raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
+        next_start = messages.decode_json(frames[:2], _Next).next
+        if next_start is not None:
+            in_flight.append(ask(server, next_start))
+        ids = array_of(frames[2], np.uint64)
+        flat = decode_floats(frames[3], len(ids) * width, Precision.FP32)
+        rows = flat.reshape(len(ids), width)
+        if len(ids):
+            # Copied: the message is not kept, and the arrays may be changed.
+            yield RowBlock(ids.copy(), rows[:, :dim].copy(), rows[:, dim:].copy())
 
 
 class _Next(msgspec.Struct):
     """The JSON of a reply to EXPORT: where the next rows begin; None at the end."""
 
     next: int | None
-
-
-def _read_export(frames: Frames, spec: TableSpec) -> tuple[RowBlock, int | None]:
-    """Read a reply to EXPORT; return its rows, and where the next ones begin."""
-    if len(frames) != 4:
-        raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
-    ids, width = array_of(frames[2], np.uint64), spec.dim + spec.num_state_floats
-    flat = decode_floats(frames[3], len(ids) * width, Precision.FP32)
-    rows = flat.reshape(len(ids), width)
-    # Copied: the message is not kept, and the arrays may be changed.
-    weights, state = rows[:, : spec.dim].copy(), rows[:, spec.dim :].copy()
-    next_start: int | None = decode_json(frames[:2], _Next).next
-    return RowBlock(ids.copy(), weights, state), next_start

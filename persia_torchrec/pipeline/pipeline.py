@@ -44,9 +44,8 @@ class PrefetchedBatch(Generic[Handle]):
         started -> here -> pushed | given up
                `-> failed
 
-    It takes the batch as the lookup takes it (``ids``) and as the caller has it
-    (``given``, see :attr:`source`). Once it is here, ``outputs`` are what the lookup
-    gave, float32 and C-contiguous, and ``handle`` is what a push needs.
+    ``ids`` are the batch as the lookup takes it, ``given`` as the caller does. When it
+    is here, ``outputs`` are what the lookup gave, and ``handle`` what a push needs.
     """
 
     outputs: Outputs
@@ -103,10 +102,9 @@ class PrefetchedBatch(Generic[Handle]):
         return self
 
     def push(self, grads: Outputs) -> None:
-        """Send the gradients of ``outputs``; waits for the servers at staleness 0.
+        """Send gradients of the shapes of ``outputs``, not to be changed any more.
 
-        They are float32, of the shapes of ``outputs``, and not to be changed any more.
-        It also raises the error of an earlier push.
+        It waits for the servers at staleness 0, and raises errors of earlier pushes.
         """
         if self._give_up is None or not self._give_up.detach():
             raise BatchError(
@@ -172,8 +170,6 @@ class Pulls:
         with self._changed:
             self._max_threads = num
             self._changed.notify_all()
-            if self._waiting:
-                self._start_threads()
 
     def submit(self, batch: PrefetchedBatch[Any]) -> None:
         """Have a batch pulled; refused if too many wait for their turn."""
@@ -185,7 +181,10 @@ class Pulls:
                 )
             self._waiting.append(batch)
             if self._num_threads < self._max_threads:
-                self._start_threads()
+                index = self._num_threads
+                self._num_threads += 1
+                run, name = partial(self._run, index), f"{self._name} {index}"
+                threading.Thread(target=run, name=name, daemon=True).start()
             self._changed.notify()
 
     def close(self) -> None:
@@ -193,14 +192,6 @@ class Pulls:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-
-    def _start_threads(self) -> None:
-        for index in range(self._num_threads, self._max_threads):
-            name = f"{self._name} {index}"
-            threading.Thread(
-                target=self._run, args=(index,), name=name, daemon=True
-            ).start()
-        self._num_threads = max(self._num_threads, self._max_threads)
 
     def _run(self, index: int) -> None:
         while True:
@@ -259,10 +250,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._thread.start()
 
     def set_staleness(self, staleness: int) -> None:
-        """Change the bound; only while no training batch is in flight.
-
-        Waits for the pushes so far, and a moment for batches that are being given up.
-        """
+        """Change the bound when the pushes so far are applied, and no batch is open."""
         if staleness < 0:
             raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
         self.flush()
@@ -296,8 +284,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
     def leave(self) -> None:
         """Let the joint steps of other trainers proceed without this one, from now on.
 
-        Batches so far count still. Those after it belong to the joint steps of a new
-        group, in which all trainers take part again, each when it has left this one.
+        Batches so far count still. Later ones belong to the joint steps of a new group,
+        in which all trainers take part again.
         """
         self.raise_error()
         self._put_leave()
@@ -323,7 +311,8 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self._put_leave()
         joint_s = 0.0
         if self.trainers is not None:
-            self.put_message(partial(self.trainers.end, "it has closed its tables"))
+            end = partial(self.trainers.end, "it has closed its tables")
+            self._put_call(end, waits_for_acks=False)
             joint_s = self.trainers.timeout_s
         self.training.close()
         self.evaluation.close()
@@ -334,4 +323,5 @@ class BatchPipeline(PushQueue[Source, Handle]):
         if self.trainers is not None:
             with self._starting:
                 share = self.trainers.next_group()
-            self.put_message(partial(self.trainers.client.leave, share))
+            leave = partial(self.trainers.client.leave, share)
+            self._put_call(leave, waits_for_acks=False)

@@ -123,10 +123,9 @@ class PushQueue(Generic[Source, Handle]):
             self._max_held, self._max_sent = held, sent
 
     def put(self, push: Push[Handle]) -> None:
-        """Send the gradients of a pulled batch.
+        """Send the gradients of a pulled batch, when fewer are held than may be.
 
-        Where as many are held as may be, it first waits for an acknowledgement. It also
-        raises the error of an earlier push.
+        It also raises the error of an earlier push.
         """
         with self._lock:
             if len(self._held) >= self._max_held:
@@ -148,27 +147,19 @@ class PushQueue(Generic[Source, Handle]):
     def give_up(
         self, handle: Handle, permit: Permit, *, is_forgotten: bool = False
     ) -> None:
-        """Give a pulled batch up; takes no lock, as a garbage collection may call it.
-
-        One that is forgotten was either used, or only pulled ahead.
-        """
-        was_dropped = is_forgotten and permit.was_held
+        """Give a pulled batch up; takes no lock, as garbage collection may call it."""
+        was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
         permit.let_go()
         self._queue.put(Push(handle, None, permit, was_dropped))
-
-    def put_message(self, send: Callable[[], None]) -> None:
-        """Have something sent behind the pushes so far; it waits for its reply."""
-        self._put(_Call(send, waits_for_acks=False))
 
     def change_tables(self, change: TableChange) -> "Future[None]":
         """Change tables behind the pushes so far; many changes wait for the oldest."""
         self.raise_error()
         if len(self._changes) == _MAX_CHANGES:
             self._await(self._changes.popleft())
-        call = _Call(partial(self.lookup.change_tables, change), waits_for_acks=True)
-        self._changes.append(call.done)
-        self._put(call)
-        return call.done
+        call = partial(self.lookup.change_tables, change)
+        self._changes.append(self._put_call(call, waits_for_acks=True))
+        return self._changes[-1]
 
     def flush(self) -> None:
         """Wait until everything so far is applied."""
@@ -187,12 +178,17 @@ class PushQueue(Generic[Source, Handle]):
         if error is not None:
             raise error
 
-    def _put(self, call: _Call) -> None:
+    def _put_call(
+        self, call: Callable[[], None], *, waits_for_acks: bool
+    ) -> "Future[None]":
+        """Have something else done behind the pushes so far; return its end."""
+        task = _Call(call, waits_for_acks)
         with self._lock:
-            if self._is_closed and call.waits_for_acks:
+            if self._is_closed and waits_for_acks:
                 raise PersiaError(CLOSED)
-            self._in_flight.add(call.done)
-            self._queue.put(call)
+            self._in_flight.add(task.done)
+            self._queue.put(task)
+        return task.done
 
     def _await(self, done: "Future[None]") -> None:
         # Its requests end in time in an error, which says what was asked of whom.

@@ -27,18 +27,9 @@ from persia_torchrec.lookup.slots import LookupHello
 from persia_torchrec.metrics import Observations
 from persia_torchrec.routing.shard import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
+from persia_torchrec.wire import messages
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import (
-    TRAINING,
-    Frame,
-    Frames,
-    Header,
-    Kind,
-    Precision,
-    array_of,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, Precision
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 from persia_torchrec.wire.transport import Connections
 
@@ -119,7 +110,7 @@ class RemoteWorkers:
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:
         """Ask all workers whether they and their servers are ready."""
-        header, body = Header(Kind.HELLO), [encode_json(None)]
+        header, body = Header(Kind.HELLO), [messages.encode_json(None)]
         replies = [
             self._send(worker, header, body, "asking whether it is ready", timeout_s)
             for worker in range(self.num_workers)
@@ -145,7 +136,7 @@ class RemoteWorkers:
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make every worker, and through it every server, know the tables."""
         header = Header(Kind.ADD_TABLES)
-        body: Frames = [encode_json([spec.to_json() for spec in specs])]
+        body: Frames = [messages.encode_json([spec.to_json() for spec in specs])]
         for worker in range(self.num_workers):
             # One after the other: servers compile only once what the first one needs.
             what = "adding tables"
@@ -164,7 +155,9 @@ class RemoteWorkers:
         """Leave a batch's ids with a worker; None when the worker's buffer is full."""
         header = Header(Kind.BUFFER_IDS, stream=loader)
         reply = self._send(worker, header, encode_bags(bags), "ids")
-        reference: int | None = decode_json(reply.frames(), _Buffered).reference
+        reference: int | None = messages.decode_json(
+            reply.frames(), _Buffered
+        ).reference
         return reference
 
     def pull(
@@ -189,15 +182,15 @@ class RemoteWorkers:
         if isinstance(source, ReferencedBatch):
             worker = source.worker
             origin = {"loader": source.loader, "reference": source.reference}
-            frames: Frames = [encode_json(origin)]
+            frames: Frames = [messages.encode_json(origin)]
         else:
             worker = next(self._num_direct) % self.num_workers
-            frames = [encode_json(None), *encode_bags(source)]
-        flags = 0 if number is None else TRAINING
+            frames = [messages.encode_json(None), *encode_bags(source)]
+        flags = 0 if number is None else messages.TRAINING
         number = number or BatchNumber(0, 0)
         header = self._header(Kind.FORWARD, number, flags)
         reply = self._send(worker, header, frames, "lookup").frames()
-        told: _Forwarded = decode_json(reply[:2], _Forwarded)
+        told: _Forwarded = messages.decode_json(reply[:2], _Forwarded)
         first = 2 + len(told.outputs)
         sizes = list(map(len, reply[first:]))
         fits = sizes == [4 * math.prod(shape) for shape in told.places]
@@ -214,7 +207,7 @@ class RemoteWorkers:
             for frame, shape in zip(reply[2:], told.outputs, strict=False)
         )
         places = tuple(
-            array_of(frame, np.int32).reshape(shape).copy()
+            messages.array_of(frame, np.int32).reshape(shape).copy()
             for frame, shape in zip(reply[first:], told.places, strict=True)
         )
         return outputs, RemoteBatch(worker, number, places, told.slots)
@@ -236,7 +229,9 @@ class RemoteWorkers:
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
         """Tell that a training batch gets no gradients."""
         header = self._header(Kind.ABANDON, handle.number)
-        return [self._send(handle.worker, header, [encode_json(None)], "giving up")]
+        return [
+            self._send(handle.worker, header, [messages.encode_json(None)], "giving up")
+        ]
 
     def close(self) -> None:
         """Close the connections. May be called twice."""

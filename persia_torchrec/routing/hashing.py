@@ -1,13 +1,9 @@
 """What becomes of an id before it is looked up, as PERSIA computes it.
 
-A slot with a hash stack has few rows for many ids: each id is replaced by as many
-buckets as there are rounds, and its embedding is the sum of theirs. Two ids share all
-of their buckets only rarely.
-
-An id is hashed by FarmHash's 64-bit fingerprint of its eight little-endian bytes; the
-remainder modulo the number of servers is its shard. Before that, ids of different
-feature groups are told apart by a prefix: the group's number takes the top ``n`` bits,
-the id is reduced into the rest.
+Ids of different feature groups are told apart by a prefix: the group's number takes the
+top ``n`` bits, the id is reduced into the rest. In a slot with a hash stack, which has
+few rows, each id is replaced by a bucket per round, and its embedding is the sum of
+theirs. The hash is FarmHash's 64-bit fingerprint of an id's eight little-endian bytes.
 
 Dimension key:
     L: ids, in any order

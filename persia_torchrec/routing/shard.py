@@ -12,8 +12,7 @@ keep their order (a counting sort):
     by shard  3   4 | 7   9       offsets = [0, 2, 4]
     inverse   2   0   3   0   1   by_shard[inverse] are the ids
 
-One call for all tables: a batch has many, and what a call costs would be more than the
-work on a table.
+One call serves all tables: a batch has many, with little work on each.
 
 Dimension key:
     L: ids in the batch, repeats included

@@ -39,15 +39,8 @@ from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
 from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.table import TableSpec
-from persia_torchrec.wire.messages import (
-    TRAINING,
-    Frames,
-    Header,
-    Kind,
-    bytes_of,
-    decode_json,
-    encode_json,
-)
+from persia_torchrec.wire import messages
+from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json, encode_json
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 
 logger = logging.getLogger(__name__)
@@ -213,7 +206,7 @@ class WorkerProcess:
                 )
 
     def _forward(self, header: Header, number: BatchNumber, frames: Frames) -> Frames:
-        is_training = bool(header.flags & TRAINING)
+        is_training = bool(header.flags & messages.TRAINING)
         origin: _Origin | None = decode_json(frames[:2], _Origin | None)
         if origin is None:
             bags = decode_bags(frames[2:])
@@ -232,7 +225,7 @@ class WorkerProcess:
         return [
             encode_json(described),
             *(encode_floats(output, header.precision) for output in outputs),
-            *map(bytes_of, batch.places),
+            *map(messages.bytes_of, batch.places),
         ]
 
     def _backward(

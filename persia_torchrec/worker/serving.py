@@ -147,22 +147,18 @@ def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
 
     A ConfigError, which no waiting mends, is raised at once.
     """
-    deadline = time.monotonic() + timeouts.READY_S
-    logged = ""
+    deadline, logged = time.monotonic() + timeouts.READY_S, ""
     while not ending.is_set():
         try:
             attempt()
-        except ConfigError:
-            raise
+            return True
         except PersiaError as exc:
-            if time.monotonic() >= deadline:
+            if isinstance(exc, ConfigError) or time.monotonic() >= deadline:
                 raise
             if type(exc).__name__ != logged:
                 logged = type(exc).__name__
                 logger.info("waiting for the embedding servers: %s", exc)
-            ending.wait(_RETRY_S)
-        else:
-            return True
+        ending.wait(_RETRY_S)
     return False
 
 
