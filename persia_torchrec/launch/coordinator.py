@@ -20,8 +20,13 @@ from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.service_main import run_service
 from persia_torchrec.wire.address_book import AddressBook, JobState
-from persia_torchrec.wire.membership import Ending, JobTimings, MemberRecord
-from persia_torchrec.wire.processes import ProcessIdentity, Siblings
+from persia_torchrec.wire.membership import (
+    Ending,
+    JobTimings,
+    MemberRecord,
+    ProcessIdentity,
+    Siblings,
+)
 from persia_torchrec.wire.signals import EndSignals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__

@@ -161,10 +161,6 @@ class AddressBook:
         Without ``job_id`` this process belongs to the job that is there. What listens
         must answer in 10 s. ``look`` is called several times a second meanwhile, and
         raises to give up.
-
-        Raises:
-            DiscoveryError: no address book answered within ``timeout_s``.
-            JobMismatchError: it is that of another job.
         """
         own = Greeting(job_id)
         deadline = time.monotonic() + timeout_s

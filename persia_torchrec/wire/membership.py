@@ -20,6 +20,10 @@ Three threads do it. One sends heartbeats, and may get stuck if the network does
 another touches no network and watches the first. A third receives signals, which the
 main thread may miss: see ``signals.py``.
 
+torchx's local scheduler starts all roles of a job as its children, and when one ends,
+it lets the others run. So they watch each other: a member does not wait for a
+coordinator that has ended, nor the coordinator for one that ended before it joined.
+
 Clocks of two hosts are never compared: the number of heartbeats must grow, and the
 reader measures on its own clock for how long it did not.
 """
@@ -32,26 +36,30 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Literal, Self
 
 import msgspec
 
-from persia_torchrec import timeouts
+from persia_torchrec import env, timeouts
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
 from persia_torchrec.wire.address_book import COMPILING, AddressBook, JobState
 from persia_torchrec.wire.ports import local_address
-from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals, is_in_compiler
 
 logger = logging.getLogger(__name__)
 
 Ending = Literal["left", "killed", "lost"]
 
+_COORDINATOR = b"persia_torchrec.launch.coordinator"
+_LOOK_S = 0.5
+_GONE_S = 1.5  # of a missing sibling: a process table is not read atomically
 _TIMINGS = "timings"
 _TIMINGS_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0
@@ -98,6 +106,84 @@ class JobTimings:
         (text,) = book.ask([_TIMINGS], timeout_s=_TIMINGS_TIMEOUT_S)
         timings: JobTimings = parse_json(text, cls, "note 'timings'", FrameError)
         return timings
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process; a later one of the same number has another identity."""
+
+    pid: int
+    process_table: str  # boot and process namespace of its host; empty: it has none
+    start: str  # time, in the table's own unit
+    nonce: str  # unique text, where the table tells nothing
+
+    @classmethod
+    def of_this_process(cls) -> "ProcessIdentity":
+        """Return a new identity of this process."""
+        pid = os.getpid()
+        return cls(pid, _process_table(), _read_stat(pid)[2], uuid.uuid4().hex)
+
+    def has_ended(self) -> bool:
+        """Return whether the process is known to have ended: one of this host."""
+        return self._is_in_own_table() and not self._is_running()
+
+    def kill(self) -> bool:
+        """Send SIGKILL to the process if it is of this host; return whether it was."""
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            if self._is_in_own_table():
+                descriptor = os.pidfd_open(self.pid)
+                stack.callback(os.close, descriptor)
+                # The descriptor holds the process that is checked: its number may not.
+                if self._is_running():
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    return True
+        return False
+
+    def _is_in_own_table(self) -> bool:
+        return bool(self.process_table) and self.process_table == _process_table()
+
+    def _is_running(self) -> bool:
+        state, _, start = _read_stat(self.pid)
+        return state not in "ZX" and start == self.start
+
+
+class Siblings:
+    """The children of this process's parent, known in a local job that torchx runs."""
+
+    def __init__(self) -> None:
+        is_known = env.is_one_local_app() and Path("/proc/self/stat").exists()
+        self._parent = os.getppid() if is_known else None
+        self._next_look = 0.0
+        self._pids: set[int] = set()
+        self._gone_since: float | None = None
+
+    def running(self) -> set[int] | None:
+        """Return the running processes, as of half a second ago; None: not known."""
+        if self._parent is None:
+            return None
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._pids = set()
+            for entry in Path("/proc").glob("[0-9]*"):
+                state, parent, _ = _read_stat(int(entry.name))
+                if parent == self._parent and state not in "ZX":
+                    self._pids.add(int(entry.name))
+        return self._pids
+
+    def require_coordinator(self) -> None:
+        """Raise JobError once the coordinator is known to have ended; call it often."""
+        pids = self.running()
+        if pids is None or any(map(_is_coordinator, pids)):
+            self._gone_since = None
+            return
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        if now - self._gone_since > _GONE_S:
+            raise JobError(
+                "The job's coordinator must run until the others have left. Received: "
+                f"none among the processes that process {self._parent} has started. "
+                "It has ended; see its log."
+            )
 
 
 class MemberRecord:
@@ -190,14 +276,8 @@ class JobMember:
     enters and leaves the block, and calls the methods. The process must end soon after
     the block: it is made to. An ``expendable`` one may be interrupted once the job is
     finished. ``ended`` is set once the job has, as far as is known here; ``host`` is
-    the address of the interface that leads to the book, to listen on.
-
-    Example::
-
-        with JobMember("server", 0, 1, store=store) as member:
-            member.register(address)
-            member.call_at_end(server.stop)
-            server.serve()                    # returns once stop() was called
+    the address of the interface that leads to the book, to listen on. Its methods are
+    those of ``service_main.Lifetime``.
     """
 
     def __init__(
@@ -433,6 +513,32 @@ class JobMember:
         logger.warning("%s, and is ended with status %d", late, status)
         self._leave()
         os._exit(status)
+
+
+def _is_coordinator(pid: int) -> bool:
+    try:
+        return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _read_stat(pid: int) -> tuple[str, int, str]:
+    """Return state ("X": there is no such process), parent and start of a process."""
+    try:
+        # "pid (name) state parent ...", where the name may hold any character.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0, ""
+    return fields[0], int(fields[1]), fields[19]
+
+
+def _process_table() -> str:
+    """Name this host's boot and the process namespace in it; empty off Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def _parse(text: str) -> ProcessIdentity:

@@ -15,10 +15,8 @@
 Gradients are small: the mean over a batch of thousands divides them by as much, below
 what halves can hold. So the sender chooses k such that the largest magnitude lies in
 [2**15, 2**16), and the receiver undoes it: a number is rounded as a half of full
-precision down to 2**-29 of the largest, and to steps of 2**-39 of it below. (As the
-scale of the loss under automatic mixed precision, Micikevicius et al., "Mixed Precision
-Training", ICLR 2018, but of each frame, and always the best one.) Both products are
-exact. Infinities and NaN travel as they are, and do not count as the largest.
+precision down to 2**-29 of the largest, and to steps of 2**-39 of it below. Infinities
+and NaN travel as they are, and do not count as the largest.
 """
 
 import numpy as np

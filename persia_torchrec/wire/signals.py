@@ -35,8 +35,7 @@ class EndSignals:
     A thread of its own calls ``react`` with the signal's name, as ``"SIGTERM"``, and
     the main thread calls ``handler``, as soon as possible. Outside of the block, and in
     a child that is forked within it, the previous handlers hold. SIGINT stays ignored
-    where it was, as in a command that a shell runs in the background. A handler set by
-    other code within the block replaces ours.
+    where it was, as by a shell for a command in the background.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from persia_torchrec.launch import coordinator, script
-from persia_torchrec.wire import processes as host_processes
+from persia_torchrec.wire import membership
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
 
@@ -72,5 +72,5 @@ class Job:
 
 def run_on_another_host(arguments: Sequence[str]) -> int:
     """Run a script whose process no other process finds in its table."""
-    host_processes._process_table = lambda: "the table of another host"
+    membership._process_table = lambda: "the table of another host"
     return script.main(arguments)

@@ -11,8 +11,7 @@ from msgspec import structs
 
 from persia_torchrec.errors import JobMismatchError
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord
-from persia_torchrec.wire.processes import ProcessIdentity
+from persia_torchrec.wire.membership import MemberRecord, ProcessIdentity
 from tests.processes import DEADLINE_S
 
 SILENT_S = 10.0
