@@ -95,10 +95,19 @@ def inlined_kernel(
 def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P, R]:
     """Compile a loop whose closure holds a compiled kernel, apart from other kernels'.
 
-    The files of the plain ``kernel`` are part of the cache's key.
+    The files of the plain ``kernel`` and of all that it calls are part of the cache's
+    key, as are those from which they import.
     """
     loop.__qualname__ = f"{loop.__name__}_{kernel.__module__}.{kernel.__qualname__}"
-    return _compiled(loop, stamp=_kernel_stamp(kernel))
+    seen: set[Any] = set()
+    left: list[Any] = [kernel]
+    while left:
+        function = left.pop()
+        if function not in seen:
+            seen.add(function)
+            left += _helpers(function).values()
+    files = {Path(function.__code__.co_filename) for function in seen}
+    return _compiled(loop, stamp=_hash_files(Path(__file__).parent, files))
 
 
 def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
@@ -223,19 +232,6 @@ def _helpers(kernel: Any) -> dict[str, Any]:
     """Return the plain functions that a kernel calls, by their names in it."""
     values = {name: kernel.__globals__.get(name) for name in kernel.__code__.co_names}
     return {n: value for n, value in values.items() if isinstance(value, FunctionType)}
-
-
-def _kernel_stamp(kernel: Callable[..., Any]) -> str:
-    """Hash the files of a kernel and of all that it calls, and what these import."""
-    seen: set[Any] = set()
-    left: list[Any] = [kernel]
-    while left:
-        function = left.pop()
-        if function not in seen:
-            seen.add(function)
-            left += _helpers(function).values()
-    files = {Path(function.__code__.co_filename) for function in seen}
-    return _hash_files(Path(__file__).parent, files)
 
 
 def _hash_files(package: Path, files: Iterable[Path]) -> str:

@@ -50,16 +50,9 @@ def _pointer(dtype: Any, element: Any) -> Any:
 
 
 floats_at = _pointer(types.float32, ir.FloatType())
-"""Return the pointer to the float32 numbers at an address."""
-
 halves_at = _pointer(types.uint16, ir.IntType(16))
-"""Return the pointer to the uint16 numbers at an address."""
-
-words_at = _pointer(types.uint64, _WORD)
-"""Return the pointer to the uint64 numbers at an address."""
-
-integers_at = _pointer(types.int64, _WORD)
-"""Return the pointer to the int64 numbers at an address."""
+words_at, integers_at = _pointer(types.uint64, _WORD), _pointer(types.int64, _WORD)
+"""Return the pointer to the float32, uint16, uint64 or int64 numbers at an address."""
 
 
 def _loader(integer: Any) -> Any:

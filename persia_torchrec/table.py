@@ -9,21 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
+from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import ADMISSIONS, AdmitAll
 from persia_torchrec.embedding.eviction import EXPIRIES, Expiry
 from persia_torchrec.embedding.initializer import INITIALIZERS, Uniform
 from persia_torchrec.embedding.optim import OPTIMIZERS
-from persia_torchrec.embedding.setting import (
-    Admission,
-    Flag,
-    Initializer,
-    NonNegative,
-    Optimizer,
-    Registry,
-    Rule,
-    Setting,
-    integer_in,
-)
+from persia_torchrec.embedding.setting import Admission, Initializer, Optimizer, Setting
 from persia_torchrec.errors import ConfigError
 
 MAX_DIM = 4096
@@ -39,48 +30,39 @@ _DTYPES = get_args(WeightDtype)
 class TableSpec(Setting):
     """One table, as the servers know it; a field out of its range is a ConfigError."""
 
-    name: Annotated[
-        str, Rule("a string that is not empty", lambda name: name and type(name) is str)
-    ]
+    name: setting.NonEmpty
     """Unique on a server; not empty."""
 
-    dim: Annotated[int, integer_in(1, MAX_DIM)]
+    dim: Annotated[int, setting.integer_in(1, MAX_DIM)]
     """Weights per row, in ``[1, 4096]``."""
 
-    optimizer: Optimizer
+    optimizer: Annotated[Optimizer, OPTIMIZERS]
     """What a gradient does to a row."""
 
-    initializer: Initializer = field(default_factory=Uniform)
+    initializer: Annotated[Initializer, INITIALIZERS] = field(default_factory=Uniform)
     """What the weights of a new row are."""
 
-    seed: Annotated[int, integer_in(0, 2**64 - 1)] = 0
+    seed: Annotated[int, setting.integer_in(0, 2**64 - 1)] = 0
     """Mixed into each id by exclusive or before it seeds the row's random numbers;
     uint64. 0 gives PERSIA's numbers."""
 
-    admission: Admission = field(default_factory=AdmitAll)
+    admission: Annotated[Admission, ADMISSIONS] = field(default_factory=AdmitAll)
     """Which ids get a row."""
 
-    expiry: Expiry = field(default_factory=Expiry)
+    expiry: Annotated[Expiry, EXPIRIES] = field(default_factory=Expiry)
     """When a row leaves although the server is not full."""
 
     weight_dtype: Annotated[
-        WeightDtype, Rule(f"one of {_DTYPES}", lambda dtype: dtype in _DTYPES)
+        WeightDtype, setting.Rule(f"one of {_DTYPES}", lambda dtype: dtype in _DTYPES)
     ] = "fp32"
     """What the weights of a row are kept in; optimizer state is float32 always."""
 
-    keeps_metadata: Flag = False
+    keeps_metadata: setting.Flag = False
     """Whether each row carries how often it was seen, and its last step."""
 
-    weight_bound: NonNegative = 0.0
+    weight_bound: setting.NonNegative = 0.0
     """After an update each weight is clamped to ``[-weight_bound, weight_bound]``;
     0 switches the bound off."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, (base, registry) in _SETTINGS.items():
-            known = sorted(cls.__name__ for cls in registry.classes.values())
-            fits = isinstance(getattr(self, name), base)
-            self._require(name, fits, f"one of {', '.join(known)}")
 
     def _title(self) -> str:
         return f"Table {self.name!r}"
@@ -106,20 +88,21 @@ class TableSpec(Setting):
     def to_json(self) -> dict[str, object]:
         """Describe the table in plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        settings = {name: values[name].to_json() for name in _SETTINGS}
-        return {**values, **settings}
+        return {
+            name: value.to_json() if isinstance(value, Setting) else value
+            for name, value in values.items()
+        }
 
     @classmethod
     def from_json(cls, description: dict[str, object]) -> "TableSpec":
         """Build the table that :meth:`to_json` described."""
-        arguments = dict(description)
-        if "optimizer" not in arguments:
-            raise ConfigError(f"A table needs an optimizer. Received: {description!r}.")
-        for name, (_, registry) in _SETTINGS.items():
-            if name in arguments:
-                arguments[name] = registry.from_json(arguments[name])
+        arguments: dict[str, Any] = dict(description)
+        table: Any = cls  # hashable, unlike what mypy says
+        for name, rule in setting.rules_of(table):
+            if name in arguments and isinstance(rule, setting.Registry):
+                arguments[name] = rule.from_json(arguments[name])
         try:
-            return cls(**arguments)  # type: ignore[arg-type]  # checked in __post_init__
+            return cls(**arguments)
         except TypeError as exc:
             raise ConfigError(f"Not a table: {description!r} ({exc}).") from exc
 
@@ -164,11 +147,3 @@ def changed_tables(specs: Iterable[TableSpec], change: TableChange) -> list[Tabl
     """Return, as they become, the tables that a change makes others."""
     pairs = [(spec, change(spec)) for spec in specs]
     return [new for spec, new in pairs if new != spec]
-
-
-_SETTINGS: dict[str, tuple[type[Setting], Registry[Any]]] = {
-    "optimizer": (Optimizer, OPTIMIZERS),
-    "initializer": (Initializer, INITIALIZERS),
-    "admission": (Admission, ADMISSIONS),
-    "expiry": (Expiry, EXPIRIES),
-}

@@ -4,20 +4,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated
 
+from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import AdmitAll, AdmitProbability
 from persia_torchrec.embedding.initializer import Uniform
-from persia_torchrec.embedding.setting import (
-    Admission,
-    Fraction,
-    Initializer,
-    NonNegative,
-    Rule,
-    Setting,
-)
 
 
 @dataclass(frozen=True)
-class EmbeddingConfig(Setting):
+class EmbeddingConfig(setting.Setting):
     """What every table has in common: how rows start, and how far they may go.
 
     Args:
@@ -28,29 +21,25 @@ class EmbeddingConfig(Setting):
             draws again at each lookup); the others read zeros.
         weight_bound: after an update each weight is clamped to
             ``[-weight_bound, weight_bound]``; ``>= 0``, and 0 switches the bound off.
-
-    Example:
-        >>> EmbeddingConfig(emb_initialization=(-0.1, 0.1)).weight_bound
-        10
     """
 
     emb_initialization: Annotated[
         tuple[float, float],
-        Rule(
+        setting.Rule(
             "two finite numbers (lower, upper) with lower <= upper",
             lambda pair: len(pair) == 2 and -inf < pair[0] <= pair[1] < inf,
         ),
     ] = (-0.01, 0.01)
-    admit_probability: Fraction = 1.0
-    weight_bound: NonNegative = 10
+    admit_probability: setting.Fraction = 1.0
+    weight_bound: setting.NonNegative = 10
 
     @property
-    def initializer(self) -> Initializer:
+    def initializer(self) -> setting.Initializer:
         """How the rows of every table start."""
         return Uniform(*self.emb_initialization)
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> setting.Admission:
         """Which ids of every table get a row."""
         if self.admit_probability == 1:
             return AdmitAll()

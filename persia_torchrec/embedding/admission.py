@@ -16,14 +16,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.kernel import GOLDEN, mulhi, prefetch, splitmix64
-from persia_torchrec.embedding.setting import (
-    Admission,
-    Fraction,
-    InsideOne,
-    Registry,
-    integer_in,
-)
 
 Words = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
@@ -115,9 +109,8 @@ def count_in_bloom(
 
 COUNT, CHAIN, OLDER, NEWER = 2, 3, 4, 5
 """Columns of the cells, of 4 bytes each."""
-USED, FREE, WAITING = 0, 1, 2
-"""Columns of cell 0, which has no id, count or chain: cells ever used, the first free
-one, candidates."""
+USED, FREE = 0, 1
+"""Columns of cell 0, which has no id: cells ever used, the first free one."""
 
 _CHUNK = 32
 _MOST = 2**32 - 1
@@ -204,7 +197,6 @@ def _take_cell(memory: Words, cells: Links, heads: Links, max_rows: np.int64) ->
     """Return a free cell; if there is none, that of the oldest candidate."""
     if cells[0, FREE] == 0 and cells[0, USED] == max_rows:
         _leave(int(cells[0, NEWER]), memory, cells, heads)
-    cells[0, WAITING] += np.uint32(1)
     cell = int(cells[0, FREE])
     if cell == 0:
         cells[0, USED] += np.uint32(1)
@@ -224,9 +216,7 @@ def _leave(cell: int, memory: Words, cells: Links, heads: Links) -> None:
             before = int(cells[before, CHAIN])
         cells[before, CHAIN] = cells[cell, CHAIN]
     _leave_ring(cell, cells)
-    cells[cell, NEWER] = cells[0, FREE]
-    cells[0, FREE] = cell
-    cells[0, WAITING] -= np.uint32(1)
+    cells[cell, NEWER], cells[0, FREE] = cells[0, FREE], cell
 
 
 def _leave_ring(cell: int, cells: Links) -> None:
@@ -236,7 +226,7 @@ def _leave_ring(cell: int, cells: Links) -> None:
 
 
 @dataclass(frozen=True)
-class AdmitAll(Admission):
+class AdmitAll(setting.Admission):
     """Give every id a row when training first looks it up.
 
     ``unadmitted_value`` is for ids without a row that evaluation looks up.
@@ -246,7 +236,7 @@ class AdmitAll(Admission):
 
 
 @dataclass(frozen=True)
-class AdmitProbability(Admission):
+class AdmitProbability(setting.Admission):
     """Give a fraction of the ids a row, drawn by id.
 
     An id is in or out for good: the draw follows from the id and the table's seed, so
@@ -259,7 +249,7 @@ class AdmitProbability(Admission):
     kind: ClassVar[str] = "probability"
     kernel = staticmethod(_admit_drawn)
 
-    probability: Fraction
+    probability: setting.Fraction
 
     def kernel_numbers(self, seed: int) -> tuple[int, ...]:
         """Return the seed, and how many of ``2**63`` draws win."""
@@ -267,27 +257,23 @@ class AdmitProbability(Admission):
 
 
 @dataclass(frozen=True)
-class AdmitFrequency(Admission):
+class AdmitFrequency(setting.Admission):
     """Give an id a row when it has been seen often enough, counted exactly.
 
     Each lookup of training adds how often its batch holds the id. The lookup that
-    reaches the threshold is already served from the new row. An id whose row is evicted
-    starts again at 0. Memory per server: 8 bytes per id that may wait, and 32 more per
-    id that does. Where a million wait, counting takes 85 ns per id, or 225 ns if it
-    makes the oldest leave (one core of a Xeon at 2.5 GHz).
-
-    Args:
-        threshold: how often an id must be seen, in ``[1, 2**32 - 1]``.
-        max_waiting_rows: ids counted at the same time, in ``[1, 2**32 - 2]``; when one
-            more comes, the id that was seen least recently is forgotten.
-        unadmitted_value: each weight of an id without a row.
+    reaches ``threshold``, in ``[1, 2**32 - 1]``, is already served from the new row. An
+    id whose row is evicted starts again at 0. At most ``max_waiting_rows``, in
+    ``[1, 2**32 - 2]``, are counted at the same time; when one more comes, the id that
+    was seen least recently is forgotten. Memory per server: 8 bytes per id that may
+    wait, and 32 more per id that does. Where a million wait, counting takes 85 ns per
+    id, or 225 ns if it makes the oldest leave (one core of a Xeon at 2.5 GHz).
     """
 
     kind: ClassVar[str] = "frequency"
     kernel = staticmethod(_admit_frequent)
 
-    threshold: Annotated[int, integer_in(1, 2**32 - 1)]
-    max_waiting_rows: Annotated[int, integer_in(1, 2**32 - 2)] = 1_000_000
+    threshold: Annotated[int, setting.integer_in(1, 2**32 - 1)]
+    max_waiting_rows: Annotated[int, setting.integer_in(1, 2**32 - 2)] = 1_000_000
 
     def kernel_numbers(self, seed: int) -> tuple[int, ...]:
         """Return the threshold, and how many ids may wait."""
@@ -299,14 +285,17 @@ class AdmitFrequency(Admission):
 
 
 @dataclass(frozen=True)
-class AdmitBloom(Admission):
+class AdmitBloom(setting.Admission):
     """Give an id a row when it has been seen often enough, counted with few bytes.
 
-    As ``AdmitFrequency``, with a counting Bloom filter of one-byte counters: an id
-    raises the ``k`` counters that its hashes name, and its frequency is the least of
-    them. Ids share counters, so that an id may get a row early; never late. Only the
-    counters that must rise do (Estan and Varghese, "New Directions in Traffic
-    Measurement and Accounting", SIGCOMM 2002). ::
+    As ``AdmitFrequency``, with a ``threshold`` in ``[1, 255]`` and a counting Bloom
+    filter of one-byte counters: an id raises the ``k`` counters that its hashes name,
+    and its frequency is the least of them. Ids share counters, so that an id may get a
+    row early; never late. Only the counters that must rise do (Estan and Varghese, "New
+    Directions in Traffic Measurement and Accounting", SIGCOMM 2002). A server expects
+    ``expected_ids`` different ids, in ``[1, 2**48]``; when it has seen them,
+    ``false_positive_rate``, in ``(0, 1)``, is the fraction of ids that may find all
+    their counters raised by others::
 
         m = ceil(-ln(false_positive_rate) / ln(2)**2 * expected_ids)    bytes per server
         k = ceil(log2(1 / false_positive_rate))
@@ -316,26 +305,14 @@ class AdmitBloom(Admission):
     gets one at once when it returns, and more ids than expected raise the fraction of
     those that come early. With 7 hashes, counting takes 45 ns per id in 10 MB of
     counters, 90 ns in 96 MB (one core of a Xeon at 2.5 GHz).
-
-    Args:
-        threshold: how often an id must be seen, in ``[1, 255]``.
-        expected_ids: different ids that a server will see, in ``[1, 2**48]``.
-        false_positive_rate: fraction of ids that may find all their counters raised by
-            others when that many have been seen, in ``(0, 1)``.
-        unadmitted_value: each weight of an id without a row.
-
-    Example:
-        >>> bloom = AdmitBloom(3, expected_ids=1_000_000)
-        >>> bloom.num_counters, bloom.num_hashes
-        (9585059, 7)
     """
 
     kind: ClassVar[str] = "bloom"
     kernel = staticmethod(_admit_bloom)
 
-    threshold: Annotated[int, integer_in(1, 255)]
-    expected_ids: Annotated[int, integer_in(1, 2**48)]
-    false_positive_rate: InsideOne = 0.01
+    threshold: Annotated[int, setting.integer_in(1, 255)]
+    expected_ids: Annotated[int, setting.integer_in(1, 2**48)]
+    false_positive_rate: setting.InsideOne = 0.01
 
     @property
     def num_counters(self) -> int:
@@ -357,7 +334,7 @@ class AdmitBloom(Admission):
         return -(-self.num_counters // 8)
 
 
-ADMISSIONS: Registry[Admission] = Registry(
-    "An admission", AdmitAll, AdmitProbability, AdmitFrequency, AdmitBloom
+ADMISSIONS: setting.Registry[setting.Admission] = setting.Registry(
+    setting.Admission, AdmitAll, AdmitProbability, AdmitFrequency, AdmitBloom
 )
 """Every admission that servers can apply."""

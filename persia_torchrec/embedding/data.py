@@ -50,12 +50,7 @@ from persia_torchrec.errors import BatchError, FrameError
 MAX_BATCH_SIZE = 65_535
 """Most samples in a batch."""
 
-DTYPES = tuple(
-    np.dtype(name)
-    for name in (
-        "bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64"
-    )
-)  # fmt: skip
+DTYPES = tuple(map(np.dtype, ("?", "i1", "i2", "i4", "i8", "u1", "f4", "f8")))
 """What dense features and labels may be made of."""
 
 MAGIC = b"PTRB"
@@ -417,9 +412,7 @@ def _encode(batch: PersiaBatch, features: Sequence[IDFeature]) -> bytes:
     return b"".join(padded)
 
 
-def _decode(
-    data: Buffer,
-) -> tuple[int | None, list[IDFeature], dict[str, Any]]:
+def _decode(data: Buffer) -> tuple[int | None, list[IDFeature], dict[str, Any]]:
     """Read a batch's number, its features, and the arguments beside them by name."""
     reader = _SectionReader(data)
     header = reader.header
@@ -429,23 +422,23 @@ def _decode(
     meta = None
     if header.meta_bytes is not None:
         meta = bytes(reader.read(header.meta_bytes, "meta"))
-    reader.expect_end()
-    rest = {
-        "non_id_type_features": tuple(dense),
-        "labels": tuple(labels),
-        "batch_size": header.batch_size,
-        "requires_grad": header.requires_grad,
-        "meta": meta,
-    }
-    return header.batch_id, features, rest
+    if reader.offset != len(reader.data):
+        raise FrameError(
+            f"The bytes of a batch must end with it, after {reader.offset}. "
+            f"Received: {len(reader.data)} bytes."
+        )
+    parts = {"non_id_type_features": tuple(dense), "labels": tuple(labels)}
+    size, requires_grad = header.batch_size, header.requires_grad
+    rest = {"batch_size": size, "requires_grad": requires_grad, "meta": meta}
+    return header.batch_id, features, {**parts, **rest}
 
 
 class _SectionReader:
     """Reads one section after the other, never beyond the end; arrays are views."""
 
     def __init__(self, data: Buffer) -> None:
-        self._data = memoryview(data).cast("B")
-        self._offset = 0
+        self.data = memoryview(data).cast("B")
+        self.offset = 0
         magic, version, num_bytes = _FRAME.unpack(self.read(_FRAME.size, "the frame"))
         if magic != MAGIC:
             raise FrameError(
@@ -482,25 +475,17 @@ class _SectionReader:
 
     def read(self, num_bytes: int, what: str) -> memoryview:
         """Return the next section, and step over it and its padding."""
-        start, end = self._offset, self._offset + num_bytes
+        start, end = self.offset, self.offset + num_bytes
         padded = end + -num_bytes % _ALIGNMENT
-        if padded > len(self._data):
+        if padded > len(self.data):
             raise FrameError(
                 f"The bytes of a batch must not end within {what}. "
-                f"Received: {len(self._data)} bytes."
+                f"Received: {len(self.data)} bytes."
             )
-        if any(self._data[end:padded]):
+        if any(self.data[end:padded]):
             raise FrameError(f"The padding of {what} must be zeros.")
-        self._offset = padded
-        return self._data[start:end]
-
-    def expect_end(self) -> None:
-        """Raise FrameError if there are bytes beyond the last section."""
-        if self._offset != len(self._data):
-            raise FrameError(
-                f"The bytes of a batch must end with it, after {self._offset}. "
-                f"Received: {len(self._data)} bytes."
-            )
+        self.offset = padded
+        return self.data[start:end]
 
     def _read_array(
         self, dtype: np.dtype[S], shape: tuple[int, ...], what: str

@@ -26,12 +26,10 @@ class Expiry(Setting):
     Lookups keep no row alive. Optimizer state does not count towards the norm.
     ``spared_steps`` needs ``min_l2_norm``.
 
-    DeepRec has the first and the third condition, both while a full checkpoint is
-    written and at no other time. Its first is the same, but that a row never updated
-    counts as just updated; its third compares half the squared norm, and spares no row:
-    with weights that start at ``1 / sqrt(dim)``, a threshold of 1 drops nearly every
-    young row there. Here a ``min_l2_norm`` above the norm of the initial weights needs
-    ``spared_steps`` enough for a row to grow.
+    A ``min_l2_norm`` above the norm of the initial weights needs ``spared_steps``
+    enough for a row to grow. DeepRec has the first and the third condition, both only
+    while a full checkpoint is written. In its first a row never updated counts as just
+    updated; its third compares half the squared norm, and spares no row.
     """
 
     kind: ClassVar[str] = "expiry"
@@ -55,5 +53,5 @@ class Expiry(Setting):
         return any((self.steps_to_live, self.seconds_to_live, self.min_l2_norm))
 
 
-EXPIRIES: Registry[Expiry] = Registry("An expiry", Expiry)
+EXPIRIES: Registry[Expiry] = Registry(Expiry, Expiry)
 """The one kind of expiry."""

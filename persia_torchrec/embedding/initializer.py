@@ -13,14 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.kernel import Pointer
-from persia_torchrec.embedding.setting import (
-    Finite,
-    Initializer,
-    NonNegative,
-    Positive,
-    Registry,
-)
 
 State = tuple[np.uint64, np.uint64, np.uint64, np.uint64]
 """Of the random number generator."""
@@ -119,44 +113,28 @@ _ODD_RECIPROCALS = tuple(1.0 / n for n in range(23, 0, -2))
 # Statistics 1988).
 # fmt: off
 _CENTRE = (
-    (
-        2509.0809287301226727, 33430.575583588128105, 67265.770927008700853,
-        45921.953931549871457, 13731.693765509461125, 1971.5909503065514427,
-        133.14166789178437745, 3.387132872796366608,
-    ),
-    (
-        5226.495278852545925, 28729.085735721942674, 39307.89580009271061,
-        21213.794301586595867, 5394.1960214247511077, 687.1870074920579083,
-        42.313330701600911252, 1.0,
-    ),
+    (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853,
+     45921.953931549871457, 13731.693765509461125, 1971.5909503065514427,
+     133.14166789178437745, 3.387132872796366608),
+    (5226.495278852545925, 28729.085735721942674, 39307.89580009271061,
+     21213.794301586595867, 5394.1960214247511077, 687.1870074920579083,
+     42.313330701600911252, 1.0),
 )
 _SIDE = (
-    (
-        7.7454501427834140764e-4, 0.0227238449892691845833,
-        0.24178072517745061177, 1.27045825245236838258,
-        3.64784832476320460504, 5.7694972214606914055,
-        4.6303378461565452959, 1.42343711074968357734,
-    ),
-    (
-        1.05075007164441684324e-9, 5.475938084995344946e-4,
-        0.0151986665636164571966, 0.14810397642748007459,
-        0.68976733498510000455, 1.6763848301838038494,
-        2.05319162663775882187, 1.0,
-    ),
+    (7.7454501427834140764e-4, 0.0227238449892691845833, 0.24178072517745061177,
+     1.27045825245236838258, 3.64784832476320460504, 5.7694972214606914055,
+     4.6303378461565452959, 1.42343711074968357734),
+    (1.05075007164441684324e-9, 5.475938084995344946e-4, 0.0151986665636164571966,
+     0.14810397642748007459, 0.68976733498510000455, 1.6763848301838038494,
+     2.05319162663775882187, 1.0),
 )
 _TAIL = (
-    (
-        2.01033439929228813265e-7, 2.71155556874348757815e-5,
-        0.0012426609473880784386, 0.026532189526576123093,
-        0.29656057182850489123, 1.7848265399172913358,
-        5.4637849111641143699, 6.6579046435011037772,
-    ),
-    (
-        2.04426310338993978564e-15, 1.4215117583164458887e-7,
-        1.8463183175100546818e-5, 7.868691311456132591e-4,
-        0.0148753612908506148525, 0.13692988092273580531,
-        0.59983220655588793769, 1.0,
-    ),
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 0.0012426609473880784386,
+     0.026532189526576123093, 0.29656057182850489123, 1.7848265399172913358,
+     5.4637849111641143699, 6.6579046435011037772),
+    (2.04426310338993978564e-15, 1.4215117583164458887e-7, 1.8463183175100546818e-5,
+     7.868691311456132591e-4, 0.0148753612908506148525, 0.13692988092273580531,
+     0.59983220655588793769, 1.0),
 )
 # fmt: on
 
@@ -224,7 +202,7 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Uniform(Initializer):
+class Uniform(setting.Initializer):
     """Draw each weight uniformly from ``[lower, upper)``, as PERSIA does.
 
     If both bounds are equal, they are every weight. ::
@@ -235,8 +213,8 @@ class Uniform(Initializer):
     kind: ClassVar[str] = "uniform"
     kernel = staticmethod(_draw_uniform)
 
-    lower: Finite = -0.01
-    upper: Finite = 0.01
+    lower: setting.Finite = -0.01
+    upper: setting.Finite = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,7 +226,7 @@ class Uniform(Initializer):
 
 
 @dataclass(frozen=True)
-class InverseSqrtDim(Initializer):
+class InverseSqrtDim(setting.Initializer):
     """Draw each weight uniformly from ``[-1 / sqrt(dim), 1 / sqrt(dim))``.
 
     The weights of a row of any dim then have the same sum of squares: 1/3 on average.
@@ -263,14 +241,14 @@ class InverseSqrtDim(Initializer):
 
 
 @dataclass(frozen=True)
-class Normal(Initializer):
+class Normal(setting.Initializer):
     """Draw each weight from the normal distribution of deviation ``std``, ``>= 0``."""
 
     kind: ClassVar[str] = "normal"
     kernel = staticmethod(_draw_normal)
 
-    mean: Finite = 0.0
-    std: NonNegative = 0.01
+    mean: setting.Finite = 0.0
+    std: setting.NonNegative = 0.01
 
     def fill_numbers(self, dim: int) -> tuple[float, ...]:
         """Return mean, std; half of all probability, within no bound."""
@@ -278,7 +256,7 @@ class Normal(Initializer):
 
 
 @dataclass(frozen=True)
-class TruncatedNormal(Initializer):
+class TruncatedNormal(setting.Initializer):
     """Draw each weight from the normal distribution without its tails.
 
     The density is the normal one within ``mean +- bound * std`` and 0 outside: what
@@ -292,9 +270,9 @@ class TruncatedNormal(Initializer):
     kind: ClassVar[str] = "truncated_normal"
     kernel = staticmethod(_draw_normal)
 
-    mean: Finite = 0.0
-    std: NonNegative = 0.01
-    bound: Positive = 2.0
+    mean: setting.Finite = 0.0
+    std: setting.NonNegative = 0.01
+    bound: setting.Positive = 2.0
 
     def fill_numbers(self, dim: int) -> tuple[float, ...]:
         """Return mean, std, the probability of one side, bound."""
@@ -302,20 +280,20 @@ class TruncatedNormal(Initializer):
 
 
 @dataclass(frozen=True)
-class Constant(Initializer):
+class Constant(setting.Initializer):
     """Make each weight the same number."""
 
     kind: ClassVar[str] = "constant"
     kernel = staticmethod(_draw_constant)
 
-    value: Finite
+    value: setting.Finite
 
     def fill_numbers(self, dim: int) -> tuple[float, ...]:
         """Return the value."""
         return (self.value,)
 
 
-INITIALIZERS: Registry[Initializer] = Registry(
-    "An initializer", Uniform, InverseSqrtDim, Normal, TruncatedNormal, Constant
+INITIALIZERS: setting.Registry[setting.Initializer] = setting.Registry(
+    setting.Initializer, Uniform, InverseSqrtDim, Normal, TruncatedNormal, Constant
 )
 """Every initializer that servers can apply."""

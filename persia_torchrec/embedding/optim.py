@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.kernel import ONE, ZERO, Pointer, divide, sum_of_squares
 from persia_torchrec.embedding.optim_adam import (
     LAMB,
@@ -25,17 +26,7 @@ from persia_torchrec.embedding.optim_adam import (
     RowwiseAdam,
     RowwiseLAMB,
 )
-from persia_torchrec.embedding.setting import (
-    BelowOne,
-    InsideOne,
-    Kernel,
-    NonNegative,
-    Optimizer,
-    Positive,
-    Registry,
-    Rule,
-    is_finite,
-)
+from persia_torchrec.embedding.setting import Kernel, Optimizer, Registry, Rule
 
 __all__ = [
     "FTRL",
@@ -100,8 +91,8 @@ class SGD(Optimizer):
         "torchrec.optim.SGD": _SGD_TWIN,
     }
 
-    momentum: BelowOne = 0.0
-    weight_decay: NonNegative = 0.0
+    momentum: setting.BelowOne = 0.0
+    weight_decay: setting.NonNegative = 0.0
 
     def initial_state(self, dim: int) -> Floats:
         """Return ``b`` with momentum, else nothing."""
@@ -169,13 +160,13 @@ class Adagrad(Optimizer):
         "torchrec.optim.RowWiseAdagrad": {**_ADAGRAD_TWIN, "vectorwise_shared": True},
     }
 
-    lr: NonNegative = 1e-2
-    initial_accumulator_value: NonNegative = 1e-2
-    weight_decay: NonNegative = 0.0
+    lr: setting.NonNegative = 1e-2
+    initial_accumulator_value: setting.NonNegative = 1e-2
+    weight_decay: setting.NonNegative = 0.0
     g_square_momentum: Annotated[
         float, Rule("in (0, 1]", lambda value: 0 < value <= 1)
     ] = 1.0
-    eps: NonNegative = 1e-10
+    eps: setting.NonNegative = 1e-10
     vectorwise_shared: bool = False
 
     @property
@@ -242,13 +233,11 @@ class AdagradDecay(Optimizer):
     kind: ClassVar[str] = "adagrad_decay"
     kernel = staticmethod(_step_decaying)
 
-    lr: NonNegative = 1e-2
+    lr: setting.NonNegative = 1e-2
     _: KW_ONLY
-    initial_accumulator_value: Positive = 0.1
-    decay_step: Annotated[
-        int, Rule("an integer >= 1", lambda value: type(value) is int and value >= 1)
-    ] = 100_000
-    decay_rate: InsideOne = 0.9
+    initial_accumulator_value: setting.Positive = 0.1
+    decay_step: Annotated[int, setting.integer_in(1, 2**48)] = 100_000
+    decay_rate: setting.InsideOne = 0.9
 
     def initial_state(self, dim: int) -> Floats:
         """Return accumulators at their start, in period 0."""
@@ -303,11 +292,11 @@ class LARS(Optimizer):
         "torchrec.optim.LarsSGD": {**_SGD_TWIN, "eta": 0.001, "momentum": 0.9}
     }
 
-    lr: NonNegative = 1e-2
+    lr: setting.NonNegative = 1e-2
     _: KW_ONLY
-    eta: Positive = 1e-3
-    momentum: BelowOne = 0.9
-    weight_decay: NonNegative = 0.0
+    eta: setting.Positive = 1e-3
+    momentum: setting.BelowOne = 0.9
+    weight_decay: setting.NonNegative = 0.0
 
     def initial_state(self, dim: int) -> Floats:
         """Return ``b`` with momentum, else nothing."""
@@ -376,15 +365,13 @@ class FTRL(Optimizer):
     kind: ClassVar[str] = "ftrl"
     kernel = staticmethod(_step_ftrl)
 
-    lr: Positive = 1e-3
+    lr: setting.Positive = 1e-3
     _: KW_ONLY
-    lr_power: Annotated[
-        float, Rule("finite and <= 0", lambda value: is_finite(value) and value <= 0)
-    ] = -0.5
-    l1: NonNegative = 0.0
-    l2: NonNegative = 0.0
-    initial_accumulator_value: NonNegative = 0.1
-    beta: NonNegative = 0.0
+    lr_power: setting.NonPositive = -0.5
+    l1: setting.NonNegative = 0.0
+    l2: setting.NonNegative = 0.0
+    initial_accumulator_value: setting.NonNegative = 0.1
+    beta: setting.NonNegative = 0.0
 
     def initial_state(self, dim: int) -> Floats:
         """Return ``n`` at its start and ``z`` at 0."""
@@ -398,7 +385,7 @@ class FTRL(Optimizer):
 
 
 OPTIMIZERS: Registry[Optimizer] = Registry(
-    "An optimizer",
+    Optimizer,
     SGD,
     Adagrad,
     AdagradDecay,

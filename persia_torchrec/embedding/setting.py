@@ -42,28 +42,35 @@ def integer_in(lowest: int, highest: int) -> Rule:
     )
 
 
-def is_finite(value: object) -> bool:
+def _is_finite(value: object) -> bool:
     """Return whether a value is a number that float32 holds as a finite one."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return abs(value) <= _FLOAT32_RANGE
 
 
-Finite = Annotated[float, Rule("a finite number", is_finite)]
+Finite = Annotated[float, Rule("a finite number", _is_finite)]
 NonNegative = Annotated[
-    float, Rule("finite and >= 0", lambda value: is_finite(value) and value >= 0)
+    float, Rule("finite and >= 0", lambda value: _is_finite(value) and value >= 0)
+]
+NonPositive = Annotated[
+    float, Rule("finite and <= 0", lambda value: _is_finite(value) and value <= 0)
 ]
 Positive = Annotated[
-    float, Rule("finite and > 0", lambda value: is_finite(value) and value > 0)
+    float, Rule("finite and > 0", lambda value: _is_finite(value) and value > 0)
 ]
 Fraction = Annotated[float, Rule("in [0, 1]", lambda value: 0 <= value <= 1)]
 BelowOne = Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)]
 InsideOne = Annotated[float, Rule("in (0, 1)", lambda value: 0 < value < 1)]
+NonEmpty = Annotated[
+    str, Rule("a string that is not empty", lambda value: value and type(value) is str)
+]
 Flag = Annotated[bool, Rule("True or False", lambda value: isinstance(value, bool))]
 
 
 @cache
-def _rules(cls: type) -> list[tuple[str, Rule]]:
+def rules_of(cls: type) -> list[tuple[str, Any]]:
+    """Return the rules of a setting's fields, each a :class:`Rule` or a registry."""
     hints = get_type_hints(cls, include_extras=True)
     return [
         (field.name, rule)
@@ -85,7 +92,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        for name, rule in _rules(cls):
+        for name, rule in rules_of(cls):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
@@ -215,13 +222,22 @@ S = TypeVar("S", bound=Setting)
 
 
 class Registry(Generic[S]):
-    """The classes of one base by kind; ``noun`` is what messages call one of them."""
+    """The classes of one base by kind; as an annotation, the rule of such a setting."""
 
-    def __init__(self, noun: str, *classes: type[S]) -> None:
-        self._noun = noun
+    def __init__(self, base: Any, *classes: type[S]) -> None:
+        self._base, self._noun = base, f"An {base.__name__.lower()}"
         self.classes: dict[str, type[S]] = {}
         for cls in classes:
             self.register(cls)
+
+    @property
+    def must(self) -> str:
+        """What a field must be."""
+        return f"one of {', '.join(sorted(c.__name__ for c in self.classes.values()))}"
+
+    def holds(self, value: object) -> bool:
+        """Return whether a value is such a setting, registered or not."""
+        return isinstance(value, self._base)
 
     def register(self, cls: type[S]) -> type[S]:
         """Make a class known under its kind; usable as a decorator."""

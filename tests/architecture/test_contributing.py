@@ -11,7 +11,7 @@ import pytest
 from persia_torchrec.embedding.admission import ADMISSIONS
 from persia_torchrec.embedding.initializer import INITIALIZERS
 from persia_torchrec.embedding.optim import OPTIMIZERS, SGD
-from persia_torchrec.embedding.setting import Registry
+from persia_torchrec.embedding.setting import Registry, Setting
 from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -41,7 +41,7 @@ def load(tmp_path, monkeypatch):
 
 def registered(registry, cls, **arguments):
     """Return a setting as a registry reads it, which knows one more class."""
-    more = Registry("A setting", *registry.classes.values(), cls)
+    more = Registry(Setting, *registry.classes.values(), cls)
     setting = cls(**arguments)
     assert more.from_json(setting.to_json()) == setting
     return setting

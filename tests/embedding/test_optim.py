@@ -164,7 +164,11 @@ def test_a_number_that_is_divided_by_must_be_positive(cls, name, value):
         (Adagrad, {"g_square_momentum": 0}, r"g_square_momentum must be in \(0, 1\]"),
         (Adagrad, {"g_square_momentum": 1.1}, r"must be in \(0, 1\]"),
         *(
-            (AdagradDecay, {"decay_step": value}, "decay_step must be an integer >= 1")
+            (
+                AdagradDecay,
+                {"decay_step": value},
+                r"decay_step must be an integer in \[1, ",
+            )
             for value in (0, -1, 10.0, True)
         ),
         *(

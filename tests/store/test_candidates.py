@@ -16,7 +16,6 @@ from persia_torchrec.embedding.admission import (
     COUNT,
     NEWER,
     OLDER,
-    WAITING,
     AdmitFrequency,
     count_candidates,
     forget_candidates,
@@ -50,7 +49,7 @@ class Candidates:
 
     @property
     def num_waiting(self):
-        return int(self.cells[0, WAITING])
+        return len(self.oldest_first())
 
     def add(self, ids, counts):
         return run_count(self.memory, self.numbers, ids, counts)
@@ -69,14 +68,14 @@ class Candidates:
     def check(self):
         """Raise AssertionError if ring, chains and number do not agree."""
         ids = [id_ for id_, _ in self.oldest_first()]
-        assert len(ids) == len(set(ids)) == self.num_waiting <= self.max_rows
+        assert len(ids) == len(set(ids)) <= self.max_rows
         num_chained = 0
         for cell in self.heads[self.heads != 0].tolist():
             while cell:
                 num_chained += 1
                 newer, older = self.cells[cell, [NEWER, OLDER]]
                 assert self.cells[newer, OLDER] == cell == self.cells[older, NEWER]
-                assert num_chained <= self.num_waiting
+                assert num_chained <= len(ids)
                 cell = int(self.cells[cell, CHAIN])
         assert num_chained == len(ids)
 
