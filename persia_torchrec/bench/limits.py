@@ -40,7 +40,7 @@ from persia_torchrec.intrinsics import copy_bytes, floats_at, unowned
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.lookup import prefetch_row
+from persia_torchrec.store.loops import prefetch_row
 from persia_torchrec.store.memory import reserve
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.table import TableSpec

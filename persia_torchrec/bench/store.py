@@ -20,6 +20,7 @@ from persia_torchrec.bench.filled import FilledStore
 from persia_torchrec.bench.harness import RATES, Benchmark, Table, Timings, interleave
 from persia_torchrec.bench.reference import Numbers, ids_of, require
 from persia_torchrec.bench.workload import MEMORY_COPY, TURN, MemoryCopy, Workload
+from persia_torchrec.store.memory import MISSING
 
 RATES_HEADER = f"{RATES} | of memory copy"
 _SIZES_DIM, _HEADER_BYTES, _CACHED_BYTES, _NO_SLOT = 16, 16, 2**19, 0xFFFFFFFF
@@ -78,7 +79,7 @@ class Evictions:
             drawn = [self._draw(num_new) for _ in range(TURN + 1)]
             self.filled.steady(kind, [numbers for numbers, _ in drawn], timings)
             oldest = ids_of(np.concatenate([left for _, left in drawn]))
-            kept = int(self.filled.store.has(0, oldest).sum())
+            kept = int((self.filled.store.find(0, oldest) != MISSING).sum())
             require("least recently used rows still there", received=kept, expected=0)
             self._copy.turn(timings)
 

@@ -41,8 +41,12 @@ from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.recency import classify_all
-from persia_torchrec.store.row_columns import METADATA_WORDS, RowColumns
-from persia_torchrec.store.row_moves import RowChanges, RowImport
+from persia_torchrec.store.row_moves import (
+    METADATA_WORDS,
+    RowColumns,
+    RowImport,
+    put_changes,
+)
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
@@ -136,12 +140,14 @@ def apply_increment(
         for first in range(0, len(ids_N), _SLICE_ROWS):
             store.remove(numbers[table], ids_N[first : first + _SLICE_ROWS])
             yield 0
-    rows_in = RowChanges(store)
-    for table, rows in increment.rows:
-        number = numbers[table]
-        rows_in.put(number, _with_metadata(rows, states[number]))
-        yield len(rows)
-    rows_in.finish(head.tick)
+    yield from put_changes(
+        store,
+        (
+            (numbers[table], _with_metadata(rows, states[numbers[table]]))
+            for table, rows in increment.rows
+        ),
+    )
+    store.tick = max(store.tick, head.tick)
     for number, saved in zip(numbers, head.tables, strict=True):
         previous = 0 if head.was_cleared else states[number].num_updates
         states[number].num_updates = max(previous, saved.num_updates)
@@ -252,11 +258,10 @@ class ShardLoad(BackgroundTask):
             np.array(numbers, dtype=np.uint16)[self._table_of],
             self._frequencies,
         )
-        first = 0
         for name, rows, is_own_N in self._read_rows():
             number = number_of[name]
             fitting = _with_metadata(rows, store.states[number])
-            first = rows_in.add(number, first, fitting, is_own_N)
+            rows_in.add(number, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
         for log, number in self._increments:
             self.require_not_cancelled()

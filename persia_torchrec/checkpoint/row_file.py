@@ -22,7 +22,7 @@ import numpy.typing as npt
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.store.row_columns import RowColumns, RowShape
+from persia_torchrec.store.row_moves import RowColumns, RowShape
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
@@ -61,7 +61,7 @@ class SavedTable(msgspec.Struct, frozen=True):
     @property
     def shape(self) -> RowShape:
         """The shape of its columns."""
-        return RowShape.of(self.spec, has_metadata=self.has_metadata)
+        return RowShape(self.spec, self.has_metadata)
 
 
 @lru_cache(maxsize=1024)  # a server describes the same tables every few seconds

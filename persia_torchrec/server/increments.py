@@ -44,8 +44,7 @@ from persia_torchrec.routing.shard import unique_ids
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.journal import Changes
-from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
-from persia_torchrec.store.row_moves import gather_rows
+from persia_torchrec.store.row_moves import POSITION_BITS, RowColumns, gather_rows
 
 logger = logging.getLogger(__name__)
 

@@ -5,41 +5,30 @@ One thread owns a store; nothing here locks.
     ids --index--> slots --memory--> weights
                      |
                   recency: a training lookup refreshes; nothing else does
-
-Dimension key:
-    N: ids of one request
-    D: embedding dim
-    S: optimizer-state floats per row
-    T: tables
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.store import lookup, memory
-from persia_torchrec.store.expiry import sweep_slots
+from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index
 from persia_torchrec.store.journal import ChangeJournal, UsedRows
 from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Tally, Words
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
 from persia_torchrec.store.tables import TableState
-from persia_torchrec.store.update import UpdateResult
 from persia_torchrec.table import TableSpec
 
 Eviction = Literal["lru", "lfu"]
 """Which row leaves a full store: the least recently, or least frequently used."""
-
-Numbers = npt.NDArray[np.uint32]
 
 MAX_SCANNED_SLOTS = 1 << 20
 """Slots that a scan walks over: a few milliseconds where no row is of the table."""
@@ -65,10 +54,7 @@ _NO_IDS = np.empty(0, dtype=np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class ScannedRows:
-    """Some rows of a table: different ids, and float32 ``(N, D + S)`` rows.
-
-    ``next_slot`` is where to continue; None at the end of the table.
-    """
+    """Rows ``(N, D + S)`` of different ids; ``next_slot`` is None at the end."""
 
     ids: Ids
     rows: Floats
@@ -85,10 +71,22 @@ class Metadata:
     1970) of the latter.
     """
 
-    frequency: Numbers
-    first_step: Numbers
-    last_step: Numbers
-    last_s: Numbers
+    frequency: Counts
+    first_step: Counts
+    last_step: Counts
+    last_s: Counts
+
+
+class UpdateResult(NamedTuple):
+    """How many gradients were not applied.
+
+    ``num_missed`` had no row, of which ``num_unadmitted`` were never admitted, the
+    others evicted; ``num_refused`` held NaN or an infinity.
+    """
+
+    num_missed: int
+    num_refused: int
+    num_unadmitted: int = 0
 
 
 class EmbeddingStore:
@@ -156,10 +154,9 @@ class EmbeddingStore:
         self.tally[memory.TICK] = tick
 
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
-        """Make tables known, or change those that are; when one cannot be, do nothing.
+        """Add tables, or change known ones; return their numbers.
 
-        Returns the number of each table. The rows of a known table must keep their
-        form; initial values, learning rate, admission and the like may change.
+        The rows of a known table keep their form. An error changes no table.
         """
         for name, times in Counter(spec.name for spec in specs).items():
             if times > 1:
@@ -206,12 +203,10 @@ class EmbeddingStore:
 
         ``training`` counts each row as used, then makes the missing rows in the order
         of the ids, evicting if need be. An id that is not admitted, and without
-        ``training`` every id that has no row, reads the table's ``unadmitted_value``,
-        and nothing changes.
-
+        ``training`` every id that has no row, reads the table's ``unadmitted_value``.
         ``out_ND`` is C-contiguous. ``counts_N`` is how often each id is in the batch;
-        once each if not given. Returns the slots, hints for :meth:`update`; none
-        without ``training``.
+        once each if not given. Returns the slots, hints for :meth:`update`, in
+        training only.
         """
         state = self.states[table]
         layout = state.layout
@@ -219,7 +214,7 @@ class EmbeddingStore:
             ids_N = read_only(ids_N)
         if not training:
             value = np.float32(state.spec.admission.unadmitted_value)
-            lookup.lookup_readonly(layout, ids_N, out_ND, value)
+            loops.lookup_readonly(layout, ids_N, out_ND, value)
             return _NO_SLOTS
         if counts_N is None:
             counts_N = _NO_COUNTS
@@ -228,10 +223,10 @@ class EmbeddingStore:
         slots_N = np.empty(len(ids_N), dtype=np.uint32)
         missing_N = np.empty(len(ids_N), dtype=np.int64)
         arguments = layout, ids_N, counts_N, out_ND, slots_N, missing_N
-        num_missing = lookup.lookup_training(*arguments)
-        if num_missing == lookup.NO_ROOM:
+        num_missing = loops.lookup_training(*arguments)
+        if num_missing == loops.NO_ROOM:
             self.logs.make_room(self.directory, len(ids_N))
-            num_missing = lookup.lookup_training(*arguments)
+            num_missing = loops.lookup_training(*arguments)
         missing = admitted = _NO_INDICES
         if num_missing:
             missing = missing_N[:num_missing].copy()  # the journal may keep it
@@ -251,16 +246,15 @@ class EmbeddingStore:
         grads_ND: Floats,
         hints_N: Slots | None = None,
     ) -> UpdateResult:
-        """Apply the table's optimizer to the rows of ids; refreshes no row.
+        """Apply the table's optimizer to the rows of ids, repeated ones twice.
 
-        A repeated id is updated twice. ``hints_N`` is what the lookup of these ids
-        returned; each hint is checked, and a wrong one costs time only. Missed and
-        refused gradients are counted.
+        ``hints_N`` is what the lookup of these ids returned; each hint is checked, and
+        a wrong one costs time only.
         """
         state = self.states[table]
         ids_N, grads_ND = read_only(ids_N), read_only(grads_ND)
         if hints_N is None or len(hints_N) != len(ids_N):
-            hints_N = lookup.find_slots(state.layout, ids_N)
+            hints_N = loops.find_slots(state.layout, ids_N)
         if self.journal.is_on:
             self.journal.updated(table, ids_N)
         hints_N = read_only(hints_N)
@@ -276,11 +270,10 @@ class EmbeddingStore:
         return UpdateResult(missed, refused, unadmitted)
 
     def write(self, table: int, ids_N: Ids, rows_NK: Floats) -> None:
-        """Set the rows of ids, making those that are missing, admitted or not.
+        """Set weights ``(N, D)``, or weights and state ``(N, D + S)``, of ids.
 
-        ``rows_NK`` holds weights ``(N, D)``, and optimizer state stays; or weights and
-        state, ``(N, D + S)``. In a full LFU store new rows may be the least frequent,
-        and leave for the next ones of the same request.
+        Missing rows are made, admitted or not. In a full LFU store new rows may be the
+        least frequent, and leave for the next ones of the same request.
         """
         if len(ids_N) > self.capacity_rows:
             raise StoreError(
@@ -299,30 +292,19 @@ class EmbeddingStore:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
         return self._read_slots(table, self.find(table, ids_N))
 
-    def scan(
-        self,
-        table: int,
-        start: int,
-        max_rows: int,
-        max_slots: int = MAX_SCANNED_SLOTS,
-    ) -> ScannedRows:
-        """Return the next rows of a table, a slice of slots at a time.
+    def scan(self, table: int, start: int, max_rows: int) -> ScannedRows:
+        """Return the next rows of a table, in the order of their slots.
 
-        A row keeps its slot as long as it lives. So a row that lives from the first
-        slice to the last is met exactly once, as it is when its slice is read. A row
-        that is made or taken out meanwhile may be met or not; one that is evicted and
-        comes back may be met twice.
-
-        ``start`` is 0, then ``next_slot`` of the previous slice. A slice ends after
-        ``max_rows`` rows or ``max_slots`` slots: it may be short, or empty, before the
-        end.
+        ``start`` is 0, then ``next_slot`` of the previous slice, which may be short, or
+        empty, before the end. A row that lives from the first slice to the last is met
+        exactly once; one that is evicted and comes back may be met twice.
         """
         state = self.states[table]
         words = self.arena(state)
         num_used = int(self.directory[int(state.layout[memory.ARENA]), memory.USED])
-        stop = min(start + max_slots, num_used)
+        stop = min(start + MAX_SCANNED_SLOTS, num_used)
         slots_N = np.empty(min(max_rows, max(stop - start, 0)), dtype=np.uint32)
-        num, next_slot = lookup.find_rows(state.layout, start, stop, slots_N)
+        num, next_slot = loops.find_rows(state.layout, start, stop, slots_N)
         slots_N = slots_N[:num]
         ids_N = np.ascontiguousarray(words[slots_N, 0])
         end = next_slot if next_slot < num_used else None
@@ -353,17 +335,12 @@ class EmbeddingStore:
 
     def find(self, table: int, ids_N: Ids) -> Slots:
         """Return the slot of each id, or ``MISSING``; uint32 ``(N,)``."""
-        return lookup.find_slots(self.states[table].layout, read_only(ids_N))
-
-    def has(self, table: int, ids_N: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each id whether it has a row; bool ``(N,)``."""
-        return self.find(table, ids_N) != memory.MISSING
+        return loops.find_slots(self.states[table].layout, read_only(ids_N))
 
     def sweep(self, max_rows: int) -> bool:
         """Take out rows that have expired, among the next ``max_rows`` slots.
 
-        Returns False at the end of a pass over all slots, and where no table has an
-        expiry.
+        Returns False at the end of a pass, and where no table has an expiry.
         """
         expiries = [state.spec.expiry for state in self.states]
         if not any(expiry.is_on for expiry in expiries):
@@ -375,7 +352,7 @@ class EmbeddingStore:
         while max_rows > 0 and arena < len(self.directory):
             num_used = int(self.directory[arena, memory.USED])
             stop = min(slot + max_rows, num_used)
-            sweep_slots((arena, slot, stop), layouts_T, rules_T, self._clock())
+            loops.sweep_slots((arena, slot, stop), layouts_T, rules_T, self._clock())
             # The store may have been cleared since the last slice.
             max_rows -= max(stop - slot, 0)
             arena, slot = (arena, stop) if stop < num_used else (arena + 1, 0)
@@ -386,7 +363,7 @@ class EmbeddingStore:
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""
         self.journal.make_room(len(ids_N))
-        lookup.remove_ids(self.states[table].layout, read_only(ids_N))
+        loops.remove_ids(self.states[table].layout, read_only(ids_N))
 
     def take_rows_of(self, other: "EmbeddingStore") -> None:
         """Take over the tables and rows of another store, which is not used again."""
@@ -398,7 +375,9 @@ class EmbeddingStore:
             memory.reserve_arena(self.capacity_rows, words.shape[1])
             for words in self.arenas
         ]
-        self.states = [state.cleared() for state in self.states]
+        for state in self.states:
+            state.num_updates = 0
+        self.states = [TableState(s.spec, s.layout, s.engine) for s in self.states]
         self.tally[memory.ROWS] = 0
         self._reserve()
         if self.journal.is_on:

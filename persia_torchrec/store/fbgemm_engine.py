@@ -1,4 +1,4 @@
-"""Apply updates with fbgemm's fused optimizers instead of the loop of ``update.py``.
+"""Apply updates with fbgemm's fused optimizers instead of the loop of ``loops.py``.
 
 fbgemm takes tables without gaps, in float32, and indices. So the rows of a request are
 copied into such tables, block by block; fbgemm steps them as bags of one id each:
@@ -7,22 +7,13 @@ copied into such tables, block by block; fbgemm steps them as bags of one id eac
     indices[0]             ...      row 0         row 0       row 0
     indices[1]             ...      row 1         row 1       row 1
 
-A block ends before an id that is in it already, so that the second gradient meets the
-row that the first one has left. Both engines compute the same. What is called is the
-backward operator that fbgemm registers with torch for CPU tables, by itself; its
-arguments were checked with fbgemm 1.8, and a version with others refuses the call. A
-block and fbgemm's own temporary tables are small enough to stay in a core's cache.
+A block stays in a core's cache, and ends before an id that is in it already, so that
+the second gradient meets the row that the first one has left. What is called is the
+backward operator that fbgemm registers with torch for CPU tables; its arguments were
+checked with fbgemm 1.8, and a version with others refuses the call.
 
-``auto`` chooses by ``engine_measurements.json``: nanoseconds per row of whole updates,
-copies included, which ``python -m persia_torchrec.bench engines --json
-engine_measurements.json`` has written on the machine that it names.
-
-Dimension key:
-    N: ids of one request
-    U: rows of one block
-    D: embedding dim
-    S: optimizer-state floats per row
-    Z: length of the set of slots, a power of two above U
+``auto`` chooses by ``engine_measurements.json``. The machine that it names has written
+it by ``python -m persia_torchrec.bench engines --json engine_measurements.json``.
 """
 
 import json
@@ -37,16 +28,15 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.intrinsics import copy_bytes, floats_at, unowned
 from persia_torchrec.store import memory
 from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.index import NOT_FOUND, index_at
-from persia_torchrec.store.lookup import prefetch_row
+from persia_torchrec.store.loops import find_hinted, finish_row, prefetch_row
 from persia_torchrec.store.memory import Floats, Ids, Layout, Slots, Words
-from persia_torchrec.store.update import find_hinted, finish_row
 from persia_torchrec.table import TableSpec
 
 OptimizerEngine = Literal["auto", "fbgemm", "fused"]
@@ -57,9 +47,8 @@ MEASUREMENTS = Path(__file__).with_name("engine_measurements.json")
 
 _DIM_STEP = 4
 _WORTH = 0.9
-"""fbgemm is chosen where it takes less than this fraction of the fused loop's time:
-torch costs a server memory (230 MB with torch 2.13 and fbgemm 1.8) and a longer start.
-"""
+"""Fraction of the fused loop's time below which fbgemm is chosen: torch costs a server
+memory (230 MB with torch 2.13 and fbgemm 1.8) and a longer start."""
 
 _BLOCK_FLOATS = 2**16
 _LEAST_ROWS, _MOST_ROWS = 64, 8192
@@ -67,8 +56,7 @@ _MOST_BLOCKS = 2**32 - 1
 _SUM = 0  # fbgemm's pooling mode; of one id per bag, all modes are the same
 _AHEAD = 10
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_S32 = np.uint64(32)
-_ONE = np.uint64(1)
+_S32, _ONE = np.uint64(32), np.uint64(1)
 
 NEXT, BLOCK, MISSED, REFUSED = range(4)
 """Columns of ``DenseRows.progress``: the first id of the next block, the number of the
@@ -76,10 +64,9 @@ last block, ids without a row, gradients refused."""
 
 
 class FbgemmEngine:
-    """fbgemm's CPU kernels, and the memory to hand rows over in.
+    """fbgemm's CPU kernels, and the blocks to hand rows over in, by dim and state.
 
     One store's thread owns it. The kernels run on as many threads as torch may use.
-    ``dense`` has the blocks by dim and floats of state.
     """
 
     def __init__(self) -> None:
@@ -171,12 +158,10 @@ class FbgemmEngine:
 
 
 class DenseRows(NamedTuple):
-    """Room for the rows of one block; all arrays C-contiguous.
+    """Room for the rows of one block: ``(U, D)``, ``(U, S)``, ``(U, D)``, ``(U,)``.
 
-    ``weights`` ``(U, D)``, ``state`` ``(U, S)``, ``grads`` ``(U, D)``; ``slots``
-    ``(U,)`` in the store; ``seen`` ``(Z,)`` says which slots are in the block whose
-    number is in the upper half of a word; ``progress`` ``(4,)``: see ``NEXT`` and the
-    others.
+    ``seen`` ``(Z,)`` says which slots are in the block whose number is in the upper
+    half of a word; ``progress`` ``(4,)``: see ``NEXT`` and the others.
     """
 
     weights: Floats
@@ -200,11 +185,8 @@ class DenseRows(NamedTuple):
         )
 
     def begin_request(self) -> npt.NDArray[np.int64]:
-        """Start with the first id of a request; return the progress.
-
-        A request has fewer blocks than there are numbers left for them.
-        """
-        if self.progress[BLOCK] > _MOST_BLOCKS // 2:
+        """Start with the first id of a request; return the progress."""
+        if self.progress[BLOCK] > _MOST_BLOCKS // 2:  # more than any request needs
             self.progress[BLOCK] = 0
             self.seen[:] = 0
         self.progress[[NEXT, MISSED, REFUSED]] = 0
@@ -215,11 +197,8 @@ class DenseRows(NamedTuple):
 def gather_rows(
     layout: Layout, ids_N: Ids, hints_N: Slots, grads_ND: Floats, dense: DenseRows
 ) -> int:
-    """Copy the rows and gradients of the next ids into ``dense``; return how many.
-
-    Advances its progress. ``hints_N`` says where each row was when last seen.
-    """
-    store, progress = memory.store_at(layout), unowned(dense.progress)
+    """Copy the rows and gradients of the next ids into ``dense``; return how many."""
+    store, progress = memory.store_at(layout), cpu.unowned(dense.progress)
     rows, index = memory.rows_at(store, layout), index_at(store)
     row_bytes = np.uint64(4 * rows.dim)
     to_weights = np.uint64(dense.weights.ctypes.data)
@@ -237,14 +216,14 @@ def gather_rows(
         slot = find_hinted(index, rows, ids_N[i], hint, num_slots)
         if slot == NOT_FOUND:
             progress[MISSED] += 1
-        elif not memory.is_finite(floats_at(grad), rows.dim):
+        elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
             progress[REFUSED] += 1
         elif _is_seen(dense.seen, slot, block):
             break
         else:
             address = rows.base + slot * rows.stride
-            copy_bytes(to_grads, grad, row_bytes)
-            copy_bytes(to_state, address + rows.state, rows.state_bytes)
+            cpu.copy_bytes(to_grads, grad, row_bytes)
+            cpu.copy_bytes(to_state, address + rows.state, rows.state_bytes)
             memory.read_weights(rows, address, to_weights)
             dense.slots[num] = slot
             num += 1
@@ -269,9 +248,9 @@ def scatter_rows(layout: Layout, num: int, dense: DenseRows, bound: np.float32) 
         new = weights
         if rows.dtype == FP32:
             new = address + rows.weights
-            copy_bytes(new, weights, rows.weight_bytes)
+            cpu.copy_bytes(new, weights, rows.weight_bytes)
         finish_row(layout, rows, address, new, bound)
-        copy_bytes(address + rows.state, from_state, rows.state_bytes)
+        cpu.copy_bytes(address + rows.state, from_state, rows.state_bytes)
         weights += np.uint64(4 * rows.dim)
         from_state += rows.state_bytes
 
@@ -329,7 +308,10 @@ class EngineChoice:
         return self._fbgemm
 
     def _is_for_fbgemm(self, spec: TableSpec) -> bool:
-        reason = why_not_fbgemm(spec.optimizer, spec.dim)
+        reason = spec.optimizer.fbgemm_cpu_arguments()
+        if not isinstance(reason, str):
+            wrong_dim = f"dims must be multiples of {_DIM_STEP}"
+            reason = wrong_dim if spec.dim % _DIM_STEP else ""
         if self._choice == "fbgemm" and reason:
             raise ConfigError(
                 "With optimizer_engine=fbgemm every table needs an optimizer and a dim "
@@ -338,44 +320,16 @@ class EngineChoice:
             )
         if self._choice != "auto":
             return self._choice == "fbgemm"
-        if reason or find_spec("fbgemm_gpu") is None:
-            return False
-        name = spec.optimizer.fbgemm_name
-        found = nearest(self._measured, name, spec.weight_dtype, spec.dim)
-        return found is not None and found.fbgemm_ns < _WORTH * found.fused_ns
+        return (
+            not reason and find_spec("fbgemm_gpu") is not None and self._is_worth(spec)
+        )
 
-
-def why_not_fbgemm(optimizer: Optimizer, dim: int) -> str:
-    """Return why fbgemm's CPU kernels cannot step these rows; empty if they can.
-
-    Example:
-        >>> from persia_torchrec.embedding.optim import SGD
-        >>> why_not_fbgemm(SGD(0.1), 16)
-        ''
-        >>> why_not_fbgemm(SGD(0.1), 6)
-        'dims must be multiples of 4'
-    """
-    arguments = optimizer.fbgemm_cpu_arguments()
-    if isinstance(arguments, str):
-        return arguments
-    return f"dims must be multiples of {_DIM_STEP}" if dim % _DIM_STEP else ""
-
-
-def nearest(
-    measured: tuple[Measured, ...], optimizer: str, weight_dtype: str, dim: int
-) -> Measured | None:
-    """Return the measurement whose dim is nearest in proportion, the smaller of two.
-
-    ``optimizer`` is fbgemm's name. None if it was not measured with this dtype.
-    """
-    fitting = [
-        m
-        for m in measured
-        if (m.optimizer, m.weight_dtype) == (optimizer, weight_dtype)
-    ]
-    return min(
-        fitting, key=lambda m: (abs(math.log2(m.dim / dim)), m.dim), default=None
-    )
+    def _is_worth(self, spec: TableSpec) -> bool:
+        """Return whether fbgemm was faster at the nearest dim, the smaller of two."""
+        kind = spec.optimizer.fbgemm_name, spec.weight_dtype
+        found = [m for m in self._measured if (m.optimizer, m.weight_dtype) == kind]
+        found.sort(key=lambda m: (abs(math.log2(m.dim / spec.dim)), m.dim))
+        return bool(found) and found[0].fbgemm_ns < _WORTH * found[0].fused_ns
 
 
 @cache

@@ -25,14 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.intrinsics import (
-    load_u64,
-    lowest_bit,
-    store_u64,
-    upper_halves_equal,
-    words_empty,
-)
 from persia_torchrec.store.memory import WORD, RowsAt, StoreAt, is_row_of, reserve
 
 MAX_ROWS = 2**32 - 2
@@ -56,21 +50,17 @@ _SLAB = np.uint64(8)
 _MUL_A = np.uint64(0xBF58476D1CE4E5B9)
 _MUL_B = np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_S32 = np.uint64(32)
-_S29 = np.uint64(29)
+_S29, _S32 = np.uint64(29), np.uint64(32)
 _LOW = np.uint64(2**32 - 1)
 _ALL_HASHES = np.uint64(2**32)
 _LINE = np.uint64(64)
-_ZERO = np.uint64(0)
-_ONE = np.uint64(1)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
 class Index:
-    """Lines of entries, and their cursor. Not thread-safe: the store's thread owns it.
+    """Lines of entries, uint64 ``(lines, 8)``, and their cursor, uint64 ``(5,)``.
 
-    ``lines`` is uint64 ``(lines, 8)``; only the first ``NEW`` lines and those that
-    their entries overflow into are used. ``cursor`` is uint64 ``(5,)``: see ``OLD`` and
-    the others.
+    Only the first ``NEW`` lines and those that their entries overflow into are used.
     """
 
     def __init__(self, capacity_rows: int) -> None:
@@ -125,8 +115,8 @@ def find_slot(
     """Return the slot of an id, or ``NOT_FOUND``; ``hash_`` is :func:`hash_id`'s."""
     line = find_home(index, hash_)
     while True:
-        empty = words_empty(line)
-        fits = upper_halves_equal(line, hash_) & ~empty
+        empty = cpu.words_empty(line)
+        fits = cpu.upper_halves_equal(line, hash_) & ~empty
         while fits != _ZERO:
             slot = _slot_at(line, fits)
             if is_row_of(rows.base + slot * rows.stride, id_, rows.owner):
@@ -142,8 +132,8 @@ def likely_slot(index: IndexAt, hash_: np.uint64) -> np.uint64:
     """Return the slot of the first entry whose hash fits, without reading the row."""
     line = find_home(index, hash_)
     while True:
-        empty = words_empty(line)
-        fits = upper_halves_equal(line, hash_) & ~empty
+        empty = cpu.words_empty(line)
+        fits = cpu.upper_halves_equal(line, hash_) & ~empty
         if fits != _ZERO:
             return _slot_at(line, fits)
         if empty != _ZERO:
@@ -158,29 +148,28 @@ def add_entry(index: IndexAt, entry: np.uint64) -> None:
     The caller counts it: ``cursor[ENTRIES]``.
     """
     line = find_home(index, entry >> _S32)
-    while words_empty(line) == _ZERO:
+    while cpu.words_empty(line) == _ZERO:
         line += _LINE
-    store_u64(line + WORD * lowest_bit(words_empty(line)), entry)
+    cpu.store_u64(line + WORD * cpu.lowest_bit(cpu.words_empty(line)), entry)
 
 
 @inlined
 def remove_entry(index: IndexAt, hash_: np.uint64, slot: np.uint64) -> None:
     """Take out a slot that is in the index, and close the gap it leaves.
 
-    If its line was full, others may have overflowed it: one that may stand in the gap
-    moves there, and leaves a gap in turn. The caller counts the removal.
+    If its line was full, others may have overflowed it. The caller counts the removal.
     """
     line = find_home(index, hash_)
     while True:
-        fits = upper_halves_equal(line, hash_)
+        fits = cpu.upper_halves_equal(line, hash_)
         while fits != _ZERO and _slot_at(line, fits) != slot:
             fits &= fits - _ONE
         if fits != _ZERO:
             break
         line += _LINE
-    was_full = words_empty(line) == _ZERO
-    gap = line + WORD * lowest_bit(fits)
-    store_u64(gap, _ZERO)
+    was_full = cpu.words_empty(line) == _ZERO
+    gap = line + WORD * cpu.lowest_bit(fits)
+    cpu.store_u64(gap, _ZERO)
     if was_full:
         _fill_gap(index, line, gap)
 
@@ -208,7 +197,7 @@ def grow_a_little(store: StoreAt, num_new: int) -> None:
 @inlined
 def _slot_at(line: np.uint64, fits: np.uint64) -> np.uint64:
     """Return the slot of the first entry of a line whose bit is set."""
-    return (load_u64(line + WORD * lowest_bit(fits)) & _LOW) - _ONE
+    return (cpu.load_u64(line + WORD * cpu.lowest_bit(fits)) & _LOW) - _ONE
 
 
 @compiled
@@ -216,16 +205,16 @@ def _fill_gap(index: IndexAt, line: np.uint64, gap: np.uint64) -> None:
     """Fill the gap in a line that was full with an entry that overflowed it."""
     next_ = line + _LINE
     while True:
-        was_full = words_empty(next_) == _ZERO
+        was_full = cpu.words_empty(next_) == _ZERO
         at = next_
         while at < next_ + _LINE:
-            entry = load_u64(at)
+            entry = cpu.load_u64(at)
             if entry != _ZERO and find_home(index, entry >> _S32) <= line:
                 break
             at += WORD
         if at < next_ + _LINE:
-            store_u64(gap, load_u64(at))
-            store_u64(at, _ZERO)
+            cpu.store_u64(gap, cpu.load_u64(at))
+            cpu.store_u64(at, _ZERO)
             line, gap = next_, at
         if not was_full:
             return
@@ -236,16 +225,16 @@ def _fill_gap(index: IndexAt, line: np.uint64, gap: np.uint64) -> None:
 def _move_slab(store: StoreAt) -> None:
     """Move the last entries that have not moved.
 
-    All entries of a range that ends at a line that is not full are taken out and
-    inserted again: those whose home is in it by the new number of lines; those that
-    only overflowed into it, or have moved already, return to where they were.
+    All entries of a range that ends at a line that is not full are taken out and added
+    again. Those that overflowed into it, or have moved already, return to where they
+    were.
     """
     lines, cursor = store.lines, store.cursor
     old = cursor[OLD]
     end = (cursor[BOUNDARY] * old) >> _S32
     start = end - _SLAB if end > _SLAB else _ZERO
     address = np.uint64(lines.ctypes.data)
-    while words_empty(address + _LINE * end) == _ZERO:
+    while cpu.words_empty(address + _LINE * end) == _ZERO:
         end += _ONE
     end += _ONE
     taken = lines[start:end].copy().reshape(-1)

@@ -7,10 +7,6 @@ which :meth:`ChangeJournal.cut` returns. The journal copies no row:
     lookup, write   ids, tick of the request          they were used, perhaps made
     update          ids                               their floats have changed
     eviction, sweep (id, owner), one after the other  they have left
-
-Dimension key:
-    N: ids of one request
-    K: rows that have left
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from persia_torchrec.store import memory
-from persia_torchrec.store.lookup import Indices
+from persia_torchrec.store.loops import Indices
 from persia_torchrec.store.memory import Ids, Tally, Words
 
-_LEFT_WORDS = 2
 _FIRST_ROOM = 4096
 
 
@@ -48,23 +43,20 @@ class UsedRows:
 
 @dataclass(slots=True)
 class Changes:
-    """What has changed in some interval: the dirty set.
-
-    Attributes:
-        used: training lookups and writes, in their order.
-        updated: table and ids of updates.
-        left: uint64 ``(K, 2)`` each: id, and number of the table plus one.
-        was_cleared: before all that, every row was dropped.
-        num_ids: that are named above, repeats included.
-        num_requests: that had an update, with ids or without.
-    """
+    """What has changed in some interval: the dirty set."""
 
     used: list[UsedRows] = field(default_factory=list)
+    """Training lookups and writes, in their order."""
     updated: list[tuple[int, Ids]] = field(default_factory=list)
+    """Table and ids of updates."""
     left: list[Words] = field(default_factory=list)
+    """uint64 ``(K, 2)`` each: id, and number of the table plus one."""
     was_cleared: bool = False
+    """Before all that, every row was dropped."""
     num_ids: int = 0
+    """That are named above, repeats included."""
     num_requests: int = 0
+    """That had an update, with ids or without."""
 
 
 class ChangeJournal:
@@ -75,35 +67,32 @@ class ChangeJournal:
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self.end()
+        self._left: Words = np.empty((0, 2), dtype=np.uint64)
+        self.changes = Changes()
+        self.is_on = False
 
     def begin(self) -> None:
         """Start noting what changes."""
         self.end()
-        self._begin_left(_FIRST_ROOM)
+        self._list_next(_FIRST_ROOM)
         self.is_on = True
 
     def end(self) -> None:
         """Stop noting, and forget what was noted."""
         self.is_on = False
+        self._list_next(0)
         self.changes = Changes()
-        self._begin_left(0)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing has happened since the last cut."""
-        changes, has_left = (
-            self.changes,
-            self._tally[memory.LEFT_ROOM] < len(self._left),
-        )
-        has_changed = changes.num_ids or changes.num_requests or changes.was_cleared
-        return not (has_changed or has_left)
+        has_left = self._tally[memory.LEFT_ROOM] < len(self._left)
+        return self.changes == Changes() and not has_left
 
     def make_room(self, num_rows: int) -> None:
         """Make room so that this many rows can leave before the next call."""
         if self.is_on and self._tally[memory.LEFT_ROOM] < num_rows:
-            self._end_left()
-            self._begin_left(max(num_rows, 2 * len(self._left)))
+            self._list_next(max(num_rows, 2 * len(self._left)))
 
     def used(self, rows: UsedRows) -> None:
         """Note a training lookup, or a write."""
@@ -125,18 +114,16 @@ class ChangeJournal:
 
     def cut(self) -> Changes:
         """Return what was noted since the last cut."""
-        self._end_left()
-        self._begin_left(_FIRST_ROOM)
+        self._list_next(_FIRST_ROOM)
         changes, self.changes = self.changes, Changes()
         return changes
 
-    def _begin_left(self, room: int) -> None:
-        self._left = np.empty((room, _LEFT_WORDS), dtype=np.uint64)
-        self._tally[memory.LEFT_AT] = self._left.ctypes.data
-        self._tally[memory.LEFT_ROOM] = room
-
-    def _end_left(self) -> None:
+    def _list_next(self, room: int) -> None:
+        """Note the rows that have left; begin a list with room for others."""
         num = len(self._left) - int(self._tally[memory.LEFT_ROOM])
         if num:
             self.changes.left.append(self._left[:num].copy())
             self.changes.num_ids += num
+        self._left = np.empty((room, 2), dtype=np.uint64)
+        self._tally[memory.LEFT_AT] = self._left.ctypes.data
+        self._tally[memory.LEFT_ROOM] = room

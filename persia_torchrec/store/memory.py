@@ -11,19 +11,17 @@ line:
     [word 3   step of its creation (32 bits) | second of the last update (32 bits)]
     weights (D float32, or D halves), optimizer state (S float32), padding to 8 bytes
 
-``owner`` is the number of the table plus one; ``tick`` says in which request the row
-was last used (see ``recency.py``). Words 2 and 3 are there only if the table keeps
-metadata. The loops see all arenas as one directory, a uint64 array with a line per
-arena:
+``owner`` is the number of the table plus one; ``tick`` the request that last used the
+row (see ``recency.py``). Words 2 and 3 are metadata, if the table keeps any. The loops
+see all arenas as one directory, a uint64 array with a line per arena:
 
     base address | bytes per slot | slots ever used | head of the free list + 1 | tags
 
 A row's tag is the lowest byte of its tick, kept a second time behind the arena, a byte
 per slot: scans filter by last use without reading the rows.
 
-WHAT A LOOP TAKES: the *layout* of a table, one uint64 array that says where its rows
-and their parts are, and where the store's own arrays are. It stands for twenty
-arguments; the loop unpacks it with :func:`store_at` and :func:`rows_at`.
+WHAT A LOOP TAKES: the *layout* of a table, one uint64 array that stands for twenty
+arguments. The loop unpacks it with :func:`store_at` and :func:`rows_at`.
 """
 
 import mmap
@@ -34,20 +32,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.errors import StoreError
-from persia_torchrec.intrinsics import (
-    Pointer,
-    copy_bytes,
-    floats_at,
-    halves_at,
-    integers_at,
-    load_u8,
-    load_u64,
-    store_u8,
-    store_u64,
-    words_at,
-)
 from persia_torchrec.store.float16 import FP32, round_to_nearest, widen
 from persia_torchrec.table import TableSpec
 
@@ -91,21 +78,16 @@ OWNER_SHIFT = np.uint64(48)
 TICK_MASK = np.uint64(2**48 - 1)
 WORD = np.uint64(8)
 
-_HEADER_BYTES = 16
-_METADATA_BYTES = 16
+_HEADER_BYTES = _METADATA_BYTES = 16
 _DTYPES = ("fp32", "fp16", "bf16")
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
 _MANY = 2**40
 """Length of arrays that the loops see by address: no index is ever checked."""
-_ONE = np.uint64(1)
-_ZERO = np.uint64(0)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
 def reserve(num_words: int) -> Words:
-    """Reserve zeroed words, aligned to a page, that cost nothing until written.
-
-    The operating system gets them back when the array is no longer used.
-    """
+    """Reserve zeroed words, aligned to a page, that cost nothing until written."""
     num_bytes = max(num_words * 8, 1)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
@@ -171,8 +153,7 @@ class RowsAt(NamedTuple):
     """Where a table's rows are, as plain numbers.
 
     ``base`` and ``tags`` are addresses for slot 0, ``stride`` the bytes per slot;
-    ``weights`` and ``state`` are the bytes of a row at which these begin. ``owner`` is
-    the number of the table plus one.
+    ``weights`` and ``state`` are the bytes of a row at which these begin.
     """
 
     base: np.uint64
@@ -192,13 +173,13 @@ class RowsAt(NamedTuple):
 @inlined
 def store_at(layout: Layout) -> StoreAt:
     """Return the arrays of the store that a table is in."""
-    array = words_at(layout[STORE])
+    array = cpu.words_at(layout[STORE])
     return StoreAt(
-        numba.carray(words_at(array[0]), (_MANY, 8)),
-        numba.carray(words_at(array[1]), (_MANY,)),
-        numba.carray(words_at(array[2]), (_MANY, 5)),
-        numba.carray(words_at(array[3]), (np.int64(array[5]), 15)),
-        numba.carray(integers_at(array[4]), (_MANY,)),
+        numba.carray(cpu.words_at(array[0]), (_MANY, 8)),
+        numba.carray(cpu.words_at(array[1]), (_MANY,)),
+        numba.carray(cpu.words_at(array[2]), (_MANY, 5)),
+        numba.carray(cpu.words_at(array[3]), (np.int64(array[5]), 15)),
+        numba.carray(cpu.integers_at(array[4]), (_MANY,)),
     )
 
 
@@ -227,20 +208,20 @@ def rows_at(store: StoreAt, layout: Layout) -> RowsAt:
 def read_weights(rows: RowsAt, address: np.uint64, target: np.uint64) -> None:
     """Copy the weights of the row at an address to float32 at another one."""
     if rows.dtype == FP32:
-        copy_bytes(target, address + rows.weights, rows.weight_bytes)
+        cpu.copy_bytes(target, address + rows.weights, rows.weight_bytes)
     else:
-        halves = halves_at(address + rows.weights)
-        widen(halves, floats_at(target), rows.dim, rows.dtype)
+        halves = cpu.halves_at(address + rows.weights)
+        widen(halves, cpu.floats_at(target), rows.dim, rows.dtype)
 
 
 @inlined
 def write_weights(rows: RowsAt, address: np.uint64, source: np.uint64) -> None:
     """Write float32 at an address to the weights of a row, rounded to the nearest."""
     if rows.dtype == FP32:
-        copy_bytes(address + rows.weights, source, rows.weight_bytes)
+        cpu.copy_bytes(address + rows.weights, source, rows.weight_bytes)
     else:
-        halves = halves_at(address + rows.weights)
-        round_to_nearest(floats_at(source), halves, rows.dim, rows.dtype)
+        halves = cpu.halves_at(address + rows.weights)
+        round_to_nearest(cpu.floats_at(source), halves, rows.dim, rows.dtype)
 
 
 @compiled
@@ -255,16 +236,13 @@ def read_rows(layout: Layout, slots_N: Slots, out_NW: Floats) -> None:
             address = rows.base + np.uint64(slots_N[i]) * rows.stride
             read_weights(rows, address, target)
             state = target + np.uint64(4 * rows.dim)
-            copy_bytes(state, address + rows.state, rows.state_bytes)
+            cpu.copy_bytes(state, address + rows.state, rows.state_bytes)
         target += np.uint64(4 * out_NW.shape[1])
 
 
 @compiled
 def write_rows(layout: Layout, slots_N: Slots, rows_NK: Floats) -> None:
-    """Overwrite weights ``(N, D)``, or weights and state ``(N, D + S)``, of rows.
-
-    ``MISSING`` slots are skipped.
-    """
+    """Overwrite weights ``(N, D)``, or also state ``(N, D + S)``; skip ``MISSING``."""
     rows = rows_at(store_at(layout), layout)
     source = np.uint64(rows_NK.ctypes.data)
     state_bytes = np.uint64(4 * (rows_NK.shape[1] - rows.dim))
@@ -273,7 +251,7 @@ def write_rows(layout: Layout, slots_N: Slots, rows_NK: Floats) -> None:
             address = rows.base + np.uint64(slots_N[i]) * rows.stride
             write_weights(rows, address, source)
             state = source + np.uint64(4 * rows.dim)
-            copy_bytes(address + rows.state, state, state_bytes)
+            cpu.copy_bytes(address + rows.state, state, state_bytes)
         source += np.uint64(4 * rows_NK.shape[1])
 
 
@@ -284,9 +262,21 @@ def locate_row(arenas: Words, arena: np.uint64, slot: np.uint64) -> np.uint64:
 
 
 @inlined
+def owner_at(address: np.uint64) -> np.uint64:
+    """Return the owner of the row at an address; 0 if the slot is free."""
+    return cpu.load_u64(address + WORD) >> OWNER_SHIFT
+
+
+@inlined
+def tick_at(address: np.uint64) -> np.uint64:
+    """Return the tick at which the row at an address was last used."""
+    return cpu.load_u64(address + WORD) & TICK_MASK
+
+
+@inlined
 def is_row_of(address: np.uint64, id_: np.uint64, owner: np.uint64) -> bool:
     """Return whether the row at an address is that of an id of an owner."""
-    return load_u64(address) == id_ and load_u64(address + WORD) >> OWNER_SHIFT == owner
+    return cpu.load_u64(address) == id_ and owner_at(address) == owner
 
 
 @inlined
@@ -298,7 +288,7 @@ def take_slot(arenas: Words, arena: np.uint64) -> np.uint64:
         arenas[arena, USED] = slot + _ONE
         return slot
     slot = head - _ONE
-    arenas[arena, FREE] = load_u64(locate_row(arenas, arena, slot))
+    arenas[arena, FREE] = cpu.load_u64(locate_row(arenas, arena, slot))
     return slot
 
 
@@ -306,15 +296,15 @@ def take_slot(arenas: Words, arena: np.uint64) -> np.uint64:
 def free_slot(arenas: Words, arena: np.uint64, slot: np.uint64) -> None:
     """Put a slot on its arena's free list."""
     address = locate_row(arenas, arena, slot)
-    store_u64(address, arenas[arena, FREE])
-    store_u64(address + WORD, _ZERO)
+    cpu.store_u64(address, arenas[arena, FREE])
+    cpu.store_u64(address + WORD, _ZERO)
     arenas[arena, FREE] = slot + _ONE
     tag = arenas[arena, TAGS] + slot
-    store_u8(tag, load_u8(tag) ^ _ONE)  # no longer that of its last use
+    cpu.store_u8(tag, cpu.load_u8(tag) ^ _ONE)  # no longer that of its last use
 
 
 @inlined
-def is_finite(values: Pointer, dim: np.int64) -> bool:
+def is_finite(values: cpu.Pointer, dim: np.int64) -> bool:
     """Return whether ``dim`` float32 hold neither NaN nor an infinity."""
     # Zero times a finite number is zero, times any other NaN: one vector pass.
     total = np.float32(0)

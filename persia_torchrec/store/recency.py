@@ -1,8 +1,8 @@
 """Which row leaves next, exactly, without a linked list.
 
-A list of rows linked in the order of their use costs three random memory accesses a
-touch. Instead each touch appends the row's slot to a log, which is written in
-sequence, and stamps the row's header with the tick of the request:
+Each touch appends the row's slot to a log, which is written in sequence, and stamps the
+row's header with the tick of the request (a linked list would cost three random memory
+accesses):
 
     log    [tick 1] a b c  [tick 2] a d  [tick 3] a ...
     tick   a: 3   b: 1   c: 1   d: 2
@@ -14,11 +14,10 @@ arena whose slots follow, and the tick's two halves. Every request has a tick of
 own, and touches a row once at most. A freed row has tick 0, which no mark has.
 
 When the log is 1.5 times what its rows need, it is compacted from front to back, a few
-records with each request. A record whose row has another tag (the lowest byte of its
-tick) is dropped, without reading the row; one in 256 of the old records stays until the
-next compaction, or until it is skipped at the front. What is appended meanwhile is
-compacted too. What the rows need is counted when compaction reaches the tail it started
-with: each row then has one record in front.
+records with each request, and what is appended meanwhile too. A record whose row has
+another tag (the lowest byte of its tick) is dropped, without reading the row; one in
+256 of the old records stays until the next compaction, or until it is skipped at the
+front. What the rows need is counted when compaction reaches the tail it started with.
 
     0  HEAD          WRITE        READ                      TAIL
     .. | compacted   | free       | to be compacted         |
@@ -32,18 +31,10 @@ that leaves. LFU's classes are frequencies:
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.intrinsics import (
-    load_u8,
-    load_u32,
-    load_u64,
-    prefetch,
-    store_u8,
-    store_u32,
-    store_u64,
-)
 from persia_torchrec.store import memory
-from persia_torchrec.store.memory import TICK_MASK, WORD, RowsAt, Words
+from persia_torchrec.store.memory import WORD, RowsAt, Words
 
 NUM_LFU_CLASSES = 44
 """Classes of frequencies that fit 32 bits."""
@@ -71,10 +62,8 @@ _READ_PER_TOUCH = 4
 _LOOK_AHEAD = np.uint64(16)
 _HALF = np.uint64(4)
 _BYTE = np.uint64(255)
-_S32 = np.uint64(32)
-_LOW = np.uint64(2**32 - 1)
-_ZERO = np.uint64(0)
-_ONE = np.uint64(1)
+_S32, _LOW = np.uint64(32), np.uint64(2**32 - 1)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 _ALL = 2**62
 _LINE_BYTES = np.uint64(8 * (SIZE + 1))
 
@@ -95,27 +84,21 @@ class RecencyLogs:
         self.directory[:, SIZE] = num_words - _MARGIN_WORDS
 
     def make_room(self, arenas: Words, num_touches: int) -> None:
-        """Make room for the touches of one request, however many."""
-        needed = num_touches + MARK_WORDS
-        if not compact_for(self.directory, arenas, num_touches):
-            for number, line in enumerate(self.directory):
-                if int(line[TAIL]) + needed > int(line[SIZE]):
-                    self._enlarge(number, arenas, needed)
-
-    def _enlarge(self, number: int, arenas: Words, needed: int) -> None:
-        """Make room for a request that is larger than the capacity."""
-        for _ in range(2):  # ends the compaction that is running, then compacts all
-            self.directory[number, TRIGGER] = 0
-            compact(self.directory, number, arenas, _ALL)
-        line = self.directory[number]
-        num_words = int(line[TAIL]) + needed
-        if num_words <= int(line[SIZE]):
+        """Make room for the touches of one request, even more than the capacity."""
+        if compact_for(self.directory, arenas, num_touches):
             return
-        larger = memory.reserve(num_words)
-        num_used = int(line[TAIL]) // 2 + 1
-        larger[:num_used] = self.words[number][:num_used]
-        self.words[number] = larger
-        line[LOG], line[SIZE] = larger.ctypes.data, num_words
+        needed = num_touches + MARK_WORDS
+        for number, line in enumerate(self.directory):
+            for _ in range(2):  # ends the compaction that is running, then compacts all
+                if int(line[TAIL]) + needed > int(line[SIZE]):
+                    line[TRIGGER] = 0
+                    compact(self.directory, number, arenas, _ALL)
+            num_words, num_used = int(line[TAIL]) + needed, int(line[TAIL]) // 2 + 1
+            if num_words > int(line[SIZE]):
+                larger = memory.reserve(num_words)
+                larger[:num_used] = self.words[number][:num_used]
+                self.words[number] = larger
+                line[LOG], line[SIZE] = larger.ctypes.data, num_words
 
     @property
     def size_bytes(self) -> int:
@@ -151,26 +134,22 @@ def touch(
     slot: np.uint64,
     tick: np.uint64,
 ) -> None:
-    """Make a row, whose header is at ``address``, the most recently used of a class.
+    """Make the row whose header is at ``address`` the most recently used of a class.
 
-    ``logs`` is the address of the directory, with room for a mark and a record. All
-    touches of a tick are of one arena.
+    ``logs`` is the address of the directory. All touches of a tick are of one arena.
     """
     line = logs + class_ * _LINE_BYTES
-    if load_u64(line + WORD * np.uint64(TAIL_TICK)) != tick:
+    if cpu.load_u64(line + WORD * np.uint64(TAIL_TICK)) != tick:
         _append_mark(line, TAIL, tick, rows.arena)
-        store_u64(line + WORD * np.uint64(TAIL_TICK), tick)
+        cpu.store_u64(line + WORD * np.uint64(TAIL_TICK), tick)
     _append(line, TAIL, slot)
-    store_u64(address + WORD, (rows.owner << memory.OWNER_SHIFT) | tick)
-    store_u8(rows.tags + slot, tick)
+    cpu.store_u64(address + WORD, (rows.owner << memory.OWNER_SHIFT) | tick)
+    cpu.store_u8(rows.tags + slot, tick)
 
 
 @inlined
 def pop_oldest(logs: Words, arenas: Words) -> np.uint64:
-    """Take the record of the next row to leave out; return ``arena << 32 | slot``.
-
-    Returns ``NONE`` when no row is in use.
-    """
+    """Take out the record of the next row to leave; return ``arena << 32 | slot``."""
     for class_ in range(len(logs)):
         row = _pop_oldest_of(logs, np.uint64(class_), arenas)
         if row != NONE:
@@ -191,13 +170,12 @@ def first_to_leave(logs: Words) -> int:
 def slot_to_leave(logs: Words, class_: int, num_ahead: int) -> np.uint64:
     """Guess the slot of the row that leaves after some others of its class.
 
-    A hint for prefetching: it may be no slot, or one of another arena than
-    ``logs[class_, HEAD_ARENA]``.
+    It may be no slot, or one of another arena than ``logs[class_, HEAD_ARENA]``.
     """
     offset = logs[class_, HEAD] + np.uint64(num_ahead)
     if offset >= _end_of_front(logs, class_):
         return MARK
-    return load_u32(logs[class_, LOG] + _HALF * offset)
+    return cpu.load_u32(logs[class_, LOG] + _HALF * offset)
 
 
 @inlined
@@ -238,7 +216,7 @@ def compact(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
             logs[c, TRIGGER] += np.uint64(_SPARE_WORDS)
         if logs[c, READ] >= stop:
             break
-        if load_u32(logs[c, LOG] + _HALF * logs[c, READ]) == MARK:
+        if cpu.load_u32(logs[c, LOG] + _HALF * logs[c, READ]) == MARK:
             _read_mark(logs, c, READ)
         else:
             _compact_segment(logs, c, line, arenas, stop)
@@ -254,7 +232,7 @@ def _compact_segment(
 ) -> None:
     """Compact records up to the next mark, or to ``stop``.
 
-    Whether a record is current cannot be foreseen, so nothing branches on it: each is
+    Nothing branches on whether a record is current, which cannot be foreseen: each is
     written, and counts as written only if it is current.
     """
     arena, tick = logs[c, READ_ARENA], logs[c, READ_TICK]
@@ -265,14 +243,14 @@ def _compact_segment(
         _append_mark(line, WRITE, tick, arena)
     first = write = logs[c, WRITE]
     while read < stop:
-        slot = load_u32(log + _HALF * read)
+        slot = cpu.load_u32(log + _HALF * read)
         if slot == MARK:
             break
-        ahead = load_u32(log + _HALF * (read + _LOOK_AHEAD))
-        prefetch(tags + ahead)  # perhaps no slot: any address may be asked
+        ahead = cpu.load_u32(log + _HALF * (read + _LOOK_AHEAD))
+        cpu.prefetch(tags + ahead)  # perhaps no slot: any address may be asked
         read += _ONE
-        store_u32(log + _HALF * write, slot)
-        write += _ONE if load_u8(tags + slot) == tag else _ZERO
+        cpu.store_u32(log + _HALF * write, slot)
+        write += _ONE if cpu.load_u8(tags + slot) == tag else _ZERO
     if write > first:
         logs[c, WRITE_TICK] = tick
     elif begins_segment:
@@ -292,23 +270,23 @@ def _pop_oldest_of(logs: Words, c: np.uint64, arenas: Words) -> np.uint64:
             logs[c, HEAD_ARENA] = logs[c, READ_ARENA]
             logs[c, COMPACTING] = _ZERO
             continue
-        word = load_u32(logs[c, LOG] + _HALF * logs[c, HEAD])
+        word = cpu.load_u32(logs[c, LOG] + _HALF * logs[c, HEAD])
         if word == MARK:
             _read_mark(logs, c, HEAD)
             continue
         logs[c, HEAD] += _ONE
         arena = logs[c, HEAD_ARENA]
         address = memory.locate_row(arenas, arena, word)
-        if load_u64(address + WORD) & TICK_MASK == logs[c, HEAD_TICK]:
+        if memory.tick_at(address) == logs[c, HEAD_TICK]:
             return (arena << _S32) | word
 
 
 @inlined
 def _append(line: np.uint64, end: int, word: np.uint64) -> None:
     end_at = line + WORD * np.uint64(end)
-    offset = load_u64(end_at)
-    store_u32(load_u64(line) + _HALF * offset, word)
-    store_u64(end_at, offset + _ONE)
+    offset = cpu.load_u64(end_at)
+    cpu.store_u32(cpu.load_u64(line) + _HALF * offset, word)
+    cpu.store_u64(end_at, offset + _ONE)
 
 
 @inlined
@@ -323,7 +301,7 @@ def _append_mark(line: np.uint64, end: int, tick: np.uint64, arena: np.uint64) -
 def _read_mark(logs: Words, c: np.uint64, at: int) -> None:
     """Take the tick and the arena of the mark at HEAD or READ, and step over it."""
     address = logs[c, LOG] + _HALF * logs[c, at]
-    low = load_u32(address + np.uint64(8))
-    logs[c, at + 1] = low | (load_u32(address + np.uint64(12)) << _S32)
-    logs[c, at + 2] = load_u32(address + _HALF)
+    low = cpu.load_u32(address + np.uint64(8))
+    logs[c, at + 1] = low | (cpu.load_u32(address + np.uint64(12)) << _S32)
+    logs[c, at + 2] = cpu.load_u32(address + _HALF)
     logs[c, at] += np.uint64(MARK_WORDS)

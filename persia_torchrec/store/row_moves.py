@@ -7,65 +7,50 @@ OUT. A row never moves while it lives, so that a walk over the slots meets it on
 
 Every row that lives from the first slice to the last is copied once, whole. A row that
 is made meanwhile, or evicted and made again, may be there once, twice (the later use is
-the valid one), or not at all. The store's thread only copies memory;
-:func:`split_by_table` makes columns of it, in the thread that writes them.
+the valid one), or not at all.
 
 A row's position in the request that used it last is in the log of uses, which is copied
-when an export begins, and read a few records at a time. Rows that are used meanwhile
-get no position: they are newer than all others, and nearly in order by their ticks.
+when an export begins. Rows that are used meanwhile get no position: they are newer than
+all others, and nearly in order by their ticks.
 
     log   [tick 3] a b c   [tick 4] b d       positions   a: 0   c: 2   b: 0   d: 1
 
-IN. A checkpoint's rows leave in the order in which they would have left. First the uses
-of all rows are known: those that would leave first are left out if the store is too
-small. Then the rows come, in any order; at the end they are touched, in the order of
-their uses. A row that comes twice keeps its later use. Rows that were in the store
-before count as used before all that come.
+IN. A checkpoint's rows leave in the order in which they would have left, after those
+that were in the store before:
 
-    uses  --RowImport()--> which to keep, their order, a tick for each
-    rows  --add()--------> slots
+    uses  --RowImport()--> which fit, the last to leave; their order, a tick for each
+    rows  --add()--------> slots; of a row that comes twice the later use counts
             finish() ----> records in the logs
 
 Changed rows come in the order in which they would leave, and each is touched as it is
 written: a follower that is full before it receives the leader's evictions evicts the
 same rows. A row that has changed without having been used keeps its position.
-
-Dimension key:
-    N: slots of a chunk, ids, or rows of one call
-    K: rows of one table
-    D: embedding dim
-    S: optimizer-state floats per row
-    A: arenas
-    R: rows that may come, numbered in the order in which they do
-    T: tables
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, read_only
-from persia_torchrec.intrinsics import (
-    copy_bytes,
-    load_u32,
-    load_u64,
-    prefetch,
-    store_u32,
-    store_u64,
-    unowned,
-)
-from persia_torchrec.store import lookup, memory, recency
+from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.memory import Ids, Layout, RowsAt, Slots, StoreAt, Words
 from persia_torchrec.store.recency import RecencyLogs
-from persia_torchrec.store.row_columns import POSITION_BITS, RowColumns
 from persia_torchrec.store.tables import TableState
+from persia_torchrec.table import TableSpec
 
 Numbers = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
+
+POSITION_BITS = 24
+"""Bits of a use that hold the row's position in its request."""
+
+METADATA_WORDS = 4
 
 NEVER = np.uint64(0)
 """The tick of a row that is left out."""
@@ -82,9 +67,73 @@ _NONE_KEEP = np.empty(0, dtype=np.bool_)
 _AT, _TICK, _ARENA, _POSITION = range(4)  # columns of the cursor
 _LOOK_AHEAD = 16
 _S32 = np.uint64(32)
-_ZERO = np.uint64(0)
-_ONE = np.uint64(1)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 _2, _4, _8, _16 = (np.uint64(num) for num in (2, 4, 8, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumns:
+    """Some rows of one table.
+
+    ``uses`` says when each was last used: the request's tick, and in the lowest 24 bits
+    the position among the rows of that request. All servers of a job get the same
+    requests, so that their ticks can be compared. ``metadata`` is ``(N, 4)``:
+    frequency, last step, first step, last second; or ``(N, 0)``. 16-bit weights are
+    their bits, in uint16.
+    """
+
+    ids: npt.NDArray[np.uint64]
+    uses: npt.NDArray[np.uint64]
+    metadata: npt.NDArray[np.uint32]
+    state: npt.NDArray[np.float32]
+    weights: npt.NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def columns(self) -> list[npt.NDArray[Any]]:
+        """Return the columns, in the order above."""
+        return [self.ids, self.uses, self.metadata, self.state, self.weights]
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Return where the columns are, for loops; the caller keeps them alive."""
+        addresses = [column.ctypes.data for column in self.columns()]
+        return np.array(addresses, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """The form of a table's columns."""
+
+    spec: TableSpec
+    has_metadata: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all columns."""
+        return sum(column.nbytes for column in self.empty(1).columns())
+
+    def empty(self, num_rows: int) -> RowColumns:
+        """Return columns with room for rows."""
+        spec = self.spec
+        dtype = np.float32 if spec.weight_dtype == "fp32" else np.uint16
+        return RowColumns(
+            np.empty(num_rows, np.uint64),
+            np.empty(num_rows, np.uint64),
+            np.empty((num_rows, METADATA_WORDS * self.has_metadata), np.uint32),
+            np.empty((num_rows, spec.num_state_floats), np.float32),
+            np.empty((num_rows, spec.dim), dtype),
+        )
+
+    def view(self, payload: bytes) -> RowColumns:
+        """View the bytes of whole rows, column after column, as columns."""
+        num_rows, offset = len(payload) // self.row_bytes, 0
+        columns = []
+        for column in self.empty(num_rows).columns():
+            flat = np.frombuffer(payload, column.dtype, column.size, offset)
+            columns.append(flat.reshape(column.shape))
+            offset += flat.nbytes
+        return RowColumns(*columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +217,17 @@ def split_by_table(
 ) -> list[tuple[int, RowColumns]]:
     """Return the rows of a chunk as columns, with the numbers of their tables.
 
-    Any thread may call it; it holds the interpreter for moments only. Rows of tables
-    that were added after the export began are left out.
+    Any thread may call it. Rows of tables that were added later are left out.
     """
-    offsets, order = _group(chunk.words, len(tables))
+    owners_N = (chunk.words[:, 1] >> memory.OWNER_SHIFT).astype(np.uint16)
+    order_N = np.argsort(owners_N, kind="stable")
+    owners = np.arange(1, len(tables) + 2, dtype=np.uint16)
+    begins = np.searchsorted(owners_N[order_N], owners)
     split = []
-    for number in np.flatnonzero(np.diff(offsets)).tolist():
-        slots_K = order[offsets[number] : offsets[number + 1]]
+    for number in np.flatnonzero(np.diff(begins)).tolist():
+        slots_K = order_N[begins[number] : begins[number + 1]]
         table = tables[number]
-        rows = table.shape.empty(len(slots_K))
+        rows = RowShape(table.spec, table.has_metadata).empty(len(slots_K))
         positions_K = chunk.positions[slots_K]
         copy_columns(chunk.words, slots_K, positions_K, table.layout, rows.addresses())
         split.append((number, rows))
@@ -186,16 +237,16 @@ def split_by_table(
 def gather_rows(
     store: EmbeddingStore, table: int, ids_N: Ids
 ) -> tuple[RowColumns, npt.NDArray[np.bool_]]:
-    """Copy the rows of ids as they are now; the store's thread calls it.
+    """Copy the rows of ids (read-only) as they are now, counting nothing.
 
-    Nothing is counted. Returns the rows of those ids (read-only) that have one, in
-    their order, with uses that have no meaning; and for each id whether it has a row.
+    Returns the rows of those ids that have one, in their order, with uses that have no
+    meaning; and for each id whether it has a row.
     """
     state = store.states[table]
-    slots_N = lookup.find_slots(state.layout, ids_N)
+    slots_N = loops.find_slots(state.layout, ids_N)
     found_N = slots_N != memory.MISSING
     slots_K = slots_N[found_N].astype(np.int64)
-    rows = state.shape.empty(len(slots_K))
+    rows = RowShape(state.spec, state.has_metadata).empty(len(slots_K))
     positions_K = np.zeros(len(slots_K), dtype=np.uint32)
     words = store.arena(state)
     copy_columns(words, slots_K, positions_K, state.layout, rows.addresses())
@@ -205,7 +256,7 @@ def gather_rows(
 def _copy_segments(
     logs: RecencyLogs,
 ) -> list[tuple[Numbers, np.uint64, np.uint64]]:
-    """Copy the records in use; with the tick and the arena of the first of each run."""
+    """Copy the records in use, with the tick and the arena of the first."""
     segments = []
     for line, words in zip(logs.directory, logs.words, strict=True):
         ends = [(recency.HEAD, recency.TAIL)]
@@ -221,10 +272,9 @@ def _copy_segments(
 def _number_rows(
     records: Numbers, stop: int, cursor: Words, arenas: Words, addresses_A: Words
 ) -> None:
-    """Write the positions of the rows of the next records of a segment.
+    """Write the positions of the rows of the next records, and advance the cursor.
 
-    A mark is read as a whole, even across ``stop``. ``cursor`` is advanced;
-    ``addresses_A`` says where the positions of each arena's slots are.
+    A mark is read as a whole, even across ``stop``.
     """
     at, tick = np.int64(cursor[_AT]), cursor[_TICK]
     arena, position = cursor[_ARENA], cursor[_POSITION]
@@ -239,10 +289,9 @@ def _number_rows(
             continue
         if at + _LOOK_AHEAD < len(records):
             ahead = np.uint64(records[at + _LOOK_AHEAD])  # perhaps not a slot
-            prefetch(memory.locate_row(arenas, arena, ahead))
-        word = load_u64(memory.locate_row(arenas, arena, slot) + memory.WORD)
-        if word & memory.TICK_MASK == tick:
-            store_u32(addresses_A[arena] + _4 * slot, position)
+            cpu.prefetch(memory.locate_row(arenas, arena, ahead))
+        if memory.tick_at(memory.locate_row(arenas, arena, slot)) == tick:
+            cpu.store_u32(addresses_A[arena] + _4 * slot, position)
         position += _ONE
         at += 1
     cursor[_AT], cursor[_TICK] = np.uint64(at), tick
@@ -250,35 +299,15 @@ def _number_rows(
 
 
 @compiled
-def _group(words_NW: Words, num_tables: int) -> tuple[lookup.Indices, lookup.Indices]:
-    """Sort slots by table, without free ones: where each table begins, the slots."""
-    offsets = np.zeros(num_tables + 1, dtype=np.int64)
-    for n in range(len(words_NW)):
-        owner = np.int64(words_NW[n, 1] >> memory.OWNER_SHIFT)
-        if 1 <= owner <= num_tables:
-            offsets[owner] += 1
-    for t in range(num_tables):
-        offsets[t + 1] += offsets[t]
-    order = np.empty(offsets[num_tables], dtype=np.int64)
-    cursor = offsets[:num_tables].copy()
-    for n in range(len(words_NW)):
-        owner = np.int64(words_NW[n, 1] >> memory.OWNER_SHIFT)
-        if 1 <= owner <= num_tables:
-            order[cursor[owner - 1]] = n
-            cursor[owner - 1] += 1
-    return offsets, order
-
-
-@compiled
 def copy_columns(
     words_NW: Words,
-    slots_K: lookup.Indices,
+    slots_K: loops.Indices,
     positions_K: Numbers,
     layout: Layout,
     to: Words,
 ) -> None:
     """Copy slots of a table to columns at addresses ``to``: :class:`RowColumns`."""
-    words_NW = unowned(words_NW)
+    words_NW = cpu.unowned(words_NW)
     stride = np.uint64(8 * words_NW.shape[1])
     base = np.uint64(words_NW.ctypes.data)
     ids, uses, metadata, state, weights = to[0], to[1], to[2], to[3], to[4]
@@ -288,14 +317,16 @@ def copy_columns(
     from_state, from_weights = layout[memory.STATE], layout[memory.WEIGHTS]
     for k in range(len(slots_K)):
         address, row = base + np.uint64(slots_K[k]) * stride, np.uint64(k)
-        store_u64(ids + _8 * row, load_u64(address))
+        cpu.store_u64(ids + _8 * row, cpu.load_u64(address))
         position = min(np.uint64(positions_K[k]), _LARGEST_POSITION)
-        tick = load_u64(address + memory.WORD) & memory.TICK_MASK
-        store_u64(uses + _8 * row, (tick << _POSITION_BITS) | position)
+        use = (memory.tick_at(address) << _POSITION_BITS) | position
+        cpu.store_u64(uses + _8 * row, use)
         to_metadata = metadata + row * metadata_bytes
-        copy_bytes(to_metadata, address + memory.FREQUENCY, metadata_bytes)
-        copy_bytes(state + row * state_bytes, address + from_state, state_bytes)
-        copy_bytes(weights + row * weight_bytes, address + from_weights, weight_bytes)
+        cpu.copy_bytes(to_metadata, address + memory.FREQUENCY, metadata_bytes)
+        cpu.copy_bytes(state + row * state_bytes, address + from_state, state_bytes)
+        cpu.copy_bytes(
+            weights + row * weight_bytes, address + from_weights, weight_bytes
+        )
 
 
 class RowImport:
@@ -313,6 +344,7 @@ class RowImport:
         frequencies_R: Numbers,
     ) -> None:
         self._store = store
+        self._num_come = 0
         self._tables = tables_R
         self._order = np.argsort(uses_R, kind="stable")
         if len(uses_R) > store.capacity_rows:
@@ -329,19 +361,18 @@ class RowImport:
         _draw_ticks(self._order, uses, tables_R, store.tick, last, self._ticks)
         self._slots = np.zeros(len(uses_R), dtype=np.uint32)
 
-    def add(self, table: int, first: int, rows: RowColumns, is_own_N: Bools) -> int:
-        """Put rows of a table into the store; return how many rows have come by now.
+    def add(self, table: int, rows: RowColumns, is_own_N: Bools) -> None:
+        """Put the next rows into the store, without those that are not ``is_own_N``.
 
-        The first of them is number ``first`` of the rows that may come; those that are
-        not ``is_own_N`` are skipped. Metadata have the store's form.
+        Metadata have the store's form.
         """
         ticks_N = np.zeros(len(rows), dtype=np.uint64)
-        stop = first + int(is_own_N.sum())
+        first, stop = self._num_come, self._num_come + int(is_own_N.sum())
+        self._num_come = stop
         ticks_N[is_own_N] = self._ticks[first:stop]
         slots_N = _add(self._store, table, rows, ticks_N, _NONE_KEEP)
         self._slots[first:stop] = slots_N[is_own_N]
         self._ticks[first:stop] = ticks_N[is_own_N]
-        return stop
 
     def finish(self, tick: int) -> None:
         """Touch the rows in the order of their uses, when all have come.
@@ -357,31 +388,25 @@ class RowImport:
         store.tick = max(int(self._ticks.max(initial=0)), store.tick + tick)
 
 
-class RowChanges:
-    """Changed rows on their way into a store. The store's thread owns it."""
+def put_changes(
+    store: EmbeddingStore, changes: Iterable[tuple[int, RowColumns]]
+) -> Iterator[int]:
+    """Write rows over those that are there, or make them; yield how many each time.
 
-    def __init__(self, store: EmbeddingStore) -> None:
-        self._store = store
-        self._last = np.array([store.tick, 0, _NO_TABLE], dtype=np.uint64)
-
-    def put(self, table: int, rows: RowColumns) -> None:
-        """Write rows of one table over those that are there, or make them.
-
-        They come in the order in which they would leave, with metadata of the store's
-        form. A use of 0 keeps the row's position.
-        """
-        store, num = self._store, len(rows)
+    The rows of a table come in the order in which they would leave, with metadata of
+    the store's form. A use of 0 keeps the row's position.
+    """
+    last = np.array([store.tick, 0, _NO_TABLE], dtype=np.uint64)
+    for table, rows in changes:
+        num = len(rows)
         ticks_N = np.empty(num, dtype=np.uint64)
         tables_N = np.full(num, table, dtype=np.uint16)
         uses_N = read_only(rows.uses)
-        _draw_ticks(np.arange(num), uses_N, tables_N, 0, self._last, ticks_N)
+        _draw_ticks(np.arange(num), uses_N, tables_N, 0, last, ticks_N)
         store.logs.make_room(store.directory, (1 + recency.MARK_WORDS) * num)
         _add(store, table, rows, ticks_N, uses_N == 0)
-        store.tick = int(self._last[0])
-
-    def finish(self, tick: int) -> None:
-        """Continue counting requests from the other store's last one."""
-        self._store.tick = max(self._store.tick, tick)
+        store.tick = int(last[0])
+        yield num
 
 
 def _add(
@@ -407,47 +432,47 @@ def add_rows(
     """Write rows into slots; those whose tick is ``NEVER`` are skipped.
 
     A row that has come with the same or a later use gets the tick ``NEVER``.
-    ``columns`` are addresses: :class:`RowColumns`. Where ``keeps_position_N`` holds, a
-    row that is there keeps its position in the order in which rows leave; the others
-    are touched at once, for which the logs have room. If it is empty none is touched,
-    and those that are written cannot leave until they are.
+    ``columns`` are addresses. Where ``keeps_position_N`` holds, a row that is there
+    keeps its position in the order in which rows leave; the others are touched at once,
+    for which the logs have room. If it is empty none is touched, and those that are
+    written cannot leave until they are.
     """
     store = memory.store_at(layout)
     rows = memory.rows_at(store, layout)
     metadata, state, weights = columns[2], columns[3], columns[4]
     metadata_bytes = _16 if rows.has_metadata else np.uint64(0)
     all_ = np.arange(len(ids_N))
-    for start in range(0, len(ids_N), lookup.CHUNK):
-        stop = min(start + lookup.CHUNK, len(ids_N))
-        index = lookup.prepare_chunk(store, rows, ids_N, all_[start:stop])
+    for start in range(0, len(ids_N), loops.CHUNK):
+        stop = min(start + loops.CHUNK, len(ids_N))
+        index = loops.prepare_chunk(store, rows, ids_N, all_[start:stop])
         for n in range(start, stop):
             if ticks_N[n] == NEVER:
                 continue
-            slot, is_new = lookup.find_or_make(store, index, rows, ids_N[n])
+            slot, is_new = loops.find_or_make(store, index, rows, ids_N[n])
             slots_N[n] = np.uint32(slot)
             address, row = rows.base + slot * rows.stride, np.uint64(n)
-            before = (
-                NEVER if is_new else load_u64(address + memory.WORD) & memory.TICK_MASK
-            )
+            before = NEVER if is_new else memory.tick_at(address)
             if before >= ticks_N[n]:
                 ticks_N[n] = NEVER
                 continue
             from_metadata = metadata + row * metadata_bytes
-            copy_bytes(address + memory.FREQUENCY, from_metadata, metadata_bytes)
+            cpu.copy_bytes(address + memory.FREQUENCY, from_metadata, metadata_bytes)
             from_state = state + row * rows.state_bytes
-            copy_bytes(address + rows.state, from_state, rows.state_bytes)
+            cpu.copy_bytes(address + rows.state, from_state, rows.state_bytes)
             from_weights = weights + row * rows.weight_bytes
-            copy_bytes(address + rows.weights, from_weights, rows.weight_bytes)
+            cpu.copy_bytes(address + rows.weights, from_weights, rows.weight_bytes)
             keeps = len(keeps_position_N) > 0 and keeps_position_N[n] and not is_new
             tick = before if keeps else ticks_N[n]
-            store_u64(address + memory.WORD, (rows.owner << memory.OWNER_SHIFT) | tick)
+            cpu.store_u64(
+                address + memory.WORD, (rows.owner << memory.OWNER_SHIFT) | tick
+            )
             if len(keeps_position_N) and not keeps:
                 _touch(store, rows, slot, tick)
 
 
 @compiled
 def _draw_ticks(
-    order: lookup.Indices,
+    order: loops.Indices,
     uses_R: Words,
     tables_R: npt.NDArray[np.uint16],
     base: int,
@@ -475,14 +500,14 @@ def _draw_ticks(
 def _touch(store: StoreAt, rows: RowsAt, slot: np.uint64, tick: np.uint64) -> None:
     address, class_ = rows.base + slot * rows.stride, np.uint64(0)
     if len(store.logs) > 1:
-        class_ = recency.classify(load_u32(address + memory.FREQUENCY))
+        class_ = recency.classify(cpu.load_u32(address + memory.FREQUENCY))
     logs = np.uint64(store.logs.ctypes.data)
     recency.touch(logs, class_, rows, address, slot, tick)
 
 
 @compiled
 def _touch_rows(
-    order: lookup.Indices,
+    order: loops.Indices,
     ticks_R: Words,
     slots_R: Numbers,
     tables_R: npt.NDArray[np.uint16],

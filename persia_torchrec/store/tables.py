@@ -1,9 +1,4 @@
-"""The tables of a store: settings, compiled loops, and what is kept beside the rows.
-
-Dimension key:
-    N: ids of one request
-    D: embedding dim
-"""
+"""The tables of a store: settings, compiled loops, and what is kept beside the rows."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,11 +14,9 @@ from persia_torchrec.compiled import (
     specialized,
 )
 from persia_torchrec.embedding.setting import Admission, Kernel
-from persia_torchrec.store import lookup, memory
+from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.memory import Counts, Floats, Ids, Layout, Slots, Words
-from persia_torchrec.store.row_columns import RowShape
-from persia_torchrec.store.update import build_update
 from persia_torchrec.table import TableSpec
 
 Bools = npt.NDArray[np.bool_]
@@ -76,10 +69,10 @@ def _build_admit(kernel: Kernel) -> Callable[..., None]:
 class TableState:
     """One table of a store. Owned by the store's thread.
 
-    The first table with an optimizer or initializer compiles its loop, or loads it. The
-    layout's columns of settings are overwritten. ``engine`` is None for the fused loop.
-    An ``admission`` that is given keeps what it remembers; the attribute is None when
-    all ids are admitted. ``insert`` makes rows: see :func:`lookup.build_insert`.
+    Its loops are compiled, or loaded; the layout's columns of settings are overwritten.
+    ``engine`` is None for the fused loop. An ``admission`` that is given keeps what it
+    remembers; the attribute is None when all ids are admitted. ``insert`` makes rows:
+    see :func:`loops.build_insert`.
     """
 
     def __init__(
@@ -103,21 +96,16 @@ class TableState:
             layout[column] = array.ctypes.data
         layout[memory.SEED] = spec.seed
         self._bound = np.float32(spec.weight_bound or np.inf)
-        self.insert = lookup.build_insert(spec.initializer.kernel)
+        self.insert = loops.build_insert(spec.initializer.kernel)
         no_rows, slots = np.empty((0, spec.dim), np.float32), _NO_COUNTS.copy()
         used = layout, _NO_IDS, _NO_COUNTS
-        compile_for(lookup.lookup_training, *used, no_rows, slots, _NO_INDICES)
+        compile_for(loops.lookup_training, *used, no_rows, slots, _NO_INDICES)
         compile_for(self.insert, *used, _NO_INDICES, no_rows, slots)
         if engine is not None:
             self._update = engine.build_update(spec.optimizer, spec.dim)
         else:
-            self._update = build_update(spec.optimizer.kernel)
+            self._update = loops.build_update(spec.optimizer.kernel)
             compile_for(self._update, *used, read_only(no_rows), self._step_numbers())
-
-    @property
-    def shape(self) -> RowShape:
-        """The form of its rows outside of a store."""
-        return RowShape.of(self.spec, has_metadata=self.has_metadata)
 
     @property
     def num_updates(self) -> int:
@@ -129,8 +117,8 @@ class TableState:
         self.layout[memory.STEP] = step
 
     def admit(
-        self, ids_N: Ids, counts_N: Counts, missing: lookup.Indices, out_ND: Floats
-    ) -> lookup.Indices:
+        self, ids_N: Ids, counts_N: Counts, missing: loops.Indices, out_ND: Floats
+    ) -> loops.Indices:
         """Return which of the missing ids get a row; write what the others read.
 
         ``counts_N`` is how often each id is in the batch, or empty.
@@ -163,12 +151,6 @@ class TableState:
         is_same = (spec.admission, spec.seed) == (self.spec.admission, self.spec.seed)
         admission = self.admission if is_same else None
         return TableState(spec, self.layout.copy(), engine, admission)
-
-    def cleared(self) -> "TableState":
-        """Return the state of the same table before any request."""
-        layout = self.layout.copy()
-        layout[memory.STEP] = 0
-        return TableState(self.spec, layout, self.engine)
 
     def _step_numbers(self) -> Floats:
         """Return the bound of the weights, and the optimizer's numbers of a step."""

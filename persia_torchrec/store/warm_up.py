@@ -1,33 +1,23 @@
 """Compile, or load, every loop of the store before the first request needs it."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from persia_torchrec.compiled import read_only
-from persia_torchrec.embedding.admission import (
-    AdmitBloom,
-    AdmitFrequency,
-    AdmitProbability,
-)
+from persia_torchrec.embedding import admission
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.store import row_moves
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.row_moves import (
-    RowExport,
-    RowImport,
-    gather_rows,
-    split_by_table,
-)
 from persia_torchrec.table import TableSpec
 
-_TABLES = [
-    TableSpec(name="plain", dim=2, optimizer=SGD(0.1)),
-    TableSpec(
-        name="expiring", dim=2, optimizer=SGD(0.1), expiry=Expiry(steps_to_live=9)
-    ),
-    TableSpec(name="drawn", dim=2, optimizer=SGD(0.1), admission=AdmitProbability(0.5)),
-    TableSpec(name="counted", dim=2, optimizer=SGD(0.1), admission=AdmitFrequency(2)),
-    TableSpec(name="bloom", dim=2, optimizer=SGD(0.1), admission=AdmitBloom(2, 9)),
-]
+_ADMISSIONS = (
+    admission.AdmitAll(),
+    admission.AdmitProbability(0.5),
+    admission.AdmitFrequency(2),
+    admission.AdmitBloom(2, 9),
+)
 
 
 def warm_up() -> None:
@@ -40,9 +30,11 @@ def warm_up() -> None:
     store = EmbeddingStore(4)
     ids = np.arange(6, dtype=np.uint64)
     counts = np.ones(len(ids), dtype=np.uint32)
-    for spec in _TABLES:
-        table = store.add_table(spec)
-        rows = np.zeros((len(ids), spec.dim), dtype=np.float32)
+    rows = np.zeros((len(ids), 2), dtype=np.float32)
+    expiry = Expiry(steps_to_live=9)
+    spec = TableSpec(name="item", dim=2, optimizer=SGD(0.1), expiry=expiry)
+    for table, admits in enumerate(_ADMISSIONS):
+        store.add_table(replace(spec, name=f"{table}", admission=admits))
         slots = store.lookup(table, ids, rows, training=True, counts_N=counts)
         store.lookup(table, ids, rows, training=False)
         store.update(table, ids, rows, slots)
@@ -50,13 +42,14 @@ def warm_up() -> None:
         store.read(table, ids)
         store.scan(table, 0, 1)
         store.remove(table, ids[:1])
-        gather_rows(store, table, read_only(ids))
+        row_moves.gather_rows(store, table, read_only(ids))
     store.sweep(1)
-    export = RowExport(store)
+    export = row_moves.RowExport(store)
     while not export.is_done:
         chunk = export.advance()
-        for table, columns in split_by_table(chunk, export.tables) if chunk else ():
+        split = row_moves.split_by_table(chunk, export.tables) if chunk else []
+        for table, columns in split:
             uses, numbers = np.array([1], np.uint64), np.array([table], np.uint16)
-            moving = RowImport(store, uses, numbers, counts)
-            moving.add(table, 0, columns, np.arange(len(columns)) == 0)
+            moving = row_moves.RowImport(store, uses, numbers, counts)
+            moving.add(table, columns, np.arange(len(columns)) == 0)
             moving.finish(1)

@@ -20,7 +20,7 @@ from persia_torchrec.checkpoint.row_file import (
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.store.row_columns import RowShape
+from persia_torchrec.store.row_moves import RowShape
 from persia_torchrec.table import TableSpec
 
 SPECS = [
@@ -173,5 +173,5 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path):
 
 
 def test_empty_columns_have_the_shapes_of_their_table():
-    rows = RowShape.of(TABLES[1].spec, has_metadata=True).empty(2)
+    rows = RowShape(TABLES[1].spec, has_metadata=True).empty(2)
     assert [c.shape for c in rows.columns()] == [(2,), (2,), (2, 4), (2, 6), (2, 3)]

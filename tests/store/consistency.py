@@ -3,7 +3,7 @@
 import numpy as np
 
 from persia_torchrec.store.index import BOUNDARY, ENTRIES, NEW, OLD, OVERFLOW_LINES
-from persia_torchrec.store.lookup import find_slots
+from persia_torchrec.store.loops import find_slots
 from persia_torchrec.store.memory import ARENA, FREE, OWNER_SHIFT, TICK_MASK, USED
 from persia_torchrec.store.recency import NONE, pop_oldest
 

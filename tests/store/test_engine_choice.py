@@ -14,7 +14,6 @@ from persia_torchrec.store.fbgemm_engine import (
     FbgemmEngine,
     Measured,
     measurements,
-    nearest,
 )
 from persia_torchrec.table import TableSpec
 
@@ -79,9 +78,9 @@ def test_an_unknown_engine_is_refused():
 
 
 def test_nothing_is_nearest_among_other_tables():
-    assert nearest((FASTER, SLOWER), "adagrad", "fp32", 16) is None
-    assert nearest((FASTER, SLOWER), "sgd", "fp16", 16) is None
-    assert nearest((), "sgd", "fp32", 16) is None
+    assert not is_fbgemm((FASTER, FASTER), replace(SGD_16, optimizer=Adagrad()))
+    assert not is_fbgemm((FASTER, FASTER), replace(SGD_16, weight_dtype="fp16"))
+    assert not is_fbgemm((), SGD_16)
 
 
 def test_adam_with_an_l2_penalty_is_not_fbgemms():

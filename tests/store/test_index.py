@@ -26,7 +26,7 @@ from persia_torchrec.store.index import (
     likely_slot,
     remove_entry,
 )
-from persia_torchrec.store.lookup import find_slots
+from persia_torchrec.store.loops import find_slots
 from persia_torchrec.store.memory import (
     MISSING,
     OWNER_SHIFT,

@@ -29,6 +29,7 @@ from persia_torchrec.store.recency import (
     WRITE,
     RecencyLogs,
     classify,
+    classify_all,
     pop_oldest,
     touch,
 )
@@ -357,4 +358,6 @@ def test_a_class_of_frequencies_is_exact_below_16_and_a_power_of_two_above():
     ]:
         expected = frequency if frequency < 16 else 12 + int(np.log2(frequency))
         assert classify(np.uint64(frequency)) == expected
+        assert classify_all(np.array([frequency], dtype=np.uint32)) == expected
     assert classify(np.uint64(2**32 - 1)) == NUM_LFU_CLASSES - 1
+    assert classify_all(np.array([2**32 - 1], dtype=np.uint32)) == NUM_LFU_CLASSES - 1

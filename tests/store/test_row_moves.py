@@ -84,10 +84,8 @@ def import_into(store, blocks, tick):
         np.concatenate([np.empty(0, np.uint16), *numbers]),
         np.concatenate([np.empty(0, np.uint32), *frequencies]),
     )
-    first = 0
     for table, rows in blocks:
-        is_own = np.ones(len(rows), dtype=np.bool_)
-        first = moving.add(table, first, rows, is_own)
+        moving.add(table, rows, np.ones(len(rows), dtype=np.bool_))
     moving.finish(tick)
     check_store(store)
     return moving.num_kept

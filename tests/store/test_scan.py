@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from persia_torchrec import AdmitProbability
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import StoreError
+from persia_torchrec.store import embedding_store
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first
@@ -65,7 +67,7 @@ def test_a_walk_meets_each_row_of_a_table_once(requests, max_rows):
         assert len(set(ids.tolist())) == len(ids)
         rows = np.concatenate([s.rows for s in slices])
         assert np.array_equal(rows, store.read(table, ids))
-        assert store.has(table, ids).all()
+        assert (store.find(table, ids) != MISSING).all()
         met += len(ids)
     assert met == store.num_rows
 
@@ -106,12 +108,13 @@ def test_a_walk_goes_on_after_the_rows_were_dropped(store):
     assert store.scan(0, next_slot, 10).next_slot is None
 
 
-def test_a_slice_looks_at_a_bounded_number_of_slots(store):
+def test_a_slice_looks_at_a_bounded_number_of_slots(store, monkeypatch):
+    monkeypatch.setattr(embedding_store, "MAX_SCANNED_SLOTS", 16)
     look_up(store, 1, np.arange(30, dtype=np.uint64))
     look_up(store, 0, ids_of(5))
-    part = store.scan(0, 0, 5, max_slots=16)
+    part = store.scan(0, 0, 5)
     assert (len(part.ids), part.next_slot) == (0, 16)
-    part = store.scan(0, 16, 5, max_slots=16)
+    part = store.scan(0, 16, 5)
     assert (part.ids.tolist(), part.next_slot) == ([5], None)
 
 
@@ -144,7 +147,7 @@ class TestWrite:
         store.write(1, ids_of(1), np.ones((1, 4), dtype=np.float32))
         assert store.read(1, ids_of(1)).tolist() == [[1, 1, 1, 1]]
         look_up(store, 1, ids_of(2))
-        assert not store.has(1, ids_of(2)).any()
+        assert store.find(1, ids_of(2)) == [MISSING]
 
     def test_more_rows_than_fit_are_refused(self, store):
         with pytest.raises(StoreError, match=r"At most 40 rows fit\. Received: 41"):

@@ -32,7 +32,7 @@ from persia_torchrec.embedding.optim import (
     RowwiseLAMB,
 )
 from persia_torchrec.intrinsics import floats_at
-from persia_torchrec.store.update import bound_weights
+from persia_torchrec.store.loops import bound_weights
 from tests.optimizers import EVERY_OPTIMIZER, optimizers_by_kind
 from tests.reference import Row, step
 from tests.toy_optimizer import SignWithMemory

@@ -1,6 +1,6 @@
-"""The store's hottest loops: use the rows of ids, and make those that are missing.
+"""The store's hot loops: use the rows of ids, make those that are missing, step rows.
 
-The memory of several ids is on its way at once. While a loop is at one id, it
+The memory of several ids is on its way at once. While a lookup is at one id, it
 prefetches what others will need:
 
     id i + 24    hash it, prefetch its line of the index
@@ -8,14 +8,13 @@ prefetches what others will need:
     id i         check that it is the row, touch it, copy its weights
 
 A training lookup uses all rows that are there, and then makes those that are missing.
-The rows that leave for them stand at the front of the log. So the memory that an
-eviction needs is prefetched in two steps, some rows ahead: the header of the row that
-will leave; then its line of the index and the rest of the row, which the new row takes.
+The rows that leave for them stand at the front of the log, so their memory is
+prefetched in two steps: the header; then its line of the index and the rest of the row.
 
-Dimension key:
-    N: ids of one request
-    K: ids that get a row
-    D: embedding dim
+An update takes as hints the slots that the lookup of the same ids returned. Each is
+checked against the row's header, which the update touches anyway; a row that has moved
+or left since is looked up in the index. So no gradient reaches another id. A gradient
+that holds NaN or an infinity would ruin its row for good: it is refused and counted.
 """
 
 from collections.abc import Callable
@@ -24,20 +23,11 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, inlined_kernel, specialized
 from persia_torchrec.embedding.setting import Kernel
-from persia_torchrec.intrinsics import (
-    copy_bytes,
-    floats_at,
-    load_u32,
-    load_u64,
-    prefetch,
-    store_u32,
-    store_u64,
-    unowned,
-)
 from persia_torchrec.store import memory, recency
-from persia_torchrec.store.float16 import FP32
+from persia_torchrec.store.float16 import FP32, round_stochastically
 from persia_torchrec.store.index import (
     ENTRIES,
     NOT_FOUND,
@@ -54,25 +44,33 @@ from persia_torchrec.store.index import (
 from persia_torchrec.store.memory import Counts, Floats, Ids, Layout, RowsAt, Slots
 
 Indices = npt.NDArray[np.int64]
+Rules = npt.NDArray[np.float64]
+Rings = tuple[memory.Words, memory.Words]
+"""Of the ids ahead: hashes; slots to be confirmed, or ``NOT_FOUND``, for certain."""
 
 NO_ROOM = -1
-"""What :func:`lookup_training` returns where a log must be enlarged first."""
+"""What :func:`lookup_training` returns, doing nothing, where a log must be enlarged."""
 
 CHUNK = 32
 """Ids for which the index makes room, and which are prefetched, at a time."""
+
+STEPS_TO_LIVE, SECONDS_TO_LIVE, MIN_L2_NORM, SPARED_STEPS = range(4)
+"""Columns of the rules of expiry: the fields of ``Expiry``."""
 
 _FAR = 24
 _NEAR = 8
 _RING = 31
 """Length of the ring of ids ahead, less one: a power of two, less one."""
 
+_AHEAD = 10
+"""How far ahead an update prefetches rows."""
+
+_INFINITE = np.float32(np.inf)
 _LARGEST_COUNT = np.uint64(2**32 - 1)
 _LINE = np.uint64(64)
 _MANY_LINES = np.uint64(640)
-_ZERO = np.uint64(0)
-_ONE = np.uint64(1)
-_S32 = np.uint64(32)
-_LOW = np.uint64(2**32 - 1)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
+_S32, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 
 
 @compiled
@@ -84,19 +82,18 @@ def lookup_training(
     slots_N: Slots,
     missing_N: Indices,
 ) -> int:
-    """Use the rows of ids that have one; return how many have none.
+    """Use the rows of ids that have one; return how many have none, or ``NO_ROOM``.
 
     The first of repeated ids touches the row. ``counts_N`` is how often each id is in
     the batch, or empty for once each. Overwrites ``out_ND``, C-contiguous, where there
     is a row; ``slots_N`` with slots or ``MISSING``; and ``missing_N``, from the front,
-    with the positions of ids without a row. If it returns ``NO_ROOM``, nothing has
-    happened.
+    with the positions of ids without a row.
     """
     store = memory.store_at(layout)
     if not recency.compact_for(store.logs, store.arenas, len(ids_N)):
         return NO_ROOM
     store.tally[memory.TICK] += 1
-    ids_N, counts_N = unowned(ids_N), unowned(counts_N)
+    ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
     rows, index = memory.rows_at(store, layout), index_at(store)
     log, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
     tick = np.uint64(store.tally[memory.TICK])
@@ -120,7 +117,7 @@ def lookup_training(
         if rows.has_metadata:
             count = np.uint64(counts_N[i]) if len(counts_N) else _ONE
             class_ = count_up(address, count, num_classes)
-        if load_u64(address + memory.WORD) & memory.TICK_MASK != tick:
+        if memory.tick_at(address) != tick:
             recency.touch(log, class_, rows, address, slot, tick)
         memory.read_weights(rows, address, target + np.uint64(i) * row_bytes)
     store.tally[memory.HITS] += len(ids_N) - num_missing
@@ -134,7 +131,7 @@ def lookup_readonly(
 ) -> None:
     """Copy weights to ``out_ND``, C-contiguous; an id without a row reads ``value``."""
     store = memory.store_at(layout)
-    ids_N, out_ND = unowned(ids_N), unowned(out_ND)
+    ids_N, out_ND = cpu.unowned(ids_N), cpu.unowned(out_ND)
     rows, index = memory.rows_at(store, layout), index_at(store)
     target = np.uint64(out_ND.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
@@ -178,8 +175,7 @@ def find_rows(layout: Layout, start: int, stop: int, slots_N: Slots) -> tuple[in
     num = 0
     slot = np.uint64(start)
     while slot < np.uint64(stop) and num < len(slots_N):
-        word = load_u64(rows.base + slot * rows.stride + memory.WORD)
-        if word >> memory.OWNER_SHIFT == rows.owner:
+        if memory.owner_at(rows.base + slot * rows.stride) == rows.owner:
             slots_N[num] = np.uint32(slot)
             num += 1
         slot += _ONE
@@ -188,66 +184,50 @@ def find_rows(layout: Layout, start: int, stop: int, slots_N: Slots) -> tuple[in
 
 @inlined
 def prefetch_row(address: np.uint64, num_bytes: np.uint64) -> None:
-    """Prefetch the memory of a row.
-
-    Of a long row only the beginning: the processor notices by itself that the rest is
-    wanted too, and prefetching all of it would keep others waiting.
-    """
+    """Prefetch the memory of a row."""
     if num_bytes > _MANY_LINES:
-        prefetch(address)
-        prefetch(address + _LINE)
+        # The processor notices by itself that the rest is wanted too, and prefetching
+        # all of it would keep others waiting.
+        cpu.prefetch(address)
+        cpu.prefetch(address + _LINE)
         return
     last = address + num_bytes - _ONE
     while address < last:
-        prefetch(address)
+        cpu.prefetch(address)
         address += _LINE
-    prefetch(last)
+    cpu.prefetch(last)
 
 
 @inlined
 def count_up(address: np.uint64, count: np.uint64, num_classes: int) -> np.uint64:
     """Add to a row's frequency; return the row's class."""
-    frequency = load_u32(address + memory.FREQUENCY) + count
+    frequency = cpu.load_u32(address + memory.FREQUENCY) + count
     frequency = min(frequency, _LARGEST_COUNT)
-    store_u32(address + memory.FREQUENCY, frequency)
+    cpu.store_u32(address + memory.FREQUENCY, frequency)
     return recency.classify(frequency) if num_classes > 1 else _ZERO
 
 
 @inlined
-def _look_ahead(
-    i: int,
-    ids_N: Ids,
-    ahead: tuple[memory.Words, memory.Words],
-    index: IndexAt,
-    rows: RowsAt,
-) -> None:
-    """Prefetch the memory that ids after the i-th, from ``-_FAR``, will need.
-
-    ``ahead`` are two rings: the hashes of the ids ahead; and for each a slot to be
-    confirmed, or ``NOT_FOUND``, which is certain.
-    """
+def _look_ahead(i: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt) -> None:
+    """Prefetch the memory that ids after the i-th, from ``-_FAR``, will need."""
     hashes, likely = ahead
     far, near = i + _FAR, i + _NEAR
     if far < len(ids_N):
         hash_ = hash_id(ids_N[far], rows.owner)
         hashes[far & _RING] = hash_
-        prefetch(find_home(index, hash_))
+        cpu.prefetch(find_home(index, hash_))
     if 0 <= near < len(ids_N):
         slot = likely_slot(index, hashes[near & _RING])
         likely[near & _RING] = slot
         if slot != NOT_FOUND:
             end_of_weights = rows.weights + rows.weight_bytes
             prefetch_row(rows.base + slot * rows.stride, end_of_weights)
-            prefetch(rows.tags + slot)
+            cpu.prefetch(rows.tags + slot)
 
 
 @inlined
 def _confirm(
-    i: int,
-    ids_N: Ids,
-    ahead: tuple[memory.Words, memory.Words],
-    index: IndexAt,
-    rows: RowsAt,
+    i: int, ids_N: Ids, ahead: Rings, index: IndexAt, rows: RowsAt
 ) -> np.uint64:
     """Return the slot of the i-th id, or ``NOT_FOUND``."""
     hashes, likely = ahead
@@ -277,14 +257,12 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         out_ND: Floats,
         slots_N: Slots,
     ) -> None:
-        ids_N, counts_N = unowned(ids_N), unowned(counts_N)
-        layout, chosen_K = unowned(layout), unowned(chosen_K)
+        ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
+        layout, chosen_K = cpu.unowned(layout), cpu.unowned(chosen_K)
         store = memory.store_at(layout)
         rows = memory.rows_at(store, layout)
-        log, tick = (
-            np.uint64(store.logs.ctypes.data),
-            np.uint64(store.tally[memory.TICK]),
-        )
+        log = np.uint64(store.logs.ctypes.data)
+        tick = np.uint64(store.tally[memory.TICK])
         target, row_bytes = np.uint64(out_ND.ctypes.data), np.uint64(4 * rows.dim)
         for start in range(0, len(chosen_K), CHUNK):
             stop = min(start + CHUNK, len(chosen_K))
@@ -317,19 +295,19 @@ def _build_begin_row(kernel: Kernel) -> Callable[..., None]:
     def begin_row(
         rows: RowsAt, layout: Layout, address: np.uint64, id_: np.uint64
     ) -> None:
-        numbers, seed = floats_at(layout[memory.FILL]), id_ ^ layout[memory.SEED]
-        if rows.dtype == FP32:
-            weights = floats_at(address + rows.weights)
-            draw_weights(numbers, seed, weights, rows.dim)
-        else:
-            draw_weights(numbers, seed, floats_at(layout[memory.SCRATCH]), rows.dim)
-            memory.write_weights(rows, address, layout[memory.SCRATCH])
-        copy_bytes(address + rows.state, layout[memory.INITIAL_STATE], rows.state_bytes)
+        numbers, seed = cpu.floats_at(layout[memory.FILL]), id_ ^ layout[memory.SEED]
+        is_fp32, scratch = rows.dtype == FP32, layout[memory.SCRATCH]
+        weights = address + rows.weights if is_fp32 else scratch
+        draw_weights(numbers, seed, cpu.floats_at(weights), rows.dim)
+        if not is_fp32:
+            memory.write_weights(rows, address, scratch)
+        initial = layout[memory.INITIAL_STATE]
+        cpu.copy_bytes(address + rows.state, initial, rows.state_bytes)
         if rows.has_metadata:
-            store_u32(address + memory.FREQUENCY, _ZERO)
-            store_u32(address + memory.LAST_STEP, layout[memory.STEP])
-            store_u32(address + memory.FIRST_STEP, layout[memory.STEP])
-            store_u32(address + memory.LAST_S, layout[memory.NOW_S])
+            cpu.store_u32(address + memory.FREQUENCY, _ZERO)
+            cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
+            cpu.store_u32(address + memory.FIRST_STEP, layout[memory.STEP])
+            cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
 
     return begin_row
 
@@ -342,12 +320,11 @@ def prepare_chunk(
     grow_a_little(store, len(chosen_K))
     index = index_at(store)
     for k in range(len(chosen_K)):
-        prefetch(find_home(index, hash_id(ids_N[chosen_K[k]], rows.owner)))
-    num_leaving = (
-        store.tally[memory.ROWS] + len(chosen_K) - store.tally[memory.CAPACITY]
-    )
-    if num_leaving > 0:
-        _prefetch_leaving(store, index, min(num_leaving, len(chosen_K)))
+        cpu.prefetch(find_home(index, hash_id(ids_N[chosen_K[k]], rows.owner)))
+    room = store.tally[memory.CAPACITY] - store.tally[memory.ROWS]
+    if room < len(chosen_K):
+        num_leaving = min(len(chosen_K) - room, len(chosen_K))
+        _prefetch_leaving(store, index, num_leaving)
     return index
 
 
@@ -369,7 +346,7 @@ def find_or_make(
             remove_row(store, index, row >> _S32, row & _LOW)
             store.tally[memory.EVICTED] += 1
     slot = memory.take_slot(store.arenas, rows.arena)
-    store_u64(rows.base + slot * rows.stride, id_)
+    cpu.store_u64(rows.base + slot * rows.stride, id_)
     add_entry(index, (hash_ << _S32) | (slot + _ONE))
     store.cursor[ENTRIES] += _ONE
     store.tally[memory.ROWS] += 1
@@ -382,17 +359,14 @@ def remove_row(
 ) -> None:
     """Take a row out of the index and free its slot; its record stays in the log."""
     address, tally = memory.locate_row(store.arenas, arena, slot), store.tally
-    id_, owner = (
-        load_u64(address),
-        load_u64(address + memory.WORD) >> memory.OWNER_SHIFT,
-    )
+    id_, owner = cpu.load_u64(address), memory.owner_at(address)
     remove_entry(index, hash_id(id_, owner), slot)
     store.cursor[ENTRIES] -= _ONE
     memory.free_slot(store.arenas, arena, slot)
     tally[memory.ROWS] -= 1
     if tally[memory.LEFT_ROOM] > 0:
-        store_u64(np.uint64(tally[memory.LEFT_AT]), id_)
-        store_u64(np.uint64(tally[memory.LEFT_AT]) + memory.WORD, owner)
+        cpu.store_u64(np.uint64(tally[memory.LEFT_AT]), id_)
+        cpu.store_u64(np.uint64(tally[memory.LEFT_AT]) + memory.WORD, owner)
         tally[memory.LEFT_AT] += 16
         tally[memory.LEFT_ROOM] -= 1
 
@@ -420,8 +394,153 @@ def _prefetch_leaving(store: memory.StoreAt, index: IndexAt, num_rows: int) -> N
         # A guess may not be a slot, but what is read must be memory of ours.
         if slot < arenas[arena, memory.USED]:
             address = base + slot * stride
-            owner = load_u64(address + memory.WORD) >> memory.OWNER_SHIFT
-            prefetch(find_home(index, hash_id(load_u64(address), owner)))
+            hash_ = hash_id(cpu.load_u64(address), memory.owner_at(address))
+            cpu.prefetch(find_home(index, hash_))
             prefetch_row(address, stride)
     for ahead in range(num_rows, 2 * num_rows):
-        prefetch(base + recency.slot_to_leave(logs, class_, ahead) * stride)
+        cpu.prefetch(base + recency.slot_to_leave(logs, class_, ahead) * stride)
+
+
+@compiled
+def sweep_slots(
+    where: tuple[int, int, int], layouts_T: Layout, rules_T: Rules, now_s: float
+) -> None:
+    """Take out the expired rows of ``where``: an arena, its first slot, the end slot.
+
+    ``rules_T`` is float64 ``(T, 4)``: see ``STEPS_TO_LIVE`` and the others.
+    """
+    store = memory.store_at(layouts_T[0])
+    arena, index = np.uint64(where[0]), index_at(store)
+    base, stride = store.arenas[arena, memory.BASE], store.arenas[arena, memory.STRIDE]
+    for slot in range(where[1], where[2]):
+        address = base + np.uint64(slot) * stride
+        owner = memory.owner_at(address)
+        if owner == np.uint64(0):
+            continue
+        table = np.int64(owner) - 1
+        layout, rules = layouts_T[table], rules_T[table]
+        if not rules.any():
+            continue
+        step = np.int64(layout[memory.STEP])
+        age_steps = step - np.int64(cpu.load_u32(address + memory.LAST_STEP))
+        age_s = now_s - np.float64(cpu.load_u32(address + memory.LAST_S))
+        if 0 < rules[STEPS_TO_LIVE] < age_steps:
+            store.tally[memory.EXPIRED_STEPS] += 1
+        elif 0 < rules[SECONDS_TO_LIVE] < age_s:
+            store.tally[memory.EXPIRED_SECONDS] += 1
+        elif _is_below_norm(memory.rows_at(store, layout), layout, address, rules):
+            store.tally[memory.EXPIRED_NORM] += 1
+        else:
+            continue
+        remove_row(store, index, arena, np.uint64(slot))
+
+
+@compiled
+def _is_below_norm(
+    rows: RowsAt, layout: Layout, address: np.uint64, rules: Rules
+) -> bool:
+    age_steps = np.int64(layout[memory.STEP]) - np.int64(
+        cpu.load_u32(address + memory.FIRST_STEP)
+    )
+    if rules[MIN_L2_NORM] <= 0 or age_steps < rules[SPARED_STEPS]:
+        return False
+    memory.read_weights(rows, address, layout[memory.SCRATCH])
+    weights = cpu.floats_at(layout[memory.SCRATCH])
+    total = 0.0
+    for d in range(rows.dim):
+        total += np.float64(weights[d]) * np.float64(weights[d])
+    return total < rules[MIN_L2_NORM] * rules[MIN_L2_NORM]
+
+
+@cache
+def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
+    """Compile the loop that applies one step of an optimizer to the row of each id.
+
+    A repeated id is updated twice. ``slots_N`` are hints, or ``MISSING``. ``numbers``
+    are the largest magnitude of a weight after the update (inf for none), then the
+    optimizer's. The loop returns how many ids have no row, and how many gradients were
+    refused.
+    """
+    step_row = inlined_kernel(kernel)
+
+    def update(
+        layout: Layout, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
+    ) -> tuple[int, int]:
+        ids_N, slots_N, layout = (
+            cpu.unowned(ids_N),
+            cpu.unowned(slots_N),
+            cpu.unowned(layout),
+        )
+        store = memory.store_at(layout)
+        rows, index = memory.rows_at(store, layout), index_at(store)
+        bound = numbers[0]
+        p = cpu.floats_at(np.uint64(numbers.ctypes.data) + np.uint64(4))
+        grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
+        num_slots = np.uint64(store.tally[memory.CAPACITY])
+        num_missed = num_refused = 0
+        for i in range(len(ids_N)):
+            if i + _AHEAD < len(ids_N):
+                ahead = np.uint64(slots_N[i + _AHEAD])
+                prefetch_row(rows.base + ahead * rows.stride, rows.stride)
+            hint = np.uint64(slots_N[i])
+            slot = find_hinted(index, rows, ids_N[i], hint, num_slots)
+            address = rows.base + slot * rows.stride
+            if slot == NOT_FOUND:
+                num_missed += 1
+            elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
+                num_refused += 1
+            else:
+                weights = address + rows.weights
+                if rows.dtype != FP32:
+                    weights = layout[memory.SCRATCH]
+                    memory.read_weights(rows, address, weights)
+                w, s = cpu.floats_at(weights), cpu.floats_at(address + rows.state)
+                step_row(p, w, s, cpu.floats_at(grad), rows.dim)
+                finish_row(layout, rows, address, weights, bound)
+            grad += grad_bytes
+        return num_missed, num_refused
+
+    return specialized(update, kernel)
+
+
+@inlined
+def find_hinted(
+    index: IndexAt, rows: RowsAt, id_: np.uint64, hint: np.uint64, num_slots: np.uint64
+) -> np.uint64:
+    """Return the slot of an id, the hint if that is right, or ``NOT_FOUND``."""
+    slot = hint
+    address = rows.base + slot * rows.stride
+    if slot >= num_slots or not memory.is_row_of(address, id_, rows.owner):
+        slot = find_slot(index, rows, id_, hash_id(id_, rows.owner))
+    return slot
+
+
+@inlined
+def finish_row(
+    layout: Layout,
+    rows: RowsAt,
+    address: np.uint64,
+    weights: np.uint64,
+    bound: np.float32,
+) -> None:
+    """Clamp the new weights of a row, round them if it keeps 16 bits, and note when.
+
+    ``weights`` is the address of float32: the row's own if it keeps 32 bits.
+    """
+    if bound < _INFINITE:
+        bound_weights(cpu.floats_at(weights), rows.dim, bound)
+    if rows.dtype != FP32:
+        seed = hash_id(cpu.load_u64(address), layout[memory.STEP])
+        halves = cpu.halves_at(address + rows.weights)
+        round_stochastically(cpu.floats_at(weights), halves, rows.dim, rows.dtype, seed)
+    if rows.has_metadata:
+        cpu.store_u32(address + memory.LAST_STEP, layout[memory.STEP])
+        cpu.store_u32(address + memory.LAST_S, layout[memory.NOW_S])
+
+
+@inlined
+def bound_weights(w: cpu.Pointer, dim: np.int64, bound: np.float32) -> None:
+    """Clamp weights to ``[-bound, bound]``; NaN stays NaN."""
+    for d in range(dim):
+        weight = bound if w[d] > bound else w[d]
+        w[d] = -bound if weight < -bound else weight
