@@ -14,15 +14,9 @@ from persia_torchrec.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_MAX_CREDIT_S = 0.005
-"""How much credit may be saved up."""
-
-_BUSY_S = 0.2
-"""How long after the last request for rows the server counts as busy."""
-
-_POLL_MS = 2
-"""How soon an idle server checks again whether the work can continue."""
-
+_MAX_CREDIT_S = 0.005  # how much credit may be saved up
+_BUSY_S = 0.2  # how long after the last request for rows the server counts as busy
+_POLL_MS = 2  # how soon an idle server checks again whether the work can continue
 _JOIN_S = 10.0
 
 

@@ -26,15 +26,9 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import SavedTable, require_shard
 from persia_torchrec.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-"""Name of the file that makes a checkpoint complete."""
-
-DENSE = "dense"
-"""Folder of the dense half."""
-
-LOG_FILE = "log.json"
-"""Name of the file that describes a log; it is written first."""
-
+MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
+DENSE = "dense"  # folder of the dense half
+LOG_FILE = "log.json"  # name of the file that describes a log; it is written first
 _NAME = r"checkpoint-(\d{8,})"
 _LOG_NAME = r"shard-\d{5,}-of-\d{5,}-[0-9a-f]{12}"
 _ATTEMPTS = 100
@@ -56,10 +50,8 @@ class SavedShard:
     num_rows: int
     size_bytes: int
     checksum: int
-    tick: int
-    """Of the server's last request."""
-    server: Mapping[str, Any]
-    """The server's settings, for people."""
+    tick: int  # of the server's last request
+    server: Mapping[str, Any]  # the server's settings, for people
     log: LogPosition | None = None
     """Where in the server's log of increments the dump began; None without a log."""
 

@@ -94,14 +94,11 @@ class IncrementHead(ShardHead, frozen=True, kw_only=True):
     magic: ClassVar[bytes] = b"PTRCINCR"
 
     log: str
-    number: int
-    """In the log, from 1 on."""
+    number: int  # in the log, from 1 on
     created_s: float
     """When it was begun, in seconds since 1970. All earlier changes are in it."""
-    tick: int
-    """Of the server's last request."""
-    was_cleared: bool
-    """Whether all rows were dropped before these changes."""
+    tick: int  # of the server's last request
+    was_cleared: bool  # whether all rows were dropped before these changes
 
 
 Head = TypeVar("Head", bound=ShardHead)

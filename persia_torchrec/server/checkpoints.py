@@ -221,26 +221,24 @@ class Checkpoints:
             self._load.cancel()
         self._increments.close()
 
-    def wait_ms(self, idle_ms: int) -> int:
-        """Return how long the server may wait for a message, ``idle_ms`` at most."""
-        idle_ms = self._increments.wait_ms(idle_ms)
-        if self._dump is None or not self._dump.is_copying:
-            return idle_ms
-        return self._budget.wait_ms(idle_ms, is_ready=not self._dump.chunks.full())
+    def work(self, idle_ms: int) -> int:
+        """Do a slice of a dump, and of increments.
 
-    def work(self) -> None:
-        """Do a slice of a dump, and of increments."""
+        Returns how long the server may wait for a message, ``idle_ms`` at most.
+        """
         load, dump = self._load, self._dump
         if self.is_loading and load is not None and load.phase != "loading":
             self.is_loading = False
             self._increments.begin_log(load.base)
-        self._increments.work()
+        idle_ms = self._increments.work(idle_ms)
         if dump is None or not dump.is_copying:
             self.is_active = self.is_loading or self._config.incremental_dir is not None
-        elif self._budget.has_credit() and not dump.chunks.full():
+            return idle_ms
+        if self._budget.has_credit() and not dump.chunks.full():
             with self._budget.spend():
                 writing_s = dump.advance()
             self._budget.charge(writing_s)
+        return self._budget.wait_ms(idle_ms, is_ready=not dump.chunks.full())
 
     def counters(self) -> dict[str, int]:
         """Return what has been counted of increments."""

@@ -24,8 +24,7 @@ from persia_torchrec.store.index import MAX_ROWS
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-_LINE_S = 0.5
-"""For a line that a server has written already."""
+_LINE_S = 0.5  # for a line that a server has written already
 
 
 class EmbeddingCluster:

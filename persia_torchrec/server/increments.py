@@ -24,7 +24,7 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,19 +51,11 @@ logger = logging.getLogger(__name__)
 Uses = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 
-RETRY_S = 10.0
-"""How soon after a failure a new log begins."""
-
-_CPU_FRACTION = 0.1
-"""Of a CPU that copying rows takes while requests for rows arrive."""
-
-_MAX_BUFFERS = 32
-"""How many times ``incremental_buffer_rows`` one increment may have."""
-
+RETRY_S = 10.0  # how soon after a failure a new log begins
+_CPU_FRACTION = 0.1  # of a CPU that copying rows takes while requests for rows arrive
+_MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` one increment may have
 _LAST_OFFSET = np.uint64(2**POSITION_BITS - 1)
-_MAX_SLICES = 8
-"""Copied slices that may wait to be written."""
-
+_MAX_SLICES = 8  # copied slices that may wait to be written
 _SLICE_BYTES = 2**18
 _NICE = 10
 _CHECK_S = 0.1
@@ -79,8 +71,7 @@ class DirtyIds:
     """When each was last used, such that the maximum of several is the last: the tick
     of the request, and in the lowest 24 bits the largest offset minus the offset in it.
     0 where it was not used."""
-    have_left: Bools
-    """Whether its row left at some moment; it may be back."""
+    have_left: Bools  # whether its row left at some moment; it may be back
 
     @property
     def uses(self) -> Uses:
@@ -161,7 +152,7 @@ class IncrementWriter(BackgroundTask):
         super().__init__(f"Writing log {log.name}")
         self.log = log
         self.number = 1
-        self.num_rows = self.num_bytes = 0
+        self.written = Counter(increment_rows=0, increment_bytes=0)
         self._folder = folder.child(log.name)
         self._max_ids = _MAX_BUFFERS * config.incremental_buffer_rows
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.incremental_queue)
@@ -222,8 +213,8 @@ class IncrementWriter(BackgroundTask):
             writer = RowFileWriter(file, head)
             self._write_rows(writer, dirty, head)
             written = writer.end()
-        self.num_rows += written.num_rows
-        self.num_bytes += written.size_bytes
+        self.written["increment_rows"] += written.num_rows
+        self.written["increment_bytes"] += written.size_bytes
         self.number += 1
         for _ in range(num_flushes):
             self.inbox.task_done()
@@ -293,8 +284,8 @@ class Increments:
         self._failed: IncrementWriter | None = None  # the last one that did
         self._begin_s = float("inf")  # when the next log begins, if there is none
         self._flushed_s = 0.0
-        self._num_failed = 0
-        self._num_rows = self._num_bytes = 0  # of logs that have ended
+        names = "increment_rows", "increment_bytes", "increment_logs_failed"
+        self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
         if config.incremental_dir is not None:
             self._folder = Folder(config.incremental_dir)
             self._folder.make()
@@ -314,8 +305,7 @@ class Increments:
         self._store.journal.end()
         self._begin_s = float("inf")
         if self._writer is not None:
-            self._num_rows += self._writer.num_rows
-            self._num_bytes += self._writer.num_bytes
+            self._counts.update(self._writer.written)
             self._writer.cancel()
             self._writer = None
 
@@ -330,29 +320,38 @@ class Increments:
         self._flushed_s = self._activity.clock()
         logger.info("log %s begins, base=%s", log.name, base.kind)
 
-    def wait_ms(self, idle_ms: int) -> int:
-        """Return how long the server may wait for a message, ``idle_ms`` at most."""
-        writer = self._writer
-        if writer is None or not writer.inbox.unfinished_tasks:
-            return idle_ms
-        return self._budget.wait_ms(idle_ms, is_ready=writer.wants_rows)
+    def work(self, idle_ms: int) -> int:
+        """Do what is due: flush the journal, copy some rows, begin a log.
 
-    def work(self) -> None:
-        """Do what is due: flush the journal, copy some rows, begin a log."""
-        writer = self._writer
+        Returns how long the server may wait for a message, ``idle_ms`` at most.
+        """
+        writer, config, now_s = self._writer, self._config, self._activity.clock()
+        is_full = self._store.journal.changes.num_ids >= config.incremental_buffer_rows
+        is_due = is_full or now_s - self._flushed_s >= config.incremental_interval_s
         if writer is None:
             # A hanging file system blocks one thread at most.
             is_over = self._failed is None or self._failed.phase != "writing"
-            if is_over and self._activity.clock() >= self._begin_s:
+            if is_over and now_s >= self._begin_s:
                 self._failed = None
                 self.begin_log(Base("unknown"))
         elif writer.error is not None:
             self._fail(writer, writer.error)
-        elif self._must_flush(writer):
+        elif is_full and writer.inbox.full():
+            reason = (
+                f"{config.incremental_queue} flush requests wait to be written to "
+                f"{self._folder.url}, as many as may wait. Use a faster file system, "
+                "or raise incremental_channel_capacity"
+            )
+            self._fail(writer, CheckpointError(reason))
+        elif is_due and not writer.inbox.full():
             self._flush(writer)
         elif writer.wants_rows and self._budget.has_credit():
             with self._budget.spend():
                 writer.copy_rows(self._store)
+        writer = self._writer
+        if writer is None or not writer.inbox.unfinished_tasks:
+            return idle_ms
+        return self._budget.wait_ms(idle_ms, is_ready=writer.wants_rows)
 
     def counters(self) -> dict[str, int]:
         """Return what has been written, and how often a log has failed."""
@@ -361,13 +360,13 @@ class Increments:
         writer = self._writer
         is_empty = writer is not None and not writer.inbox.unfinished_tasks
         is_written = is_empty and self._store.journal.is_empty
-        num_rows, num_bytes = (writer.num_rows, writer.num_bytes) if writer else (0, 0)
+        counts = self._counts.copy()
+        counts.update({} if writer is None else writer.written)
+        number = 0 if writer is None else writer.number - 1
         return {
-            "increments": 0 if writer is None else writer.number - 1,
+            **counts,
+            "increments": number,
             "increments_waiting": int(not is_written),
-            "increment_rows": self._num_rows + num_rows,
-            "increment_bytes": self._num_bytes + num_bytes,
-            "increment_logs_failed": self._num_failed,
         }
 
     def close(self) -> None:
@@ -398,26 +397,10 @@ class Increments:
             exc,
             RETRY_S,
         )
-        self._num_failed += 1
+        self._counts["increment_logs_failed"] += 1
         self._failed = writer
         self.suspend()
         self._begin_s = self._activity.clock() + RETRY_S
-
-    def _must_flush(self, writer: IncrementWriter) -> bool:
-        """Whether a flush is due; fail the log if it is, and there is no room."""
-        journal, config = self._store.journal, self._config
-        is_full = journal.changes.num_ids >= config.incremental_buffer_rows
-        waited_s = self._activity.clock() - self._flushed_s
-        if is_full and writer.inbox.full():
-            reason = (
-                f"{config.incremental_queue} flush requests wait to be written to "
-                f"{self._folder.url}, as many as may wait. Use a faster file system, "
-                "or raise incremental_channel_capacity"
-            )
-            self._fail(writer, CheckpointError(reason))
-            return False
-        is_due = is_full or waited_s >= config.incremental_interval_s
-        return is_due and not writer.inbox.full()
 
     def _flush(self, writer: IncrementWriter) -> None:
         self._flushed_s = self._activity.clock()

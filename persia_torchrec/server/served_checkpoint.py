@@ -38,15 +38,9 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5
-"""How often the folders are polled."""
-
-_CPU_FRACTION = 0.2
-"""Of a CPU that increments may take while lookups arrive."""
-
-_LOADING_POLL_MS = 20
-"""How often the progress of the load is checked."""
-
+POLL_S = 0.5  # how often the folders are polled
+_CPU_FRACTION = 0.2  # of a CPU that increments may take while lookups arrive
+_LOADING_POLL_MS = 20  # how often the progress of the load is checked
 _MAX_EVENTS = 2
 _CHECK_S = 0.1
 _RETRY_S = 30.0
@@ -256,19 +250,19 @@ class ServedCheckpoint:
         digest = hashlib.sha256(known).digest()
         self.incarnation = int.from_bytes(digest[:8], "little") >> 1 | 1
         self.is_loading = self.is_active = True
-        self._has_rows = self._has_stopped = False
         self._follower: Follower | None = None
         self._increment: Iterator[int] | None = None
         self._created_s = 0.0  # of the increment that is being applied
         self._budget = CpuBudget(_CPU_FRACTION, activity)
-        self._counts = Counter[str]()
+        names = "increments_put_in", "increment_rows_put_in", "increment_delay_ms"
+        self._counts = Counter(dict.fromkeys(names, 0))
 
     def not_loaded(self) -> StoreError:
         """Return the error of lookups while ``is_loading``."""
         load = None if self._follower is None else self._follower.load
         progress = 0.0 if load is None else load.progress
         does = f"loads {self._folder.url}, {progress:.0%} of it so far"
-        if self._has_rows:
+        if self._store.states:
             does = (
                 f"has loaded {self._folder.url}, and applies what the training has "
                 "changed since"
@@ -280,9 +274,6 @@ class ServedCheckpoint:
         if self._follower is None or self._config.incremental_dir is None:
             return {}
         return {
-            "increments_put_in": 0,
-            "increment_rows_put_in": 0,
-            "increment_delay_ms": 0,
             **self._counts,
             "following_errors": self._follower.num_errors,
             "following_reloads": self._follower.num_reloads,
@@ -294,23 +285,19 @@ class ServedCheckpoint:
         if self._follower is not None:
             self._follower.cancel()
 
-    def wait_ms(self, idle_ms: int) -> int:
-        """Return how long the server may wait for a message, ``idle_ms`` at most."""
-        follower = self._follower
-        has_events = follower is not None and not follower.events.empty()
-        if self._increment is not None or (has_events and not self._has_stopped):
-            return self._budget.wait_ms(idle_ms, is_ready=True)
-        return min(idle_ms, _LOADING_POLL_MS) if self.is_loading else idle_ms
+    def work(self, idle_ms: int) -> int:
+        """Do a slice of what is due between two requests.
 
-    def work(self) -> None:
-        """Do a slice of what is due between two requests."""
+        Returns how long the server may wait for a message, ``idle_ms`` at most.
+        """
         follower = self._follower
         if follower is None:
             logger.info("loading %s", self._folder.url)
-            self._follower = Follower(self._config, self._folder, self._store)
+            follower = Follower(self._config, self._folder, self._store)
+            self._follower = follower
         elif follower.error is not None:
             raise follower.error
-        elif not self._has_stopped and self._budget.has_credit():
+        elif self._budget.has_credit():
             with self._budget.spend():
                 try:
                     if self._increment is not None:
@@ -319,6 +306,9 @@ class ServedCheckpoint:
                         self._take(follower.events.get_nowait())
                 except PersiaError as exc:
                     self._stop_following(follower, exc)
+        if self._increment is not None or not follower.events.empty():
+            return self._budget.wait_ms(idle_ms, is_ready=True)
+        return min(idle_ms, _LOADING_POLL_MS) if self.is_loading else idle_ms
 
     def _apply_slice(self, increment: Iterator[int]) -> None:
         num_rows = next(increment, None)
@@ -328,8 +318,7 @@ class ServedCheckpoint:
             return
         self._increment = None
         delay_s = time.time() - self._created_s  # noqa: TID251  # the writer's clock
-        delay_ms = max(int(1000 * delay_s), 0)
-        counts["increment_delay_ms"] = delay_ms
+        delay_ms = counts["increment_delay_ms"] = max(int(1000 * delay_s), 0)
         most_ms = max(counts["increment_delay_ms_max"], delay_ms)
         counts["increment_delay_ms_max"] = most_ms
         counts["increments_put_in"] += 1
@@ -349,7 +338,7 @@ class ServedCheckpoint:
                     )
                 logger.info("serving %s", folder.url)
                 self._store.take_rows_of(store)
-                self._folder, self._has_rows = folder, True
+                self._folder = folder
             case None:
                 self.is_loading = False
                 self.is_active = self._config.incremental_dir is not None
@@ -357,7 +346,5 @@ class ServedCheckpoint:
     def _stop_following(self, follower: Follower, exc: PersiaError) -> None:
         logger.error("%s Lookups read the previous rows: restart the server.", exc)
         follower.cancelled.set()
-        self._has_stopped = True
-        self._increment = None
         self._counts["following_stopped"] += 1
-        self.is_loading = False
+        self.is_loading = self.is_active = False

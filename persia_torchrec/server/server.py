@@ -31,8 +31,7 @@ _MAX_OVERTAKING = 16
 
 _MESSAGES_PER_SWEEP = 16  # answered between two slices of taking out expired rows
 
-_SWEEP_ROWS = 2048
-"""Rows per slice: a fraction of a millisecond."""
+_SWEEP_ROWS = 2048  # rows per slice: a fraction of a millisecond
 
 
 class EmbeddingServer:
@@ -94,10 +93,8 @@ class EmbeddingServer:
             self.listener.wakeup.wake()
 
     def _serve_once(self, shard: Shard) -> None:
-        tasks, wait_ms = shard.checkpoints, _IDLE_POLL_MS
-        if tasks.is_active:
-            tasks.work()
-            wait_ms = tasks.wait_ms(wait_ms)
+        tasks = shard.checkpoints
+        wait_ms = tasks.work(_IDLE_POLL_MS) if tasks.is_active else _IDLE_POLL_MS
         shard.stages.lap("dump")
         if self.snapshots.is_wanted and not tasks.is_loading:
             self.snapshots.give(shard.counters())

@@ -215,7 +215,5 @@ class RequestKind(NamedTuple):
     kind: Kind
     answer: Callable[[Shard, Request], Frames | None]
     """Returns the frames after the reply's header; None if the reply comes later."""
-    needs_rows: bool = True
-    """Refused while a checkpoint is loaded; counts as activity."""
-    in_inference: bool = False
-    """Answered by servers that serve a checkpoint, too."""
+    needs_rows: bool = True  # refused while a checkpoint is loaded; counts as activity
+    in_inference: bool = False  # answered by servers that serve a checkpoint, too

@@ -45,9 +45,7 @@ Batch = tuple[int, int]
 TableSlots = tuple[int, Slots]
 """A table, and where a lookup found its rows, in the order of the request."""
 
-MAX_SLOTS = 2**25
-"""Slots kept by default: 128 MiB."""
-
+MAX_SLOTS = 2**25  # slots kept by default: 128 MiB
 MAX_STALENESS = 64
 """The last number of the histogram counts this staleness and all above."""
 
@@ -58,18 +56,10 @@ _OFFSET_SHIFT = np.uint64(40)
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 _ARRAY_COST = 64  # what an array costs besides its slots, in slots
 
-_OBJECT_BYTES = 2048
-"""What an update takes besides its ids and gradients."""
-
-_MAX_GROUPS = 1024
-"""Groups remembered."""
-
-_CHECK_S = 0.5
-"""How often a step checks the trainers that it waits for."""
-
-_GRACE_S = 1.0
-"""A connection may be away for so long, and come back."""
-
+_OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
+_MAX_GROUPS = 1024  # groups remembered
+_CHECK_S = 0.5  # how often a step checks the trainers that it waits for
+_GRACE_S = 1.0  # a connection may be away for so long, and come back
 _MAX_UNREAD_S = 4.0
 """How long a server that always has messages to read waits for the last shares of a
 trainer whose connection is lost."""
@@ -384,7 +374,7 @@ class JointSteps:
         self._is_connected = is_connected
         self._max_bytes = max_bytes
         self._clock = clock
-        self._groups: OrderedDict[int, _Group] = OrderedDict()
+        self._groups: dict[int, _Group] = {}
         self.num_steps = self._max_steps = 0  # that wait
         self._num_bytes = self._most_bytes = 0
         self._num_broken = 0
@@ -477,13 +467,11 @@ class JointSteps:
         return gone_s >= _GRACE_S and (has_read_all or gone_s >= _MAX_UNREAD_S)
 
     def _get_group(self, number: int) -> _Group:
-        group = self._groups.setdefault(number, _Group())
-        self._groups.move_to_end(number)
-        if len(self._groups) > _MAX_GROUPS:
+        group = self._groups.pop(number, None) or _Group()
+        if len(self._groups) >= _MAX_GROUPS:
             idle = (n for n, other in self._groups.items() if not other.steps)
-            oldest = next(idle, number)
-            if oldest != number:
-                del self._groups[oldest]
+            self._groups.pop(next(idle, number), None)
+        self._groups[number] = group  # the latest one
         return group
 
     def _apply_complete(self, group: _Group, steps: Iterable[int]) -> None:

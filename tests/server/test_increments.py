@@ -441,9 +441,9 @@ def test_rows_that_expire_after_a_load_are_in_the_log(servers, tmp_path, monkeyp
         begin = len(rounds)
         wait_until(lambda: len(rounds) > begin + 5, "the server polls meanwhile")
 
-    def count_rounds(checkpoints):
+    def count_rounds(checkpoints, idle_ms):
         rounds.append(None)
-        work(checkpoints)
+        return work(checkpoints, idle_ms)
 
     monkeypatch.setattr(ShardLoad, "_fill", fill_slowly)
     monkeypatch.setattr(Checkpoints, "work", count_rounds)
