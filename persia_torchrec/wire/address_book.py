@@ -187,8 +187,6 @@ class AddressBook:
         if self._server is not None:
             self._server.close()
 
-    # Addresses
-
     def register(self, role: str, index: int, size: int, address: str) -> None:
         """Publish the address of a process of a role; replaces a previous one."""
         self.claim_size(role, index, size)
@@ -227,8 +225,6 @@ class AddressBook:
             )
         return [str(value) for value in found]
 
-    # Notes from one process to the others
-
     def tell(self, name: str, value: str) -> None:
         """Publish a note for the other processes; replaces a previous one."""
         self.put(f"note/{name}", value)
@@ -249,8 +245,6 @@ class AddressBook:
             )
         return [str(value) for value in found]
 
-    # State of the job
-
     def state(self) -> tuple[JobState, str]:
         """Return the state of the job, and the reason if it failed."""
         verdict = self.peek(_STATE)
@@ -266,8 +260,6 @@ class AddressBook:
     def finish(self) -> None:
         """End the job as finished, unless it has ended already."""
         self.claim(_STATE, "finished")
-
-    # Keys, for the other modules of this folder
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""

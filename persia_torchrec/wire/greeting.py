@@ -22,8 +22,8 @@ VERSION = 1
 MAX_JOB_ID = 128  # characters
 
 _NONCE_BYTES = 16
-_HEAD_BYTES = 2
 _JOB_ID = re.compile(rf"[A-Za-z0-9._:-]{{0,{MAX_JOB_ID}}}")
+_LAYOUT = re.compile(rb"\x01(.)([A-Za-z0-9._:-]{0,128}).{16}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +62,14 @@ class Greeting:
     @classmethod
     def decode(cls, name: bytes) -> "Greeting":
         """Read the routing id of a peer; raise FrameError if it is not a greeting."""
-        length = name[1] if len(name) >= _HEAD_BYTES else 0
-        size = _HEAD_BYTES + length + _NONCE_BYTES
-        if name[:1] != bytes([VERSION]) or len(name) != size:
+        found = _LAYOUT.fullmatch(name)
+        if found is None or found[1] != bytes([len(found[2])]):
             raise FrameError(
                 f"A client must greet in version {VERSION} of the greeting. "
                 f"Received: {name[:8]!r}, of {len(name)} bytes. Do both ends have the "
                 "same version of persia_torchrec?"
             )
-        try:
-            return cls(name[_HEAD_BYTES : _HEAD_BYTES + length].decode("ascii"))
-        except ValueError as exc:  # not ASCII, or a ConfigError
-            raise FrameError(f"A greeting must hold a job's id. {exc}") from exc
+        return cls(found[2].decode("ascii"))
 
     def admit(self, name: bytes, address: str) -> None:
         """Raise JobMismatchError if a routing id is another job's than a listener's."""

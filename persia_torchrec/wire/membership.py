@@ -366,8 +366,6 @@ class JobMember:
             self._raise_failure()
         return failure is not None and is_ignorable
 
-    # The thread that receives signals, and the handler in the main thread
-
     def _hear(self, name: str) -> None:
         """Make the process end, in the thread that receives signals."""
         self._ask_for_verdict()
@@ -448,8 +446,6 @@ class JobMember:
         if state != "running":
             self.ended.set()
 
-    # The heartbeat thread
-
     def _keep_beating(self) -> None:
         try:
             while not self._leaving.is_set():
@@ -467,9 +463,8 @@ class JobMember:
             logger.exception("the heartbeat of %s broke", self.who)
             self._end("failed", f"the heartbeat of {self.who} broke: {exc!r}")
 
-    # The guarding thread
-
     def _guard(self) -> None:
+        """End the process with the job; in a thread that touches no network."""
         try:
             self._watch_parent_and_beats()
             self._callbacks.set_result(None)

@@ -60,6 +60,7 @@ _MAX_KNOWN_PEERS = 4096
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
 _CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
+# The kernels end connections to a host that is gone, whatever its process does.
 _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
     zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
     zmq.TCP_KEEPALIVE: 1,
@@ -68,10 +69,6 @@ _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
     zmq.TCP_KEEPALIVE_CNT: SILENT_S - SILENT_S // 2,
     zmq.TCP_MAXRT: 1000 * SILENT_S,  # TCP_USER_TIMEOUT
 }
-"""They end connections to a host that is gone. The kernels of both hosts detect the
-loss: an idle connection is probed, and sent data must be acknowledged. A process that
-compiles, holds the interpreter's lock or sends a frame for a minute keeps its
-connections. A stopped one (SIGSTOP) loses them only once its buffers are full."""
 
 _KEPT_BYTES = 2**28  # of freed memory
 _LARGEST_REUSED_BYTES = 2**25  # glibc accepts no more
