@@ -20,15 +20,27 @@ the value comes without a flag.
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import textwrap
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportFlags:
+    """The flag of processes to which users add settings of their own."""
+
+    imports: tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"flag": "--import", "repeat": True}
+    )
+    """Module to import at the start, which registers optimizers, initializers or
+    admissions of its own; may be given several times."""
 
 
 def parse_flags(kind: type[T], argv: Sequence[str] | None = None, *, prog: str) -> T:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.command_line import add_flags, build, format_flags
+from persia_torchrec.command_line import ImportFlags, add_flags, build, format_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
@@ -151,18 +151,13 @@ class DataLoader(_Replica):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Service(_Replica):
+class _Service(_Replica, ImportFlags):
     module: ClassVar[str]
 
     embedding_config: str = _path("--embedding-config", "PERSIA_EMBEDDING_CONFIG")
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
     global_config: str = _path("--global-config", "PERSIA_GLOBAL_CONFIG")
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
-    imports: tuple[str, ...] = field(
-        default=(), metadata={"flag": "--import", "repeat": True}
-    )
-    """Module to import at the start, which registers optimizers, initializers or
-    admissions of its own; may be given several times."""
     port: int = 8888
     """TCP port to listen on."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from persia_torchrec.command_line import ImportFlags
 from persia_torchrec.config.global_config import GlobalSettings, MetricsSettings
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
@@ -15,7 +16,7 @@ _AT_LEAST_ONE = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerConfig:
+class ServerConfig(ImportFlags):
     """Settings of one embedding server."""
 
     shard: int = 0
@@ -54,11 +55,6 @@ class ServerConfig:
     checkpoint: str | None = None
     """Checkpoint that the server loads at its start and serves for inference, or a
     folder with several, for its latest. None: it trains."""
-    imports: tuple[str, ...] = field(
-        default=(), metadata={"flag": "--import", "repeat": True}
-    )
-    """Module to import at the start, which registers optimizers, initializers or
-    admissions of its own; may be given several times."""
 
     def __post_init__(self) -> None:
         rules = {

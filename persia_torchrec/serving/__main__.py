@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from persia_torchrec import env, timeouts
-from persia_torchrec.command_line import parse_flags
+from persia_torchrec.command_line import ImportFlags, parse_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
@@ -33,7 +33,7 @@ logger = logging.getLogger("persia_torchrec.serving")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServingFlags:
+class ServingFlags(ImportFlags):
     """Predict over HTTP, from a checkpoint."""
 
     checkpoint: str
@@ -61,12 +61,6 @@ class ServingFlags:
 
     follow_model: bool = False
     """Load the dense model of each later checkpoint once it is complete."""
-
-    imports: tuple[str, ...] = field(
-        default=(), metadata={"flag": "--import", "repeat": True}
-    )
-    """Module that its own servers import, which registers optimizers, initializers or
-    admissions of the training; may be given several times."""
 
     http: HttpConfig = field(default_factory=HttpConfig)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
-from persia_torchrec.command_line import parse_flags
+from persia_torchrec.command_line import ImportFlags, parse_flags
 from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config.embedding_config import (
     EmbeddingSchema,
@@ -47,7 +47,7 @@ from persia_torchrec.worker.serving import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerFlags:
+class WorkerFlags(ImportFlags):
     """Run one embedding worker, in a job or without one."""
 
     index: int = field(default_factory=env.get_replica_index)
@@ -73,12 +73,6 @@ class WorkerFlags:
 
     global_config: str | None = field(default_factory=env.global_config_path)
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
-
-    imports: tuple[str, ...] = field(
-        default=(), metadata={"flag": "--import", "repeat": True}
-    )
-    """Module to import at the start, which registers optimizers, initializers or
-    admissions of its own; may be given several times."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

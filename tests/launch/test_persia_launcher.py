@@ -181,6 +181,10 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
             "--replica-index must be in [0, 1), below --replica-size. Received: 1",
         ),
         (
+            ["nn-worker", "train.py", "--nproc-per-node", "0"],
+            "--nproc-per-node must be >= 1. Received: 0",
+        ),
+        (
             ["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"],
             "--node-rank must be in [0, 2), below --nnodes. Received: 2",
         ),
