@@ -82,8 +82,7 @@ class DistributedBaseOption:
 class DDPOption(DistributedBaseOption):
     """Average the gradients of all trainers, with torch's ``DistributedDataParallel``.
 
-    As TorchRec sets it up: buffers, as the running means of a BatchNorm, stay each
-    trainer's own.
+    Buffers, as the running means of a BatchNorm, stay each trainer's own.
 
     Args:
         initialization_method: how the trainers meet, ``"tcp"`` or ``"file"``.
@@ -91,8 +90,6 @@ class DDPOption(DistributedBaseOption):
         init_method: another name for ``initialization_method``, in PERSIA's pages.
         sync_file: with ``"file"``: a path that all trainers share. It must not exist
             before the job.
-
-    ``master_port`` and ``master_addr`` are those of :class:`DistributedBaseOption`.
     """
 
     initialization_method: str = "tcp"
@@ -107,8 +104,7 @@ class DDPOption(DistributedBaseOption):
             _require(
                 self.initialization_method in ("tcp", self.init_method),
                 "init_method and initialization_method are two names of one setting. "
-                f"Received: {self.init_method!r} and {self.initialization_method!r}. "
-                "Give one.",
+                f"Received: {self.init_method!r} and {self.initialization_method!r}.",
             )
             object.__setattr__(self, "initialization_method", self.init_method)
         method = self.initialization_method
@@ -129,9 +125,8 @@ class DDPOption(DistributedBaseOption):
         """Return the backend; ``"nccl"`` is rejected on the CPU."""
         _require(
             self.backend == "gloo" or device_type == "cuda",
-            "DDPOption: backend must be 'gloo' on the CPU. Received: 'nccl', which "
-            "serves CUDA devices only. Pass backend='gloo', or a device_id to the "
-            "context.",
+            "DDPOption: backend must be 'gloo' on the CPU. Received: 'nccl'. Pass "
+            "backend='gloo', or a device_id to the context.",
         )
         return self.backend
 
@@ -140,9 +135,9 @@ class DDPOption(DistributedBaseOption):
 class BaguaDistributedOption(DistributedBaseOption):
     """Keep the copies equal by one of Bagua's algorithms, as PyTorch has them.
 
-    Unlike Bagua's they also work on the CPU. The head of this file says what each
-    does. The weights of all trainers are equal at the end of the context, whatever the
-    algorithm; buffers, as the running means of a BatchNorm, stay each trainer's own.
+    They also work on the CPU; the head of this file says what each does. The weights of
+    all trainers are equal at the end of the context; buffers, as the running means of a
+    BatchNorm, stay each trainer's own.
 
     Args:
         algorithm: one of :data:`ALGORITHMS`.
@@ -151,9 +146,8 @@ class BaguaDistributedOption(DistributedBaseOption):
         averaging_period: steps from one average to the next, of ``async`` only; None
             is 4. It replaces Bagua's ``sync_interval_ms``.
 
-    ``master_port`` and ``master_addr`` are those of :class:`DistributedBaseOption`. The
-    other settings, of Bagua's tuning service and network library, must have their
-    defaults: these have no counterpart, here or in PyTorch.
+    The other settings, of Bagua's tuning service and network library, have no
+    counterpart here, and must have their defaults.
     """
 
     algorithm: str
@@ -199,7 +193,7 @@ class BaguaDistributedOption(DistributedBaseOption):
 
     @property
     def period(self) -> int | None:
-        """As in :class:`DistributedBaseOption`."""
+        """See :class:`DistributedBaseOption`."""
         periods = {"decentralized": 1, "async": self.averaging_period or 4}
         return periods.get(self.algorithm)
 

@@ -238,8 +238,7 @@ def from_torchrec(batch: TorchRecBatch) -> PersiaBatch:
     if kjt.weights_or_none() is not None:
         raise BatchError(
             "The ids of a PersiaBatch have no weights. Received: a KeyedJaggedTensor "
-            "with weights. Give it without, or look weighted ids up with TorchRec's "
-            "modules."
+            "with weights. Give it without, or to TorchRec's modules."
         )
     features: list[data.IDFeature] = [
         data.IDTypeFeatureWithSingleID(name, bags.ids)
@@ -268,8 +267,7 @@ def _arrays(
         )
     if any(tensor.dtype == torch.bfloat16 for tensor in tensors):  # not in NumPy
         raise BatchError(
-            f"A {kind.KIND} cannot be of bfloat16. Received: a tensor of it. Use "
-            "tensor.float()."
+            f"A {kind.KIND} cannot be of bfloat16, as is one here. Use tensor.float()."
         )
     named: Sequence[str | None] = [None] * len(tensors) if names is None else names
     arrays = (tensor.detach().cpu().numpy() for tensor in tensors)

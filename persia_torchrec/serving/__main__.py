@@ -3,10 +3,9 @@ r"""Run an inference server.
     python -m persia_torchrec.serving --checkpoint runs/7 \
         --embedding-config embedding_config.yml --port 8080
 
-It loads ``jit_dense.pt`` from the checkpoint's folder, and the embeddings into servers
-of its own, or asks embedding workers for them. It prints ``ready ADDRESS`` when it can
-predict, and ends by SIGTERM, or with its job, when the requests in progress are
-answered. See ``http_server.py`` for the requests.
+It loads the embeddings into servers of its own, or asks embedding workers for them. It
+prints ``ready ADDRESS`` when it can predict, and ends by SIGTERM, or with its job, when
+the requests in progress are answered. See ``http_server.py`` for the requests.
 """
 
 import contextlib

@@ -6,19 +6,15 @@
                     answer: {"predictions": [...]}, one per sample
 
 Each error is JSON too, {"error": its class and text}: 400 for a batch that cannot be
-predicted, 503 when embeddings do not answer or when as many requests as allowed are in
-progress. A connection carries one request.
-
-A batch as JSON::
+predicted, 503 when embeddings do not answer or too many requests are in progress. A
+connection carries one request. A batch as JSON::
 
     {"id_type_features": {"item": [[7, 8], []], "user": [[3], [4]]},
      "non_id_type_features": [[[0.5, 1.0], [0.0, 2.0]]]}
 
-An ID feature has a list of ids, integers in ``[0, 2**64)``, for each sample. The model
-gets the embeddings in the order of the ID features in the text, so that must be the
-model's order: write the text without sorting its keys. The dense features are in the
-model's order too. Each has a number, or a list of numbers, for each sample, and comes
-to the model as float32. They may be left out.
+An ID feature has a list of ids, integers in ``[0, 2**64)``, for each sample; a dense
+one, which may be left out, a number or a list of numbers, float32 to the model. Both
+are in the model's order: write the text without sorting its keys.
 """
 
 import json
@@ -289,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _BodyTooLargeError(BatchError):
-    """A batch has more bytes than allowed."""
+    pass
 
 
 _STATUSES = (

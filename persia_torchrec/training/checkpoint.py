@@ -320,9 +320,7 @@ class ContextCheckpoints:
             )
         folder = Folder(at_first(lambda: catalog.find_checkpoint(path).url))
         states: dict[str, Any] = {}
-
-        def read() -> None:
-            states.update((n, read_state(folder, n, map_location)) for n in targets)
+        reads = ((name, read_state(folder, name, map_location)) for name in targets)
 
         def apply() -> None:
             for name, target in targets.items():
@@ -331,7 +329,7 @@ class ContextCheckpoints:
         def start() -> None:
             self._load = self._client.checkpoints.start_load(folder.url)
 
-        everywhere(read)
+        everywhere(lambda: states.update(reads))
         self.wait_for_dump()
         self.wait_for_load()
         everywhere(self._flush)

@@ -111,21 +111,17 @@ class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
         self._num_steps += 1
         if self._num_steps % self._period == 0:
             Join.notify_join_context(self)
-            self.average()
+            self.main_hook()
 
-    def average(self) -> None:
-        """Average the weights over all trainers; all of them call this together."""
+    def main_hook(self) -> None:
+        """Average the weights over all trainers, those at the end of their data too."""
         parameters = [p for p in self._dense.parameters() if p.requires_grad]
         if parameters:
             average_parameters(iter(parameters), self.join_process_group)
 
-    def main_hook(self) -> None:
-        """Average the weights with the trainers that continue."""
-        self.average()
-
     def post_hook(self, is_last_joiner: bool) -> None:
         """Average the weights of all at the end."""
-        self.average()
+        self.main_hook()
 
 
 def average_as_bytes(
@@ -166,19 +162,15 @@ def encode_blocks(blocks: torch.Tensor) -> torch.Tensor:
     steps = torch.where(step > 0, (blocks - lo) / step, 0.0)
     levels = steps.nan_to_num(0.0).round().clamp(0, _LEVELS).to(torch.uint8)
     ranges = torch.cat([lo, step], dim=2).contiguous().view(torch.uint8)
-    num_rows = len(blocks)
-    return torch.cat(
-        [ranges.reshape(num_rows, -1), levels.reshape(num_rows, -1)], dim=1
-    )
+    return torch.cat([ranges.flatten(1), levels.flatten(1)], dim=1)
 
 
 def decode_blocks(data: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Decode what :func:`encode_blocks` coded."""
-    num_rows = len(data)
-    ranges = data[:, : num_blocks * _RANGE_BYTES].contiguous().view(torch.float32)
-    lo, step = ranges.view(num_rows, num_blocks, 2, 1).unbind(dim=2)
-    levels = data[:, num_blocks * _RANGE_BYTES :].view(num_rows, num_blocks, BLOCK)
-    return lo + step * levels
+    coded, levels = data.tensor_split([num_blocks * _RANGE_BYTES], dim=1)
+    ranges = coded.contiguous().view(torch.float32).view(-1, num_blocks, 2, 1)
+    lo, step = ranges.unbind(dim=2)
+    return lo + step * levels.reshape(-1, num_blocks, BLOCK)
 
 
 def init_process_group(
@@ -226,20 +218,17 @@ def _make_store(
 
 def _rendezvous_at_file(path: Path, rank: int, world_size: int) -> FileStore:
     """Open the file at which the trainers meet; rank 0 makes it, as a new one."""
-    if rank == 0:
-        if path.exists():
-            raise ConfigError(
-                f"sync_file must not exist before the job. Received: {path}, which "
-                "does. Remove it, or name another."
+    if rank == 0 and path.exists():
+        raise ConfigError(
+            f"sync_file must not exist before the job. Received: {path}, which does. "
+            "Remove it, or name another."
+        )
+    deadline = time.monotonic() + timeouts.RENDEZVOUS_S
+    while rank > 0 and not path.exists():
+        if time.monotonic() >= deadline:
+            raise DiscoveryError(
+                f"Trainer 0 must make sync_file within {timeouts.RENDEZVOUS_S:g} s. "
+                f"Received: no {path}. Do all trainers share that folder?"
             )
-    else:
-        deadline = time.monotonic() + timeouts.RENDEZVOUS_S
-        while not path.exists():
-            if time.monotonic() >= deadline:
-                raise DiscoveryError(
-                    "Trainer 0 must make sync_file within "
-                    f"{timeouts.RENDEZVOUS_S:g} s. Received: no {path}. "
-                    "Do all trainers share that folder?"
-                )
-            time.sleep(_POLL_S)
+        time.sleep(_POLL_S)
     return FileStore(str(path), world_size)
