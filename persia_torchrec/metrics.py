@@ -6,36 +6,12 @@
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 Kind = Literal["counter", "gauge", "untyped"]
 _Key = tuple[str, str | None]  # name and feature
-
-
-class Metrics:
-    """Counters, gauges and maxima of gauges by name. Owned by one thread."""
-
-    def __init__(self) -> None:
-        self.counters: dict[str, int] = defaultdict(int)
-        self.gauges: dict[str, int] = {}
-        self.maxima: dict[str, int] = {}
-
-    def count(self, name: str, times: int = 1) -> None:
-        """Count something that happened."""
-        self.counters[name] += times
-
-    def set_gauge(self, name: str, value: int) -> None:
-        """Set a value that goes up and down."""
-        self.gauges[name] = value
-        self.maxima[name] = max(self.maxima.get(name, value), value)
-
-    def snapshot(self) -> dict[str, int]:
-        """Return all numbers under one name each; maxima end in ``_max``."""
-        maxima = {f"{name}_max": value for name, value in self.maxima.items()}
-        return {**self.counters, **self.gauges, **maxima}
 
 
 class Reading(NamedTuple):

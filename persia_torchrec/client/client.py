@@ -250,16 +250,16 @@ class EmbeddingClient:
         """
         most = messages.MAX_MEMBER_CHARS
         value = {"who": who[:most], "ended": ended[:most]}
-        bodies = itertools.repeat([messages.encode_json(value), share.encode()])
+        frames = [messages.encode_json(value), share.encode()]
         what = "joining the trainers"
-        replies = self._servers.send(Header(Kind.JOIN), bodies, what, timeout_s)
+        replies = self._servers.send_all(Header(Kind.JOIN), frames, what, timeout_s)
         answers: list[str] = [decode_json(reply.frames(), str) for reply in replies]
         return answers[0]
 
     def leave(self, share: Share) -> None:
         """Give no share of a joint step, nor of later ones; the others proceed."""
-        bodies = itertools.repeat([share.encode()])
-        for reply in self._servers.send(Header(Kind.LEAVE), bodies, "leave"):
+        frames = [share.encode()]
+        for reply in self._servers.send_all(Header(Kind.LEAVE), frames, "leave"):
             reply.frames()
 
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
@@ -320,10 +320,10 @@ class EmbeddingClient:
         With ``step`` it continues counting from there, as a warm start does; updates on
         their way count before it.
         """
-        numbers = self.tables[table].numbers
-        bodies = ([messages.encode_json({"table": n, "step": step})] for n in numbers)
-        what = f"step of table {table!r}"
-        replies = self._servers.send(Header(Kind.STEP), bodies, what)
+        what, replies = f"step of table {table!r}", []
+        for server, number in enumerate(self.tables[table].numbers):
+            frames = [messages.encode_json({"table": number, "step": step})]
+            replies.append(self._servers.send(server, Header(Kind.STEP), frames, what))
         steps: list[int] = [decode_json(reply.frames(), int) for reply in replies]
         return max(steps)
 
@@ -400,9 +400,11 @@ class EmbeddingClient:
             request.require_room(what, precision, max_ids)  # one part may be less
         # A joint step waits for the other trainers as well.
         timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
-        servers = range(self.num_servers)
-        bodies = (request.encode(server, precision) for server in servers)
-        return self._servers.send(header, bodies, what, timeout_s)
+        send, encode = self._servers.send, request.encode
+        return [
+            send(server, header, encode(server, precision), what, timeout_s)
+            for server in range(self.num_servers)
+        ]
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""

@@ -157,9 +157,8 @@ def export_blocks(
 
     def ask(server: int, start: int) -> tuple[int, Reply]:
         value = {"table": table.numbers[server], "start": start, "max_rows": max_rows}
-        body = [messages.encode_json(value)]
-        (reply,) = servers.send(Header(Kind.EXPORT), [body], what, first=server)
-        return server, reply
+        frames = [messages.encode_json(value)]
+        return server, servers.send(server, Header(Kind.EXPORT), frames, what)
 
     in_flight = deque(ask(server, 0) for server in range(len(servers)))
     while in_flight:

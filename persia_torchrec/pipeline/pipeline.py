@@ -45,7 +45,7 @@ class PrefetchedBatch(Generic[Handle]):
                `-> failed
 
     ``ids`` are the batch as the lookup takes it, ``given`` as the caller does. When it
-    is here, ``outputs`` are what the lookup gave, and ``handle`` what a push needs.
+    has ``arrived``, ``outputs`` are what the lookup gave, ``handle`` what a push needs.
     """
 
     outputs: Outputs
@@ -64,7 +64,7 @@ class PrefetchedBatch(Generic[Handle]):
         self._ids: Any = ids
         self._number = number
         self.permit = Permit()
-        self._arrived = threading.Event()
+        self.arrived = threading.Event()
         self._error: BaseException | None = None
         self._give_up: Any = None
 
@@ -81,10 +81,6 @@ class PrefetchedBatch(Generic[Handle]):
     def record_stream(self, stream: object) -> None:
         """Do nothing: ``wait`` records streams; the ids are the batch's own."""
 
-    def is_here(self, timeout_s: float = 0) -> bool:
-        """Return whether the batch is here, or failed; does not hold it."""
-        return self._arrived.wait(timeout_s)
-
     def wait(self, timeout_s: float | None = None) -> Self:
         """Wait for the batch, by default as long as requests may take, to push it."""
         if self.is_training:
@@ -92,7 +88,7 @@ class PrefetchedBatch(Generic[Handle]):
         # A pull ends in time by itself; before it may come a wait for a permit, until
         # earlier pushes are acknowledged, which end in time as well.
         timeout_s = timeout_s or 2 * self._pipeline.timeout_s + 5
-        if not self._arrived.wait(timeout_s):
+        if not self.arrived.wait(timeout_s):
             raise StalenessError(
                 f"The rows of a batch must come within {timeout_s:g} s. "
                 "Does every training batch before it get its backward pass?"
@@ -137,12 +133,12 @@ class PrefetchedBatch(Generic[Handle]):
                 self, pipeline.give_up, self.handle, permit, is_forgotten=True
             )
             self._give_up.atexit = False
-        self._arrived.set()
+        self.arrived.set()
 
     def fail(self, error: BaseException) -> None:
         """End with an error; a thread of the pipeline calls this."""
         self._error = error
-        self._arrived.set()
+        self.arrived.set()
 
 
 class Pulls:

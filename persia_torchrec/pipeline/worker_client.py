@@ -17,10 +17,9 @@ import numpy as np
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
-from persia_torchrec.client.codec import body_of
-from persia_torchrec.decoding import parse_json
+from persia_torchrec.client.servers import Peers
 from persia_torchrec.embedding.data import ReferencedBatch
-from persia_torchrec.errors import ConfigError, FrameError, PersiaError, WireError
+from persia_torchrec.errors import ConfigError, FrameError, PersiaError
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.lookup.slots import LookupHello
@@ -29,9 +28,8 @@ from persia_torchrec.routing.shard import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, Precision
+from persia_torchrec.wire.messages import Frames, Header, Kind, Precision
 from persia_torchrec.wire.precision import decode_floats, encode_floats
-from persia_torchrec.wire.transport import Connections
 
 _FORWARD = "forward_client_time_cost_sec"
 _FORWARD_ERROR = "forward_error"
@@ -78,7 +76,7 @@ class _Buffered(msgspec.Struct):
     reference: int | None
 
 
-class RemoteWorkers:
+class RemoteWorkers(Peers):
     """Connections to all embedding workers. Any thread may call any method.
 
     Embeddings and gradients travel at ``precision``. The workers must belong to the job
@@ -97,11 +95,8 @@ class RemoteWorkers:
         precision: Precision = Precision.FP32,
         greeting: Greeting = NO_JOB,
     ) -> None:
-        self._connections = Connections(
-            "embedding worker", addresses, greeting=greeting
-        )
-        self.num_workers = len(self._connections)
-        self._timeout_s = timeout_s
+        super().__init__("embedding worker", addresses, timeout_s, greeting)
+        self.num_workers = len(addresses)
         self._precision = precision
         self.observed = Observations(_HELPS)
         self.observed.count(_FORWARD_ERROR, 0)
@@ -110,25 +105,15 @@ class RemoteWorkers:
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:
         """Ask all workers whether they and their servers are ready."""
-        header, body = Header(Kind.HELLO), [messages.encode_json(None)]
-        replies = [
-            self._send(worker, header, body, "asking whether it is ready", timeout_s)
-            for worker in range(self.num_workers)
-        ]
-        hellos: list[LookupHello] = []
-        names = self._connections.names
-        for name, reply in zip(names, replies, strict=True):
-            hello: LookupHello = parse_json(
-                body_of(reply.frames()),
-                LookupHello,
-                f"The slots of {name}",
-                lambda why: WireError(f"{why} Is this the address of another role?"),
-            )
-            hellos.append(hello)
+        what = "asking whether it is ready"
+        hellos: list[LookupHello] = self.ask(
+            Kind.HELLO, None, what, answer=LookupHello, timeout_s=timeout_s
+        )
+        for name, hello in zip(self.names, hellos, strict=True):
             if hello.slots != hellos[0].slots:
                 raise ConfigError(
                     "All embedding workers must have the same slots. Received: "
-                    f"{name} differs from {names[0]}. Give all of them the same "
+                    f"{name} differs from {self.names[0]}. Give all of them the same "
                     "embedding_config.yml, and servers of one checkpoint."
                 )
         return hellos[0]
@@ -140,7 +125,7 @@ class RemoteWorkers:
         for worker in range(self.num_workers):
             # One after the other: servers compile only once what the first one needs.
             what = "adding tables"
-            self._send(worker, header, body, what, timeouts.ADD_TABLES_S).frames()
+            self.send(worker, header, body, what, timeouts.ADD_TABLES_S).frames()
         self._tables.update((spec.name, spec) for spec in specs)
 
     def change_tables(self, change: TableChange) -> None:
@@ -154,11 +139,9 @@ class RemoteWorkers:
     def buffer(self, worker: int, loader: int, bags: Mapping[str, Bags]) -> int | None:
         """Leave a batch's ids with a worker; None when the worker's buffer is full."""
         header = Header(Kind.BUFFER_IDS, stream=loader)
-        reply = self._send(worker, header, encode_bags(bags), "ids")
-        reference: int | None = messages.decode_json(
-            reply.frames(), _Buffered
-        ).reference
-        return reference
+        reply = self.send(worker, header, encode_bags(bags), "ids")
+        told: _Buffered = self.read(worker, reply, _Buffered)
+        return told.reference
 
     def pull(
         self,
@@ -189,7 +172,7 @@ class RemoteWorkers:
         flags = 0 if number is None else messages.TRAINING
         number = number or BatchNumber(0, 0)
         header = self._header(Kind.FORWARD, number, flags)
-        reply = self._send(worker, header, frames, "lookup").frames()
+        reply = self.send(worker, header, frames, "lookup").frames()
         told: _Forwarded = messages.decode_json(reply[:2], _Forwarded)
         first = 2 + len(told.outputs)
         sizes = list(map(len, reply[first:]))
@@ -217,7 +200,7 @@ class RemoteWorkers:
         header = self._header(Kind.BACKWARD, handle.number)
         began_s = time.perf_counter()
         frames: Frames = [encode_floats(grad, self._precision) for grad in grads]
-        reply = self._send(handle.worker, header, frames, "update")
+        reply = self.send(handle.worker, header, frames, "update")
 
         def observe(_: object) -> None:
             if reply.exception() is None:
@@ -229,26 +212,9 @@ class RemoteWorkers:
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
         """Tell that a training batch gets no gradients."""
         header = self._header(Kind.ABANDON, handle.number)
-        return [
-            self._send(handle.worker, header, [messages.encode_json(None)], "giving up")
-        ]
-
-    def close(self) -> None:
-        """Close the connections. May be called twice."""
-        self._connections.close()
+        nothing = [messages.encode_json(None)]
+        return [self.send(handle.worker, header, nothing, "giving up")]
 
     def _header(self, kind: Kind, number: BatchNumber, flags: int = 0) -> Header:
         stream, batch, _ = number
         return Header(kind, 0, 0, stream, batch, self._precision, flags)
-
-    def _send(
-        self,
-        worker: int,
-        header: Header,
-        frames: Sequence[Frame],
-        what: str,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        return self._connections.submit(
-            worker, header, frames, timeout_s=timeout_s or self._timeout_s, what=what
-        )

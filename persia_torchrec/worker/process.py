@@ -120,12 +120,12 @@ class IdBuffer:
 
 
 class AwaitingGradient:
-    """Pulled training batches that wait for their gradient. Thread-safe."""
+    """Training batches that are pulled, and not yet updated. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batches: dict[BatchNumber, RoutedBatch] = {}  # guarded by _lock
-        self._num_taken = 0  # guarded by _lock
+        # None while a gradient is applied. guarded by _lock
+        self._batches: dict[BatchNumber, RoutedBatch | None] = {}
 
     def put(self, number: BatchNumber, batch: RoutedBatch) -> None:
         """Keep a batch; refused if too many are open."""
@@ -139,10 +139,11 @@ class AwaitingGradient:
 
     @contextmanager
     def taken(self, number: BatchNumber) -> Iterator[RoutedBatch]:
-        """Forget a batch, whose update is applied when the block ends."""
+        """Take a batch once; its update is applied when the block ends."""
         with self._lock:
-            batch = self._batches.pop(number, None)
-            self._num_taken += batch is not None
+            batch = self._batches.get(number)
+            if batch is not None:
+                self._batches[number] = None
         if batch is None:
             raise DataflowError(
                 f"Batch {number.batch} must have been pulled here for training, and "
@@ -152,12 +153,10 @@ class AwaitingGradient:
             yield batch
         finally:
             with self._lock:
-                self._num_taken -= 1
+                del self._batches[number]
 
     def __len__(self) -> int:
-        """How many batches are pulled, and not yet updated."""
-        with self._lock:
-            return len(self._batches) + self._num_taken
+        return len(self._batches)
 
 
 class WorkerProcess:

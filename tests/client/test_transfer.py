@@ -296,6 +296,6 @@ class TestRequests:
         client = connect(servers, 1)
         value = {"table": 0, "start": 77, "max_rows": 5}
         header, body = Header(Kind.EXPORT), [encode_json(value)]
-        (reply,) = client._servers.send(header, [body], "end")
+        (reply,) = client._servers.send_all(header, body, "end")
         _, place, ids, rows = reply.frames()
         assert (bytes(place), len(ids), len(rows)) == (b'{"next": null}', 0, 0)

@@ -60,7 +60,7 @@ def test_no_trainer_runs_ahead_of_the_slowest_by_more_than_the_bound(two):
         fast.pull(5).push(ONE_UPDATE)
     ahead = fast.pipeline.start(bags_of(5), training=True)
     assert fast.num_updates(5) == 0
-    assert not ahead.is_here()
+    assert not ahead.arrived.is_set()
     slow.pull(6).push(ONE_UPDATE)
     ahead.wait(DEADLINE_S).push(ONE_UPDATE)
     wait_until(lambda: fast.num_updates(5) == 1)

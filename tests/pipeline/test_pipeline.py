@@ -145,7 +145,7 @@ def test_no_more_batches_are_open_than_the_bound_allows(train, staleness, num_sh
     started = [trainer.start() for _ in range(15)]
     ahead = [future.wait(DEADLINE_S) for future in started[:bound]]
     assert trainer.counters("open_batches") == [bound] * num_shards
-    assert not started[bound].is_here()
+    assert not started[bound].arrived.is_set()
     for n in range(len(started)):
         ahead[n].push(ONE_UPDATE)
         if n + bound < len(started):
@@ -180,7 +180,7 @@ def test_at_staleness_1_a_push_returns_before_it_is_applied(train):
     trainer.pull().push(ONE_UPDATE)
     following = trainer.start()
     assert trainer.num_updates() == 0
-    assert not following.is_here()
+    assert not following.arrived.is_set()
     trainer.worker.may_push.set()
     assert following.wait(DEADLINE_S).outputs[0][0, 0] == 1
 
@@ -239,7 +239,7 @@ def test_an_evaluation_does_not_wait_behind_a_training_pull_without_permit(train
         looked = trainer.start(training=False).wait(DEADLINE_S)
         assert time.monotonic() - started < AT_ONCE_S
         assert looked.outputs[0][0, 0] == 0
-    assert not waiting.is_here()
+    assert not waiting.arrived.is_set()
     held.push(ONE_UPDATE)
     assert waiting.wait(DEADLINE_S).outputs[0][0, 0] == 1
 
@@ -261,7 +261,7 @@ def test_a_batch_that_is_only_pulled_ahead_waits_for_those_that_are_held(train):
     trainer = train(1)
     held = trainer.pull()
     ahead = trainer.start()
-    assert not ahead.is_here(0.1)
+    assert not ahead.arrived.wait(0.1)
     held.push(ONE_UPDATE)
     ahead.wait(DEADLINE_S).push(ONE_UPDATE)
     trainer.pipeline.flush()
@@ -307,7 +307,7 @@ def test_several_evaluations_are_looked_up_at_once(train, num):
     trainer.worker.may_pull.clear()
     started = [trainer.start(training=False) for _ in range(6)]
     wait_until(lambda: trainer.worker.num_pulling == num)
-    assert not any(future.is_here() for future in started)
+    assert not any(future.arrived.is_set() for future in started)
     trainer.worker.may_pull.set()
     trainer.pipeline.evaluation.set_num_threads(2)  # in the middle of them
     assert [f.wait(DEADLINE_S).outputs[0][0, 0] for f in started] == [0] * 6
@@ -650,7 +650,7 @@ def give_up(trainer):
 
 def pull_ahead(trainer):
     started = [trainer.start() for _ in range(20)]
-    wait_until(lambda: all(future.is_here() for future in started))
+    wait_until(lambda: all(future.arrived.is_set() for future in started))
 
 
 def fail(trainer):

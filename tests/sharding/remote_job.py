@@ -104,7 +104,7 @@ class PatientClient(EmbeddingClient):
         """Wait for all lookups but those that wait for a permit themselves."""
         for batch in list(self.batches):
             semaphore = batch._pipeline.semaphore
-            while not batch.is_here(0.01):
+            while not batch.arrived.wait(0.01):
                 is_out = batch.permit in semaphore._out
                 if (
                     batch.is_training
