@@ -7,9 +7,7 @@ On the wire a batch is three frames: the features' names and numbers of ids and 
 as JSON, in the order of the batch, which the model's embeddings have too; the lengths
 of all features; the ids of all features.
 
-Dimension key:
-    B: samples
-    L: ids of one feature in a batch
+Dimensions: B samples, L ids of one feature in a batch.
 """
 
 from collections.abc import Mapping, Sequence

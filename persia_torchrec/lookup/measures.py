@@ -11,9 +11,7 @@ P. Flajolet et al., "HyperLogLog", 2007; the estimate is that of O. Ertl, "New
 cardinality estimation algorithms for HyperLogLog sketches", 2017 (algorithm 6), with a
 standard error of 0.8 % for few ids and many.
 
-Dimension key:
-    L: ids, in any order
-    U: unique ids of one table in a batch
+Dimensions: L ids, in any order; U unique ids of one table in a batch.
 """
 
 import math

@@ -14,13 +14,8 @@ in one array, each in its own columns:
 The array is larger than the caches. So the loops walk it in its own order, a few
 samples at a time, with a cursor into the ids of each feature, and prefetch rows.
 
-Dimension key:
-    B: samples
-    F: features
-    L: ids of one feature in a batch
-    U: unique ids of its table
-    D: embedding dim
-    T: sum of the dims of all features
+Dimensions: B samples, F features, L ids of one feature, U unique ids of its table, D
+embedding dim, T sum of the dims of all features.
 """
 
 from collections.abc import Sequence

@@ -11,12 +11,8 @@
 Ids of all features of a table are made unique together: an id in two features is
 pulled once and updated once, with the sum of both gradients.
 
-Dimension key:
-    B: samples
-    L: ids of one feature in a batch
-    U: unique ids of one table
-    D: embedding dim
-    T: sum of the dims of all features
+Dimensions: B samples, L ids of one feature, U unique ids of one table, D embedding dim,
+T sum of the dims of all features.
 """
 
 import itertools
@@ -114,7 +110,7 @@ class ShardedLookup:
                 f"There must be features, each of its own name. Received: {different}."
             )
         self.client = client
-        self._precision = precision
+        self.precision = precision
         self._timed = timed
         with telling_of_compilation():  # before the first batch waits for it
             pooling.warm_up()
@@ -196,7 +192,7 @@ class ShardedLookup:
                 rows = self.client.pull(
                     batch.tables,
                     batch=number,
-                    precision=self._precision,
+                    precision=self.precision,
                     counts=batch.counts,
                 )
             with self._timed("lookup_postprocess_time_cost_sec"):
@@ -212,7 +208,7 @@ class ShardedLookup:
             )
         row_grads = self.row_gradients(grads, batch)
         return self.client.push(
-            batch.tables, row_grads, batch.number, precision=self._precision
+            batch.tables, row_grads, batch.number, precision=self.precision
         )
 
     def abandon(self, batch: RoutedBatch) -> list[Reply]:
@@ -306,22 +302,3 @@ class SequenceLookup(ShardedLookup):
         """Return the row of each id; faster than to pool bags of one id."""
         each = zip(batch.features.table_of, batch.inverses, strict=True)
         return tuple([rows[table].take(inverse_L, axis=0) for table, inverse_L in each])
-
-
-class RowsLookup(ShardedLookup):
-    """Gives the unique rows, to pool where the model is; read-only ``(U, D)`` a table.
-
-    Each row crosses the way there once, however often its id is in the batch.
-    """
-
-    def shapes(self, batch: RoutedBatch) -> list[tuple[int, int]]:
-        """Return the shape of each table's output."""
-        return batch.row_shapes
-
-    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Outputs:
-        """Return the rows."""
-        return tuple(rows)
-
-    def row_gradients(self, grads: Outputs, batch: RoutedBatch) -> Sequence[Floats]:
-        """Return the gradients."""
-        return grads

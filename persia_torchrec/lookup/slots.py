@@ -9,16 +9,10 @@ buckets of a hash stack stand for an id, its vector is the sum of theirs; with r
 scaling, divided by the root of their number. A feature group is one table. Ids get its
 prefix, from which PERSIA draws the initial weights; so the table's seed is 0.
 
-Dimension key:
-    B: samples
-    L: ids of a slot in the batch
-    N: different ids of a raw slot
-    F: places per sample of a raw slot
-    D: embedding dim
-    T: sum of the dims of the pooled slots
+Dimensions: B samples, L ids of a slot, N different ids and F places per sample of a raw
+slot, D embedding dim, T sum of the dims of the pooled slots.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -71,7 +65,6 @@ class LookupHello:
 def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> LookupHello:
     """Ask a lookup whether it is ready until it is; it raises why it is not."""
     deadline = time.monotonic() + timeout_s
-    never = threading.Event()
     while True:
         try:
             return ask()
@@ -80,7 +73,7 @@ def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> Lookup
                 raise RequestTimeoutError(
                     f"not ready within {timeout_s:g} s. {exc}", server="embeddings"
                 ) from exc
-        never.wait(_RETRY_S)
+        time.sleep(_RETRY_S)
 
 
 def require_slots(received: Sequence[str], expected: Sequence[str]) -> None:

@@ -9,11 +9,7 @@ On a GPU the trainer's thread never blocks: the streams wait for one another, an
 pipeline's threads for the copies. Bags are pooled by torch's operators; weighted ones
 on the CPU by faster loops of ``lookup/pooling.py``.
 
-Dimension key:
-    B: samples
-    L: ids of one feature in a batch
-    U: unique ids of its table
-    D: embedding dim
+Dimensions: B samples, L ids of one feature, U unique ids of its table, D embedding dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +24,9 @@ from torch.nn import functional
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
 from persia_torchrec.lookup import pooling as host
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, Pooling
-from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch, RowsLookup
+from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch, ShardedLookup
 from persia_torchrec.wire.messages import Precision
+from persia_torchrec.wire.precision import Floats
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -68,8 +65,11 @@ class DeviceBatch:
         return tuple(arrays)
 
 
-class RowsOnDevice(RowsLookup):
-    """A lookup whose batches are a ``DeviceBatch``: their rows are on a device."""
+class RowsOnDevice(ShardedLookup):
+    """Gives unique rows to a device, which pools them; its batch is a ``DeviceBatch``.
+
+    Each row crosses the way there once, however often its id is in the batch.
+    """
 
     def __init__(
         self,
@@ -87,20 +87,12 @@ class RowsOnDevice(RowsLookup):
         self, bags: Mapping[str, Bags], number: BatchNumber | None
     ) -> tuple[Outputs, Any]:
         """Fetch the rows of a batch, and begin to copy them to the device."""
-        rows, batch = super().pull(bags, number)
-        return (), self._copied(rows, batch)  # the handle has the rows
+        batch: Any
+        batch, _ = super().pull(bags, number)
+        return (), batch  # which has the rows
 
-    def push(self, batch: Any, grads: Outputs) -> list[Reply]:
-        """Send the gradients of the rows, when they are on the host."""
-        if batch.left is not None:
-            batch.left.synchronize()
-        return super().push(batch.batch, grads)
-
-    def abandon(self, batch: Any) -> list[Reply]:
-        """Tell the servers that a training batch will get no gradients."""
-        return super().abandon(batch.batch)
-
-    def _copied(self, rows: Outputs, batch: RoutedBatch) -> DeviceBatch:
+    def outputs_of(self, rows: Sequence[Floats], batch: RoutedBatch) -> Any:
+        """Begin to copy rows to the device; return the ``DeviceBatch``."""
         offsets = [np.append(np.int32(0), np.cumsum(n)) for n in batch.lengths]
         indices, num = [*batch.inverses, *offsets], len(batch.inverses)
         with torch.cuda.stream(self._stream):  # does nothing for None
@@ -109,6 +101,17 @@ class RowsOnDevice(RowsLookup):
             came = None if self._stream is None else self._stream.record_event()
         tensors = torch.split(flat, [len(index) for index in indices])
         return DeviceBatch(batch, on_device, tensors[:num], tensors[num:], came)
+
+    def push(self, batch: Any, grads: Outputs) -> list[Reply]:
+        """Send the gradients of the rows, when they are on the host."""
+        if batch.left is not None:
+            batch.left.synchronize()
+        tables, number = batch.batch.tables, batch.batch.number
+        return self.client.push(tables, grads, number, precision=self.precision)
+
+    def abandon(self, batch: Any) -> list[Reply]:
+        """Tell the servers that a training batch will get no gradients."""
+        return super().abandon(batch.batch)
 
     def _copy(
         self, arrays: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]

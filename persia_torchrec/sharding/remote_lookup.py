@@ -11,11 +11,7 @@ TorchRec drives every sharded module by three calls:
 that calls a module for a later batch, before the backward pass of this one, never waits
 for a pull that waits for this backward pass. The backward pass pushes the gradients.
 
-Dimension key:
-    B: samples
-    L: ids of one feature in a batch
-    T: sum of the dims of all features
-    D: embedding dim
+Dimensions: B samples, L ids of one feature, T sum of all dims, D embedding dim.
 """
 
 from abc import abstractmethod

@@ -5,12 +5,8 @@
     raw slot               (B, F, D + 1)   a vector per position; last channel is 1.0
                                            where there is an id; else all are 0.0
 
-Dimension key:
-    B: samples
-    T: sum of the dims of the pooled slots
-    N: different ids of a raw slot
-    F: positions per sample
-    D: embedding dim
+Dimensions: B samples, T sum of the dims of the pooled slots, N different ids and F
+positions per sample of a raw slot, D embedding dim.
 """
 
 from collections.abc import Sequence

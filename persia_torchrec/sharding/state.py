@@ -8,10 +8,7 @@ Tensors are read block by block: those of ``torch.load(path, mmap=True)`` may be
 than memory. Row ``i`` of a tensor has the id ``i``. Where a model hashed raw ids to
 ``[0, num_embeddings)``, keep hashing; or stop, and give the raw id of each row.
 
-Dimension key:
-    N: rows of a table
-    D: embedding dim
-    S: optimizer-state floats per row
+Dimensions: N rows of a table, D embedding dim, S optimizer-state floats per row.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

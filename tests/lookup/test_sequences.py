@@ -1,13 +1,16 @@
 import numpy as np
 import pytest
+import torch
 
 from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError
 from persia_torchrec.lookup.bags import FeatureSpec
-from persia_torchrec.lookup.sharded_lookup import RowsLookup, SequenceLookup
+from persia_torchrec.lookup.sharded_lookup import SequenceLookup
+from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Precision
 from tests.lookup.one_feature import bags_of
 from tests.servers import ids_of, missed
 
@@ -70,10 +73,17 @@ def test_the_gradients_of_every_place_of_an_id_add_up(start):
     np.testing.assert_allclose(users, np.outer([40, 20], np.ones(3)), rtol=1e-5)
 
 
+def on_device(client, features):
+    settings = {"precision": Precision.FP32, "device": torch.device("cpu")}
+    return RowsOnDevice(client, features, **settings)
+
+
 def test_unique_rows_come_with_the_place_of_each_id(start):
-    worker = start(RowsLookup)
-    rows, batch = worker.pull(BAGS, BatchNumber(1, 1))
-    assert worker.shapes(batch) == [(3, 4), (2, 3)] == [array.shape for array in rows]
+    worker = start(on_device)
+    outputs, handle = worker.pull(BAGS, BatchNumber(1, 1))
+    rows, batch = [tensor.numpy() for tensor in handle.rows], handle.batch
+    assert outputs == ()
+    assert batch.row_shapes == [(3, 4), (2, 3)] == [array.shape for array in rows]
     assert batch.features.table_of == [0, 1, 0]
     expected = rows_of(worker, "things", 5, 7, 5)
     np.testing.assert_array_equal(rows[0][batch.inverses[0]], expected)
@@ -81,23 +91,25 @@ def test_unique_rows_come_with_the_place_of_each_id(start):
     (_, place) = batch.tables[1]
     grads = (np.zeros_like(rows[0]), place.ids[:, None] * np.ones((2, 3), np.float32))
     grads = (grads[0], grads[1].astype(np.float32))
-    assert missed(worker.push(batch, grads)) == 0
+    with pytest.raises(BatchError, match=r"must have the shape .* Received: \("):
+        worker.push(handle, (grads[0], grads[1][:, :-1]))
+    assert missed(worker.push(handle, grads)) == 0
     moves = before - rows_of(worker, "users", 1, 2)
     np.testing.assert_allclose(moves, np.outer([1, 2], np.ones(3)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("lookup", [SequenceLookup, RowsLookup])
+@pytest.mark.parametrize("lookup", [SequenceLookup, on_device])
 def test_a_batch_without_ids_has_outputs_without_rows(start, lookup):
     worker = start(lookup)
     nothing = {feature.key: bags_of([], [])["item"] for feature in FEATURES}
     outputs, batch = worker.pull(nothing, BatchNumber(1, 1))
-    assert {len(output) for output in outputs} == {0}
-    assert missed(worker.push(batch, outputs)) == 0
+    rows = outputs or tuple(tensor.numpy() for tensor in batch.rows)
+    assert {len(output) for output in rows} == {0}
+    assert missed(worker.push(batch, rows)) == 0
 
 
-@pytest.mark.parametrize("lookup", [SequenceLookup, RowsLookup])
-def test_a_gradient_of_another_shape_is_refused(start, lookup):
-    worker = start(lookup)
+def test_a_gradient_of_another_shape_is_refused(start):
+    worker = start(SequenceLookup)
     outputs, batch = worker.pull(BAGS, BatchNumber(1, 1))
     with pytest.raises(BatchError, match=r"must have the shapes .* Received: \["):
         worker.push(batch, outputs[:-1])
