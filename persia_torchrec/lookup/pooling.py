@@ -80,22 +80,12 @@ def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
     _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
 
 
-def pool_weighted(bags: FeatureBags, weights_L: Floats) -> Floats:
-    """Pool the bags of one feature with weights ``(L,)``; float32 ``(B, D)``."""
-    return _pool_weighted(*_weighted(bags, weights_L))
-
-
 def weighted_gradients(
     grads_BD: Floats, bags: FeatureBags, weights_L: Floats
 ) -> tuple[Floats, Floats]:
     """Return the gradients of the rows, ``(U, D)``, and of the weights, ``(L,)``."""
-    return _weighted_gradients(*_weighted(bags, weights_L), read_only(grads_BD))
-
-
-def _weighted(
-    bags: FeatureBags, weights_L: Floats
-) -> tuple[Floats, Floats, Positions, Lengths, int]:
-    return (
+    return _weighted_gradients(
+        read_only(grads_BD),
         read_only(bags.rows),
         read_only(weights_L),
         read_only(bags.inverse),
@@ -230,35 +220,13 @@ def _add_gradients(grads_BT: Floats, plan_F7: Plan) -> None:
 
 
 @compiled
-def _pool_weighted(
-    rows_UD: Floats,
-    weights_L: Floats,
-    inverse_L: Positions,
-    lengths_B: Lengths,
-    pooling: int,
-) -> Floats:
-    dim = rows_UD.shape[1]
-    out_BD = np.zeros((len(lengths_B), dim), dtype=np.float32)
-    j = 0
-    for b in range(len(lengths_B)):
-        out = out_BD[b]
-        scale = scale_of(lengths_B[b], pooling)
-        for _ in range(lengths_B[b]):
-            row, factor = rows_UD[inverse_L[j]], scale * weights_L[j]
-            j += 1
-            for d in range(dim):
-                out[d] += factor * row[d]
-    return out_BD
-
-
-@compiled
 def _weighted_gradients(
+    grads_BD: Floats,
     rows_UD: Floats,
     weights_L: Floats,
     inverse_L: Positions,
     lengths_B: Lengths,
     pooling: int,
-    grads_BD: Floats,
 ) -> tuple[Floats, Floats]:
     dim = rows_UD.shape[1]
     of_rows_UD = np.zeros(rows_UD.shape, dtype=np.float32)

@@ -30,14 +30,10 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import IDFeature
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.lookup import sharded_lookup
 from persia_torchrec.lookup.bags import Bags, FeatureSpec, Lengths
 from persia_torchrec.lookup.measures import LookupMeasures
-from persia_torchrec.lookup.sharded_lookup import (
-    BatchFeatures,
-    Outputs,
-    RoutedBatch,
-    ShardedLookup,
-)
+from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
@@ -175,7 +171,7 @@ def _first_ids(
     return kept[:num_kept], at[:num_kept]
 
 
-class SlotsLookup(ShardedLookup):
+class SlotsLookup(sharded_lookup.ShardedLookup):
     """Pools the pooled slots of a batch, and gives a vector for each id of the others.
 
     Its outputs are float32 ``(B, T)``, also where T is 0, and ``(N, D)`` per raw slot
@@ -217,7 +213,7 @@ class SlotsLookup(ShardedLookup):
 
     def select(
         self, bags: Mapping[str, Bags]
-    ) -> tuple[BatchFeatures, Sequence[Bags], Sequence[Positions]]:
+    ) -> tuple[sharded_lookup.BatchFeatures, Sequence[Bags], Sequence[Positions]]:
         """Return the slots of a batch, a bag for each id of the raw ones."""
         require_slots(list(bags), [feature.key for feature in self.features])
         spec_of = {feature.key: feature for feature in self.features}
@@ -230,7 +226,8 @@ class SlotsLookup(ShardedLookup):
                 places.append(raw.places)
                 of_slot = Bags(raw.ids, np.ones(len(raw.ids), dtype=np.int32))
             selected.append(of_slot)
-        return BatchFeatures(specs, self.group(specs)), selected, places
+        features = sharded_lookup.BatchFeatures(specs, self.group(specs))
+        return features, selected, places
 
     def hello(self) -> LookupHello:
         """Tell all slots, and how many rows the servers hold."""

@@ -22,13 +22,10 @@ from pkgutil import resolve_name
 from typing import Any, TypeAlias, get_args
 
 import torch
+import torchrec
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from persia_torchrec.embedding.initializer import Constant, Normal, Uniform
@@ -39,7 +36,9 @@ from persia_torchrec.lookup.bags import POOLINGS, FeatureSpec
 from persia_torchrec.sharding.torchrec_api import optimizers_in_backward, set_device
 from persia_torchrec.table import TableSettings, TableSpec, WeightDtype
 
-TableCollection: TypeAlias = EmbeddingBagCollectionInterface | EmbeddingCollection
+TableCollection: TypeAlias = (
+    torchrec.EmbeddingBagCollectionInterface | torchrec.EmbeddingCollection
+)
 
 _INITIALIZERS: dict[object, Callable[..., Initializer]] = {
     torch.nn.init.uniform_: lambda a=0.0, b=1.0: Uniform(float(a), float(b)),
@@ -77,7 +76,7 @@ class CollectionSpec:
 
 def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
     """Return the configs of the collection's tables, in their order."""
-    if isinstance(collection, EmbeddingCollection):
+    if isinstance(collection, torchrec.EmbeddingCollection):
         return list(collection.embedding_configs())
     return list(collection.embedding_bag_configs())
 
@@ -92,7 +91,7 @@ def describe_collection(
     ``optimizer`` is of the tables that neither ``settings``, by table, nor the model
     give one. Settings of tables that the collection does not have are ignored.
     """
-    are_sequences = isinstance(module, EmbeddingCollection)
+    are_sequences = isinstance(module, torchrec.EmbeddingCollection)
     columns, own = name_columns(module), read_optimizers(module)
     tables, features = [], []
     for config in table_configs(module):
@@ -126,8 +125,8 @@ def select_tables(
         "tables": [c for c in table_configs(collection) if c.name in names],
         "device": torch.device("meta"),  # where tables take no memory
     }
-    if isinstance(collection, EmbeddingCollection):
-        selected = EmbeddingCollection(
+    if isinstance(collection, torchrec.EmbeddingCollection):
+        selected = torchrec.EmbeddingCollection(
             **tables,
             need_indices=collection.need_indices(),
             use_gather_select=collection.use_gather_select(),
@@ -136,7 +135,7 @@ def select_tables(
         weights, of_selected = collection.embeddings, selected.embeddings
     else:
         weighted = collection.is_weighted()
-        selected = EmbeddingBagCollection(**tables, is_weighted=weighted)
+        selected = torchrec.EmbeddingBagCollection(**tables, is_weighted=weighted)
         weights, of_selected = collection.embedding_bags, selected.embedding_bags
     of_selected.update({name: weights[name] for name in names})
     set_device(selected, collection.device)  # TorchRec loads weights on a device

@@ -29,13 +29,8 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.sharding import sharder, torchrec_api
-from persia_torchrec.sharding.collection import (
-    TableCollection,
-    name_columns,
-    select_tables,
-    table_configs,
-)
+from persia_torchrec.sharding import collection, sharder, torchrec_api
+from persia_torchrec.sharding.collection import TableCollection
 from persia_torchrec.sharding.remote_lookup import LazyOutput, ShardedRemoteCollection
 from persia_torchrec.table import require_known_tables
 
@@ -136,13 +131,16 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
     ) -> None:
         """Add the sharded remote tables of a whole collection."""
         self.remote = sharded
-        of_local, of_remote = name_columns(local), name_columns(remote)
+        of_local, of_remote = (
+            collection.name_columns(local),
+            collection.name_columns(remote),
+        )
         # Of each output of the whole: its name there, whether its table is remote, and
         # its name in the output of the local, or of the remote tables alone: there a
         # feature may be shared by fewer tables.
         self._columns = [
             (name, feature in of_remote, (of_remote | of_local)[feature])
-            for feature, name in name_columns(whole).items()
+            for feature, name in collection.name_columns(whole).items()
         ]
         self.register_state_dict_post_hook(_rename_entries)
         self.register_load_state_dict_pre_hook(_rename_entries)
@@ -288,7 +286,9 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         parameters = self._local.shardable_parameters(local) if local else {}
         parameters |= of_remote
         self._planned.update(parameters)
-        in_order = {c.name: parameters[c.name] for c in table_configs(module)}
+        in_order = {
+            c.name: parameters[c.name] for c in collection.table_configs(module)
+        }
         both = self._local, self._remote
 
         def begin_turn(table: str | None) -> None:
@@ -331,7 +331,10 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
             return self._local.shard(module, params, env, device, module_fqn)
         plans = [
             types.EmbeddingModuleShardingPlan(
-                {config.name: params[config.name] for config in table_configs(part)}
+                {
+                    config.name: params[config.name]
+                    for config in collection.table_configs(part)
+                }
             )
             for part in (local, remote)
         ]
@@ -351,16 +354,18 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         self, module: TableCollection
     ) -> tuple[TableCollection | None, TableCollection | None]:
         """Return the local and the remote tables; None where there are none."""
-        configs = table_configs(module)
+        configs = collection.table_configs(module)
         remote = {c.name for c in configs if self._placement.is_remote(c)}
         local = {c.name for c in configs} - remote
-        return select_tables(module, local), select_tables(module, remote)
+        return collection.select_tables(module, local), collection.select_tables(
+            module, remote
+        )
 
     def _require_plan(
         self, module: TableCollection, params: types.EmbeddingModuleShardingPlan
     ) -> None:
         """Refuse a plan of other tables, or of another placement."""
-        configs, placement = table_configs(module), self._placement
+        configs, placement = collection.table_configs(module), self._placement
         sharder.require_tables(module, params)
         if params.keys() <= self._planned:  # and so the planner has seen all
             require_known_tables({*placement.remote, *placement.local}, self._planned)

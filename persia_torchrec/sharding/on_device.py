@@ -6,8 +6,8 @@
     pushing thread   waits for that copy, and sends
 
 On a GPU the trainer's thread never blocks: the streams wait for one another, and the
-pipeline's threads for the copies. Bags are pooled by torch's operators; weighted ones
-on the CPU by faster loops of ``lookup/pooling.py``.
+pipeline's threads for the copies. Bags are pooled by torch's operators; the gradients
+of weighted ones on the CPU come from a faster loop of ``lookup/pooling.py``.
 
 Dimensions: B samples, L ids of one feature, U unique ids of its table, D embedding dim.
 """
@@ -163,10 +163,9 @@ def pool_by_torch(
     return pooled_BD / (lengths_B1 if pooling == "mean" else lengths_B1.sqrt())
 
 
-_NO_ROWS = np.empty((0, 0), dtype=np.float32)
-
-
 class _WeightedBags(torch.autograd.Function):
+    """Weighted bags on the CPU, where torch is slow in the backward pass alone."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -176,19 +175,14 @@ class _WeightedBags(torch.autograd.Function):
         feature: int,
         pooling: Pooling,
     ) -> torch.Tensor:
-        bags = host.FeatureBags(
-            rows_UD.numpy(),
-            batch.batch.inverses[feature],
-            batch.batch.lengths[feature],
-            pooling,
-        )
-        ctx.bags = bags._replace(rows=_NO_ROWS)  # autograd keeps them
+        on_host = batch.batch
+        ctx.bags = on_host.inverses[feature], on_host.lengths[feature], pooling
         ctx.save_for_backward(rows_UD, weights_L)
-        return torch.from_numpy(host.pool_weighted(bags, weights_L.numpy()))
+        return pool_by_torch(rows_UD, weights_L, batch, feature, pooling)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_UD, weights_L = (tensor.numpy() for tensor in ctx.saved_tensors)
-        bags = ctx.bags._replace(rows=rows_UD)
+        bags = host.FeatureBags(rows_UD, *ctx.bags)
         both = host.weighted_gradients(grads[0].numpy(), bags, weights_L)
         return *map(torch.from_numpy, both), None, None, None

@@ -20,16 +20,10 @@ from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
+import torchrec
 from tensordict import TensorDict
 from torch import nn
 from torch.nn import functional
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    KeyedTensor,
-)
 from torchrec.distributed import types
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.utils import init_parameters
@@ -146,7 +140,7 @@ class ShardedRemoteCollection(
         if self.before_first_pull is not None:
             self.before_first_pull()
             self.before_first_pull = None
-        if not isinstance(batch, KeyedJaggedTensor | TensorDict):
+        if not isinstance(batch, torchrec.KeyedJaggedTensor | TensorDict):
             return self.pipeline.start(batch, training=is_training)
         given = JaggedBatch.of(batch, self._keys)
         return self.pipeline.start(given.features, training=is_training, given=given)
@@ -253,11 +247,11 @@ class ShardedRemoteCollection(
 class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
     """An ``EmbeddingBagCollection``; its bags come pooled, or are pooled here."""
 
-    unsharded_module_type = EmbeddingBagCollection
+    unsharded_module_type = torchrec.EmbeddingBagCollection
 
     def make_output(
         self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
-    ) -> KeyedTensor:
+    ) -> torchrec.KeyedTensor:
         """Wait for the embeddings; float32 ``(B, T)`` on the device.
 
         The batch's own weights of its ids are used by default, if there are any.
@@ -276,7 +270,7 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
                 rows_UD = rows[handle.batch.features.table_of[f]]
                 pooled.append(pool_rows(rows_UD, weights_L, handle, f, feature.pooling))
             tensors = (torch.cat(pooled, dim=1),)
-        return KeyedTensor(self._names, self._dims, *tensors)
+        return torchrec.KeyedTensor(self._names, self._dims, *tensors)
 
 
 class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
@@ -302,7 +296,7 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
 
     def make_output(
         self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
-    ) -> KeyedTensor:
+    ) -> torchrec.KeyedTensor:
         """Pool with the weights of the processors."""
         (processors,) = self._processors
         return super().make_output(batch, processors(batch.source.kjt).weights())
@@ -318,12 +312,14 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
     """
 
     weights_in: ClassVar[str] = "embeddings"
-    unsharded_module_type = EmbeddingCollection
+    unsharded_module_type = torchrec.EmbeddingCollection
 
-    def make_output(self, batch: PrefetchedBatch[Any]) -> dict[str, JaggedTensor]:
+    def make_output(
+        self, batch: PrefetchedBatch[Any]
+    ) -> dict[str, torchrec.JaggedTensor]:
         """Wait for the embeddings of each feature."""
         tensors, handle = self.embeddings(batch.wait()), batch.handle
-        sequences: dict[str, JaggedTensor] = {}
+        sequences: dict[str, torchrec.JaggedTensor] = {}
         for f, feature in enumerate(self.spec.features):
             if isinstance(handle, DeviceBatch):
                 rows_UD = tensors[handle.batch.features.table_of[f]]
@@ -336,7 +332,7 @@ class ShardedRemoteEmbeddingCollection(ShardedRemoteCollection):
                 previous = sequences[feature.name].values()
                 rows_LD = torch.cat([previous, rows_LD], dim=1)
             ids = batch.source.ids(feature.key) if self.spec.needs_ids else None
-            sequences[feature.name] = JaggedTensor(
+            sequences[feature.name] = torchrec.JaggedTensor(
                 values=rows_LD,
                 lengths=lengths.to(self._device, non_blocking=True),
                 weights=ids if ids is None else ids.to(self._device, non_blocking=True),

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 
 from persia_torchrec.errors import ConfigError
@@ -98,9 +98,13 @@ class RemoteTables:
         self,
         pipeline: BatchPipeline[Any, Any],
         specs: Sequence[TableSpec],
+        env: ShardingEnv,
         device: torch.device,
     ) -> list[str]:
-        """Add a collection's pipeline; return the tables that no earlier one has."""
+        """Add a collection's pipeline; return the tables that no earlier one has.
+
+        The process group of several trainers communicates on ``device``.
+        """
         self.pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
         self.specs.update((spec.name, spec) for spec in specs)
         added = [spec for spec in specs if spec.name not in self.groups]
@@ -110,15 +114,12 @@ class RemoteTables:
                 "lr": spec.optimizer.lr,
                 "table": spec.name,
             }
-        return [spec.name for spec in added]
-
-    def meet(self, trainers: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Agree with other trainers, whose process group communicates on ``device``."""
-        if trainers is None:
+        if env.world_size > 1 and env.process_group is None:
             self._cannot_agree = True
-        elif self.agreement is None:
-            self.agreement = Agreement(trainers, device)
+        elif env.world_size > 1 and self.agreement is None:
+            self.agreement = Agreement(env.process_group, device)
             self.agreement.scaler = self.grad_scaler
+        return [spec.name for spec in added]
 
     def after_check(self, are_finite: bool) -> None:
         """Note whether gradients were finite; a backward pass under a scale calls this.

@@ -153,9 +153,7 @@ class CollectionSharder(remote_tables.TableControl, PlannedSharder):
         """Put the tables on the servers; return a module of ``sharded_type``."""
         spec, tables = self.describe(module), self.remote_tables
         pipeline = self.make_pipeline(spec, env, device)
-        added = tables.add(pipeline, spec.tables, device)
-        if env.world_size > 1:
-            tables.meet(env.process_group, device)
+        added = tables.add(pipeline, spec.tables, env, device)
         scale = 1 / env.world_size if self._gradient_division else 1.0
         sharded = (sharded_type or self.sharded_type)(
             pipeline, spec, tables, device=device, gradient_scale=scale

@@ -17,17 +17,12 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed import model_parallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import (
-    DistributedModelParallel,
-    get_unwrapped_module,
-)
+from torchrec.modules import mc_embedding_modules
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    BaseManagedCollisionEmbeddingCollection,
-)
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import torchrec_api
@@ -51,7 +46,10 @@ def watch_models() -> None:
     """
 
     def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if isinstance(parent, DistributedModelParallel) and child is not None:
+        if (
+            isinstance(parent, model_parallel.DistributedModelParallel)
+            and child is not None
+        ):
             _require_sharders(child, {s.module_type for s in parent.sharders})
 
     register_module_module_registration_hook(check)
@@ -77,7 +75,9 @@ def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
                 "all; or add TorchRec's own sharder of it to the list, to leave it to "
                 "TorchRec."
             )
-        collides = isinstance(module, BaseManagedCollisionEmbeddingCollection)
+        collides = isinstance(
+            module, mc_embedding_modules.BaseManagedCollisionEmbeddingCollection
+        )
         if collides and num_trainers > 1 and _remote_collections(module):
             raise ConfigError(
                 "Ids of tables on the servers must mean the same on all trainers. "
@@ -155,7 +155,7 @@ def describe_placement(model: nn.Module) -> str:
     """
     lines = [["collection", "table", "place", "ranks", "rows", "dim", "optimizer"]]
     described: set[nn.Module] = set()
-    for path, module in get_unwrapped_module(model).named_modules():
+    for path, module in model_parallel.get_unwrapped_module(model).named_modules():
         remote = module
         if isinstance(module, _Local):
             lines += [[path, *line] for line in _describe_local(module)]

@@ -1,14 +1,9 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec.lookup.bags import POOLINGS
-from persia_torchrec.lookup.pooling import (
-    FeatureBags,
-    pool_weighted,
-    weighted_gradients,
-)
+from persia_torchrec.lookup.pooling import FeatureBags, weighted_gradients
 from tests import reference
 
 POOLING = st.sampled_from(POOLINGS)
@@ -27,15 +22,6 @@ def bags(draw):
 
 
 @given(bags(), POOLING)
-def test_weighted_bags_are_pooled_as_the_reference_says(bags, pooling):
-    rows, weights, inverse, lengths = bags
-    pooled = pool_weighted(FeatureBags(rows, inverse, lengths, pooling), weights)
-    weighted = rows[inverse].astype(np.float64) * weights[:, None]
-    expected = reference.pool(weighted, lengths, pooling)
-    np.testing.assert_allclose(pooled, expected, rtol=1e-5, atol=1e-5)
-
-
-@given(bags(), POOLING)
 def test_the_gradients_are_those_of_the_formula(bags, pooling):
     rows, weights, inverse, lengths = bags
     rng = np.random.default_rng(len(inverse))
@@ -50,15 +36,3 @@ def test_the_gradients_are_those_of_the_formula(bags, pooling):
         expected_of_weights[j] = rows[row] @ grad
     np.testing.assert_allclose(of_rows, expected_of_rows, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(of_weights, expected_of_weights, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("pooling", "pooled"),
-    [("sum", [[7], [0]]), ("mean", [[3.5], [0]]), ("sqrt", [[7 / 2**0.5], [0]])],
-)
-def test_a_mean_divides_by_the_number_of_ids_and_not_by_their_weights(pooling, pooled):
-    rows = np.array([[1], [2]], dtype=np.float32)
-    weights = np.array([1, 3], dtype=np.float32)
-    inverse, lengths = np.array([0, 1], np.int32), np.array([2, 0], np.int32)
-    out = pool_weighted(FeatureBags(rows, inverse, lengths, pooling), weights)
-    np.testing.assert_allclose(out, pooled, rtol=1e-6)

@@ -21,6 +21,7 @@ from tests.sharding.remote_job import (
 )
 
 DIM = 4
+ONE = ShardingEnv.from_local(1, 0)
 TABLES = [EmbeddingBagConfig(10, DIM, name="term", feature_names=["ad"])]
 IDS = kjt_of({"ad": [[0, 1], [2], []]})
 
@@ -203,7 +204,7 @@ def test_placeholders_are_on_the_device_of_the_embeddings(trainer):
     """A scaler copies its findings from device to device without waiting."""
     control = TableControl()
     tables = control.remote_tables = RemoteTables()
-    tables.add(trainer.module.pipeline, trainer.module.spec.tables, META)
+    tables.add(trainer.module.pipeline, trainer.module.spec.tables, ONE, META)
     optimizer = control.optimizer
     (placeholder,) = optimizer.param_groups[0]["params"]
     assert placeholder.device == META

@@ -70,6 +70,28 @@ def test_torch_pools_bags_without_weights_as_the_reference_says(bags, pooling):
     np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+@settings(deadline=None)
+@given(bags(), st.sampled_from(POOLINGS))
+def test_weighted_bags_are_pooled_as_the_reference_says(bags, pooling):
+    rows, weights, batch = bags
+    pooled = pool_rows(rows, weights, batch, 0, pooling)
+    (inverse,), (lengths,) = batch.batch.inverses, batch.batch.lengths
+    weighted = rows.numpy()[inverse].astype(np.float64) * weights.numpy()[:, None]
+    expected = reference.pool(weighted, lengths, pooling)
+    np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "pooled"),
+    [("sum", [[7], [0]]), ("mean", [[3.5], [0]]), ("sqrt", [[7 / 2**0.5], [0]])],
+)
+def test_a_mean_divides_by_the_number_of_ids_and_not_by_their_weights(pooling, pooled):
+    rows, weights = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0])
+    batch = batch_of(np.array([0, 1], np.int32), np.array([2, 0], np.int32))
+    out = pool_rows(rows, weights, batch, 0, pooling)
+    np.testing.assert_allclose(out.numpy(), pooled, rtol=1e-6)
+
+
 @pytest.mark.parametrize("pool", [pool_rows, pool_by_torch])
 @pytest.mark.parametrize("num_samples", [0, 3])
 def test_a_batch_without_ids_has_no_rows_to_pool(pool, num_samples):
