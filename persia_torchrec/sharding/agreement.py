@@ -66,11 +66,6 @@ class Agreement(AnswersAtEnd):
         self.scaler: torch.amp.GradScaler | None = None
         self._own_group: dist.ProcessGroup | None = None
 
-    @property
-    def is_used(self) -> bool:
-        """Whether there is a loss scale to agree on."""
-        return self.scaler is not None and self.scaler.is_enabled()
-
     def any(self, is_true: bool) -> bool:
         """Return whether it is true on any trainer; all of them call this together."""
         if work := Join.notify_join_context(self):

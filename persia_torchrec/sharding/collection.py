@@ -68,11 +68,6 @@ class CollectionSpec:
     is_weighted: bool = False  # a batch has a weight for each id, which pooling uses
     needs_ids: bool = False  # sequences come with their ids
 
-    def dims(self) -> list[int]:
-        """Return the dim of each feature, in the order of the columns."""
-        dim_of = {table.name: table.dim for table in self.tables}
-        return [dim_of[feature.table] for feature in self.features]
-
 
 def table_configs(collection: TableCollection) -> list[BaseEmbeddingConfig]:
     """Return the configs of the collection's tables, in their order."""

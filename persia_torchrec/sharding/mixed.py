@@ -111,7 +111,7 @@ def _rename_entries(
 ) -> None:
     """Give remote tables the keys of an unsharded collection; or back, to load them."""
     assert isinstance(module, MixedCollection)
-    for key in module.remote.tables_by_key():
+    for key in module.remote.tables_by_key:
         whole, own = f"{prefix}{key}", f"{prefix}remote.{key}"
         if own in state_dict:
             state_dict[whole] = state_dict.pop(own)

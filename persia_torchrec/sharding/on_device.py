@@ -96,8 +96,10 @@ class RowsOnDevice(ShardedLookup):
         offsets = [np.append(np.int32(0), np.cumsum(n)) for n in batch.lengths]
         indices, num = [*batch.inverses, *offsets], len(batch.inverses)
         with torch.cuda.stream(self._stream):  # does nothing for None
-            on_device = tuple([self._copy([of_table], np.float32) for of_table in rows])
-            flat = self._copy(indices, np.int32)
+            on_device = tuple(
+                [self._copy([of_table], torch.float32) for of_table in rows]
+            )
+            flat = self._copy(indices, torch.int32)
             came = None if self._stream is None else self._stream.record_event()
         tensors = torch.split(flat, [len(index) for index in indices])
         return DeviceBatch(batch, on_device, tensors[:num], tensors[num:], came)
@@ -114,13 +116,12 @@ class RowsOnDevice(ShardedLookup):
         return super().abandon(batch.batch)
 
     def _copy(
-        self, arrays: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]
+        self, arrays: Sequence[npt.NDArray[np.generic]], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return arrays on the device, one after the other."""
         shape = (sum([len(array) for array in arrays]), *arrays[0].shape[1:])
-        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         is_pinned = self._stream is not None
-        staged = torch.empty(shape, dtype=torch_dtype, pin_memory=is_pinned)
+        staged = torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
         np.concatenate(arrays, out=staged.numpy())
         return staged.to(self._device, non_blocking=True)
 

@@ -124,7 +124,10 @@ class ShardedRemoteCollection(
         self.spec = spec
         self._keys = list(dict.fromkeys(feature.key for feature in spec.features))
         self._names = [feature.name for feature in spec.features]
-        self._dims = spec.dims()
+        dim_of = {table.name: table.dim for table in spec.tables}
+        self._dims = [dim_of[feature.table] for feature in spec.features]
+        # The tables' names, by the keys that TorchRec gives their weights.
+        self.tables_by_key = {f"{self.weights_in}.{n}.weight": n for n in dim_of}
         self._device = device
         # Autograd calls a function's backward only if an input wants a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -227,21 +230,14 @@ class ShardedRemoteCollection(
         """There are none: the rows are on the servers."""
         return iter(())
 
-    def tables_by_key(self) -> dict[str, str]:
-        """Return the tables' names, by the keys that TorchRec gives their weights."""
-        names = [table.name for table in self.spec.tables]
-        return {f"{self.weights_in}.{name}.weight": name for name in names}
-
-    def copy(self, device: torch.device) -> NoReturn:
-        """Refuse: a copy would push the same batches twice."""
+    def copy(self, _: object) -> NoReturn:
+        """Refuse, by whichever way: a copy would push the same batches twice."""
         raise ConfigError(
             "A collection with tables on the embedding servers cannot be copied to "
             "another device. Build a second DistributedModelParallel there."
         )
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse, as ``DistributedModelParallel.copy`` begins with it."""
-        self.copy(self._device)
+    __deepcopy__ = copy  # DistributedModelParallel.copy begins with it
 
 
 class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):

@@ -159,7 +159,7 @@ class CollectionSharder(remote_tables.TableControl, PlannedSharder):
             pipeline, spec, tables, device=device, gradient_scale=scale
         )
         # A table of two collections is in the optimizer of the first.
-        names = sharded.tables_by_key().items()
+        names = sharded.tables_by_key.items()
         if groups := {key: tables.groups[name] for key, name in names if name in added}:
             optimizer = remote_tables.RemoteOptimizer(groups, tables.send_rates)
             sharded.fused_optimizer = optimizer

@@ -45,7 +45,7 @@ def add_entries(
 
     torch saves and loads it as it is, and code that takes it for a tensor fails.
     """
-    for key, table in module.tables_by_key().items():
+    for key, table in module.tables_by_key.items():
         state_dict[prefix + key] = (
             f"{_BEGINNING}the rows of table {table!r}. save_checkpoint and "
             "load_checkpoint of persia_torchrec keep them with the dense half; "
@@ -69,7 +69,7 @@ def take_entries(
     *_: object,
 ) -> None:
     """Take these out of a state before the rest is loaded; refuse weights instead."""
-    for key, table in module.tables_by_key().items():
+    for key, table in module.tables_by_key.items():
         entry = state_dict.pop(prefix + key, None)
         if entry is None and strict:
             missing_keys.append(prefix + key)

@@ -127,7 +127,7 @@ def join(model: nn.Module) -> Iterator[None]:
         )
     agreements = dict.fromkeys(c.remote_tables.agreement for c in collections)
     joinables: list[Joinable] = [*replicas[:1]]
-    joinables += [a for a in agreements if a and a.is_used]
+    joinables += [a for a in agreements if a and a.scaler and a.scaler.is_enabled()]
     with contextlib.ExitStack() as stack:
         if joinables and dist.get_world_size(joinables[0].join_process_group) > 1:
             stack.enter_context(Join(joinables, divide_by_initial_world_size=True))

@@ -95,7 +95,7 @@ class ShardedSlots(ShardedRemoteCollection):
         outputs, handle = self.embeddings(batch.wait()), batch.handle
         of_config = [
             slots.Slot(name=feature.name, dim=dim, num_places=feature.num_places)
-            for feature, dim in zip(self.spec.features, self.spec.dims(), strict=True)
+            for feature, dim in zip(self.spec.features, self._dims, strict=True)
         ]
         return slot_tensors(of_config, handle.slots, outputs, handle.places)
 

@@ -71,7 +71,8 @@ def test_the_columns_have_the_order_of_the_file(schema, workers):
     assert spec.features == build_features(schema)
     assert spec.tables == build_tables(schema, config, SGD(1.0))
     assert [f.name for f in spec.features] == ["user", "item", "basket"]
-    assert spec.dims() == [4, 3, 3]
+    dim_of = {table.name: table.dim for table in spec.tables}
+    assert [dim_of[f.table] for f in spec.features] == [4, 3, 3]
 
 
 def test_a_pipeline_makes_the_tables_known_everywhere(schema, job, workers):
