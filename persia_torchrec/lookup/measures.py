@@ -43,7 +43,6 @@ _REGISTERS = 1 << _BITS
 _LONGEST = 64 - _BITS
 _MARK = np.uint64(1 << _LONGEST)
 _POWERS = 2.0 ** np.arange(1, 64)  # of two, as many as the series below need
-_EXPONENT_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
 
 
 class LookupMeasures(Observations):
@@ -111,9 +110,8 @@ class DistinctIds:
         registers_L = (hashes_L >> np.uint64(_LONGEST)).astype(np.int64)
         rest_L = hashes_L | _MARK  # ends the run of a hash that has zeros only
         lowest_L = rest_L & (~rest_L + np.uint64(1))
-        # A power of two is exact as a float, whose exponent is the length of the run.
-        exponents_L = lowest_L.astype(np.float64).view(np.int64) >> _EXPONENT_BITS
-        runs_L = (exponents_L - _EXPONENT_BIAS + 1).astype(np.uint8)
+        # A power of two is exact as a float, and its exponent the length of the run.
+        runs_L = np.frexp(lowest_L.astype(np.float64))[1].astype(np.uint8)
         with self._lock:
             np.maximum.at(self._registers, registers_L, runs_L)
 

@@ -106,10 +106,7 @@ def warm_up() -> None:
 
 
 def _plan(features: Sequence[FeatureBags]) -> tuple[Plan, list[object]]:
-    """Return what the loops need to know of each feature; see ``_ROWS``.
-
-    It holds addresses: the features must outlive it, and so must the second result.
-    """
+    """Return what the loops need to know of each feature, and what must outlive it."""
     plan = np.empty((len(features), 7), dtype=np.uint64)
     kept: list[object] = []
     column_bytes = 0

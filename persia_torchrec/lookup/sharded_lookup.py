@@ -179,11 +179,10 @@ class ShardedLookup:
     def pull(
         self, bags: Mapping[str, Bags], number: BatchNumber | None
     ) -> tuple[Outputs, RoutedBatch]:
-        """Fetch the rows of a batch; returns when they are here.
+        """Fetch the rows of a batch; return what the model is given, and push needs.
 
         ``bags`` are by key, exactly those of this lookup's features. Without a number,
-        it is not for training, and only reads. Returns what the model is given, and
-        what :meth:`push` needs.
+        the batch is not for training, and only read.
         """
         with self._timed("lookup_total_time_cost_sec"):
             with self._timed("lookup_preprocess_time_cost_sec"):

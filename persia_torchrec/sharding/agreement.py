@@ -56,8 +56,8 @@ class AnswersAtEnd(Joinable, JoinHook):
 class Agreement(AnswersAtEnd):
     """What trainers agree on; one per trainer and sharder.
 
-    It is called by the thread that trains, or that runs its backward pass. ``scaler``
-    has the loss scale of all, if there is one.
+    The thread that trains calls it, or that runs its backward pass. ``scaler`` has the
+    loss scale of all, if there is one.
     """
 
     def __init__(self, trainers: dist.ProcessGroup, device: torch.device) -> None:
@@ -117,8 +117,7 @@ def rendezvous(
 ) -> Trainers:
     """Agree with the other trainers on a group that updates jointly; all must call it.
 
-    Their process group communicates on ``device``. A joint step may wait ``timeout_s``
-    for the slowest trainer.
+    A joint step may wait ``timeout_s`` for the slowest trainer.
     """
     if env.process_group is None:
         raise ConfigError(

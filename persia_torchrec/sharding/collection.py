@@ -138,10 +138,7 @@ def select_tables(
 
 
 def name_columns(collection: TableCollection) -> dict[tuple[str, int], str]:
-    """Return the name of each (table, index of its feature), in the output's order.
-
-    A feature that several tables have is called "feature@table".
-    """
+    """Return the name of each (table, index of its feature), in the output's order."""
     configs = table_configs(collection)
     names = get_embedding_names_by_table(configs)
     return {
@@ -216,10 +213,7 @@ def read_optimizers(module: nn.Module) -> dict[str, Optimizer]:
 def translate_optimizer(
     cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], *, table: str
 ) -> Optimizer:
-    """Return what the servers apply for an optimizer of torch's or TorchRec's.
-
-    The arguments may have fbgemm's names. The table is named in errors.
-    """
+    """Return what the servers apply for an optimizer; arguments may be fbgemm's."""
     # By class: what the servers apply for it, and its arguments by fbgemm's defaults.
     twins = {
         resolve_name(name): (optimizer, defaults)

@@ -40,9 +40,7 @@ class Placement:
     """Where each table lies; on the servers, unless something here says otherwise.
 
     Huge tables belong on the servers: their ids are raw, their rows appear and leave.
-    Small ones train faster on the trainers, where none of their bytes is sent. A table
-    that is named is where it is named; of the others, those of at least ``min_rows``
-    and ``min_bytes`` are on the servers.
+    Small ones train faster on the trainers, where none of their bytes is sent.
 
     Attributes:
         min_rows: tables of fewer rows (``num_embeddings``) stay under TorchRec.
@@ -131,10 +129,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
     ) -> None:
         """Add the sharded remote tables of a whole collection."""
         self.remote = sharded
-        of_local, of_remote = (
-            collection.name_columns(local),
-            collection.name_columns(remote),
-        )
+        of_local, of_remote = map(collection.name_columns, (local, remote))
         # Of each output of the whole: its name there, whether its table is remote, and
         # its name in the output of the local, or of the remote tables alone: there a
         # feature may be shared by fewer tables.
@@ -149,8 +144,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         """Begin to distribute the ids, and to pull; returns TorchRec's awaitable."""
         awaitable = super().input_dist(ctx, *input, **kwargs)
         # TorchRec's comes first: it refuses a batch before it has begun anything.
-        ctx.remote_context = self.remote.create_context()
-        ctx.remote_input = self.remote.input_dist(ctx.remote_context, *input, **kwargs)
+        ctx.remote_input = self.remote.input_dist(None, *input, **kwargs)
         return awaitable
 
     def output_dist(self, ctx: Any, output: Any) -> types.LazyAwaitable[Any]:
@@ -173,7 +167,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
 
     def _joined(self, local: Any, ctx: Any) -> types.LazyAwaitable[Any]:
         started = ctx.remote_input.wait().wait()
-        remote = self.remote.compute_and_output_dist(ctx.remote_context, started)
+        remote = self.remote.compute_and_output_dist(None, started)
         join = partial(self._join, local, remote)
         is_traced = torch.compiler.is_dynamo_compiling()  # see LazyOutput
         return types.LazyNoWait(join()) if is_traced else LazyOutput(join)
@@ -228,9 +222,7 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
     Ids of local tables are row numbers, below ``num_embeddings``, as always in
     TorchRec; their optimizer is TorchRec's (``fused_params``,
     ``apply_optimizer_in_backward``, or for data parallel tables the model's own), and
-    their weights are in the model's state dict. The tables on the servers have the
-    settings of ``remote``. TorchRec's planner sees the parameters of the local tables,
-    and a placeholder of one row for each table on the servers.
+    their weights are in the model's state dict.
 
     Args:
         remote: shards the tables on the servers; its kind of collection is this one's.
@@ -239,9 +231,9 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
 
     Raises:
         ConfigError: ``remote`` is for another kind of module than the two collections,
-            or ``local`` is not TorchRec's sharder for the same kind.
-            When the model is planned: ``placement`` names a table that no collection
-            has. When it is sharded: the plan was not made with this placement.
+            or ``local`` is not TorchRec's sharder for the same kind. When the model is
+            planned: ``placement`` names an unknown table. When it is sharded: the plan
+            was not made with this placement.
 
     Example:
         ``MixedSharder(RemoteEmbeddingBagCollectionSharder(client, Adagrad(lr=0.02)),
@@ -354,12 +346,11 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         self, module: TableCollection
     ) -> tuple[TableCollection | None, TableCollection | None]:
         """Return the local and the remote tables; None where there are none."""
-        configs = collection.table_configs(module)
-        remote = {c.name for c in configs if self._placement.is_remote(c)}
-        local = {c.name for c in configs} - remote
-        return collection.select_tables(module, local), collection.select_tables(
-            module, remote
-        )
+        sides: tuple[set[str], set[str]] = set(), set()
+        for config in collection.table_configs(module):
+            sides[self._placement.is_remote(config)].add(config.name)
+        local, remote = (collection.select_tables(module, names) for names in sides)
+        return local, remote
 
     def _require_plan(
         self, module: TableCollection, params: types.EmbeddingModuleShardingPlan

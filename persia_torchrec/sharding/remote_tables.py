@@ -101,10 +101,7 @@ class RemoteTables:
         env: ShardingEnv,
         device: torch.device,
     ) -> list[str]:
-        """Add a collection's pipeline; return the tables that no earlier one has.
-
-        The process group of several trainers communicates on ``device``.
-        """
+        """Add a collection's pipeline; return the tables that no earlier one has."""
         self.pipelines.append((pipeline, frozenset(spec.name for spec in specs)))
         self.specs.update((spec.name, spec) for spec in specs)
         added = [spec for spec in specs if spec.name not in self.groups]
@@ -122,10 +119,7 @@ class RemoteTables:
         return [spec.name for spec in added]
 
     def after_check(self, are_finite: bool) -> None:
-        """Note whether gradients were finite; a backward pass under a scale calls this.
-
-        At its end the ``GradScaler`` can find whether all were, on all trainers.
-        """
+        """Note whether gradients were finite; at the end the trainers agree on it."""
         if self._cannot_agree:
             raise ConfigError(
                 "Several trainers under a loss scale must have a process group, to "
@@ -213,10 +207,7 @@ class TableControl:
         return TrainingSummary.total(p.summary() for p, _ in pipelines)
 
     def report_at_end(self) -> None:
-        """Log :meth:`summary`, and warn of gradients of evicted rows; once.
-
-        Call it before the end of a training. :meth:`close` does.
-        """
+        """Log :meth:`summary`, and warn of gradients of evicted rows; once."""
         if self.remote_tables.has_ended:
             return
         self.remote_tables.has_ended = True

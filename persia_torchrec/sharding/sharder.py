@@ -120,7 +120,6 @@ class CollectionSharder(remote_tables.TableControl, PlannedSharder):
     """Replace a collection of TorchRec's by its remote counterpart."""
 
     sharded_type: ClassVar[type[remote_lookup.ShardedRemoteCollection]]
-    """What it makes of a collection."""
 
     def __init__(self, *, gradient_division: bool) -> None:
         super().__init__()
@@ -133,10 +132,7 @@ class CollectionSharder(remote_tables.TableControl, PlannedSharder):
 
     @abstractmethod
     def make_pipeline(
-        self,
-        spec: CollectionSpec,
-        env: types.ShardingEnv,
-        device: torch.device,
+        self, spec: CollectionSpec, env: types.ShardingEnv, device: torch.device
     ) -> BatchPipeline[Any, Any]:
         """Return a collection's pipeline to a device, its tables known to servers."""
 
@@ -229,11 +225,9 @@ class RemoteSharder(CollectionSharder):
             has.
     """
 
+    # Types of devices that get the unique rows and pool them, instead of the CPU.
     POOLS_ON: ClassVar[frozenset[str]] = frozenset({"cuda"})
-    """Types of devices that get the unique rows and pool them, instead of the CPU."""
-
     host_lookup: ClassVar[type[ShardedLookup]] = ShardedLookup
-    """What looks batches up elsewhere."""
 
     def __init__(
         self,
@@ -249,15 +243,11 @@ class RemoteSharder(CollectionSharder):
     ) -> None:
         is_joint, precisions = update == "joint", list(_PRECISIONS)
         fits_joint = not is_joint or 0 < joint_timeout_s < math.inf
+        fits_dtype = wire_dtype in precisions
         for name, value, fits, must in (
             ("update", update, update in ("joint", "each"), '"joint" or "each"'),
             ("joint_timeout_s", joint_timeout_s, fits_joint, "finite and positive"),
-            (
-                "wire_dtype",
-                wire_dtype,
-                wire_dtype in precisions,
-                f"one of {precisions}",
-            ),
+            ("wire_dtype", wire_dtype, fits_dtype, f"one of {precisions}"),
             ("staleness", staleness, staleness >= 0, ">= 0"),
         ):
             if not fits:
@@ -312,24 +302,15 @@ class RemoteSharder(CollectionSharder):
                 "DistributedModelParallel(model, sharders=...)."
             )
         self.flush()
-        return load_tables(
-            self._client,
-            state_dict,
-            names,
-            optimizer_state=optimizer_state,
-            ids=ids,
-            step=step,
-        )
+        given: Any = {"optimizer_state": optimizer_state, "ids": ids, "step": step}
+        return load_tables(self._client, state_dict, names, **given)
 
     def require_known_settings(self) -> None:
         """Refuse settings of unknown tables: all collections are sharded by now."""
         require_known_tables(self._settings, self.planned | self.described)
 
     def make_pipeline(
-        self,
-        spec: CollectionSpec,
-        env: types.ShardingEnv,
-        device: torch.device,
+        self, spec: CollectionSpec, env: types.ShardingEnv, device: torch.device
     ) -> BatchPipeline[Any, Any]:
         """Return the pipeline of a collection, in which trainers update jointly."""
         settings: dict[str, Any] = {"precision": self._precision}

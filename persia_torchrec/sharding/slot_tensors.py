@@ -39,9 +39,8 @@ def slot_tensors(
 ) -> Slots:
     """Give each slot of a batch its tensor, in the batch's order and autograd graph.
 
-    ``slots`` are all that there are, ``names`` those of the batch, in the order of
-    columns and raw slots. ``outputs`` are those of a ``SlotsLookup``, and ``places``
-    has int32 ``(B, F)`` for each raw slot: the vector of each position.
+    ``slots`` are all that there are, ``names`` those of the batch, in the order of the
+    outputs of a ``SlotsLookup``; ``places`` has int32 ``(B, F)`` for each raw slot.
     """
     slot_of = {slot.name: slot for slot in slots}
     require_slots(names, [*slot_of])

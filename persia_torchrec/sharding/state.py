@@ -32,9 +32,6 @@ OptimizerState = Mapping[str, object]
 TorchRec's fused optimizer has it, and of its ``KeyedOptimizerWrapper`` around any of
 torch's."""
 
-_BAGS, _SEQUENCES = "embedding_bags", "embeddings"
-"""What TorchRec's two kinds of collections call their tables together."""
-
 _BEGINNING = "on the embedding servers, not in this state: "
 
 
@@ -200,7 +197,7 @@ def _local_shards(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 
 def _find(table: str, entries: Mapping[str, Any], where: str) -> Any:
     """Return the only entry of a table, by any of the keys that it may have."""
-    own = [f"{parent}.{table}.weight" for parent in (_BAGS, _SEQUENCES)]
+    own = f"embedding_bags.{table}.weight", f"embeddings.{table}.weight"
     keys = [key for key in entries if key.endswith(tuple(f".{name}" for name in own))]
     keys += [key for key in (*own, f"{table}.weight", table) if key in entries]
     if len(keys) != 1:
@@ -281,8 +278,10 @@ def read_table(
             f"Table {table!r}: each row must have an id of its own. "
             f"Received: {repeated[0]} for several."
         )
-    width = spec.dim + spec.num_state_floats
-    floats = np.zeros((num_rows, width), dtype=np.float32)
+    weights, state = (
+        np.zeros((num_rows, width), dtype=np.float32)
+        for width in (spec.dim, spec.num_state_floats)
+    )
     is_present = np.zeros(num_rows, dtype=np.bool_)
     for block in client.export(table):
         found = np.searchsorted(sorted_N, block.ids)
@@ -294,21 +293,16 @@ def read_table(
                 "num_rows beyond the largest id, or with ids the id of each row."
             )
         numbers = order[found]
-        floats[numbers, : spec.dim] = block.weights
-        floats[numbers, spec.dim :] = block.state
+        weights[numbers], state[numbers] = block.weights, block.state
         is_present[numbers] = True
     if missing == "initial":
         absent = np.flatnonzero(~is_present)
         for start in range(0, len(absent), transfer.BLOCK_ROWS):
             numbers = absent[start : start + transfer.BLOCK_ROWS]
-            floats[numbers] = build_initial_rows(spec, ids_N[numbers])
-    weights, state = torch.from_numpy(floats).split([spec.dim, width - spec.dim], dim=1)
-    return TableTensors(
-        weights.contiguous(),
-        state.contiguous(),
-        torch.from_numpy(is_present),
-        client.step(table),
-    )
+            rows = build_initial_rows(spec, ids_N[numbers])
+            weights[numbers], state[numbers] = np.split(rows, [spec.dim], axis=1)
+    tensors = map(torch.from_numpy, (weights, state, is_present))
+    return TableTensors._make([*tensors, client.step(table)])
 
 
 def plain_state_dict(
@@ -338,15 +332,9 @@ def plain_state_dict(
     for path, module in model.named_modules():
         if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             continue
-        parent = _BAGS if isinstance(module, EmbeddingBagCollection) else _SEQUENCES
-        prefix = f"{path}.{parent}" if path else parent
-        for config in table_configs(module):
-            table = config.name
-            tensors[f"{prefix}.{table}.weight"] = read_table(
-                client,
-                table,
-                config.num_embeddings,
-                ids=(ids or {}).get(table),
-                missing=missing,
-            ).weights
+        num_rows = {c.name: c.num_embeddings for c in table_configs(module)}
+        for key, _ in module.named_parameters(prefix=path):
+            table = key.split(".")[-2]  # "embedding_bags.TABLE.weight"
+            given: Any = {"ids": (ids or {}).get(table), "missing": missing}
+            tensors[key] = read_table(client, table, num_rows[table], **given).weights
     return tensors

@@ -23,10 +23,7 @@ GROWTH_TRACKER = "_growth_tracker"
 
 
 def backward_pass() -> int:
-    """Return the number of the backward pass that runs in this thread; -1 if none.
-
-    torch's own hooks tell backward passes apart by it.
-    """
+    """Return the number of the backward pass that runs in this thread; -1 if none."""
     return torch._C._current_graph_task_id()
 
 
@@ -78,11 +75,10 @@ def embedding_kernels(sharded: Any) -> list[BaseEmbedding]:
 
 
 class ParametersInTurn(dict[str, nn.Parameter]):
-    """Parameters by table that say whose turn it is in a planner's iteration.
+    """Parameters by table that say whose turn it is, and None at the end.
 
-    The planner asks a sharder once per table for sharding types and kernels, but does
-    not say for which table: it asks while it iterates over ``items()``. ``begin_turn``
-    is called with the name of each table, and with None at the end.
+    A planner asks a sharder once per table for sharding types and kernels, but does not
+    say for which table: it asks while it iterates over ``items()``.
     """
 
     def __init__(

@@ -139,9 +139,6 @@ def join(model: nn.Module) -> Iterator[None]:
 def describe_placement(model: nn.Module) -> str:
     """Return a table of what lies where in a sharded model.
 
-    TorchRec's plan names every table too, but cannot say "on the servers": there, such
-    a table is a row_wise one of a single row.
-
     Args:
         model: a ``DistributedModelParallel``, or a part of it.
 
