@@ -38,16 +38,12 @@ _MEAN = POOLINGS.index("mean")
 _SQRT = POOLINGS.index("sqrt")
 _FLOAT_ONE = np.float32(1)
 
+# Samples that are walked together: few enough that the array is walked in its order,
+# and several, so that the plan of a feature is not read for every bag.
 _BLOCK = 4
-"""Samples that are walked together: few enough that the array is walked in its order,
-and several, so that the plan of a feature is not read for every bag."""
-
-_BYTES_AHEAD = 512
-"""Of rows that are on their way at once."""
-
+_BYTES_AHEAD = 512  # of rows that are on their way at once
+# Columns of a plan, a row per feature; the first, second and fourth are addresses.
 _ROWS, _INVERSE, _NUM_IDS, _LENGTHS, _ROW_BYTES, _POOLING, _COLUMN_BYTES = range(7)
-"""Columns of a plan, a row per feature; the first, second and fourth are addresses."""
-
 _ONE = np.uint64(1)
 _4 = np.uint64(4)
 _LINE = np.uint64(64)
@@ -72,10 +68,7 @@ def pool(features: Sequence[FeatureBags], num_samples: int) -> Floats:
 
 
 def add_gradients(grads_BT: Floats, features: Sequence[FeatureBags]) -> None:
-    """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it.
-
-    Features that share a table may have the same array of rows.
-    """
+    """Add the gradient of each bag, float32 ``(B, T)``, to the ``rows`` in it."""
     plan_F7, _kept = _plan(features)
     _add_gradients(np.ascontiguousarray(grads_BT), plan_F7)
 

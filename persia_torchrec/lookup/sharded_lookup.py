@@ -8,8 +8,7 @@
       -> gradient of each unique id, summed over the batch  (row_gradients)
       -> to the servers, which apply the optimizer          (client.push)
 
-Ids of all features of a table are made unique together: an id in two features is
-pulled once and updated once, with the sum of both gradients.
+An id in two features of a table is pulled once and updated once.
 
 Dimensions: B samples, L ids of one feature, U unique ids of one table, D embedding dim,
 T sum of the dims of all features.
@@ -37,9 +36,6 @@ from persia_torchrec.wire.precision import Floats
 Outputs = tuple[Floats, ...]
 """What a lookup gives for a batch; it takes back gradients of the same shapes."""
 
-Timed = Callable[[str], AbstractContextManager[object]]
-"""Returns a block whose seconds are measured under a name."""
-
 
 class BatchFeatures:
     """The features of a batch, in the order of its outputs and of their columns."""
@@ -66,9 +62,7 @@ class RoutedBatch:
     inverses: list[Positions]  # int32 (L,) a feature: which of its table's ids each is
     lengths: list[Lengths]  # int32 (B,) a feature: ids per bag
     num_bags: list[int]  # the length of each output
-    counts: list[
-        Counts | None
-    ]  # uint32 (U,) a table that wants them: how often ids come
+    counts: list[Counts | None]  # uint32 (U,) a table: how often each id comes
     places: Sequence[Positions]  # int32 (B, F) a raw feature, see RawIds
     slots: tuple[str, ...]  # keys of its features, in its order
 
@@ -88,9 +82,8 @@ class RoutedBatch:
 class ShardedLookup:
     """Pull batches and push their gradients; pool all features into one output.
 
-    The output is float32 ``(B, T)``. Any thread may call any method. The features are
-    in the order of the outputs' columns; one may stand there more than once, as a
-    feature that a table names twice. The lookup does not close its client.
+    The output is float32 ``(B, T)``, its columns in the order of the features, which
+    may repeat. Any thread may call any method. The lookup does not close its client.
     """
 
     def __init__(
@@ -99,7 +92,7 @@ class ShardedLookup:
         features: Sequence[FeatureSpec],
         *,
         precision: Precision = Precision.FP32,
-        timed: Timed = nullcontext,
+        timed: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._all = BatchFeatures(features, self.group(features))
         self.features = self._all.specs

@@ -92,18 +92,12 @@ class ShardedRemoteCollection(
     and an unknown id reads zeros. The module does not close ``pipeline``.
     """
 
-    weights_in: ClassVar[str] = "embedding_bags"
-    """What TorchRec calls weights in it, as in ``embedding_bags.NAME.weight``."""
-
+    weights_in: ClassVar[str] = "embedding_bags"  # as in embedding_bags.NAME.weight
     unsharded_module_type: ClassVar[type[nn.Module]]
-    """What this module was before it was sharded."""
-
-    fused_optimizer: KeyedOptimizer = EmptyFusedOptimizer()
-    """The tables' learning rates; DistributedModelParallel asks for it."""
-
+    fused_optimizer: KeyedOptimizer = (
+        EmptyFusedOptimizer()
+    )  # the tables' learning rates
     before_first_pull: Callable[[], None] | None = None
-    """What to call when the first batch comes."""
-
     create_context = types.NullShardedModuleContext
 
     def __init__(

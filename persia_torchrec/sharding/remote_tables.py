@@ -31,19 +31,16 @@ logger = logging.getLogger(__name__)
 class RemoteOptimizer(FusedOptimizer):
     """Learning rates of tables on the servers, one parameter group per table.
 
-    The servers apply the gradients themselves, as they come from the backward pass,
-    with the current ``lr`` of the table's group. So it is for schedules,
-    ``torch.optim.lr_scheduler`` or TorchRec's ``WarmupOptimizer``; a new rate takes
-    effect between the pushes before and after the change. ``lr`` is the only value of a
-    group that is used, and ``"table"`` names the table; all optimizers of a table share
-    its group. Every trainer of a job must run the same schedule: the servers use the
-    rate that any trainer sent last.
+    It is for schedules, ``torch.optim.lr_scheduler`` or TorchRec's ``WarmupOptimizer``:
+    the servers apply gradients by the current ``lr`` of the table's group. A new rate
+    takes effect between the pushes before and after the change. Every trainer of a job
+    must run the same schedule: the servers use the rate that any trainer sent last.
 
     Its parameters are placeholders, and it has no state but, with
     ``save_param_groups(True)``, the rates. Under a ``GradScaler`` the gradient of a
     placeholder is 0, or infinite where those of the embeddings were not finite, until
     ``zero_grad``: so ``scaler.step`` finds it. ``send`` makes the servers use the rates
-    of ``groups``, which has the group of each parameter's name.
+    of ``groups``, which are by the names of parameters.
     """
 
     def __init__(
@@ -145,20 +142,16 @@ class RemoteTables:
         """Change the settings of tables, in order with the pushes."""
         specs = {name: change(spec) for name, spec in self.specs.items()}
         changed = {name for name, spec in specs.items() if spec != self.specs[name]}
-        users = [
-            (pipeline, names & changed)
-            for pipeline, names in self.pipelines
-            if names & changed
-        ]
-        if sum(len(names) for _, names in users) > len(changed):
+        users = [pipeline for pipeline, names in self.pipelines if names & changed]
+        if sum(len(names & changed) for _, names in self.pipelines) > len(changed):
             # Pipelines that share a table are not in order with one another.
-            for pipeline, _ in users:
+            for pipeline in users:
                 pipeline.flush()
         for name in changed:
             if specs[name].optimizer.lr != self.specs[name].optimizer.lr:
                 self.groups[name]["lr"] = specs[name].optimizer.lr
         self.specs = specs
-        return [pipeline.change_tables(change) for pipeline, _ in users]
+        return [pipeline.change_tables(change) for pipeline in users]
 
     def send_rates(self) -> None:
         """Send rates that a schedule has changed, in order with the pushes."""
@@ -186,10 +179,7 @@ class TableControl:
         """Wait until every update of the collections sharded so far is applied.
 
         Call it before rows are read elsewhere or the script ends, unless the staleness
-        is 0.
-
-        Raises:
-            PersiaError: one of the updates failed, or was not acknowledged in time.
+        is 0. A PersiaError says that an update failed, or was not acknowledged in time.
         """
         for pipeline, _ in self.remote_tables.pipelines:
             pipeline.flush()

@@ -23,10 +23,7 @@ Slots = dict[str, torch.Tensor]
 
 
 def dense_tensor(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on a device; on the CPU it shares memory if it can.
-
-    It cannot where that is read-only, as that of a batch made of bytes.
-    """
+    """Return an array as a tensor on a device; on the CPU it shares writable memory."""
     writable = array if array.flags.writeable else array.copy()
     return torch.from_numpy(writable).to(device, non_blocking=True)
 

@@ -29,8 +29,7 @@ from persia_torchrec.wire.precision import Floats
 
 OptimizerState = Mapping[str, object]
 """``{"state": {key of a weight: {name: tensor}}}``, as the ``state_dict()`` of
-TorchRec's fused optimizer has it, and of its ``KeyedOptimizerWrapper`` around any of
-torch's."""
+TorchRec's fused optimizer has it, and of a ``KeyedOptimizerWrapper``."""
 
 _BEGINNING = "on the embedding servers, not in this state: "
 

@@ -40,10 +40,7 @@ _Local: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 @functools.cache
 def watch_models() -> None:
-    """Check from now on every model that a ``DistributedModelParallel`` gets.
-
-    torch calls the hook for each module of the process that gets a child.
-    """
+    """Check from now on every model that a ``DistributedModelParallel`` gets."""
 
     def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if (
@@ -58,9 +55,8 @@ def watch_models() -> None:
 def _require_sharders(model: nn.Module, taken: set[type[nn.Module]]) -> None:
     """Refuse a sharded model with tables on the servers and collections left behind.
 
-    Collections of the types that its sharders take may stay as they are if the plan
-    says so. Several trainers must not map the ids of such tables by managed collision
-    modules, of which each has its own.
+    Collections of the types ``taken`` may stay as they are if the plan says so. Managed
+    collision modules, of which each trainer has its own, are refused too.
     """
     if not _remote_collections(model):
         return
