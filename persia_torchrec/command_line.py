@@ -3,10 +3,8 @@
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Settings:
         \"\"\"Run it.\"\"\"                          description
-
         port: int                             --port PORT, required
         \"\"\"Port to listen on.\"\"\"                help
-
         servers: tuple[str, ...] = ()         --servers A B
         engine: Literal["a", "b"] = "a"       --engine {a,b}
         is_verbose: bool = False              --is-verbose
@@ -15,7 +13,7 @@
 
 A field's metadata may change that: ``flag`` is another name of the flag, or None where
 there is none; ``repeat`` has each value given by a flag of its own; with ``positional``
-the value comes without a flag.
+the value comes without a flag, and may be left out.
 """
 
 import argparse
@@ -87,11 +85,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
             continue
         options = _options(kinds[field.name], repeat="repeat" in field.metadata)
         options |= {"default": argparse.SUPPRESS, "help": _help(field, docs)}
-        is_required = field.default is field.default_factory is MISSING
         if "positional" in field.metadata:
-            options |= {} if is_required else {"nargs": "?"}
-            parser.add_argument(field.name, **options)
+            parser.add_argument(field.name, nargs="?", **options)
         else:
+            is_required = field.default is field.default_factory is MISSING
             parser.add_argument(flag, dest=field.name, required=is_required, **options)
 
 

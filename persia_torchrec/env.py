@@ -131,12 +131,11 @@ def job_id() -> str:
 
 
 def job_store() -> JobStore | None:
-    """Return host and port of the job's address book; None: there is no job.
+    """Return where the job's address book is; None: there is no job.
 
     A scheduler that knows the host only when the job runs writes it to a variable of
-    its own, whose name ``PERSIA_STORE_HOST_ENV`` gives; while that variable is unset,
-    as it may be on the first machine itself, the host is ``localhost``. Of several
-    hosts, as in Slurm's ``node[03-07],node12``, it is the first.
+    its own, whose name ``PERSIA_STORE_HOST_ENV`` gives, but maybe not on the first
+    machine. Of several hosts, as in Slurm's ``node[03-07],node12``, it is the first.
     """
     if text("PERSIA_STORE_PORT") is None:
         return None
@@ -152,10 +151,7 @@ def job_store() -> JobStore | None:
 
 
 def require_job_store(role: str, instead: str = "") -> JobStore:
-    """Return :func:`job_store`, or raise ConfigError with the role and what to do.
-
-    They are in the message, as "An embedding worker" and ", or pass --servers".
-    """
+    """Return :func:`job_store`, or raise ConfigError: start ``role`` in a job."""
     store = job_store()
     if store is None:
         raise ConfigError(

@@ -10,7 +10,6 @@ from persia_torchrec.errors import ConfigError
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _CONSOLE = "persia_torchrec console"  # the name of the handlers that print
-_RESET = "\x1b[0m"
 _COLOURS = {
     logging.DEBUG: "\x1b[36m",  # cyan
     logging.WARNING: "\x1b[33m",  # yellow
@@ -69,4 +68,4 @@ class _ColourFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
         colour = _COLOURS.get(record.levelno)
-        return line if colour is None else f"{colour}{line}{_RESET}"
+        return line if colour is None else f"{colour}{line}\x1b[0m"

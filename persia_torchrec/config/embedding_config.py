@@ -26,8 +26,6 @@ from persia_torchrec.config.yaml_file import nearest, parse_file, read_text
 from persia_torchrec.decoding import KeyPath
 from persia_torchrec.errors import ConfigError
 
-ID_BITS = 64
-
 
 class HashStack(Struct, frozen=True, kw_only=True):
     """``hash_stack_config`` of a slot: bucket ids instead of each id."""
@@ -104,7 +102,7 @@ def load_embedding_config(
             f"Raise feature_index_prefix_bit above {bits}."
         )
     added: dict[str, dict[str, Any]] = {
-        slot: {"group": group, "index_prefix": number << (ID_BITS - bits)}
+        slot: {"group": group, "index_prefix": number << (64 - bits)}
         for number, (group, members) in enumerate(groups.items(), start=1)
         for slot in members
     }

@@ -23,8 +23,6 @@ from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import LOOPBACK_NAMES, MAX_PORT, job_store
 from persia_torchrec.errors import ConfigError
 
-_ADDRESS = re.compile(r"(?:tcp://)?([^\s:/\[\]]+):([0-9]{1,5})")
-
 Positive = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -53,8 +51,8 @@ class InferSettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for address in self.servers:
-            match = _ADDRESS.fullmatch(address)
-            if match is None or not 1 <= int(match[2]) <= MAX_PORT:
+            match = re.fullmatch(r"(?:tcp://)?[^\s:/\[\]]+:([0-9]{1,5})", address)
+            if match is None or not 1 <= int(match[1]) <= MAX_PORT:
                 raise ConfigError(
                     "servers must list addresses as host:port, with a port in "
                     f"[1, {MAX_PORT}]. Received: {address!r}."

@@ -31,7 +31,6 @@ from persia_torchrec.wire.signals import EndSignals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
 
-NAME = "coordinator"
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
 _KILL_TIMEOUT_S = 10.0
@@ -151,7 +150,7 @@ class Coordinator:
         for role, size in self._config.sizes().items():
             if size:
                 self._book.claim_size(role, 0, size)
-        MemberRecord(self._book, NAME, 0).register(timings.silent_s)
+        MemberRecord(self._book, "coordinator", 0).register(timings.silent_s)
         timings.publish(self._book)
         job_id, port = self._book.greeting.job_id, self._book.port
         logger.info("the address book of job %s is open at port %d", job_id, port)
@@ -179,7 +178,7 @@ class Coordinator:
         while True:
             reason = self._failure(time.monotonic() > join_deadline)
             if reason is not None:
-                self._book.fail(NAME, reason)
+                self._book.fail("coordinator", reason)
             elif all(t.is_done() for t in trainers) if trainers else self._end_signal:
                 self._book.finish()
             state, reason = self._book.state()
