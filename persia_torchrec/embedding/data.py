@@ -455,7 +455,6 @@ class _SectionReader:
         )
 
     def read_ids(self, ids: _Ids, batch_size: int) -> IDFeature:
-        """Return the next id type feature."""
         what = f"id type feature {ids.name!r}"
         array = self._read_array(np.dtype(np.uint64), (ids.num_ids,), what)
         if ids.single_id:
@@ -465,7 +464,6 @@ class _SectionReader:
         return IDTypeFeature.from_flat(ids.name, array, lengths)
 
     def read_dense(self, dense: _Dense) -> Dense:
-        """Return the next dense feature or label."""
         if dense.dtype not in _DTYPE_OF:
             raise FrameError(
                 f"The dtype of {dense.name!r} must be one of {', '.join(_DTYPE_OF)}. "

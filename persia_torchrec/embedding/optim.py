@@ -86,10 +86,9 @@ class SGD(Optimizer):
     kind: ClassVar[str] = "sgd"
     kernel = staticmethod(_step_sgd)
     fbgemm_name = "sgd"
-    torch_twins: ClassVar = {
-        "torch.optim.SGD": _SGD_TWIN,
-        "torchrec.optim.SGD": _SGD_TWIN,
-    }
+    torch_twins: ClassVar = dict.fromkeys(
+        ("torch.optim.SGD", "torchrec.optim.SGD"), _SGD_TWIN
+    )
 
     momentum: setting.BelowOne = 0.0
     weight_decay: setting.NonNegative = 0.0

@@ -31,7 +31,7 @@ class Rule:
     """What the value of a field must be, in words and as a test; in its annotation."""
 
     must: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool] = field(repr=False)
 
 
 def integer_in(lowest: int, highest: int) -> Rule:
