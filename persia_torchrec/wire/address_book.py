@@ -67,7 +67,7 @@ JobState = Literal["running", "finished", "failed"]
 COMPILING = "compiling"  # the key that processes increase while they compile
 LOST_S = 1.0  # how long a member's connection is not there when it is lost
 
-_MEMBER = "member/"
+_MEMBER, _LOST = "member/", "lost/"
 _JOB_ID = "job/id"
 _STATE = "job/state"
 _MAX_KEYS = 2**18
@@ -352,8 +352,8 @@ class AddressBook:
 class Patience:
     """A deadline that is extended while a process of the job compiles.
 
-    The first start on a host compiles, for minutes where many processes do it on few
-    cores. That time does not count, up to ``timeouts.COMPILING_S``.
+    That time, minutes at the first start on a host, does not count: up to
+    ``timeouts.COMPILING_S``.
     """
 
     def __init__(self, deadline: float, now: float) -> None:
@@ -437,9 +437,8 @@ class _BookServer(ListenerThread):
                 if self._listener.is_connected(peer):
                     self._absent_since.pop(key, None)
                 elif now - self._absent_since.setdefault(key, now) > LOST_S:
-                    self._values[f"lost/{key.removeprefix(_MEMBER)}"] = self._values[
-                        key
-                    ]
+                    lost = key.replace(_MEMBER, _LOST, 1)
+                    self._values[lost] = self._values[key]
         return False
 
 

@@ -124,12 +124,12 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended: one of this host."""
-        return self._is_in_own_table() and not self._is_running()
+        return self._is_running() is False
 
     def kill(self) -> bool:
         """Send SIGKILL to the process if it is of this host; return whether it was."""
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            if self._is_in_own_table():
+            if self._is_running():
                 descriptor = os.pidfd_open(self.pid)
                 stack.callback(os.close, descriptor)
                 # The descriptor holds the process that is checked: its number may not.
@@ -138,10 +138,10 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
                     return True
         return False
 
-    def _is_in_own_table(self) -> bool:
-        return bool(self.process_table) and self.process_table == _process_table()
-
-    def _is_running(self) -> bool:
+    def _is_running(self) -> bool | None:
+        """Return whether it is, or None for a process that is not of this host."""
+        if not self.process_table or self.process_table != _process_table():
+            return None
         state, _, start = _read_stat(self.pid)
         return state not in "ZX" and start == self.start
 

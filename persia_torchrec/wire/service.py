@@ -1,9 +1,4 @@
-"""Listeners with a thread of their own that answers requests.
-
-A ``Service`` is for requests that wait for other processes, as those to an embedding
-worker do: the socket's thread takes them, a fixed number of others call the handler,
-and their replies return through a queue.
-"""
+"""Listeners with a thread of their own that answers requests."""
 
 import logging
 import queue
@@ -86,10 +81,10 @@ def make_reply(
 
 
 class Service(ListenerThread):
-    """Answer requests with a handler, which several threads call at once.
+    """Answer requests that wait for other processes, as those to a worker do.
 
-    ``num_threads`` requests are answered at once, ``MAX_WAITING`` further ones wait,
-    and more are rejected with an error. ``name`` is that of the threads.
+    The socket's thread takes them, ``num_threads`` others call the handler, and their
+    replies return through a queue. ``MAX_WAITING`` requests wait, more are rejected.
     """
 
     def __init__(

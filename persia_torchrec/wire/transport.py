@@ -8,9 +8,8 @@ so that any thread may send requests and wait for replies:
     caller  <--future---  pending by request number  <-----------------
 
 Messages to one server arrive in the order of ``submit``. A request ends in a reply, in
-an error of the server, at its deadline, or as soon as the connection is lost; until it
-is back, requests fail at once. A server that was never reached may still be starting:
-requests to it wait for their deadline.
+an error, at its deadline, or as soon as the connection is lost; until it is back,
+requests fail at once. Those to a server that was never reached wait: it may start yet.
 """
 
 import contextlib
@@ -54,6 +53,7 @@ MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnec
 SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is lost
 
 _IDLE_POLL_MS = 200
+_MAX_PENDING = 256  # requests that wait for replies; the caller of one more waits
 _GRACE_S = 5.0  # a reply that is later than its deadline: the I/O thread is dead
 _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
@@ -222,22 +222,16 @@ class Connections:
     """Connections to several servers. Any thread may call any method.
 
     ``role`` is what the servers are called in errors, as ``"embedding server"``. They
-    must belong to the job of the greeting, or to none. At most ``max_pending`` requests
-    wait for replies; the caller of one more waits.
+    must belong to the job of the greeting, or to none.
     """
 
     def __init__(
-        self,
-        role: str,
-        addresses: Sequence[str],
-        *,
-        max_pending: int = 256,
-        greeting: Greeting = NO_JOB,
+        self, role: str, addresses: Sequence[str], *, greeting: Greeting = NO_JOB
     ) -> None:
         if not addresses:
             raise ConfigError(f"At least one address of an {role} is needed.")
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
-        self._slots = threading.BoundedSemaphore(max_pending)
+        self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock = threading.Lock()
         self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
         self._pending: dict[int, Reply] = {}  # by request number; guarded by _lock
@@ -246,8 +240,7 @@ class Connections:
         self._closed = False  # guarded by _lock
         self._lost: set[int] = set()  # guarded by _lock
         self._numbers = itertools.count(1)
-        # max_pending is the bound of the queues.
-        options = {zmq.SNDHWM: 0, zmq.RECONNECT_IVL_MAX: 1000}
+        options = {zmq.SNDHWM: 0, zmq.RECONNECT_IVL_MAX: 1000}  # _MAX_PENDING bounds
         self._sockets = [
             _open_socket(zmq.DEALER, {**options, zmq.ROUTING_ID: greeting.encode()})
             for _ in addresses

@@ -74,10 +74,11 @@ def start():
 
 
 @pytest.fixture
-def connect():
+def connect(monkeypatch):
     opened = []
 
-    def connect(*addresses, **settings):
+    def connect(*addresses, max_pending=256, **settings):
+        monkeypatch.setattr(transport_module, "_MAX_PENDING", max_pending)
         opened.append(Connections("echo server", addresses, **settings))
         return opened[-1]
 
