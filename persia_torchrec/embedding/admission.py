@@ -1,8 +1,7 @@
 """Which ids get a row when training looks them up and they have none.
 
 Until then an id reads ``unadmitted_value`` in every weight, and its gradients are
-dropped and counted. Each server decides for the ids it holds; the numbers below are per
-server. ``Admission.kernel`` says what the kernels take.
+dropped and counted. Each server decides for the ids it holds.
 
 Dimension key:
     N: ids of one request that have no row

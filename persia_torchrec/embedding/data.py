@@ -1,9 +1,8 @@
 """A batch as PERSIA's users write it: ids, dense features, labels; and as bytes.
 
-Each part is checked where it is made, and that the parts fit one another where they
-become a :class:`PersiaBatch`, so that both can be trusted everywhere else: plain
-dtypes, contiguous memory. Ids lie flat, sample after sample, as TorchRec and the
-servers want them::
+Each part is checked where it is made, and that the parts fit one another in
+:class:`PersiaBatch`, so that all else can trust them: plain dtypes, contiguous memory.
+Ids lie flat, sample after sample, as TorchRec and the servers want them::
 
     samples  [7, 3]  []  [3]
     ids       7  3        3         uint64 (L,)
@@ -22,10 +21,9 @@ arrays themselves, little-endian, each at a multiple of 8 and padded with zeros:
               for each non-id type feature, then for each label: the array
               meta, if there is any
 
-Writing copies every array once; reading copies none: arrays are views of the bytes,
-and can be written to only where the bytes can. Equal batches give equal bytes. Bytes
-from outside are not trusted: every size is compared with what is there before it is
-used, and what is there must be used up to the last byte.
+Writing copies every array once; reading copies none: arrays are views of the bytes.
+Bytes from outside are not trusted: every size is compared with what is there before it
+is used, and what is there must be used up to the last byte.
 
 Dimension key:
     B: samples

@@ -49,8 +49,7 @@ def _draw_uniform(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
 def _draw_normal(p: Pointer, seed: np.uint64, w: Pointer, dim: int) -> None:
     """Draw within a bound, by the quantile of a probability of 52 bits in (0, 1).
 
-    It is computed in float64, rounded once, and distributed as draws that are repeated
-    until one is within the bound.
+    This is distributed as draws that are repeated until one is within the bound.
     """
     mean, std = np.float64(p[0]), np.float64(p[1])
     half, bound = np.float64(p[2]), np.float64(p[3])
@@ -165,20 +164,13 @@ def normal_quantile(p: float) -> float:
 
 
 def truncated_normal_quantile(u: float, half: float, bound: float) -> float:
-    """Return a quantile of the standard normal distribution without its tails.
-
-    ``u`` is in ``[2**-53, 1 - 2**-53]``; ``half`` is :func:`half_probability`'s.
-    """
+    """Return the quantile of ``u`` in (0, 1) without the tails beyond ``bound``."""
     z = normal_quantile(0.5 + half * (2.0 * u - 1.0))
     return min(max(z, -bound), bound)
 
 
 def half_probability(bound: float) -> float:
-    """Return the probability of the standard normal distribution in [0, bound].
-
-    Found by halving the interval in which :func:`normal_quantile` passes the bound;
-    within ``2**-53``.
-    """
+    """Return the probability of the standard normal in [0, bound], by bisection."""
     low, high = 0.0, 0.5
     for _ in range(52):
         middle = 0.5 * (low + high)

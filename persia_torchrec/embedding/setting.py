@@ -3,9 +3,6 @@
 An optimizer, an initializer, an admission or an expiry is a frozen dataclass of plain
 numbers; as JSON it is an object of its fields and a ``kind``, which names its class in
 one :class:`Registry` per base. A field's annotation says what its value must be.
-
-Dimension key:
-    S: optimizer-state floats per row
 """
 
 from abc import ABC, abstractmethod
@@ -81,10 +78,9 @@ def rules_of(cls: type) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Base of the settings: checks, and what goes into JSON.
+    """Base of the settings; a field that breaks its :class:`Rule` is a ConfigError.
 
-    A setting whose field breaks its :class:`Rule` cannot be built: ConfigError says
-    which. Lists, which JSON has, become tuples.
+    Lists, which JSON has, become tuples.
     """
 
     kind: ClassVar[str]
@@ -122,10 +118,8 @@ class Optimizer(Setting, ABC):
     """Describe how a gradient moves a row.
 
     A subclass sets ``kind`` and ``kernel`` and defines ``step_numbers``, and
-    ``initial_state`` if rows have any; ``optim.py`` has the simplest.
-
-    Args:
-        lr: learning rate.
+    ``initial_state`` if rows have any; ``optim.py`` has the simplest. ``lr`` is the
+    learning rate.
     """
 
     torch_twins: ClassVar[Mapping[str, Mapping[str, object]]] = {}
@@ -153,7 +147,7 @@ class Optimizer(Setting, ABC):
         """
 
     def initial_state(self, dim: int) -> npt.NDArray[np.float32]:
-        """Return the state of a new row of ``dim`` weights; float32 ``(S,)``."""
+        """Return the state of a new row of ``dim`` weights; float32, flat."""
         return np.zeros(0, dtype=np.float32)
 
     @property
