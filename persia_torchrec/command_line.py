@@ -50,9 +50,8 @@ def given_flags(
     kind: type[T], argv: Sequence[str] | None = None, *, prog: str
 ) -> dict[str, Any]:
     """Parse a command line into the fields that it gives, without defaults."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=(kind.__doc__ or "").partition("\n")[0]
-    )
+    about = (kind.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog, description=about)
     add_flags(parser, kind)
     given = vars(parser.parse_args(argv))
     return {

@@ -9,9 +9,6 @@ def get_embedding_worker_services() -> list[str]:
 
     They are what ``EMBEDDING_WORKER_SERVICE`` says, with commas between them; when it
     is unset, ``embedding_worker:8887``: the name of the service in PERSIA's files.
-
-    Example:
-        ``InferCtx(get_embedding_worker_services())``
     """
     text = env.text("EMBEDDING_WORKER_SERVICE") or "embedding_worker:8887"
     addresses = [part.strip() for part in text.split(",")]

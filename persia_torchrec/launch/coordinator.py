@@ -19,14 +19,8 @@ from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.service_main import run_service
+from persia_torchrec.wire import membership
 from persia_torchrec.wire.address_book import AddressBook, JobState
-from persia_torchrec.wire.membership import (
-    Ending,
-    JobTimings,
-    MemberRecord,
-    ProcessIdentity,
-    Siblings,
-)
 from persia_torchrec.wire.signals import EndSignals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
@@ -62,7 +56,7 @@ class CoordinatorConfig:
     linger_s: float = 1.5
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
     local job at the moment its last process ends, and may lose lines of the others."""
-    timings: JobTimings = field(default_factory=JobTimings)
+    timings: membership.JobTimings = field(default_factory=membership.JobTimings)
     """Heartbeat intervals and timeouts of all members."""
 
     def __post_init__(self) -> None:
@@ -86,9 +80,9 @@ class CoordinatorConfig:
 class _Member:
     """One member, as the coordinator sees it."""
 
-    def __init__(self, record: MemberRecord) -> None:
+    def __init__(self, record: membership.MemberRecord) -> None:
         self.record = record
-        self.process: ProcessIdentity | None = None
+        self.process: membership.ProcessIdentity | None = None
         self._num_beats = 0
         self._silent_ticks = 0
 
@@ -115,7 +109,7 @@ class _Member:
             )
         return None
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> membership.Ending | None:
         """Return how the member has ended; None if it has not, or not joined yet."""
         self.process = self.record.process()
         if self.process is None:
@@ -131,12 +125,12 @@ class Coordinator:
         self._book = book
         self._tick_s = config.timings.heartbeat_s / 4
         self._members = [
-            _Member(MemberRecord(book, role, index))
+            _Member(membership.MemberRecord(book, role, index))
             for role, size in config.sizes().items()
             for index in range(size)
         ]
         self._parent = os.getppid()
-        self._siblings = Siblings()
+        self._siblings = membership.Siblings()
         self._lacking_since: float | None = None
         self._end_signal = ""
 
@@ -150,7 +144,7 @@ class Coordinator:
         for role, size in self._config.sizes().items():
             if size:
                 self._book.claim_size(role, 0, size)
-        MemberRecord(self._book, "coordinator", 0).register(timings.silent_s)
+        membership.MemberRecord(self._book, "coordinator", 0).register(timings.silent_s)
         timings.publish(self._book)
         job_id, port = self._book.greeting.job_id, self._book.port
         logger.info("the address book of job %s is open at port %d", job_id, port)
@@ -159,11 +153,11 @@ class Coordinator:
             logger.error("the job failed: %s", reason)
         else:
             logger.info("the job is finished")
-        late = self._wait_until_gone(self._members, self._config.leave_timeout_s)
+        late = self._await_ends(self._members, self._config.leave_timeout_s)
         killed = [m for m in late if m.process is not None and m.process.kill()]
         for member in killed:
             logger.warning("killed %s", member.record.who)
-        self._wait_until_gone(killed, _KILL_TIMEOUT_S)
+        self._await_ends(killed, _KILL_TIMEOUT_S)
         if late:
             names = ", ".join(member.record.who for member in late)
             logger.error("did not leave in time: %s", names)
@@ -173,7 +167,10 @@ class Coordinator:
 
     def _watch(self) -> tuple[JobState, str]:
         num_trainers = self._config.num_trainers
-        trainers = [MemberRecord(self._book, "trainer", i) for i in range(num_trainers)]
+        trainers = [
+            membership.MemberRecord(self._book, "trainer", i)
+            for i in range(num_trainers)
+        ]
         join_deadline = time.monotonic() + self._config.join_timeout_s
         while True:
             reason = self._failure(time.monotonic() > join_deadline)
@@ -217,9 +214,7 @@ class Coordinator:
         self._lacking_since = self._lacking_since or now
         return now - self._lacking_since > _START_S
 
-    def _wait_until_gone(
-        self, members: list[_Member], timeout_s: float
-    ) -> list[_Member]:
+    def _await_ends(self, members: list[_Member], timeout_s: float) -> list[_Member]:
         """Wait until the members have ended; return those that have not in time.
 
         Also for one that has yet to join: it would look for a closed address book.

@@ -43,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="persia-launcher", description="Start one process of a job."
-    )
+    about = "Start one process of a job."
+    parser = argparse.ArgumentParser("persia-launcher", description=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, kind in COMMANDS.items():
         add_flags(commands.add_parser(name, help=kind.__doc__), kind)
