@@ -28,16 +28,7 @@ _LAYOUT = re.compile(rb"\x01(.)([A-Za-z0-9._:-]{0,128}).{16}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The job of a process, as its connections tell it; an empty id: it has none.
-
-    Example:
-        >>> ours, theirs = Greeting("ads-7"), Greeting("news-1")
-        >>> Greeting.decode(ours.encode()) == ours
-        True
-        >>> ours.admit(theirs.encode(), "port 29400")
-        Traceback (most recent call last):
-        persia_torchrec.errors.JobMismatchError: A client of port 29400 must belong ...
-    """
+    """The job of a process, as its connections tell it; an empty id: it has none."""
 
     job_id: str = ""
 

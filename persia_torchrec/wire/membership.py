@@ -18,14 +18,12 @@ job is finished or has failed, and then ends, whatever its main thread does:
 
 Three threads do it. One sends heartbeats, and may get stuck if the network does;
 another touches no network and watches the first. A third receives signals, which the
-main thread may miss: see ``signals.py``.
+main thread may miss: see ``signals.py``. Clocks of two hosts are never compared: the
+reader of a number of heartbeats measures for how long it did not grow.
 
 torchx's local scheduler starts all roles of a job as its children, and when one ends,
 it lets the others run. So they watch each other: a member does not wait for a
 coordinator that has ended, nor the coordinator for one that ended before it joined.
-
-Clocks of two hosts are never compared: the number of heartbeats must grow, and the
-reader measures on its own clock for how long it did not.
 """
 
 import contextlib

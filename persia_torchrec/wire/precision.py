@@ -46,12 +46,7 @@ def size_of(precision: Precision) -> int:
 
 
 def encode_floats(values: Floats, precision: Precision) -> memoryview:
-    r"""Return numbers as a frame; float32 is not copied.
-
-    Example:
-        >>> bytes(encode_floats(np.array([1.5], dtype=np.float32), Precision.BF16))
-        b'\xc0?'
-    """
+    """Return numbers as a frame; float32 is not copied."""
     if precision is Precision.FP32:
         return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
     bits = read_only(np.ascontiguousarray(values).reshape(-1).view(np.uint32))

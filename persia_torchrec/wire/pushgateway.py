@@ -9,11 +9,9 @@ PERSIA's labels and one more:
     role         embedding_parameter_server, embedding_worker or nn_worker
 
 The role is a label because a gateway keeps only the last push under equal labels, and
-roles that share a host share its address.
-
-No role waits for a gateway: only the last push, when the role ends, may delay it. A
-push that fails is logged, at most once a minute; it loses no data, since metrics are
-cumulative counters or current gauges.
+roles that share a host share its address. Only the last push, when the role ends, may
+delay it. One that fails is logged, at most once a minute; it loses no data, since
+metrics are cumulative counters or current gauges.
 """
 
 import http.client

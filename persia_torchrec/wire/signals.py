@@ -24,10 +24,6 @@ Handler = Callable[[int, FrameType | None], None]
 _JOIN_TIMEOUT_S = 2.0
 
 
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing in the main thread; the call interrupts a sleep there."""
-
-
 class EndSignals:
     """Receives signals in a ``with`` block, which the main thread enters and leaves.
 
@@ -38,7 +34,7 @@ class EndSignals:
     """
 
     def __init__(
-        self, react: Callable[[str], None], *, handler: Handler = _ignore
+        self, react: Callable[[str], None], *, handler: Handler = lambda *_: None
     ) -> None:
         self._react = react
         self._handler = handler

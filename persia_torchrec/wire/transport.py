@@ -70,8 +70,6 @@ _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
     zmq.TCP_MAXRT: 1000 * SILENT_S,  # TCP_USER_TIMEOUT
 }
 
-_KEPT_BYTES = 2**28  # of freed memory
-_LARGEST_REUSED_BYTES = 2**25  # glibc accepts no more
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -470,8 +468,8 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    reused = mallopt(_M_MMAP_THRESHOLD, _LARGEST_REUSED_BYTES)
-    return bool(reused and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    reused = mallopt(_M_MMAP_THRESHOLD, 2**25)  # glibc accepts no more
+    return bool(reused and mallopt(_M_TRIM_THRESHOLD, 2**28))
 
 
 def _open_socket(
