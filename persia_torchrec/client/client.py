@@ -34,7 +34,6 @@ from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.transfer import (
     BLOCK_ROWS,
-    BLOCKS_IN_FLIGHT,
     RowBlock,
     export_blocks,
     rows_to_write,
@@ -52,6 +51,9 @@ from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
 
 _STALENESS = "staleness_"
 """What the names of those counters begin with that make up the histogram."""
+
+_BLOCKS_IN_FLIGHT = 2
+"""One that the servers write while the next is cut and encoded."""
 
 
 class EmbeddingClient:
@@ -286,7 +288,7 @@ class EmbeddingClient:
         known, num_rows = self.tables[table], 0
         in_flight: deque[Reply] = deque()
         for block in blocks:
-            while len(in_flight) >= BLOCKS_IN_FLIGHT * self.num_servers:
+            while len(in_flight) >= _BLOCKS_IN_FLIGHT * self.num_servers:
                 in_flight.popleft().frames()
             rows, flags = rows_to_write(known.spec, block)
             ids = self.split(block.ids)

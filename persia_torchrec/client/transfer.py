@@ -33,9 +33,6 @@ BLOCK_ROWS = 65_536
 
 _BLOCK_BYTES = 2**27
 
-BLOCKS_IN_FLIGHT = 2
-"""One that the servers write while the next is cut and encoded."""
-
 IdsOfRows: TypeAlias = Ids | Callable[[Ids], Ids] | None
 """The id of each row of a table: uint64 ``(N,)``, without repeats; or a function that
 is given row numbers, uint64, and returns their ids. None where a row's number is its

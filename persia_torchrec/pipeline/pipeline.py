@@ -65,7 +65,7 @@ class PrefetchedBatch(Generic[Handle]):
         self._number = number
         self.permit = Permit()
         self.arrived = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._give_up: Any = None
 
     @property
@@ -93,8 +93,8 @@ class PrefetchedBatch(Generic[Handle]):
                 f"The rows of a batch must come within {timeout_s:g} s. "
                 "Does every training batch before it get its backward pass?"
             )
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self
 
     def push(self, grads: Outputs) -> None:
@@ -133,11 +133,6 @@ class PrefetchedBatch(Generic[Handle]):
                 self, pipeline.give_up, self.handle, permit, is_forgotten=True
             )
             self._give_up.atexit = False
-        self.arrived.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error; a thread of the pipeline calls this."""
-        self._error = error
         self.arrived.set()
 
 
@@ -204,7 +199,8 @@ class Pulls:
                 batch.pull()
             except Exception as exc:  # noqa: BLE001  # raised by wait()
                 assert batch is not None
-                batch.fail(exc)
+                batch.error = exc
+                batch.arrived.set()
 
     def _next(self, index: int) -> PrefetchedBatch[Any] | None:
         """Wait for a batch; return None if the thread is one too many, or to end."""

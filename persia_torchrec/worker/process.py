@@ -58,8 +58,8 @@ class _Origin(msgspec.Struct):
 class IdBuffer:
     """Ids of batches that wait for their trainer. Any thread may call any method.
 
-    It keeps ``capacity`` batches of each data loader; when that is full, those may be
-    dropped that have waited for ``expires_s`` seconds.
+    Of each data loader there are ``capacity``; those that have waited for ``expires_s``
+    seconds make room for others.
     """
 
     def __init__(

@@ -1,8 +1,5 @@
 """What an embedding worker serves: a lookup over servers, in a job or alongside none.
 
-Alongside no job it waits for servers whose addresses it is given, learns the tables
-from them (of a checkpoint or of a job that trains), and changes nothing there.
-
 PERSIA gives ``embedding_config.yml`` to embedding workers and servers only. A trainer
 needs it here too, since its embeddings are a TorchRec collection; so the workers leave
 the text of the file in the job's address book. All of them must have the same slots.
@@ -106,9 +103,8 @@ def ready_client(
 ) -> EmbeddingClient | None:
     """Wait until all servers have the tables of the slots; return a client of them.
 
-    The addresses are in the order of their shards. The result is None when ``ending``
-    is set, as the process is to end. With ``await_tables``, tables that are missing may
-    still come, from a job that trains.
+    The result is None when ``ending`` is set, as the process is to end. With
+    ``await_tables``, missing tables may still come, from a job that trains.
     """
     addresses = [tcp_address(server) for server in servers]
 
