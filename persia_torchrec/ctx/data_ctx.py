@@ -51,10 +51,7 @@ class DataCtx(BaseCtx):
             trainers = book.addresses("trainer", timeout_s=timeouts.DISCOVERY_S)
         self._workers = RemoteWorkers(workers, greeting=book.greeting)
         self._sender = BatchSender(
-            trainers,
-            loader=self._loader,
-            num_loaders=self._num_loaders,
-            greeting=book.greeting,
+            trainers, self._loader, self._num_loaders, book.greeting
         )
         self._num_sent = 0
 

@@ -75,9 +75,7 @@ class StreamingDataset(IterableDatasetBase):
     The trainer begins to listen, and registers with the job, on the first pass.
     """
 
-    def __init__(self, buffer_size: int = 10) -> None:
-        super().__init__(buffer_size)
-        self._is_iterated = False
+    _is_iterated = False
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
         """Yield the batches as they come; raise DataflowError if none comes in time."""

@@ -146,11 +146,10 @@ class BatchSender:
     def __init__(
         self,
         addresses: Sequence[str],
-        *,
         loader: int,
         num_loaders: int,
-        timeout_s: float = 60.0,
         greeting: Greeting = NO_JOB,
+        timeout_s: float = 60.0,
     ) -> None:
         self._connections = Connections("trainer", addresses, greeting=greeting)
         self.num_trainers = len(addresses)

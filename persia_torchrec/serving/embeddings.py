@@ -71,14 +71,14 @@ class SlotsReader:
         """Wait until :meth:`hello` succeeds, or raise RequestTimeoutError."""
         slots.wait_until_ready(self.hello, timeout_s)
 
-    def slots(self) -> tuple[slots.Slot, ...]:
+    def all_slots(self) -> tuple[slots.Slot, ...]:
         """Return the slots; asks for them once."""
         return self._slots or self.hello().slots
 
     def look_up(self, batch: PersiaBatch | ReferencedBatch) -> Pulled:
         """Look a batch up, or raise BatchError or ServerError."""
         source: Any = batch
-        names = [slot.name for slot in self.slots()]
+        names = [slot.name for slot in self.all_slots()]
         if isinstance(batch, PersiaBatch):
             features = {feature.name: feature for feature in batch.id_type_features}
             slots.require_slots(list(features), names)
@@ -98,7 +98,7 @@ class SlotsReader:
             torch.from_numpy(output).to(self.device, non_blocking=True)
             for output in outputs
         ]
-        return slot_tensors(self.slots(), handle.slots, on_device, handle.places)
+        return slot_tensors(self.all_slots(), handle.slots, on_device, handle.places)
 
     def start_pull(
         self,
