@@ -407,9 +407,10 @@ class EmbeddingStore:
         self._set_addresses()
 
     def _set_addresses(self) -> None:
-        arrays = self.index.lines, self.index.cursor, self.directory
-        store = memory.StoreAt(*arrays, self.logs.directory, self.tally)
-        self._addresses[:] = store.addresses()
+        """Write what :func:`memory.store_at` reads: addresses, and how many logs."""
+        logs, index = self.logs.directory, self.index
+        arrays = index.lines, index.cursor, self.directory, logs, self.tally
+        self._addresses[:] = [*(array.ctypes.data for array in arrays), len(logs)]
 
     def _build_layout(
         self, spec: TableSpec, number: int, arenas: list[Words]

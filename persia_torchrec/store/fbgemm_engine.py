@@ -102,7 +102,10 @@ class FbgemmEngine:
             grads_ND: Floats,
             numbers: Floats,
         ) -> tuple[int, int]:
-            progress = dense.begin_request()
+            progress = dense.progress
+            if progress[BLOCK] > _MOST_BLOCKS // 2:  # more than any request needs
+                progress[BLOCK] = dense.seen[:] = 0
+            progress[[NEXT, MISSED, REFUSED]] = 0
             while progress[NEXT] < len(ids_N):
                 num = gather_rows(layout, ids_N, slots_N, grads_ND, dense)
                 if num:
@@ -119,9 +122,8 @@ class FbgemmEngine:
         torch, own = self._torch, optimizer.fbgemm_cpu_arguments()
         assert not isinstance(own, str)  # the optimizer has a kernel
         num_rows, dim = dense.weights.shape
-        weights, state = (
-            torch.from_numpy(array).view(-1) for array in (dense.weights, dense.state)
-        )
+        weights = torch.from_numpy(dense.weights).view(-1)
+        state = torch.from_numpy(dense.state).view(-1)
         grads, indices = torch.from_numpy(dense.grads), self._indices
         placements = torch.zeros(1, dtype=torch.int32)
         offsets = torch.zeros(1, dtype=torch.int64)
@@ -158,7 +160,7 @@ class FbgemmEngine:
 
 
 class DenseRows(NamedTuple):
-    """Room for the rows of one block: ``(U, D)``, ``(U, S)``, ``(U, D)``, ``(U,)``.
+    """Room for the rows of one block: ``(U, D)``, ``(U, S)``, ``(U, D)``; their slots.
 
     ``seen`` ``(Z,)`` says which slots are in the block whose number is in the upper
     half of a word; ``progress`` ``(4,)``: see ``NEXT`` and the others.
@@ -183,14 +185,6 @@ class DenseRows(NamedTuple):
             np.zeros(4 << (num_rows - 1).bit_length(), dtype=np.uint64),
             np.zeros(4, dtype=np.int64),
         )
-
-    def begin_request(self) -> npt.NDArray[np.int64]:
-        """Start with the first id of a request; return the progress."""
-        if self.progress[BLOCK] > _MOST_BLOCKS // 2:  # more than any request needs
-            self.progress[BLOCK] = 0
-            self.seen[:] = 0
-        self.progress[[NEXT, MISSED, REFUSED]] = 0
-        return self.progress
 
 
 @compiled
@@ -320,9 +314,8 @@ class EngineChoice:
             )
         if self._choice != "auto":
             return self._choice == "fbgemm"
-        return (
-            not reason and find_spec("fbgemm_gpu") is not None and self._is_worth(spec)
-        )
+        is_installed = find_spec("fbgemm_gpu") is not None
+        return not reason and is_installed and self._is_worth(spec)
 
     def _is_worth(self, spec: TableSpec) -> bool:
         """Return whether fbgemm was faster at the nearest dim, the smaller of two."""

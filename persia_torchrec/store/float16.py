@@ -15,14 +15,9 @@ of branches where they can be, so that they become vector instructions.
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, compiled_as_written, inlined
-from persia_torchrec.intrinsics import (
-    Pointer,
-    from_bits,
-    narrow_to_half,
-    to_bits,
-    widen_half,
-)
+from persia_torchrec.intrinsics import Pointer
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
@@ -55,10 +50,10 @@ def widen(halves: Pointer, weights: Pointer, dim: np.int64, dtype: np.int64) -> 
     """Read ``dim`` weights of ``FP16`` or ``BF16`` as float32."""
     if dtype == BF16:
         for d in range(dim):
-            weights[d] = from_bits(np.uint32(np.uint32(halves[d]) << _S16))
+            weights[d] = cpu.from_bits(np.uint32(np.uint32(halves[d]) << _S16))
     else:
         for d in range(dim):
-            weights[d] = widen_half(halves[d])
+            weights[d] = cpu.widen_half(halves[d])
 
 
 @compiled
@@ -69,10 +64,10 @@ def round_to_nearest(
     for d in range(dim):
         w = weights[d]
         if dtype == BF16:
-            bits = to_bits(w)
+            bits = cpu.to_bits(w)
             halves[d] = _narrow_brain(bits, np.uint32(0x7FFF) + ((bits >> _S16) & _ONE))
         else:
-            halves[d] = narrow_to_half(_clamp(w))
+            halves[d] = cpu.narrow_to_half(_clamp(w))
 
 
 @compiled
@@ -88,22 +83,22 @@ def round_stochastically(
         random = _mix(np.uint32(low_seed + np.uint32(d) * _GOLDEN))
         w = weights[d]
         if dtype == BF16:
-            halves[d] = _narrow_brain(to_bits(w), random >> _S16)
+            halves[d] = _narrow_brain(cpu.to_bits(w), random >> _S16)
             continue
         w = _clamp(w)
-        bits = to_bits(w)
+        bits = cpu.to_bits(w)
         if bits & _MAGNITUDE >= _NORMAL_HALF:
             if bits & _MAGNITUDE < _INFINITY:
                 bits = np.uint32((bits + (random & _HALF_BITS)) & _KEPT_BITS)
             # Rounded up from the last half it would become an infinity.
-            halves[d] = narrow_to_half(_clamp(from_bits(bits)))
+            halves[d] = cpu.narrow_to_half(_clamp(cpu.from_bits(bits)))
         else:
             # Added to the steps, the random number would lose digits.
             steps = w * _SUBNORMAL
             below = np.floor(steps)
             if np.float32(random >> _S8) * _UNIT < steps - below:
                 below += _ONE_STEP
-            halves[d] = narrow_to_half(below / _SUBNORMAL)
+            halves[d] = cpu.narrow_to_half(below / _SUBNORMAL)
 
 
 @compiled_as_written
@@ -121,7 +116,7 @@ def from_bfloat16(halves_N: Halves) -> Floats:
     """Return BF16 as float32."""
     out_N = np.empty(len(halves_N), dtype=np.float32)
     for i in range(len(halves_N)):
-        out_N[i] = from_bits(np.uint32(np.uint32(halves_N[i]) << _S16))
+        out_N[i] = cpu.from_bits(np.uint32(np.uint32(halves_N[i]) << _S16))
     return out_N
 
 
@@ -130,8 +125,8 @@ def to_float16(values_N: Floats, scale: np.float32, out_N: Halves) -> None:
     """Write float32 times ``scale`` as FP16; infinities stay, as NaN does."""
     for i in range(len(values_N)):
         w = values_N[i] * scale
-        magnitude = to_bits(w) & _MAGNITUDE
-        half = narrow_to_half(_clamp(w) if magnitude < _INFINITY else w)
+        magnitude = cpu.to_bits(w) & _MAGNITUDE
+        half = cpu.narrow_to_half(_clamp(w) if magnitude < _INFINITY else w)
         out_N[i] = half & _SIGN_16 | _NAN_16 if magnitude > _INFINITY else half
 
 
@@ -140,7 +135,7 @@ def from_float16(halves_N: Halves, scale: np.float32) -> Floats:
     """Return FP16 as float32, times ``scale``."""
     out_N = np.empty(len(halves_N), dtype=np.float32)
     for i in range(len(halves_N)):
-        out_N[i] = widen_half(halves_N[i]) * scale
+        out_N[i] = cpu.widen_half(halves_N[i]) * scale
     return out_N
 
 

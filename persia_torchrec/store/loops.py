@@ -439,9 +439,8 @@ def sweep_slots(
 def _is_below_norm(
     rows: RowsAt, layout: Layout, address: np.uint64, rules: Rules
 ) -> bool:
-    age_steps = np.int64(layout[memory.STEP]) - np.int64(
-        cpu.load_u32(address + memory.FIRST_STEP)
-    )
+    first_step = np.int64(cpu.load_u32(address + memory.FIRST_STEP))
+    age_steps = np.int64(layout[memory.STEP]) - first_step
     if rules[MIN_L2_NORM] <= 0 or age_steps < rules[SPARED_STEPS]:
         return False
     memory.read_weights(rows, address, layout[memory.SCRATCH])
@@ -456,21 +455,17 @@ def _is_below_norm(
 def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
     """Compile the loop that applies one step of an optimizer to the row of each id.
 
-    A repeated id is updated twice. ``slots_N`` are hints, or ``MISSING``. ``numbers``
-    are the largest magnitude of a weight after the update (inf for none), then the
-    optimizer's. The loop returns how many ids have no row, and how many gradients were
-    refused.
+    ``slots_N`` are hints, or ``MISSING``. ``numbers`` are the largest magnitude of a
+    weight after the update (inf for none), then the optimizer's. The loop returns how
+    many ids have no row, and how many gradients were refused.
     """
     step_row = inlined_kernel(kernel)
 
     def update(
         layout: Layout, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
     ) -> tuple[int, int]:
-        ids_N, slots_N, layout = (
-            cpu.unowned(ids_N),
-            cpu.unowned(slots_N),
-            cpu.unowned(layout),
-        )
+        ids_N, slots_N = cpu.unowned(ids_N), cpu.unowned(slots_N)
+        layout = cpu.unowned(layout)
         store = memory.store_at(layout)
         rows, index = memory.rows_at(store, layout), index_at(store)
         bound = numbers[0]

@@ -134,8 +134,7 @@ def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
 class StoreAt(NamedTuple):
     """The store's own arrays; the loops see them as views without an owner.
 
-    ``lines`` and ``cursor`` are the index's; ``arenas`` ``(arenas, 5)`` and ``logs``
-    ``(classes, 15)`` are directories; see ``HITS`` and the others for ``tally``.
+    ``lines`` and ``cursor`` are the index's, ``arenas`` and ``logs`` directories.
     """
 
     lines: Words
@@ -143,10 +142,6 @@ class StoreAt(NamedTuple):
     arenas: Words
     logs: Words
     tally: Tally
-
-    def addresses(self) -> list[int]:
-        """Return what :func:`store_at` reads: the addresses, and how many logs."""
-        return [*(array.ctypes.data for array in self), len(self.logs)]
 
 
 class RowsAt(NamedTuple):

@@ -69,11 +69,7 @@ _LINE_BYTES = np.uint64(8 * (SIZE + 1))
 
 
 class RecencyLogs:
-    """One log per class of rows. Not thread-safe: the store's one thread owns them.
-
-    ``directory`` is uint64 ``(num_classes, 15)``: see ``LOG`` and the others; ``words``
-    is the memory of each log.
-    """
+    """One log per class of rows: a directory, uint64 ``(classes, 15)``, and memory."""
 
     def __init__(self, capacity_rows: int, num_classes: int = 1) -> None:
         num_words = _WORDS_PER_ROW * capacity_rows + 64 * _SPARE_WORDS

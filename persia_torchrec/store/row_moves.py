@@ -180,9 +180,7 @@ class RowExport:
     def _walk(self) -> Iterator[RawRows | None]:
         for _ in self._number_uses():
             yield None
-        for (words, num_used), positions in zip(
-            self._arenas, self._positions, strict=True
-        ):
+        for arena, (words, num_used) in enumerate(self._arenas):
             chunk_rows = max(_CHUNK_BYTES // words.strides[0], 1)
             slice_rows = max(_SLICE_BYTES // words.strides[0], 1)
             for first in range(0, num_used, chunk_rows):
@@ -194,7 +192,7 @@ class RowExport:
                     self._num_copied += stop - start
                     if stop < end:
                         yield None
-                yield RawRows(copied, positions[first:end])
+                yield RawRows(copied, self._positions[arena][first:end])
 
     def _number_uses(self) -> Iterator[None]:
         """Write the positions of all rows, a few log records at a time."""
@@ -324,9 +322,8 @@ def copy_columns(
         to_metadata = metadata + row * metadata_bytes
         cpu.copy_bytes(to_metadata, address + memory.FREQUENCY, metadata_bytes)
         cpu.copy_bytes(state + row * state_bytes, address + from_state, state_bytes)
-        cpu.copy_bytes(
-            weights + row * weight_bytes, address + from_weights, weight_bytes
-        )
+        to_weights = weights + row * weight_bytes
+        cpu.copy_bytes(to_weights, address + from_weights, weight_bytes)
 
 
 class RowImport:
@@ -463,9 +460,8 @@ def add_rows(
             cpu.copy_bytes(address + rows.weights, from_weights, rows.weight_bytes)
             keeps = len(keeps_position_N) > 0 and keeps_position_N[n] and not is_new
             tick = before if keeps else ticks_N[n]
-            cpu.store_u64(
-                address + memory.WORD, (rows.owner << memory.OWNER_SHIFT) | tick
-            )
+            word = (rows.owner << memory.OWNER_SHIFT) | tick
+            cpu.store_u64(address + memory.WORD, word)
             if len(keeps_position_N) and not keeps:
                 _touch(store, rows, slot, tick)
 

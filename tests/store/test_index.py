@@ -128,7 +128,7 @@ class Rows:
         at_their_slots = set()
         for owner, layout in self.layouts.items():
             wanted = slots[self.owners[slots] == owner]
-            self.addresses[:] = self.store.addresses()
+            self.addresses[:] = [*(array.ctypes.data for array in self.store), 1]
             layout[STORE] = self.addresses.ctypes.data
             found = find_slots(layout, self.ids[wanted])
             is_there = found != MISSING
