@@ -190,14 +190,6 @@ def metrics_gateway() -> tuple[str, int] | None:
     return match[1].strip("[]"), int(match[2])
 
 
-def reject_unsupported_variables() -> None:
-    """Raise ConfigError if a variable of ``REFUSED`` has another value than allowed."""
-    for name, (harmless, reason) in REFUSED.items():
-        value = text(name)
-        if value is not None and value != harmless:
-            raise ConfigError(f"{name} must not be set. Received: {value!r}. {reason}")
-
-
 def log_level(default: str = "INFO") -> str:
     """Return ``LOG_LEVEL`` in capitals, as :mod:`logging` knows it."""
     known = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")

@@ -166,11 +166,8 @@ class Coordinator:
         return state
 
     def _watch(self) -> tuple[JobState, str]:
-        num_trainers = self._config.num_trainers
-        trainers = [
-            membership.MemberRecord(self._book, "trainer", i)
-            for i in range(num_trainers)
-        ]
+        records = [member.record for member in self._members]
+        trainers = [record for record in records if record.who.startswith("trainer ")]
         join_deadline = time.monotonic() + self._config.join_timeout_s
         while True:
             reason = self._failure(time.monotonic() > join_deadline)

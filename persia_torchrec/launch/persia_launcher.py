@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Replace this process by that of a role, or exit with a message."""
     try:
         given = vars(parser().parse_args(argv))
-        env.reject_unsupported_variables()
+        for name, (harmless, reason) in env.REFUSED.items():
+            if (value := env.text(name)) not in (None, harmless):
+                must = f"{name} must not be set. Received: {value!r}."
+                raise ConfigError(f"{must} {reason}")
         if not (env.text("PERSIA_STORE_HOST") or env.text("PERSIA_STORE_HOST_ENV")):
             env.set_env("PERSIA_STORE_HOST", "localhost")
         command = build(COMMANDS[given.pop("command")], given)
