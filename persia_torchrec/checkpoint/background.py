@@ -5,10 +5,12 @@ works all the time.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from persia_torchrec.errors import CheckpointError
 
@@ -21,10 +23,7 @@ _JOIN_S = 10.0
 
 
 class BackgroundTask:
-    """Work in a thread, which a server's thread starts, polls and cancels.
-
-    ``phase`` says how far it is, ``error`` why it has failed.
-    """
+    """Work in a thread; ``phase`` says how far it is, ``error`` why it has failed."""
 
     def __init__(self, what: str) -> None:
         self.phase = ""
@@ -59,17 +58,13 @@ class BackgroundTask:
             raise CheckpointError(f"{self._what}: cancelled.")
 
 
+@dataclass(slots=True)
 class Activity:
     """When rows were last asked for: ``last_s``, which the serving loop sets."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self.clock = clock
-        self.cpu_clock = cpu_clock
-        self.last_s = float("-inf")
+    clock: Callable[[], float] = time.monotonic
+    cpu_clock: Callable[[], float] = time.thread_time
+    last_s: float = -math.inf
 
     @property
     def is_busy(self) -> bool:
@@ -107,10 +102,7 @@ class CpuBudget:
         self._credit_s -= seconds
 
     def wait_ms(self, idle_ms: int, *, is_ready: bool) -> int:
-        """Return how long the server may wait for a message before the next slice.
-
-        ``is_ready`` says whether there is one to do now.
-        """
+        """Return how long to wait for a message before a slice, if that is ready."""
         if is_ready and self.has_credit():
             return 0
         # A thread that wakes up often waits longer for a CPU when a request comes. So

@@ -125,7 +125,8 @@ def apply_increment(
     store's tables take over what an id without a row reads.
     """
     head = increment.head
-    _require_same_rows(_describe(head), head.tables, store.tables)
+    where = f"increment {head.number} of {head.log}"
+    _require_same_rows(where, head.tables, store.tables)
     numbers = _add_tables(store, head.tables, follows=follows)
     states = store.states
     for number in range(len(states)) if head.was_cleared else ():
@@ -212,8 +213,8 @@ class ShardLoad(BackgroundTask):
         """Read everything, and remember the uses of the rows of this server."""
         manifest = self.manifest = Manifest.read(self._folder)
         _require_same_rows(self._folder.url, manifest.tables, self._store.tables)
-        saved_names = [table.name for table in manifest.tables]
-        missing = {spec.name for spec in self._store.tables}.difference(saved_names)
+        saved_names = {table.name for table in manifest.tables}
+        missing = {spec.name for spec in self._store.tables} - saved_names
         if missing and self._replaces:
             raise CheckpointError(
                 f"{self._folder.url} must have all tables of this server. It lacks "
@@ -225,9 +226,9 @@ class ShardLoad(BackgroundTask):
         self._files = self._target.select(manifest.shards)
         self._num_to_read = 2 * sum(saved.size_bytes for saved in self._files)
         found = [_NO_ROWS]
-        for name, rows, is_own_N in self._read_rows():
+        for table, rows, is_own_N in self._read_rows():
             uses = rows.uses[is_own_N]
-            tables = np.full(len(uses), np.uint16(saved_names.index(name)))
+            tables = np.full(len(uses), np.uint16(table))
             found.append((uses, tables, _frequencies(rows)[is_own_N]))
         columns = map(np.concatenate, zip(*found, strict=True))
         self._uses, self._table_of, self._frequencies = columns
@@ -247,9 +248,7 @@ class ShardLoad(BackgroundTask):
         if self._replaces:
             store.clear()
             store.tick = 0
-        number_of = {}
         for table, number in zip(saved, numbers, strict=True):
-            number_of[table.name] = number
             state = store.states[number]
             state.num_updates = max(state.num_updates, table.num_updates)
         rows_in = RowImport(
@@ -258,8 +257,8 @@ class ShardLoad(BackgroundTask):
             np.array(numbers, dtype=np.uint16)[self._table_of],
             self._frequencies,
         )
-        for name, rows, is_own_N in self._read_rows():
-            number = number_of[name]
+        for index, rows, is_own_N in self._read_rows():
+            number = numbers[index]
             fitting = _with_metadata(rows, store.states[number])
             rows_in.add(number, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
@@ -292,13 +291,15 @@ class ShardLoad(BackgroundTask):
                 )
             for number in numbers:
                 self.require_not_cancelled()
-                head = Increment.read(log, number).head
-                _require_same_rows(_describe(head), head.tables, known)
+                tables = Increment.read(log, number).head.tables
+                path = log.file_path(catalog.increment_name(number))
+                _require_same_rows(path, tables, known)
                 self._increments.append((log, number))
 
-    def _read_rows(self) -> Iterator[tuple[str, RowColumns, Bools]]:
-        """Yield table, rows, and which rows are this server's, of all blocks."""
+    def _read_rows(self) -> Iterator[tuple[int, RowColumns, Bools]]:
+        """Yield of all blocks the table's index, rows, and which are this server's."""
         specs = [table.spec for table in self.manifest.tables]
+        index_of = {spec.name: index for index, spec in enumerate(specs)}
         for saved in self._files:
             path = self._folder.file_path(saved.file)
             with self._folder.opened(saved.file) as file:
@@ -309,9 +310,8 @@ class ShardLoad(BackgroundTask):
                     assert isinstance(rows, RowColumns)  # by the kind of file
                     self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
-                    name = reader.head.tables[number].name
                     is_own_N = is_of_shard(rows.ids, *self._target[:2])
-                    yield name, rows, is_own_N
+                    yield index_of[reader.head.tables[number].name], rows, is_own_N
                 expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
                 if reader.written != expected:
                     raise CheckpointError(
@@ -334,10 +334,6 @@ def _add_tables(
         admission = spec.admission if follows else known_spec.admission
         specs.append(replace(known_spec, admission=admission))
     return store.add_tables(specs)
-
-
-def _describe(head: IncrementHead) -> str:
-    return f"Increment {head.number} of {head.log}"
 
 
 def _require_same_rows(

@@ -73,10 +73,7 @@ def _describe(spec: TableSpec) -> dict[str, Any]:
 
 
 class ShardHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of a shard file; ``tables`` in the order of their numbers on the server.
-
-    Their steps are as of the beginning of the file.
-    """
+    """The JSON of a shard file: tables by number, with their steps at its beginning."""
 
     magic: ClassVar[bytes] = b"PTRCROWS"
 

@@ -222,10 +222,7 @@ class Checkpoints:
         self._increments.close()
 
     def work(self, idle_ms: int) -> int:
-        """Do a slice of a dump, and of increments.
-
-        Returns how long the server may wait for a message, ``idle_ms`` at most.
-        """
+        """Do a slice of what is due; return how long to wait for a message."""
         load, dump = self._load, self._dump
         if self.is_loading and load is not None and load.phase != "loading":
             self.is_loading = False

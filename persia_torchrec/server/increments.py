@@ -249,10 +249,9 @@ class IncrementWriter(BackgroundTask):
                 self._num_flushes += 1
 
     def _prune(self) -> None:
-        """Delete increments that no follower of a complete checkpoint needs.
+        """Delete increments that no complete checkpoint before the new dumps needs.
 
-        Of each run the latest one counts that began before the dumps that have begun
-        since the last call.
+        Of each run the latest one counts.
         """
         if not self.dumps:
             return
@@ -321,10 +320,7 @@ class Increments:
         logger.info("log %s begins, base=%s", log.name, base.kind)
 
     def work(self, idle_ms: int) -> int:
-        """Do what is due: flush the journal, copy some rows, begin a log.
-
-        Returns how long the server may wait for a message, ``idle_ms`` at most.
-        """
+        """Flush, copy some rows, begin a log; return how long to wait for a message."""
         writer, config, now_s = self._writer, self._config, self._activity.clock()
         is_full = self._store.journal.changes.num_ids >= config.incremental_buffer_rows
         is_due = is_full or now_s - self._flushed_s >= config.incremental_interval_s

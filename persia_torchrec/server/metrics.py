@@ -97,10 +97,7 @@ class Stages:
 
 
 class Snapshots:
-    """The latest counters of a server.
-
-    ``give`` belongs to the serving thread, ``ask`` to one other.
-    """
+    """Counters that the serving thread gives, and one other thread asks for."""
 
     def __init__(self) -> None:
         # Read without the lock: a stale value is corrected in the next round.

@@ -86,10 +86,7 @@ class Follower(BackgroundTask):
             self._follow(Folder(self._config.incremental_dir))
 
     def _read_checkpoint(self, folder: Folder) -> str:
-        """Read a checkpoint into another store, and hand that over.
-
-        Returns when it was created.
-        """
+        """Read a checkpoint into a store, which is handed over; return its date."""
         store = self._config.make_store()
         store.add_tables(self._store.tables)  # so that they have the same numbers
         self.load = load = ShardLoad(folder, self._target, store)
@@ -286,10 +283,7 @@ class ServedCheckpoint:
             self._follower.cancel()
 
     def work(self, idle_ms: int) -> int:
-        """Do a slice of what is due between two requests.
-
-        Returns how long the server may wait for a message, ``idle_ms`` at most.
-        """
+        """Do a slice of what is due; return how long to wait for a message."""
         follower = self._follower
         if follower is None:
             logger.info("loading %s", self._folder.url)
@@ -305,7 +299,12 @@ class ServedCheckpoint:
                     elif not follower.events.empty():
                         self._take(follower.events.get_nowait())
                 except PersiaError as exc:
-                    self._stop_following(follower, exc)
+                    logger.error(
+                        "%s Lookups read the previous rows: restart the server.", exc
+                    )
+                    follower.cancelled.set()
+                    self._counts["following_stopped"] += 1
+                    self.is_loading = self.is_active = False
         if self._increment is not None or not follower.events.empty():
             return self._budget.wait_ms(idle_ms, is_ready=True)
         return min(idle_ms, _LOADING_POLL_MS) if self.is_loading else idle_ms
@@ -342,9 +341,3 @@ class ServedCheckpoint:
             case None:
                 self.is_loading = False
                 self.is_active = self._config.incremental_dir is not None
-
-    def _stop_following(self, follower: Follower, exc: PersiaError) -> None:
-        logger.error("%s Lookups read the previous rows: restart the server.", exc)
-        follower.cancelled.set()
-        self._counts["following_stopped"] += 1
-        self.is_loading = self.is_active = False

@@ -36,12 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class Shard:
-    """One shard. Owned by the serving thread.
+    """One shard. Owned by the serving thread; any thread may set ``stopping``.
 
-    Attributes:
-        updates: that wait; each list is applied as one.
-        num_overtaking: messages since the last update was applied, while some wait.
-        stopping: set when the server is to stop; any thread may.
+    Each list in ``updates``, which wait, is applied as one; ``num_overtaking`` messages
+    were answered since the last one was applied.
     """
 
     def __init__(self, config: ServerConfig, listener: Listener) -> None:
@@ -52,7 +50,7 @@ class Shard:
         self.checkpoints: Checkpoints | ServedCheckpoint
         self.checkpoints = tasks(config, self.store, self.activity)
         self.open_batches = OpenBatches()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter[str](requests_lookup_inference=0, updates_hinted=0)
         self.stages = Stages()
         self.joint_steps = JointSteps(
             self.queue,
@@ -129,8 +127,6 @@ class Shard:
         self.stages.lap("other")
         return {
             **self.store.counters(),
-            "requests_lookup_inference": 0,
-            "updates_hinted": 0,
             "updates_queued": len(self.updates),
             "updates_queued_max": self._max_queued,
             **self.counts,

@@ -353,6 +353,7 @@ class _Group:
         return ""
 
 
+@dataclass
 class JointSteps:
     """Collects the shares of joint steps. Owned by the serving thread.
 
@@ -360,20 +361,13 @@ class JointSteps:
     ``max_bytes`` bounds the ids and gradients that wait.
     """
 
-    def __init__(
-        self,
-        apply: Callable[[list[Update]], None],
-        refuse: Callable[[Update, PersiaError], None],
-        *,
-        is_connected: Callable[[bytes], bool],
-        max_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._apply = apply
-        self._refuse = refuse
-        self._is_connected = is_connected
-        self._max_bytes = max_bytes
-        self._clock = clock
+    apply: Callable[[list[Update]], None]
+    refuse: Callable[[Update, PersiaError], None]
+    is_connected: Callable[[bytes], bool]
+    max_bytes: int
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._groups: dict[int, _Group] = {}
         self.num_steps = self._max_steps = 0  # that wait
         self._num_bytes = self._most_bytes = 0
@@ -390,8 +384,7 @@ class JointSteps:
         return [
             other.describe(rank)
             for rank, other in sorted(members.items())
-            if rank != share.rank
-            and (other.ended or not self._is_connected(other.peer))
+            if rank != share.rank and (other.ended or not self.is_connected(other.peer))
         ]
 
     def add(self, share: Share, update: Update) -> None:
@@ -400,9 +393,9 @@ class JointSteps:
         size_bytes = update.size_bytes
         try:
             group.require_in_step(share)
-            if self._num_bytes + size_bytes > self._max_bytes:
+            if self._num_bytes + size_bytes > self.max_bytes:
                 why = (
-                    f"Joint steps may keep {self._max_bytes} bytes of gradients "
+                    f"Joint steps may keep {self.max_bytes} bytes of gradients "
                     f"waiting. Received: {self._num_bytes} bytes, and {size_bytes} "
                     f"more of rank {share.rank}. Raise joint_update_bytes of the "
                     "server, or lower the staleness."
@@ -410,13 +403,13 @@ class JointSteps:
                 self._break(group, why)
                 raise StoreError(why)
         except PersiaError as exc:
-            self._refuse(update, exc)
+            self.refuse(update, exc)
             return
         member = group.members.setdefault(share.rank, Member(update.peer))
         member.peer, member.lost_s = update.peer, math.inf
         if share.step not in group.steps:
             timeout_s = share.timeout_ms / 1000
-            deadline_s = self._clock() + timeout_s
+            deadline_s = self.clock() + timeout_s
             group.steps[share.step] = _Step(timeout_s, deadline_s, share.num_ranks)
             self._next_check_s = min(self._next_check_s, deadline_s)
             self.num_steps += 1
@@ -435,11 +428,11 @@ class JointSteps:
 
     def has_read_all(self) -> None:
         """Note that the server has no message to read."""
-        self._all_read_s = self._clock()
+        self._all_read_s = self.clock()
 
     def refuse_overdue(self) -> None:
         """Refuse steps that wait too long, or for lost trainers; break their groups."""
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s < self._next_check_s:
             return
         for group in list(self._groups.values()):
@@ -457,10 +450,10 @@ class JointSteps:
 
     def _is_lost(self, member: Member) -> bool:
         """Return whether no more shares of a trainer will come."""
-        if not member.ended and self._is_connected(member.peer):
+        if not member.ended and self.is_connected(member.peer):
             member.lost_s = math.inf
             return False
-        now_s = self._clock()
+        now_s = self.clock()
         member.lost_s = min(member.lost_s, now_s)
         gone_s = now_s - member.lost_s
         has_read_all = self._all_read_s > member.lost_s
@@ -477,7 +470,7 @@ class JointSteps:
     def _apply_complete(self, group: _Group, steps: Iterable[int]) -> None:
         for step in steps:
             if not group.missing(step):
-                self._apply(self._take(group, step))
+                self.apply(self._take(group, step))
         self._max_steps = max(self._max_steps, self.num_steps)
         self._most_bytes = max(self._most_bytes, self._num_bytes)
 
@@ -493,7 +486,7 @@ class JointSteps:
         self._num_broken += len(group.steps)
         for step in sorted(group.steps):
             for update in self._take(group, step):
-                self._refuse(update, StoreError(why))
+                self.refuse(update, StoreError(why))
 
     def counters(self) -> dict[str, int]:
         """Return what waits now, the most that waited, and how many steps failed."""

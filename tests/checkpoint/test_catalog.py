@@ -142,7 +142,7 @@ def test_no_manifest_is_written_if_a_file_has_another_length(path, size_bytes):
         ({"version": 2}, r"version: .*2"),
         ({"format": "x"}, r"format: .*x"),
         ({"tables": [{"spec": {}}]}, r"tables\[0\] must have the key 'num_updates'"),
-        ({"tables": [{**TABLE, "spec": {}}]}, "needs an optimizer"),
+        ({"tables": [{**TABLE, "spec": {}}]}, "Not a table: .* 'optimizer'"),
         (
             {"tables": [{**TABLE, "num_updates": -1}]},
             r"num_updates must be >= 0. Received: -1",
