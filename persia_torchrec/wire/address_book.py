@@ -105,8 +105,7 @@ _Request = _Get | _Put | _Swap | _Add
 class AddressBook:
     """One connection to the job's address book. Any thread may call any method.
 
-    Every method raises :class:`JobError` when the coordinator is gone. Processes of the
-    job greet each other with its ``greeting``.
+    Every method raises :class:`JobError` when the coordinator is gone.
     """
 
     def __init__(

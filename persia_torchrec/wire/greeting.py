@@ -20,7 +20,6 @@ from persia_torchrec.errors import ConfigError, FrameError, JobMismatchError
 
 VERSION = 1
 MAX_JOB_ID = 128  # characters
-
 _NONCE_BYTES = 16
 _JOB_ID = re.compile(rf"[A-Za-z0-9._:-]{{0,{MAX_JOB_ID}}}")
 _LAYOUT = re.compile(rb"\x01(.)([A-Za-z0-9._:-]{0,128}).{16}", re.DOTALL)

@@ -348,9 +348,7 @@ class JobMember:
             return False  # a forked child that leaves the block as it exits
         failure = None if exc is None else _describe_failure(exc)
         if exc is not None and failure is not None:
-            self._ask_for_verdict()  # which may be the reason for the exception
-            if _may_be_of_a_process_group(exc):
-                self._ask_for_cause()
+            self._ask_for_cause(exc)
         elif self._verdict[0] == "running":
             failure = "it left before the job had ended"
         is_ignorable = self._expendable and self._verdict[0] == "finished"
@@ -402,8 +400,6 @@ class JobMember:
         if self._expendable and not self._waiting.is_set():
             raise SystemExit(0)
 
-    # The verdict on the job, from any thread
-
     def _fail(self, reason: str) -> None:
         with contextlib.suppress(JobError):  # the coordinator has ended
             self.book.fail(self.who, reason)
@@ -423,9 +419,14 @@ class JobMember:
         with contextlib.suppress(JobError):  # the coordinator has ended
             self._note(*self.book.state())
 
-    def _ask_for_cause(self) -> None:
-        """Give the others, and the coordinator, a moment to report the cause."""
-        deadline = time.monotonic() + _CAUSE_S
+    def _ask_for_cause(self, exc: BaseException) -> None:
+        """Ask whether the job has failed, which may be the reason for an exception."""
+        self._ask_for_verdict()
+        # A collective may have raised it (gloo: RuntimeError): others may report more.
+        distributed = sys.modules.get("torch.distributed")
+        is_error = distributed is not None and isinstance(exc, distributed.DistError)
+        may_wait = is_error or type(exc) is RuntimeError
+        deadline = time.monotonic() + (_CAUSE_S if may_wait else 0)
         while self._verdict[0] == "running" and time.monotonic() < deadline:
             time.sleep(_RETRY_S)
             self._ask_for_verdict()
@@ -541,14 +542,6 @@ def _parse(text: str) -> ProcessIdentity:
     return process
 
 
-def _may_be_of_a_process_group(exc: BaseException) -> bool:
-    """Return whether a collective may have raised it: gloo raises RuntimeError."""
-    if type(exc) is RuntimeError:
-        return True
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and isinstance(exc, distributed.DistError)
-
-
 def _describe_failure(exc: BaseException) -> str | None:
     """Return what went wrong, or None if nothing did."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
@@ -557,5 +550,4 @@ def _describe_failure(exc: BaseException) -> str | None:
         return f"{type(exc).__name__}: {exc}".removesuffix(": ")
     if exc.code is None or exc.code == 0:
         return None
-    is_number = isinstance(exc.code, int)
-    return f"exit status {exc.code}" if is_number else str(exc.code)
+    return f"exit status {exc.code}" if isinstance(exc.code, int) else str(exc.code)

@@ -13,11 +13,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """Return a TCP port of an interface that no process listens on at this moment.
-
-    Another process may take it before the caller does: listen on port 0 and publish the
-    port afterwards where that is possible.
-    """
+    """Return a TCP port that is free just now: where possible, listen on 0 instead."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
@@ -25,10 +21,7 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def free_port_from(first: int, step: int = 1) -> int:
-    """Return the first of ``first``, ``first + step``, ... that is free just now.
-
-    Another process may take it before the caller does, as with :func:`free_port`.
-    """
+    """Return the first of ``first``, ``first + step``, ... that is free just now."""
     if not 1 <= first <= MAX_PORT or step < 1:
         raise ConfigError(
             f"A port must be in [1, {MAX_PORT}] and a step >= 1. "
@@ -80,10 +73,7 @@ def tcp_address(address: str) -> str:
 
 
 def local_address(towards: str) -> str:
-    """Return the IP address under which a host reaches this one, IPv4 if it has one.
-
-    It is the address of the interface that routes there; nothing is sent.
-    """
+    """Return the address of the interface that routes to a host; nothing is sent."""
     try:
         found = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
         family, _, _, _, peer = min(found, key=lambda one: one[0] != socket.AF_INET)

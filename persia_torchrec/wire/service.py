@@ -17,9 +17,7 @@ from persia_torchrec.wire.transport import Listener, require_sendable
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Header, Frames], Frames]
-"""Takes a request, returns the frames of the reply, or raises."""
-
+Handler = Callable[[Header, Frames], Frames]  # a request to the frames of its reply
 MAX_WAITING = 1024  # requests to one service; more are rejected (back-pressure)
 
 _POLL_MS = 200

@@ -19,8 +19,6 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[int, FrameType | None], None]
-
 _JOIN_TIMEOUT_S = 2.0
 
 
@@ -34,7 +32,10 @@ class EndSignals:
     """
 
     def __init__(
-        self, react: Callable[[str], None], *, handler: Handler = lambda *_: None
+        self,
+        react: Callable[[str], None],
+        *,
+        handler: Callable[[int, FrameType | None], None] = lambda *_: None,
     ) -> None:
         self._react = react
         self._handler = handler
@@ -107,10 +108,7 @@ class EndSignals:
 
 
 def end_by_signals() -> None:
-    """Let SIGINT end a starting process at once, as SIGTERM does: until ``EndSignals``.
-
-    No other process has to be told yet, and a ``KeyboardInterrupt`` may be lost.
-    """
+    """Let SIGINT end a process at once, as SIGTERM does, until ``EndSignals``."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

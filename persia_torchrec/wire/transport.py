@@ -110,15 +110,16 @@ class Wakeup:
 class Listener:
     """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
 
-    Port 0 takes a free one. An address that cannot be listened on is a WireError.
+    It answers what is malformed or of another job. Port 0 takes a free one.
     """
 
     def __init__(self, host: str, port: int, greeting: Greeting = NO_JOB) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
         # A client reconnects under its routing id, maybe before its loss is seen.
-        options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
-        self._socket = _open_socket(zmq.ROUTER, options)
+        self._socket = _open_socket(
+            zmq.ROUTER, {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
+        )
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as exc:
@@ -141,10 +142,7 @@ class Listener:
         return self._socket in ready
 
     def take(self) -> tuple[bytes, Header, Frames] | None:
-        """Take the message that :meth:`wait` found: routing id, header, all frames.
-
-        None: it is malformed or of another job, and its sender is told so.
-        """
+        """Take a message: routing id, header, all frames; None: it was rejected."""
         name, *frames = receive_frames(self._socket)
         self.bytes_received += sum(map(len, frames))
         peer, number = bytes(name), 0
