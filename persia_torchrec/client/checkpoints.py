@@ -113,9 +113,9 @@ class Task(Generic[T]):
 class Checkpoints:
     """Dumps and loads what the servers hold. Any thread may call any method.
 
-    Every path is one that this process and all servers see, a shared file system or a
-    URL that fsspec knows. Without a checkpoint, or a folder for one, there is a
-    CheckpointError. ``timeout_s`` is seconds that the whole task may take.
+    Paths are of a file system that this process and all servers share, or URLs that
+    fsspec knows; a CheckpointError if they cannot be used. The whole task may take
+    ``timeout_s`` seconds.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -195,11 +195,9 @@ class Checkpoints:
         left out that would leave first.
 
         Args:
-            path: of a checkpoint's folder, or of a folder with several, for its latest
-                complete one.
-            replace: drop what the servers hold; all of their tables must be in the
-                checkpoint. Otherwise its rows are put over those that are there, as
-                used later.
+            path: of a checkpoint, or of a folder with several, for its latest complete.
+            replace: drop what the servers hold, whose tables must be in the checkpoint.
+                Otherwise its rows are put over those that are there, as used later.
             increments: the ``incremental_dir`` of the servers that dumped it: put on it
                 what has changed after, up to where the training that came last from it
                 ended. A load without it begins such a training.

@@ -87,17 +87,11 @@ class EmbeddingClient:
     ) -> "EmbeddingClient":
         """Connect to all servers of a job.
 
-        Args:
-            addresses: one per server, as ``"tcp://127.0.0.1:7000"``, in the order of
-                their shards.
-            timeout_s: seconds that any request may take, this one included.
-            greeting: of this process; the servers must belong to the same job, or to
-                none. Without one, those of any job answer.
-
-        Raises:
-            ConfigError: an address cannot be read, or the servers are not the shards
-                of one job in their order.
-            WireError: what answers is not an embedding server of this version.
+        ``addresses`` are like ``"tcp://127.0.0.1:7000"``, in the order of the shards;
+        otherwise it is a ConfigError. Any request may take ``timeout_s`` seconds, this
+        one included. The servers must belong to the job of ``greeting``, or to none;
+        without it, those of any job answer. What is not an embedding server of this
+        version is a WireError.
         """
         return cls(Servers(addresses, timeout_s, greeting))
 

@@ -81,15 +81,9 @@ def blocks_of(
 ) -> Iterator[RowBlock]:
     """Cut a whole table into blocks; a memory-mapped one is read block by block.
 
-    Args:
-        weights: float32 ``(N, D)``.
-        ids: of the rows.
-        state: float32 ``(N, S)``.
-        block_rows: rows per block.
-        first_row: number of the first row, where these are but a part of the table.
-
-    Raises:
-        BatchError: the lengths differ, or ``block_rows`` is below 1.
+    ``weights`` are float32 ``(N, D)``, ``state`` float32 ``(N, S)``; ``first_row`` is
+    the number of their first row, where they are but a part of the table. Lengths that
+    differ, or blocks without a row, are a BatchError.
 
     Example:
         >>> table = np.zeros((5, 2), dtype=np.float32)

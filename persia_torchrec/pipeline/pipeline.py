@@ -6,9 +6,9 @@
 
 Training pulls happen in the order of ``start``, each under a permit of the staleness
 bound (see ``staleness.py``); evaluation pulls take none and have threads of their own,
-so that they never wait behind a training pull that waits for a permit. A training batch
-whose embeddings are dropped without a push (no backward pass came, or it raised) is
-given up: the servers are told, and the permit comes back.
+so that they never wait for one. A training batch whose embeddings are dropped without a
+push (no backward pass came, or it raised) is given up: the servers are told, and the
+permit comes back.
 """
 
 import threading
@@ -85,8 +85,7 @@ class PrefetchedBatch(Generic[Handle]):
         """Wait for the batch, by default as long as requests may take, to push it."""
         if self.is_training:
             self._pipeline.semaphore.hold(self.permit)
-        # A pull ends in time by itself; before it may come a wait for a permit, until
-        # earlier pushes are acknowledged, which end in time as well.
+        # A pull ends in time by itself, as do earlier pushes, whose permits it awaits.
         timeout_s = timeout_s or 2 * self._pipeline.timeout_s + 5
         if not self.arrived.wait(timeout_s):
             raise StalenessError(

@@ -136,10 +136,9 @@ class TrainingSummary:
     Attributes:
         num_lookups: training batches that were pulled, or are on their way.
         num_waited: of these, how many had to wait for the staleness bound.
-        num_lacking: earlier batches whose update the rows of a lookup lacked, added up
-            over all lookups.
+        num_lacking: earlier batches whose update a lookup lacked, over all lookups.
         num_dropped: batches that a model used, and that got no backward pass.
-        num_gradients: rows that updates had a gradient for, in acknowledged updates.
+        num_gradients: rows that had a gradient, in acknowledged updates.
         num_evicted: of these, how many had left the servers since their lookup.
         max_lacking: earlier batches whose update one lookup may lack, by the bound.
     """
