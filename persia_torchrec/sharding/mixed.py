@@ -203,6 +203,7 @@ class ShardedMixedEmbeddingCollection(
     """An ``EmbeddingCollection``, some of its tables on the embedding servers."""
 
 
+# TorchRec's sharder and our sharded module of each kind of collection.
 _MIXED = {
     EmbeddingBagCollection: (
         embeddingbag.EmbeddingBagCollectionSharder,
@@ -213,7 +214,6 @@ _MIXED = {
         ShardedMixedEmbeddingCollection,
     ),
 }
-"""TorchRec's sharder and our sharded module of each kind of collection."""
 
 
 class MixedSharder(BaseEmbeddingSharder[TableCollection]):

@@ -242,10 +242,7 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
     def make_output(
         self, batch: PrefetchedBatch[Any], weights: torch.Tensor | None = None
     ) -> torchrec.KeyedTensor:
-        """Wait for the embeddings; float32 ``(B, T)`` on the device.
-
-        The batch's own weights of its ids are used by default, if there are any.
-        """
+        """Wait for the embeddings, float32 ``(B, T)``; by default with own weights."""
         if weights is None and self.spec.is_weighted:
             weights = batch.source.weights()
         tensors, handle = self.embeddings(batch.wait()), batch.handle

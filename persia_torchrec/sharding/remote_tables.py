@@ -14,15 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, JobError
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.pipeline.staleness import TrainingSummary
 from persia_torchrec.sharding import torchrec_api
-from persia_torchrec.sharding.agreement import Agreement
 from persia_torchrec.table import TableChange, TableSpec
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,101 @@ class RemoteOptimizer(FusedOptimizer):
         for group in self.param_groups:
             for placeholder in group["params"]:
                 placeholder.grad = None
+
+
+class AnswersAtEnd(Joinable, JoinHook):
+    """What a trainer at the end of its data answers to the others: torch's two in one.
+
+    ``trainers`` are those of the job by default, and communicate on ``device``.
+    """
+
+    trainers: dist.ProcessGroup | None = None
+    device = torch.device("cpu")
+
+    def join_hook(self, **_: object) -> JoinHook:
+        """Return what ``Join`` calls for a trainer at the end of its data."""
+        return self
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the tensors by which ``Join`` counts trainers are."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """All trainers."""
+        group = dist.group.WORLD if self.trainers is None else self.trainers
+        assert group is not None
+        return group
+
+
+class Agreement(AnswersAtEnd):
+    """What trainers agree on: the loss scale; one per trainer and sharder.
+
+    Dense gradients are averaged over the trainers: an infinity on one of them reaches
+    all. Embedding gradients are not, so the trainers tell one another whether theirs
+    were finite:
+
+        backward pass   each pushed gradient: finite?
+        its end         one byte, the maximum over all trainers
+        scaler.step     all skip, or none; scaler.update: all scales stay equal
+
+    The byte has a process group of its own, on CPUs: collectives of one group must come
+    in the same order everywhere, and those of the dense gradients come when autograd is
+    ready for them. The thread that trains calls it, or that runs its backward pass.
+    """
+
+    def __init__(self, trainers: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self.trainers, self.device = trainers, device
+        self.scaler: torch.amp.GradScaler | None = None
+        self._own_group: dist.ProcessGroup | None = None
+
+    def any(self, is_true: bool) -> bool:
+        """Return whether it is true on any trainer; all of them call this together."""
+        if work := Join.notify_join_context(self):
+            work.wait()
+        return self._any(is_true)
+
+    def main_hook(self) -> None:
+        """Take part in the others' :meth:`any`."""
+        self._any(False)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the loss scale of a trainer that trained last."""
+        if self.scaler is None:
+            return
+        state = self.scaler.state_dict()
+        mine = torch.tensor(
+            [is_last_joiner, state["scale"], state[torchrec_api.GROWTH_TRACKER]],
+            dtype=torch.float64,
+        )
+        of_all = [torch.empty_like(mine) for _ in range(self.join_process_group.size())]
+        dist.all_gather(of_all, mine, self._group())
+        scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
+        state |= {"scale": scale, torchrec_api.GROWTH_TRACKER: int(tracker)}
+        self.scaler.load_state_dict(state)
+
+    def _any(self, is_true: bool) -> bool:
+        flag = torch.tensor([is_true], dtype=torch.uint8)
+        try:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
+        except RuntimeError as exc:
+            raise JobError(
+                "All trainers must take part when they agree on the loss scale, once "
+                f"per backward pass. Received: {exc}. Did one end, or run a backward "
+                "pass without any table of this sharder?"
+            ) from exc
+        return bool(flag)
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._own_group is None:
+            self._own_group = dist.new_group(
+                dist.get_process_group_ranks(self.trainers),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return self._own_group
 
 
 class RemoteTables:

@@ -15,11 +15,13 @@ storage, and names of sharding type and kernel that it knows ("row_wise", "fused
 """
 
 import math
+import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import types
@@ -34,15 +36,15 @@ from persia_torchrec.client.transfer import IdsOfRows
 from persia_torchrec.embedding.optim import Adagrad, Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.sharded_lookup import SequenceLookup, ShardedLookup
+from persia_torchrec.pipeline.joint import Trainers
 from persia_torchrec.pipeline.pipeline import BatchPipeline
 from persia_torchrec.sharding import collection, remote_lookup, remote_tables
-from persia_torchrec.sharding.agreement import rendezvous
 from persia_torchrec.sharding.collection import CollectionSpec, TableCollection
 from persia_torchrec.sharding.on_device import RowsOnDevice
 from persia_torchrec.sharding.state import OptimizerState, load_tables
 from persia_torchrec.sharding.whole_model import watch_models
 from persia_torchrec.table import TableSettings, require_known_tables
-from persia_torchrec.wire.messages import Precision
+from persia_torchrec.wire.messages import Precision, Share
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -322,8 +324,38 @@ class RemoteSharder(CollectionSharder):
         timeout_s, joint_s = self._client.timeout_s, self._joint_timeout_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
         if joint_s and env.world_size > 1:
-            pipeline.set_trainers(rendezvous(env, device, self._client, joint_s))
+            pipeline.set_trainers(_rendezvous(env, device, self._client, joint_s))
         return pipeline
+
+
+def _rendezvous(
+    env: types.ShardingEnv,
+    device: torch.device,
+    client: EmbeddingClient,
+    timeout_s: float,
+) -> Trainers:
+    """Agree with the other trainers on a group that updates jointly; all must call it.
+
+    A joint step may wait ``timeout_s`` for the slowest trainer.
+    """
+    if env.process_group is None:
+        raise ConfigError(
+            f"{env.world_size} trainers that update jointly must have a process group. "
+            'Received: none. Give one, or update="each" to the sharder.'
+        )
+    group = [secrets.randbits(62)]
+    dist.broadcast_object_list(
+        group, group_src=0, group=env.process_group, device=device
+    )
+    timeout_ms = round(1000 * timeout_s)
+    first = Share(group[0], 1, env.rank, env.world_size, timeout_ms)
+    trainers = Trainers(client, first)
+    trainers.join()
+    # The servers know all of them before one begins, and so notice which one is lost.
+    are_here = torch.zeros(1, device=device)
+    dist.all_reduce(are_here, group=env.process_group)
+    are_here.item()  # on a GPU, the wait for it
+    return trainers
 
 
 class RemoteEmbeddingBagCollectionSharder(RemoteSharder):

@@ -159,10 +159,7 @@ class _TensorRows:
 
 
 def _cut(
-    weight: torch.Tensor,
-    state: Sequence[torch.Tensor],
-    ids: IdsOfRows,
-    block_rows: int,
+    weight: torch.Tensor, state: Sequence[torch.Tensor], ids: IdsOfRows, block_rows: int
 ) -> Iterator[transfer.RowBlock]:
     shards = [_local_shards(tensor) for tensor in (weight, *state)]
     if len({len(of_tensor) for of_tensor in shards}) > 1:

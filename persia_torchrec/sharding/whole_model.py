@@ -28,12 +28,12 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 
+# Collections for which TorchRec has a sharder by default, by their exact types.
 _SHARDED_BY_DEFAULT = (
     EmbeddingBagCollection,
     EmbeddingCollection,
     FusedEmbeddingBagCollection,
 )
-"""Collections for which TorchRec has a sharder by default, by their exact types."""
 
 _Local: TypeAlias = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 

@@ -47,7 +47,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import distributed, env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
-from persia_torchrec.sharding.agreement import AnswersAtEnd
+from persia_torchrec.sharding.remote_tables import AnswersAtEnd
 
 BLOCK = 512
 _LEVELS = 255
