@@ -27,9 +27,6 @@ Pooling = Literal["sum", "mean", "sqrt"]
 
 POOLINGS: tuple[Pooling, ...] = ("sum", "mean", "sqrt")
 
-_NO_IDS = np.empty(0, dtype=np.uint64)
-_NO_LENGTHS = np.empty(0, dtype=np.int32)
-
 
 class FeatureSpec(NamedTuple):
     """One feature: which table its ids belong to, and how a bag becomes one vector.
@@ -92,8 +89,9 @@ def encode_bags(bags: Mapping[str, Bags]) -> Frames:
     """Return a batch as three frames; equal batches give equal bytes."""
     check_bags(bags)
     shapes = [[name, len(bag.ids), len(bag.lengths)] for name, bag in bags.items()]
-    lengths = np.concatenate([_NO_LENGTHS, *(bag.lengths for bag in bags.values())])
-    ids = np.concatenate([_NO_IDS, *(bag.ids for bag in bags.values())])
+    none = Bags(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int32))
+    lengths = np.concatenate([bag.lengths for bag in (none, *bags.values())])
+    ids = np.concatenate([bag.ids for bag in (none, *bags.values())])
     return [encode_json(shapes), bytes_of(lengths), bytes_of(ids)]
 
 

@@ -35,8 +35,8 @@ _HELPS = {
     "update_gradient_time_cost_sec": "the update of a batch, until it is applied",
     "nan_count": "values of gradients that were not finite",
     "nan_grad_skipped": "gradients of an embedding with such a value: no row moved",
+    "estimated_distinct_id": "about how many different ids came since the start",
 }
-_DISTINCT_HELP = "about how many different ids the feature had since the start"
 
 _BITS = 14
 _REGISTERS = 1 << _BITS
@@ -61,7 +61,7 @@ class LookupMeasures(Observations):
         readings, name = super().read(), "estimated_distinct_id"
         for feature, ids in self._distinct.items():
             number = ids.estimate()
-            readings.append(Reading(name, number, _DISTINCT_HELP, feature=feature))
+            readings.append(Reading(name, number, _HELPS[name], feature=feature))
         return readings
 
     def note_ids(self, bags: Mapping[str, Bags], batch: RoutedBatch) -> None:

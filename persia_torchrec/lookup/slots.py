@@ -133,9 +133,8 @@ def build_bags(features: Mapping[str, IDFeature]) -> dict[str, Bags]:
 class RawIds(NamedTuple):
     """The ids of a raw slot, as PERSIA lays out what it does not pool.
 
-    The first ids of a sample take its places, as many as the slot's
-    ``sample_fixed_size`` says; further ids are left out. Each different id of the batch
-    is looked up once, and a place names its row, from 1; 0 is an empty place:
+    The first ``sample_fixed_size`` ids of a sample take its places. Each different id
+    of the batch is looked up once, and a place names its row, from 1, or is empty, 0:
 
         samples [7, 8], [], [8, 9, 9]    ids     7  8  9
         of 2 places each                 places  1  2 | 0  0 | 2  3

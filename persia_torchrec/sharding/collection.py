@@ -83,8 +83,7 @@ def describe_collection(
 ) -> CollectionSpec:
     """Describe a collection of bags or of sequences; only its configuration is read.
 
-    ``optimizer`` is of the tables that neither ``settings``, by table, nor the model
-    give one. Settings of tables that the collection does not have are ignored.
+    ``optimizer`` is of the tables that neither ``settings`` nor the model give one.
     """
     are_sequences = isinstance(module, torchrec.EmbeddingCollection)
     columns, own = name_columns(module), read_optimizers(module)

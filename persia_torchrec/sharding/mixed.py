@@ -173,10 +173,7 @@ class MixedCollection(types.ShardedModule[Any, Any, Any, Any], FusedOptimizerMod
         return types.LazyNoWait(join()) if is_traced else LazyOutput(join)
 
     def _join(self, *awaitables: types.Awaitable[Any]) -> Any:
-        """Put the outputs of local and remote tables into the order of the whole.
-
-        They are KeyedTensors ``(B, T)``, or mappings to each sequence's JaggedTensor.
-        """
+        """Put KeyedTensors, or dicts of JaggedTensors, into the order of the whole."""
         outputs = [awaitable.wait() for awaitable in awaitables]
         is_pooled = isinstance(outputs[0], KeyedTensor)
         if is_pooled:

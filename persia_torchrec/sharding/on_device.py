@@ -66,10 +66,7 @@ class DeviceBatch:
 
 
 class RowsOnDevice(ShardedLookup):
-    """Gives unique rows to a device, which pools them; its batch is a ``DeviceBatch``.
-
-    Each row crosses the way there once, however often its id is in the batch.
-    """
+    """Gives each row to a device once, which pools; its batch is a ``DeviceBatch``."""
 
     def __init__(
         self,
@@ -169,17 +166,13 @@ class _WeightedBags(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows_UD: torch.Tensor,
-        weights_L: torch.Tensor,
-        batch: DeviceBatch,
-        feature: int,
-        pooling: Pooling,
+        ctx: Any, rows_UD: torch.Tensor, weights_L: torch.Tensor, *bags: Any
     ) -> torch.Tensor:
+        batch, feature, pooling = bags
         on_host = batch.batch
         ctx.bags = on_host.inverses[feature], on_host.lengths[feature], pooling
         ctx.save_for_backward(rows_UD, weights_L)
-        return pool_by_torch(rows_UD, weights_L, batch, feature, pooling)
+        return pool_by_torch(rows_UD, weights_L, *bags)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

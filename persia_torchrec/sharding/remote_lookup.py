@@ -66,15 +66,10 @@ class _Embeddings(torch.autograd.Function):
     """What was pulled for a batch; its gradients are pushed when they come."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: torch.Tensor,
-        batch: PrefetchedBatch[Any],
-        module: "ShardedRemoteCollection",
-    ) -> Tensors:
-        ctx.batch = batch
-        ctx.module = module
-        return module.on_device(batch)
+    def forward(ctx: Any, anchor: torch.Tensor, batch: Any, module: Any) -> Tensors:
+        ctx.batch, ctx.module = batch, module
+        tensors: Tensors = module.on_device(batch)
+        return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
@@ -130,10 +125,7 @@ class ShardedRemoteCollection(
 
     @torch.compiler.disable
     def start(self, batch: object, *, is_training: bool) -> PrefetchedBatch[Any]:
-        """Begin to pull a batch; returns at once.
-
-        It is a KeyedJaggedTensor, a TensorDict, or what the pipeline takes.
-        """
+        """Begin to pull a KeyedJaggedTensor, TensorDict, or what the pipeline takes."""
         if self.before_first_pull is not None:
             self.before_first_pull()
             self.before_first_pull = None
@@ -145,14 +137,12 @@ class ShardedRemoteCollection(
     def input_dist(
         self, ctx: object, *input: Any, **kwargs: Any
     ) -> KJTListSplitsAwaitable:
-        """Begin to pull; a batch whose pull has begun is passed on.
-
-        The list of this one batch is for pipelines that fuse the inputs of modules.
-        """
+        """Begin to pull; a batch whose pull has begun is passed on."""
         (batch,) = (*input, *kwargs.values())
         if not isinstance(batch, PrefetchedBatch):
             is_training = self.training and torch.is_grad_enabled()
             batch = self.start(batch, is_training=is_training)
+        # A list of one batch, for pipelines that fuse the inputs of modules.
         return KJTListSplitsAwaitable([types.NoWait(types.NoWait(batch))], ctx)
 
     def compute_and_output_dist(
@@ -265,9 +255,8 @@ class ShardedRemoteFeatureProcessedEmbeddingBagCollection(
 ):
     """Feature processors here, and the bags that they weight on the servers.
 
-    The processors are ordinary dense parameters of the model. They run when the
-    embeddings are wanted, not when the pull begins, so that a pipeline that pulls ahead
-    uses their parameters of this step.
+    The processors run when the embeddings are wanted, not when the pull begins, so that
+    a pipeline that pulls ahead uses their parameters of this step.
     """
 
     # TorchRec's names, here and below, so that a state dict has the same keys.

@@ -178,10 +178,8 @@ def require_tables(module: TableCollection, params: Mapping[str, Any]) -> None:
 def is_planned_on_servers(
     sharding: types.ParameterSharding, sharding_type: str
 ) -> bool:
-    """Return whether a plan is of a placeholder, as this project's sharders offer.
-
-    Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
-    """
+    """Return whether a plan is of a placeholder, as this project's sharders offer."""
+    # Kernels tell nothing: TorchRec's helpers for plans by hand do not ask the sharder.
     return sharding.sharding_type == sharding_type and num_rows(sharding) == 1
 
 
@@ -321,41 +319,32 @@ class RemoteSharder(CollectionSharder):
             kind, settings["device"] = RowsOnDevice, device
         lookup = kind(self._client, spec.features, **settings)
         lookup.add_tables(spec.tables)
-        timeout_s, joint_s = self._client.timeout_s, self._joint_timeout_s
+        timeout_s = self._client.timeout_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
-        if joint_s and env.world_size > 1:
-            pipeline.set_trainers(_rendezvous(env, device, self._client, joint_s))
+        if self._joint_timeout_s and env.world_size > 1:
+            pipeline.set_trainers(self._meet(env, device))
         return pipeline
 
-
-def _rendezvous(
-    env: types.ShardingEnv,
-    device: torch.device,
-    client: EmbeddingClient,
-    timeout_s: float,
-) -> Trainers:
-    """Agree with the other trainers on a group that updates jointly; all must call it.
-
-    A joint step may wait ``timeout_s`` for the slowest trainer.
-    """
-    if env.process_group is None:
-        raise ConfigError(
-            f"{env.world_size} trainers that update jointly must have a process group. "
-            'Received: none. Give one, or update="each" to the sharder.'
+    def _meet(self, env: types.ShardingEnv, device: torch.device) -> Trainers:
+        """Agree on a group that updates jointly; all trainers call this together."""
+        if env.process_group is None:
+            raise ConfigError(
+                f"{env.world_size} trainers that update jointly must have a process "
+                'group. Received: none. Give one, or update="each" to the sharder.'
+            )
+        group = [secrets.randbits(62)]
+        dist.broadcast_object_list(
+            group, group_src=0, group=env.process_group, device=device
         )
-    group = [secrets.randbits(62)]
-    dist.broadcast_object_list(
-        group, group_src=0, group=env.process_group, device=device
-    )
-    timeout_ms = round(1000 * timeout_s)
-    first = Share(group[0], 1, env.rank, env.world_size, timeout_ms)
-    trainers = Trainers(client, first)
-    trainers.join()
-    # The servers know all of them before one begins, and so notice which one is lost.
-    are_here = torch.zeros(1, device=device)
-    dist.all_reduce(are_here, group=env.process_group)
-    are_here.item()  # on a GPU, the wait for it
-    return trainers
+        timeout_ms = round(1000 * self._joint_timeout_s)
+        first = Share(group[0], 1, env.rank, env.world_size, timeout_ms)
+        trainers = Trainers(self._client, first)
+        trainers.join()
+        # The servers know all of them before one begins, and notice which one is lost.
+        are_here = torch.zeros(1, device=device)
+        dist.all_reduce(are_here, group=env.process_group)
+        are_here.item()  # on a GPU, the wait for it
+        return trainers
 
 
 class RemoteEmbeddingBagCollectionSharder(RemoteSharder):

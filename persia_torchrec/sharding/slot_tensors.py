@@ -56,10 +56,7 @@ def slot_tensors(
 
 
 def pad_raw(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:
-    """Give each position of a raw slot its vector and the mask; ``(B, F, D + 1)``.
-
-    ``places_BF`` is int32: which row, from 1; 0 is an empty position.
-    """
+    """Give each position of a raw slot its row, from 1, and the mask; see above."""
     padded = functional.pad(rows_ND, (0, 0, 1, 0))
     vectors_BFD = functional.embedding(places_BF, padded)
     mask_BF1 = (places_BF > 0).to(rows_ND.dtype).unsqueeze(-1)
