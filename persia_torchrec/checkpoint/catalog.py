@@ -73,10 +73,7 @@ class DenseHalf:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint: the tables and files of all servers.
-
-    ``created`` is ISO 8601, ``step`` that of the training, as the user gave it.
-    """
+    """A complete checkpoint; ``created`` is ISO 8601, ``step`` as the user gave it."""
 
     tables: tuple[SavedTable, ...]
     shards: tuple[SavedShard, ...]
@@ -254,10 +251,7 @@ def find_logs(folder: Folder, known: dict[str, Log]) -> list[Log]:
 
 
 def latest_logs(logs: Sequence[Log]) -> list[Log]:
-    """Return the last log of each server, by shard, of all logs, oldest first.
-
-    There is none while a server has not begun its own.
-    """
+    """Return the last of all logs of each server, by shard; none if one has none."""
     num_shards = logs[-1].num_shards if logs else 0
     latest = {log.shard: log for log in logs if log.num_shards == num_shards}
     is_complete = len(latest) == num_shards

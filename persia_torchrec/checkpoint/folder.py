@@ -126,10 +126,7 @@ class Folder:
 
     @contextlib.contextmanager
     def created(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file to write it; at the end of the block it has its name.
-
-        If the block fails, the previous file of this name stays, if there was one.
-        """
+        """Open a file to write it; it gets its name once the block has succeeded."""
         write = self._write_local if self._is_local else self._upload
         with _named_errors("write", self.file_path(name)):
             yield from write(self._within(name))

@@ -75,10 +75,7 @@ _COUNTS = {
 
 
 class Stages:
-    """Attributes all time of one thread to stages. Owned by that thread.
-
-    The time between two calls of :meth:`lap` belongs to the stage of the second one.
-    """
+    """Attributes all time of one thread, which owns it, to the stage that then ends."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._ns = dict.fromkeys(STAGES, 0)
@@ -107,10 +104,7 @@ class Snapshots:
         self._is_closed = False  # guarded by _changed
 
     def ask(self, timeout_s: float) -> Counters | None:
-        """Return the current counters; if there are none in time, the previous ones.
-
-        After the end they are the last ones, and None before the first.
-        """
+        """Return the current counters, or the previous ones if none come in time."""
         with self._changed:
             self.is_wanted = not self._is_closed
             self._changed.wait_for(lambda: not self.is_wanted, timeout_s)

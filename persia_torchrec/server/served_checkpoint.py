@@ -228,10 +228,7 @@ def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
 
 
 class ServedCheckpoint:
-    """Serves a server's part of a checkpoint, and follows its training.
-
-    The serving thread owns it. The load begins with the first :meth:`work`.
-    """
+    """What a server of inference serves and follows. Owned by the serving thread."""
 
     def __init__(
         self, config: ServerConfig, store: EmbeddingStore, activity: Activity

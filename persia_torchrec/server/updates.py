@@ -60,9 +60,7 @@ _OBJECT_BYTES = 2048  # what an update takes besides its ids and gradients
 _MAX_GROUPS = 1024  # groups remembered
 _CHECK_S = 0.5  # how often a step checks the trainers that it waits for
 _GRACE_S = 1.0  # a connection may be away for so long, and come back
-_MAX_UNREAD_S = 4.0
-"""How long a server that always has messages to read waits for the last shares of a
-trainer whose connection is lost."""
+_MAX_UNREAD_S = 4.0  # a busy server waits so long for the last shares of a lost trainer
 
 
 class _Lookup(NamedTuple):
@@ -97,10 +95,7 @@ class OpenBatches:
     def begin(
         self, batch: Batch, tables: Sequence[TableIds], slots: Iterable[Slots]
     ) -> None:
-        """A training lookup of a batch, maybe one of several, has been answered.
-
-        The slots of each table are kept, not copied.
-        """
+        """Keep the slots of a training lookup, maybe one of several of its batch."""
         stream, number = batch
         numbers = self._open.setdefault(stream, set())
         numbers.add(number)
@@ -122,10 +117,7 @@ class OpenBatches:
             self._pop(next(iter(self._lookups)))
 
     def apply(self, batches: Sequence[Batch]) -> list[list[TableSlots]]:
-        """The updates of batches are applied as one: each row gets one update more.
-
-        Returns the slots of each batch, as far as they are kept.
-        """
+        """Count one update for each row of batches; return the slots kept of each."""
         slots: list[list[TableSlots]] = []
         watched = []
         for batch in batches:
@@ -219,10 +211,7 @@ class TableGradients(NamedTuple):
 def build_gradients(
     updates: Sequence[Update], slots: Sequence[list[TableSlots]]
 ) -> Iterator[TableGradients]:
-    """Yield what is applied together, table by table, in the order of the updates.
-
-    Each lookup of a batch, in ``slots``, is used once.
-    """
+    """Yield what is applied together, by table; use each lookup in ``slots`` once."""
     pieces: dict[int, list[TableGradients]] = {}
     for update, kept in zip(updates, slots, strict=True):
         for t, grads_ND in zip(update.tables, update.grads, strict=True):
@@ -375,10 +364,7 @@ class JointSteps:
         self._next_check_s = self._all_read_s = -math.inf
 
     def join(self, share: Share, member: Member) -> list[str]:
-        """Register a rank, or that it has ended; return which other ranks are gone.
-
-        The last call for a rank counts.
-        """
+        """Register a rank, or that it has ended; return which other ranks are gone."""
         members = self._get_group(share.group).members
         members[share.rank] = member
         return [
