@@ -127,8 +127,7 @@ class AddressBook:
     ) -> "AddressBook":
         """Open the address book of a new job; only the coordinator does.
 
-        Port 0 takes a free one, which ``.port`` tells. ``loopback`` listens for this
-        machine only, instead of on every interface. Without a job's id one is drawn.
+        Port 0 takes a free one, which ``.port`` tells. Without a job's id one is drawn.
         """
         if not 0 <= port <= MAX_PORT:
             raise ConfigError(f"port must be in [0, {MAX_PORT}]. Received: {port}.")
@@ -157,9 +156,8 @@ class AddressBook:
     ) -> "AddressBook":
         """Connect to the address book of a job, which may not be there yet.
 
-        Without ``job_id`` this process belongs to the job that is there. What listens
-        must answer in 10 s. ``look`` is called several times a second meanwhile, and
-        raises to give up.
+        Without ``job_id`` this process belongs to the job that is there. ``look`` is
+        called several times a second meanwhile, and raises to give up.
         """
         own = Greeting(job_id)
         deadline = time.monotonic() + timeout_s
@@ -349,11 +347,7 @@ class AddressBook:
 
 
 class Patience:
-    """A deadline that is extended while a process of the job compiles.
-
-    That time, minutes at the first start on a host, does not count: up to
-    ``timeouts.COMPILING_S``.
-    """
+    """A deadline, extended while a process compiles: by ``COMPILING_S`` at most."""
 
     def __init__(self, deadline: float, now: float) -> None:
         self._deadline = deadline

@@ -266,16 +266,14 @@ class MemberRecord:
 class JobMember:
     """This process as a member of a job, from here to the end of a ``with`` block.
 
-    It joins the address book at ``store`` and registers; enter the block at once. A
-    process that is rejected here is not a member: it ends alone, and the job continues.
-
-    Leaving the block by an exception, by ``SystemExit`` with a status other than 0, or
-    before the job has ended makes the whole job fail. One per process; the main thread
-    enters and leaves the block, and calls the methods. The process must end soon after
-    the block: it is made to. An ``expendable`` one may be interrupted once the job is
-    finished. ``ended`` is set once the job has, as far as is known here; ``host`` is
-    the address of the interface that leads to the book, to listen on. Its methods are
-    those of ``service_main.Lifetime``.
+    It registers in the address book at ``store``; enter the block at once. A process
+    that is rejected here is not a member: it ends alone, and the job continues. Leaving
+    the block by an exception, by ``SystemExit`` with a status other than 0, or before
+    the job has ended makes the whole job fail. The main thread enters and leaves the
+    block, and calls the methods, which are those of ``service_main.Lifetime``; the
+    process is made to end soon after the block. An ``expendable`` one may be
+    interrupted once the job is finished. ``ended`` is set once the job has, as far as
+    is known here; ``host`` is where to listen, the interface that leads to the book.
     """
 
     def __init__(

@@ -239,9 +239,9 @@ class Share(NamedTuple):
 
 
 class ErrorReply(msgspec.Struct):
-    """Frame 1 of an ERROR: name of the error's class, and its text."""
+    """Frame 1 of an ERROR."""
 
-    kind: str
+    kind: str  # name of the error's class
     message: str
 
 

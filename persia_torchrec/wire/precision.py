@@ -41,7 +41,7 @@ _LARGEST_EXPONENT = 126  # 2**126 and its inverse are float32 of full precision
 
 
 def size_of(precision: Precision) -> int:
-    """Return the bytes a number."""
+    """Return the bytes a number takes."""
     return 4 if precision is Precision.FP32 else 2
 
 

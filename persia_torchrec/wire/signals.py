@@ -5,8 +5,8 @@ waits for a lock or is inside native code, and an exception that it raises is lo
 Python swallows exceptions: in a callback from native code, as LLVM makes one for each
 loop that numba compiles or loads, in ``__del__``, and in some imports.
 
-Here a thread of its own reads them from ``signal.set_wakeup_fd``. Signals are not
-blocked: processes that a user's script starts would inherit the mask.
+Here a thread of its own reads them from ``signal.set_wakeup_fd``. They are not blocked:
+processes that a user's script starts would inherit the mask.
 """
 
 import logging

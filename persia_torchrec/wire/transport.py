@@ -200,7 +200,7 @@ class Listener:
 
 
 class Reply(Future[tuple[Header, Frames]]):
-    """A reply to come within ``timeout_s``, or the reason why not; never cancelled."""
+    """A reply to come within ``timeout_s``; it cannot be cancelled."""
 
     def __init__(self, timeout_s: float, server: int = 0, what: str = "") -> None:
         super().__init__()
