@@ -89,9 +89,8 @@ class ShardedRemoteCollection(
 
     weights_in: ClassVar[str] = "embedding_bags"  # as in embedding_bags.NAME.weight
     unsharded_module_type: ClassVar[type[nn.Module]]
-    fused_optimizer: KeyedOptimizer = (
-        EmptyFusedOptimizer()
-    )  # the tables' learning rates
+    # Replaced by one with the tables' learning rates.
+    fused_optimizer: KeyedOptimizer = EmptyFusedOptimizer()
     before_first_pull: Callable[[], None] | None = None
     create_context = types.NullShardedModuleContext
 

@@ -9,13 +9,11 @@ from persia_torchrec.errors import RemoteError
 from persia_torchrec.lookup.slots import build_features, build_tables
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.sharding.collection import CollectionSpec
-from persia_torchrec.training.engine import (
-    SlotsSharder,
-    make_collection,
-)
+from persia_torchrec.training.engine import SlotsSharder, make_collection
 from tests.local_job import LocalJob
 
 CPU = torch.device("cpu")
+PLAIN_SGD = SGD(1.0)
 ENV = ShardingEnv.from_local(1, 0)
 YAML = """
 slots_config:
@@ -47,9 +45,8 @@ def workers(job):
     workers.close()
 
 
-def spec_of(schema, config=None, optimizer=None):
-    config, optimizer = config or EmbeddingConfig(), optimizer or SGD(1.0)
-    tables = build_tables(schema, config, optimizer)
+def spec_of(schema, optimizer=PLAIN_SGD):
+    tables = build_tables(schema, EmbeddingConfig(), optimizer)
     return CollectionSpec(tables, build_features(schema))
 
 
@@ -64,12 +61,8 @@ def test_every_group_is_a_table_without_memory(schema):
 
 
 def test_the_columns_have_the_order_of_the_file(schema, workers):
-    config = EmbeddingConfig(emb_initialization=(-1, 1), weight_bound=3)
-    spec = SlotsSharder(workers, spec_of(schema, config)).describe(
-        make_collection(spec_of(schema))
-    )
-    assert spec.features == build_features(schema)
-    assert spec.tables == build_tables(schema, config, SGD(1.0))
+    sharder = SlotsSharder(workers, spec_of(schema))
+    spec = sharder.describe(make_collection(spec_of(schema)))
     assert [f.name for f in spec.features] == ["user", "item", "basket"]
     dim_of = {table.name: table.dim for table in spec.tables}
     assert [dim_of[f.table] for f in spec.features] == [4, 3, 3]
