@@ -61,9 +61,9 @@ unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
 	rm -rf $(COVERAGE)
 	mkdir -p $(COVERAGE)
-	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage run -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
-	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage combine --quiet $(COVERAGE)
-	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/coverage report
+	PATH="$(BIN):$$PATH" COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage run -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
+	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage combine --quiet $(COVERAGE)
+	COVERAGE_FILE=$(COVERAGE)/data $(BIN)/python -m coverage report
 
 clean:  ## remove all that the other targets made
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
