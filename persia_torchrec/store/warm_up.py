@@ -7,7 +7,7 @@ import numpy as np
 from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding import admission
 from persia_torchrec.embedding.eviction import Expiry
-from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.store import row_moves
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -24,15 +24,16 @@ def warm_up() -> None:
     """Run every loop once, on a store of its own.
 
     The first time on a machine this takes about half a minute; later processes find
-    the machine code on disk. Loops of other optimizers and initializers are compiled
-    when the first table with one is added.
+    the machine code on disk. The loops of optimizers and initializers other than the
+    defaults are compiled, or loaded in some milliseconds, when the first table with one
+    is added.
     """
     store = EmbeddingStore(4)
     ids = np.arange(6, dtype=np.uint64)
     counts = np.ones(len(ids), dtype=np.uint32)
     rows = np.zeros((len(ids), 2), dtype=np.float32)
     expiry = Expiry(steps_to_live=9)
-    spec = TableSpec(name="item", dim=2, optimizer=SGD(0.1), expiry=expiry)
+    spec = TableSpec(name="item", dim=2, optimizer=Adagrad(), expiry=expiry)
     for table, admits in enumerate(_ADMISSIONS):
         store.add_table(replace(spec, name=f"{table}", admission=admits))
         slots = store.lookup(table, ids, rows, training=True, counts_N=counts)
