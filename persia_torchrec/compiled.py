@@ -111,12 +111,15 @@ def specialized(loop: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P,
 
 
 def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
-    """Compile a loop, or load it, for arguments of these types, without running it.
+    """Compile a loop, or load it, for arguments of these types, if it never was.
 
     A kernel that cannot be compiled is a ConfigError with the compiler's message.
     """
+    dispatcher: Any = loop
+    if dispatcher.signatures:
+        return
     try:
-        cast("Any", loop).compile(tuple(map(numba.typeof, arguments)))
+        dispatcher.compile(tuple(map(numba.typeof, arguments)))
     except NumbaError as exc:
         raise ConfigError(
             "A kernel must be made of what numba compiles: numbers, pointers, NumPy's "

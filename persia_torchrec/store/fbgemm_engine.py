@@ -314,8 +314,8 @@ class EngineChoice:
             )
         if self._choice != "auto":
             return self._choice == "fbgemm"
-        is_installed = find_spec("fbgemm_gpu") is not None
-        return not reason and is_installed and self._is_worth(spec)
+        is_worth = not reason and self._is_worth(spec)
+        return is_worth and find_spec("fbgemm_gpu") is not None
 
     def _is_worth(self, spec: TableSpec) -> bool:
         """Return whether fbgemm was faster at the nearest dim, the smaller of two."""
