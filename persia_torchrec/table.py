@@ -32,34 +32,25 @@ class TableSpec(Setting):
 
     name: setting.NonEmpty
     """Unique on a server; not empty."""
-
     dim: Annotated[int, setting.integer_in(1, MAX_DIM)]
     """Weights per row, in ``[1, 4096]``."""
-
     optimizer: Annotated[Optimizer, OPTIMIZERS]
     """What a gradient does to a row."""
-
     initializer: Annotated[Initializer, INITIALIZERS] = field(default_factory=Uniform)
     """What the weights of a new row are."""
-
     seed: Annotated[int, setting.integer_in(0, 2**64 - 1)] = 0
     """Mixed into each id by exclusive or before it seeds the row's random numbers;
     uint64. 0 gives PERSIA's numbers."""
-
     admission: Annotated[Admission, ADMISSIONS] = field(default_factory=AdmitAll)
     """Which ids get a row."""
-
     expiry: Annotated[Expiry, EXPIRIES] = field(default_factory=Expiry)
     """When a row leaves although the server is not full."""
-
     weight_dtype: Annotated[
         WeightDtype, setting.Rule(f"one of {_DTYPES}", lambda dtype: dtype in _DTYPES)
     ] = "fp32"
     """What the weights of a row are kept in; optimizer state is float32 always."""
-
     keeps_metadata: setting.Flag = False
     """Whether each row carries how often it was seen, and its last step."""
-
     weight_bound: setting.NonNegative = 0.0
     """After an update each weight is clamped to ``[-weight_bound, weight_bound]``;
     0 switches the bound off."""

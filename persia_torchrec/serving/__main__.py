@@ -37,30 +37,22 @@ class ServingFlags(ImportFlags):
 
     checkpoint: str
     """Folder of a checkpoint, or its URL."""
-
     model: str = "jit_dense.pt"
     """File in that folder: the dense model as TorchScript."""
-
     embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
-
     workers: tuple[str, ...] = ()
     """Addresses of embedding workers that look rows up [servers of its own]"""
-
     workers_of_job: bool = False
     """Be a member of a job, and ask its embedding workers; then ``--port`` is that of
     replica 0, and the next replica has the next port."""
-
     num_servers: int = 1
     """How many servers of its own."""
-
     follow: str | None = None
     """Folder of increments of a training that its own servers follow; implies
     ``--follow-model``."""
-
     follow_model: bool = False
     """Load the dense model of each later checkpoint once it is complete."""
-
     http: HttpConfig = field(default_factory=HttpConfig)
 
 

@@ -56,16 +56,12 @@ class HttpConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-
     port: int = 0
     """Port to listen on; 0 takes a free one."""
-
     max_requests: int = 64
     """Requests that may be in progress; more are rejected with status 503."""
-
     max_body_bytes: int = 64 * 2**20
     """Bytes that a batch may have; a larger one is rejected with status 413."""
-
     receive_timeout_s: float = 30.0
     """Seconds within which a request must arrive."""
 

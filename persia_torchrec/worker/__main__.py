@@ -21,15 +21,7 @@ from persia_torchrec import env, timeouts
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.command_line import ImportFlags, parse_flags
 from persia_torchrec.compiled import telling_of_compilation
-from persia_torchrec.config.embedding_config import (
-    EmbeddingSchema,
-    load_embedding_config,
-)
-from persia_torchrec.config.global_config import (
-    GlobalSettings,
-    inference_settings,
-    load_global_config,
-)
+from persia_torchrec.config import embedding_config, global_config
 from persia_torchrec.embedding.setting import import_settings
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.pooling import warm_up
@@ -52,25 +44,18 @@ class WorkerFlags(ImportFlags):
 
     index: int = field(default_factory=env.get_replica_index)
     """Which worker [REPLICA_INDEX]"""
-
     num_workers: int = field(default_factory=env.get_replica_size)
     """Of how many [REPLICA_SIZE]"""
-
     servers: tuple[str, ...] = ()
     """Serve lookups without a job: addresses of all embedding servers."""
-
     learn_tables: bool = False
     """The job's servers serve a checkpoint, and have the tables from it."""
-
     host: str | None = None
     """Address to listen on [in a job, the interface that leads to its coordinator]"""
-
     port: int = 0
     """Port to listen on; 0 takes a free one."""
-
     embedding_config: str | None = field(default_factory=env.embedding_config_path)
     """Path of embedding_config.yml [PERSIA_EMBEDDING_CONFIG]"""
-
     global_config: str | None = field(default_factory=env.global_config_path)
     """Path of global_config.yml [PERSIA_GLOBAL_CONFIG]"""
 
@@ -86,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(flags: WorkerFlags) -> None:
-    infer = inference_settings(flags.global_config)
+    infer = global_config.inference_settings(flags.global_config)
     if flags.servers:
         with Lifetime() as life:
             _run(flags, life, flags.servers)
@@ -119,10 +104,11 @@ def _run(
     if isinstance(life, JobMember):
         schema = tell_slots(life.book, Path(slots_path), warns=flags.index == 0)
     else:
-        schema = load_embedding_config(slots_path)
-    settings = GlobalSettings()
+        schema = embedding_config.load_embedding_config(slots_path)
+    settings = global_config.GlobalSettings()
     if flags.global_config is not None:
-        settings = load_global_config(flags.global_config, warns=bool(flags.servers))
+        path, warns = flags.global_config, bool(flags.servers)
+        settings = global_config.load_global_config(path, warns=warns)
     with telling_of_compilation(life.tell_compiling):
         warm_up()
     metrics = settings.common.metrics
@@ -154,7 +140,7 @@ def _connect(
     flags: WorkerFlags,
     life: JobMember | Lifetime,
     servers: Sequence[str],
-    schema: EmbeddingSchema,
+    schema: embedding_config.EmbeddingSchema,
 ) -> EmbeddingClient | None:
     """Connect to the servers; None if the process must end before they are ready."""
     if isinstance(life, JobMember):

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from persia_torchrec import timeouts
@@ -58,11 +58,8 @@ def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> Embeddin
 
 def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> EmbeddingSchema:
     """Return the slots that the embedding workers of a job have told."""
-    book = AddressBook.join(*store)
-    try:
+    with closing(AddressBook.join(*store)) as book:
         (text,) = book.ask([_NOTE], timeout_s=timeout_s)
-    finally:
-        book.close()
     return load_embedding_config("embedding_config.yml of the job", text, warns=False)
 
 

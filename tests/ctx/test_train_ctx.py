@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from persia_torchrec import Constant, Uniform
-from persia_torchrec.ctx import TrainCtx, eval_ctx
+from persia_torchrec.ctx import TrainCtx, eval_ctx, train_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import (
@@ -506,3 +506,18 @@ def three_slots():
     features = [IDTypeFeature(name, [ids_of(1)]) for name in ("user", "item", "basket")]
     label = Label(np.zeros((1, 1), dtype=np.float32))
     return PersiaBatch(features, labels=[label])
+
+
+class TwoTasks(NamedTuple):
+    clicks: torch.Tensor
+    others: dict[str, list[torch.Tensor]]
+
+
+def test_mixed_precision_returns_float32_in_every_structure_of_an_output():
+    half, whole = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)
+    output = train_ctx._in_full_precision((TwoTasks(half, {"a": [half, whole]}), "b"))
+    ((clicks, others), name) = output
+    assert isinstance(output[0], TwoTasks)
+    assert name == "b"
+    found = [tensor.dtype for tensor in (clicks, *others["a"])]
+    assert found == [torch.float32, torch.float32, torch.int64]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from persia_torchrec import timeouts
 from persia_torchrec.launch import coordinator, script
 from persia_torchrec.wire import membership
 from tests.ports import draw_port, draw_ports
@@ -50,6 +51,7 @@ class Job:
         text: str | None,
         *arguments: str,
         index: int = 0,
+        env: Mapping[str, str] | None = None,
         main: Callable[[Sequence[str]], int] = script.main,
     ) -> Running:
         """Start a script with this text; with None, one that is not there."""
@@ -57,13 +59,14 @@ class Job:
         path = self.processes.folder / f"{name}.py"
         if text is not None:
             path.write_text(text)
-        env = {
+        variables = {
             "PERSIA_STORE_PORT": str(self.port),
             "REPLICA_INDEX": str(index),
             "REPLICA_SIZE": str(self.counts[role]),
+            **(env or {}),
         }
         command = [role, str(path), *arguments]
-        return self.processes.start(name, main, command, env=env)
+        return self.processes.start(name, main, command, env=variables)
 
     @property
     def folder(self) -> Path:
@@ -73,4 +76,10 @@ class Job:
 def run_on_another_host(arguments: Sequence[str]) -> int:
     """Run a script whose process no other process finds in its table."""
     membership._process_table = lambda: "the table of another host"
+    return script.main(arguments)
+
+
+def run_with_a_short_rendezvous(arguments: Sequence[str]) -> int:
+    """Run a script that does not wait for the other trainers of the job."""
+    timeouts.RENDEZVOUS_S = 0.1
     return script.main(arguments)

@@ -1,4 +1,6 @@
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -8,6 +10,7 @@ from persia_torchrec.launch.coordinator import CoordinatorConfig
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.membership import MemberRecord
 from tests.launch.jobs import Job, run_on_another_host
+from tests.ports import draw_port
 from tests.processes import Processes, wait_until
 
 WAIT_FOR_EVER = "import time; print('at work', flush=True); time.sleep(600)"
@@ -143,6 +146,22 @@ def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
         assert process.status() == 1
         why = f"coordinator: it was told to end ({number.name})"
         assert why in process.output()
+
+
+@multiprocess
+def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
+    command = [sys.executable, "-m", "persia_torchrec.launch.coordinator"]
+    flags = ["--port", str(draw_port()), "--num-trainers", "1", "--heartbeat-s", "0.1"]
+    flags += ["--leave-timeout-s", "0.1", "--linger-s", "0"]
+    parent = processes.start("parent", subprocess.run, [*command, *flags])
+    parent.has_printed("the address book of job")
+    parent.send(signal.SIGKILL)
+    wait_until(
+        lambda: "did not leave in time: trainer 0" in parent.output(),
+        "the coordinator ends",
+        details=parent.output,
+    )
+    assert "coordinator: the process that started it is gone" in parent.output()
 
 
 @multiprocess

@@ -5,7 +5,7 @@ import pytest
 
 from persia_torchrec.launch import script
 from persia_torchrec.launch.script import run_script
-from tests.launch.jobs import Job
+from tests.launch.jobs import Job, run_with_a_short_rendezvous
 from tests.processes import Processes
 
 multiprocess = pytest.mark.multiprocess
@@ -77,6 +77,27 @@ def test_trainers_of_one_machine_have_different_local_ranks(processes):
     assert seen[0]["MASTER_ADDR"] == "127.0.0.1"
     assert int(seen[0]["MASTER_PORT"]) > 0
     assert seen[0]["WORLD_SIZE"] == seen[0]["LOCAL_WORLD_SIZE"] == "2"
+
+
+@multiprocess
+def test_a_trainer_has_the_rank_that_torchrun_gives_it(processes):
+    """Its replica index is that of its machine."""
+    job = Job(processes, trainer=1)
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1"}
+    index_of_machine = {"REPLICA_INDEX": "3", "REPLICA_SIZE": "4"}
+    trainer = job.start("trainer", TELL, env={**torchrun, **index_of_machine})
+    assert [trainer.status(), job.coordinator.status()] == [0, 0]
+    assert '{"RANK": "0", "LOCAL_RANK": null' in trainer.output()  # torchrun's own
+
+
+@multiprocess
+def test_a_trainer_that_finds_no_other_ends_the_job(processes):
+    job = Job(processes, "--leave-timeout-s", "0.1", trainer=2)
+    trainer = job.start("trainer", TELL, main=run_with_a_short_rendezvous)
+    for running in (trainer, job.coordinator):
+        assert running.status() == 1
+        assert "trainer/1/host" in running.output()
+    assert "Traceback" not in trainer.output()
 
 
 @multiprocess

@@ -37,6 +37,12 @@ from persia_torchrec.server.server import ServerConfig
 print(_start(ServerConfig()).pid, flush=True)
 os._exit(0)
 """
+TELL_OF_COMPILATION = """
+from persia_torchrec.service_main import ChildLifetime
+with ChildLifetime() as life:
+    life.tell_compiling(True)
+    life.tell_compiling(False)
+"""
 
 
 def train(client):
@@ -160,6 +166,14 @@ def test_a_client_waits_for_a_server_that_compiles():
     for thread in (serving, connecting):
         thread.join(DEADLINE_S)
     connections.close()
+
+
+def test_a_child_tells_its_parent_when_it_compiles():
+    command = [sys.executable, "-c", TELL_OF_COMPILATION]
+    told = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert told.stdout == "compiling\ncompiled\n"
 
 
 @pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, 0)])
