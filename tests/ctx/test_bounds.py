@@ -1,16 +1,19 @@
 """How much a context has under way at once, as its arguments say."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
 from persia_torchrec.ctx import InferCtx, TrainCtx, eval_ctx
 from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, PersiaError, RequestTimeoutError
+from persia_torchrec.pipeline.worker_client import RemoteWorkers
+from persia_torchrec.serving.embeddings import SlotsReader
 from persia_torchrec.wire.messages import Kind
 from tests.local_job import (
     Batches,
@@ -96,6 +99,30 @@ class TestLookups:
             assert gate.holds_just(at_once)
             gate.open()
             assert waiting.num_batches() == len(TWELVE)
+
+
+def test_a_pending_lookup_has_a_deadline_and_ends_with_its_reader(
+    tmp_path, monkeypatch
+):
+    with (
+        gated_job(tmp_path, monkeypatch, Kind.FORWARD) as (job, gate),
+        job.train_ctx(),
+        closing(RemoteWorkers([job.workers[0].address])) as workers,
+    ):
+        reader = SlotsReader(workers, timeout_s=0.001)
+        gate.close()
+        one_at_once = LookupSettings(1, 1, None)
+        first, second = [
+            reader.start_pull(TWELVE[0], is_training=False, settings=one_at_once)
+            for _ in range(2)
+        ]
+        with pytest.raises(RequestTimeoutError, match=r"looked up within 0\.001 s"):
+            reader.embed(first)
+        reader.close()
+        with pytest.raises(PersiaError, match="The context is closed"):
+            reader.embed(second)
+        gate.open()
+        assert first.result(DEADLINE_S)
 
 
 class Looping:

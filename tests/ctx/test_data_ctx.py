@@ -2,6 +2,7 @@ import threading
 
 import pytest
 
+from persia_torchrec import timeouts
 from persia_torchrec.ctx import DataCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
@@ -137,6 +138,18 @@ def test_a_trainer_that_stops_early_leaves_no_loader_behind(job):
     assert (job.read("item", 0) < 0).all()
     with data_ctx:
         pass
+
+
+def test_a_buffer_that_stays_full_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeouts, "SEND_BATCH_S", 0)
+    job = LocalJob(tmp_path, monkeypatch, forward_buffer_size=1)
+    message = "The (embedding worker|trainer) must take the batch within 0 s.*stayed"
+    with job, job.train_ctx():
+        batches = iter(DataLoader(StreamingDataset(1), forward_buffer_size=1))
+        data_ctx = job.data_ctx()
+        with pytest.raises(DataflowError, match=message), data_ctx:
+            list(map(data_ctx.send_data, share(0, 1)))
+        batches.close()
 
 
 def test_outside_a_job_there_is_no_trainer_to_send_to(monkeypatch):

@@ -15,8 +15,10 @@ from persia_torchrec.errors import (
     CheckpointError,
     ConfigError,
     PersiaError,
+    RemoteError,
     RequestTimeoutError,
 )
+from persia_torchrec.table import TableSpec
 from tests.ctx.readers import evaluate_elsewhere
 from tests.local_job import (
     Batches,
@@ -280,6 +282,7 @@ class TestCheckpoints:
             with pytest.raises(ConfigError, match=message):
                 ctx.load_embedding(str(tmp_path))
             ctx.dump_checkpoint(str(tmp_path / "run"))  # the first one writes
+            ctx.dump_torch_state_dict(ctx.model, str(tmp_path / "run"), "dense.pt")
         assert not (tmp_path / "run").exists()
         assert env.get_rank() == 1
 
@@ -306,6 +309,17 @@ class TestWhere:
                 ctx.wait_servers_ready(DEADLINE_S)
                 batch = ctx.get_embedding_from_data(EVALUATION[0])
                 assert ctx.prepare_features(batch)[1][0].tolist() == [[0.0] * 4] * 2
+
+    def test_another_error_of_a_lookup_is_not_about_missing_tables(self, job):
+        other = TableSpec(name="other", dim=4, optimizer=SGD(1.0))
+        job.client.add_tables([other])
+        with (
+            eval_ctx(SumOfEmbeddings()) as ctx,
+            pytest.raises(
+                RemoteError, match=r"embedding worker 0 .*Known: \['other'\]"
+            ),
+        ):
+            ctx.get_embedding_from_data(EVALUATION[0])
 
     @pytest.mark.parametrize("role", ["server", "worker"])
     def test_a_wait_names_the_server_that_does_not_answer(self, trained, role):

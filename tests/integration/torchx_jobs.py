@@ -13,6 +13,7 @@ from tests.processes import is_running, wait_until
 
 TORCHX = [sys.executable, "-m", "torchx.cli.main", "run"]
 MARK = "PERSIA_TEST_JOB"
+COVERAGE = {"COVERAGE_FILE", "COVERAGE_PROCESS_CONFIG"}  # of ``make coverage``
 
 
 class TorchxJob:
@@ -47,6 +48,7 @@ class TorchxJob:
                     "HOME": str(folder),
                     "OMP_NUM_THREADS": "1",
                     name: value,
+                    **{key: os.environ[key] for key in os.environ if key in COVERAGE},
                     **(variables or {}),
                 },
                 stdout=output,

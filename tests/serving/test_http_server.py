@@ -1,7 +1,9 @@
 """Limits of the HTTP server."""
 
 import json
+import re
 import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -21,6 +23,7 @@ from tests.local_job import batch_of
 from tests.servers import DEADLINE_S
 from tests.worker.test_process import FEATURE
 
+HEAD = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
 BODY = batch_of([1], [2, 3], requires_grad=False).to_bytes()
 
 
@@ -37,6 +40,13 @@ class Model(nn.Module):
         self.begun.release()
         assert self.may_end.wait(DEADLINE_S)
         return self.output
+
+
+class Failing(nn.Module):
+    """Raises what no batch explains."""
+
+    def forward(self, non_id_tensors, embeddings):
+        raise ZeroDivisionError("of the model")
 
 
 @pytest.fixture
@@ -156,22 +166,75 @@ def test_a_pending_request_is_answered_before_the_end(serve):
 
 def test_a_body_that_stalls_times_out(serve):
     server, _ = serve(Model(), receive_timeout_s=0.2)
-    head = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
     with connect(server) as connection:
-        connection.sendall(head + b"Content-Length: 10\r\n\r\n{")
+        connection.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
         assert b"408 Request Timeout" in received(connection)
     with connect(server) as connection:  # not even a whole request
-        connection.sendall(head)
+        connection.sendall(HEAD)
         assert received(connection) == b""
     assert predict(server)[0] == 200
+
+
+def test_a_body_that_comes_too_slowly_times_out(serve):
+    server, _ = serve(Model(), receive_timeout_s=1e-6)
+    client, connection = socket.socketpair()
+    with client, connection:  # all is there to be read, and the deadline passes
+        client.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}")
+        server.finish_request(connection, ("a client", 0))
+        connection.close()
+        answer = received(client)
+    assert b"408 Request Timeout" in answer
+    assert b"Only 2 of 2 bytes came in time" in answer
+
+
+def test_a_body_must_be_whole(serve):
+    server, _ = serve(Model())
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
+        connection.shutdown(socket.SHUT_WR)
+        answer = received(connection)
+    assert b"400 Bad Request" in answer
+    assert b"must have its 10 bytes. Received: 1." in answer
+
+
+def test_a_client_that_is_gone_fails_alone(serve, caplog):
+    model = Model()
+    model.may_end.clear()
+    server, _ = serve(model)
+    with connect(server) as connection:
+        head = HEAD.replace(b"json", b"octet-stream")
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert model.begun.acquire(timeout=DEADLINE_S)
+        at_once = struct.pack("ii", 1, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+    model.may_end.set()
+    assert predict(server)[0] == 200
+    server.close()  # the answers are all given
+    assert re.search("the connection of .* failed: .*(Broken|Reset)", caplog.text)
+
+
+def test_a_client_that_is_rejected_may_be_gone(serve):
+    server, _ = serve(Model(), max_requests=1)
+    client, connection = socket.socketpair()
+    client.close()
+    with connection:
+        assert server.verify_request(connection, ("a client", 0))
+        assert not server.verify_request(connection, ("a client", 0))
+
+
+def test_a_bug_of_the_model_is_answered_and_logged(serve, caplog):
+    server, _ = serve(Model())
+    server.predictor.use(Failing(), "failing")
+    status, answer = predict(server)
+    assert (status, answer) == (500, {"error": "ZeroDivisionError: of the model"})
+    assert "a request failed" in caplog.text
 
 
 @pytest.mark.parametrize("length", [b"", b"Content-Length: -1\r\n"])
 def test_a_body_must_have_a_length(serve, length):
     server, _ = serve(Model())
     with connect(server) as connection:
-        head = b"POST /predict HTTP/1.0\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + length + b"\r\n")
+        connection.sendall(HEAD + length + b"\r\n")
         answer = received(connection)
     assert b"400 Bad Request" in answer
     assert b"must have a Content-Length" in answer

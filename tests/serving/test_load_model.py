@@ -3,7 +3,11 @@
 import torch
 from torch import nn
 
-from persia_torchrec.serving.predictor import load_model
+from persia_torchrec.lookup.slots import SlotsLookup
+from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.serving.predictor import Predictor, following_model, load_model
+from tests.processes import wait_until
+from tests.worker.test_process import FEATURE
 
 
 def save(folder, weight):
@@ -29,3 +33,20 @@ def test_the_model_of_the_latest_complete_checkpoint_or_of_the_run_is_loaded(tmp
     assert loaded(tmp_path / "checkpoint-00000001")[0] == 1.0
     save(tmp_path, 9.0)
     assert loaded(tmp_path) == (9.0, str(tmp_path / "jit_dense.pt"))
+
+
+def test_the_previous_model_stays_where_a_later_one_cannot_be_loaded(
+    tmp_path, servers, caplog
+):
+    first, later = [tmp_path / f"checkpoint-{number:08d}" for number in (1, 2)]
+    save(first, 1.0)
+    (first / "manifest.json").touch()
+    reader = SlotsReader(SlotsLookup(servers.client(servers.start(1)), [FEATURE]))
+    predictor = Predictor(reader, *load_model(tmp_path, "jit_dense.pt"))
+    later.mkdir()
+    (later / "jit_dense.pt").write_bytes(b"no model")
+    (later / "manifest.json").touch()
+    with following_model(predictor, tmp_path, "jit_dense.pt", poll_s=0.001):
+        wait_until(lambda: "the previous model stays" in caplog.text, "it is logged")
+    assert "checkpoint-00000002/jit_dense.pt must be a TorchScript model" in caplog.text
+    assert predictor.name == str(first / "jit_dense.pt")

@@ -56,7 +56,10 @@ def serving(request, trained, tmp_path_factory):
     else:
         arguments += ["--embedding-config", str(trained.embedding_config)]
     with Processes(tmp_path_factory.mktemp("serving")) as processes:
-        yield Serving(processes, *arguments)
+        serving = Serving(processes, *arguments)
+        yield serving
+        serving.process.send(signal.SIGTERM)
+        assert serving.process.status() == 0
 
 
 def test_predictions_are_those_of_an_evaluation_in_the_job(serving, trained):
@@ -147,6 +150,10 @@ def test_sigterm_ends_the_server_and_its_embedding_servers(trained, tmp_path):
         (["--max-requests", "0"], "max_requests must be > 0"),
         (["--workers-of-job"], "must belong to a job: PERSIA_STORE_PORT is not set"),
         ([], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"),
+        (
+            ["--workers", "127.0.0.1:1", "--follow", "increments"],
+            r"--follow is for servers of its own\. Received: embedding workers too",
+        ),
     ],
 )
 def test_invalid_settings_are_rejected(trained, monkeypatch, capfd, arguments, message):

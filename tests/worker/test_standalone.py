@@ -1,7 +1,11 @@
 """An embedding worker beside no job, as a process."""
 
+import logging
+import re
 import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,9 +21,9 @@ from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Kind, decode_json, encode_json
 from persia_torchrec.worker.__main__ import main
-from persia_torchrec.worker.serving import require_dims
+from persia_torchrec.worker.serving import ready_client, require_dims
 from tests.lookup.one_feature import bags_of
-from tests.processes import Processes
+from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S, ids_of
 
 ITEM = TableSpec(name="item", dim=4, optimizer=Adam(0.5))
@@ -59,6 +63,24 @@ def test_a_worker_serves_lookups_of_servers_that_it_is_told(servers, tmp_path):
         assert worker.status() == 0
     np.testing.assert_array_equal(pooled, [weights[1], weights.sum(axis=0), [0] * 4])
     assert sum(client.num_rows()) == 2
+
+
+def test_a_worker_that_waits_for_tables_may_end(servers, caplog):
+    addresses = [server.address for server in servers.start(1)]
+    ending = threading.Event()
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.INFO):
+        ready = pool.submit(ready_client, addresses, SCHEMA, ending, await_tables=True)
+        waits = "waiting for the embedding servers: .*'item' must have its table on"
+        wait_until(lambda: re.search(waits, caplog.text), "the worker waits")
+        ending.set()
+        assert ready.result(DEADLINE_S) is None
+
+
+def test_a_worker_must_know_its_slots(monkeypatch, capfd):
+    monkeypatch.delenv("PERSIA_EMBEDDING_CONFIG", raising=False)
+    assert main(["--servers", "127.0.0.1:1"]) == 1
+    message = "--embedding-config, or PERSIA_EMBEDDING_CONFIG, is needed"
+    assert message in capfd.readouterr().err
 
 
 def test_a_client_learns_the_tables_of_the_servers(servers):
