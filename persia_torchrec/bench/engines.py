@@ -18,8 +18,8 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.fbgemm_engine import Measured
 from persia_torchrec.table import TableSpec, WeightDtype
 
+# Of 16-bit weights a step or two: sums in another order round differently.
 _TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-"""Of 16-bit weights a step or two: sums in another order round differently."""
 
 
 @dataclass(frozen=True, kw_only=True)

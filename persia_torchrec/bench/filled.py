@@ -34,8 +34,7 @@ from persia_torchrec.wire.transport import keep_freed_memory
 
 Timer = Callable[[Callable[[], Any]], tuple[Any, Any]]
 
-IN_FLIGHT = 4
-"""Batches at once: looked up, and their update not yet acknowledged."""
+IN_FLIGHT = 4  # batches looked up, and their update not yet acknowledged
 
 
 class Filled(ABC):
@@ -146,10 +145,7 @@ class _Batch(NamedTuple):
 
 
 class FilledServer(Filled):
-    """A table on one server, where ids stay in their order, and a client of it.
-
-    An update is timed to the acknowledgement that it is applied.
-    """
+    """A table on one server, and a client of it; an update is timed until applied."""
 
     def __init__(
         self, spec: TableSpec, num_rows: int, client: EmbeddingClient, pid: int

@@ -1,9 +1,8 @@
 """What does it cost to write increments, and how soon do followers have them?
 
-Two servers get the same Zipf batches, in turn, and one of them writes increments:
-several in flight, and one by one with a pause after each. Then a server of inference
-follows the one that writes; it is asked again and again for a row of the last batch,
-and in the end it must have every row of the training, equal to the last bit.
+Two servers get the same Zipf batches in turn, one of them writes increments: several
+in flight, and one by one with pauses. A server of inference follows it, is asked for a
+row of the last batch until it has it, and must end with every row to the last bit.
 """
 
 import tempfile

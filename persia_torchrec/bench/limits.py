@@ -75,10 +75,7 @@ def measure_limits(workload: Workload, dim: int) -> Table:
 
 
 class PlainRows(Filled):
-    """Rows in memory, as wide as the store's, gathered and stepped by their offset.
-
-    What that takes is the machine's memory and the optimizer's arithmetic.
-    """
+    """Rows in memory, as wide as the store's, gathered and stepped by their offset."""
 
     def __init__(self, spec: TableSpec, num_rows: int) -> None:
         width = spec.dim + spec.num_state_floats
@@ -162,9 +159,7 @@ def measure_memory(workload: Workload) -> Table:
         loops = (partial(_follow, words, _NUM_READS), partial(_add, words, reads))
         best = [min(timed(loop)[0] for _ in range(TURN)) for loop in loops]
         rows.append([num_bytes / 1e6, *(s / _NUM_READS * 1e9 for s in best)])
-    question = (
-        f"Random cache lines in huge pages, ns per read, the best of {TURN} times."
-    )
+    question = f"Random cache lines in huge pages, ns per read, best of {TURN} times."
     return Table("memory", question, "MB | dependent | independent", rows)
 
 
@@ -203,8 +198,7 @@ def measure_overhead(workload: Workload, dim: int) -> Table:
 def fill(num_rows: int, dim: int, optimizer: str) -> list[tuple[str, int, int, int]]:
     """Write every row, look each up twice, replace half of them.
 
-    Returns the bytes that the store takes after each: of the process, the most so far,
-    and as it counts them. A row that is not as expected is a StoreError.
+    Returns the bytes after each: of the process, its peak, and as the store counts.
     """
     warm_up()
     spec, moments = reference.table_of(dim, optimizer), []
@@ -244,7 +238,7 @@ def _check(spec: TableSpec, numbers: Numbers, num_filled: int, rows_ND: Floats) 
 
 
 def measure_startup(workload: Workload, capacities: Sequence[int]) -> list[Table]:
-    """Start servers of all capacities in turn, ask each for a few rows, end them."""
+    """Start servers of all capacities in turn; ask each for a few rows."""
     spec = workload.table(_STARTUP_DIM)
     starts: dict[int, list[list[float]]] = {capacity: [] for capacity in capacities}
     _start(spec, _STARTUP_IDS)  # may compile, and reads files that are cached later
@@ -256,9 +250,7 @@ def measure_startup(workload: Workload, capacities: Sequence[int]) -> list[Table
         ready, ready_mib, answer, answer_mib = zip(*samples, strict=True)
         row = [median(ready), mean(ready), max(ready), median(ready_mib)]
         rows.append([capacity, *row, median(answer), max(answer), median(answer_mib)])
-    question = (
-        f"A server until it is ready, and has answered {_STARTUP_IDS} new ids, s."
-    )
+    question = f"Seconds until a server is ready, and answers {_STARTUP_IDS} new ids."
     header = "capacity, rows | ready, median | mean | longest | MiB then, median"
     header += " | first lookup, median | its longest | MiB after it, median"
     return [Table("startup", question, header, rows)]

@@ -167,9 +167,7 @@ def _measure_stages(settings: StoreSettings, dim: int) -> Table:
         fraction = median / timings.ns_per_row(request).median
         slowest = None if others else ns.slowest
         rows.append([request, name, median, fraction, mean, slowest])
-    question = (
-        "Where the time goes, ns per row, uniform ids; differences are of medians."
-    )
+    question = "Time of each stage, ns per row, uniform ids; differences of medians."
     header = "request | stage | median | fraction | mean | slowest request"
     return Table("stages", question, header, rows)
 

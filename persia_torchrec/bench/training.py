@@ -256,9 +256,7 @@ def measure(settings: TrainingSettings, dim: int) -> Table:
             lost = {name: counters.get(name, 0) for name in _LOST}
             require("gradients that missed a row", received=lost, expected=_LOST)
             rows.append(arm.row(settings, median(plain.rates(settings))))
-    question = (
-        f"DLRM, {len(TABLES)} tables; torch with {torch.get_num_threads()} threads."
-    )
+    question = f"DLRM, {len(TABLES)} tables, {torch.get_num_threads()} torch threads."
     header = (
         "model | rows on the server | samples/s, median | slowest | fastest | of plain"
     )
