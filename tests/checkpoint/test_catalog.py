@@ -11,6 +11,7 @@ from persia_torchrec.checkpoint.catalog import (
     Manifest,
     SavedShard,
     begin_checkpoint,
+    complete_checkpoints,
     find_checkpoint,
     merge_tables,
 )
@@ -105,7 +106,18 @@ def test_each_checkpoint_gets_a_new_folder_and_the_latest_complete_one_is_found(
         manifest_of(folder).write(folder)
         assert find_checkpoint(path).url == folder.url
     assert find_checkpoint(folders[0].url).url == folders[0].url
+    [itself] = complete_checkpoints(folders[0])
+    assert itself.url == folders[0].url
     assert begin_checkpoint(path).url.endswith("checkpoint-00000004")
+
+
+def test_a_checkpoint_whose_names_are_all_taken_is_refused(tmp_path, monkeypatch):
+    for number in range(1, 101):
+        (tmp_path / f"checkpoint-{number:08d}").mkdir()
+    # Other processes made them after this one had listed the folder.
+    monkeypatch.setattr(Folder, "names", lambda folder: [])
+    with pytest.raises(CheckpointError, match=r"new folder must .*Received: 100 names"):
+        begin_checkpoint(tmp_path)
 
 
 def test_other_files_of_the_folder_do_not_disturb(path):

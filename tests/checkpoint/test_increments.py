@@ -268,6 +268,18 @@ def test_settings_of_known_tables_stay():
     assert [spec.name for spec in copy.tables] == [spec.name for spec in SPECS]
 
 
+def test_a_step_that_is_set_comes_with_the_next_increment():
+    source = Journaled()
+    source.begin()
+    copy = store_of(20)
+    put_in(copy, source.cut())
+    assert source.store.journal.is_empty
+    source.store.set_step(0, 41)
+    assert not source.store.journal.is_empty
+    put_in(copy, source.cut())
+    assert copy.states[0].num_updates == 41
+
+
 def test_tables_that_keep_metadata_and_tables_that_do_not_take_each_others_rows():
     source = Journaled()
     source.begin()

@@ -107,6 +107,11 @@ def test_a_bloom_filter_is_as_large_as_its_rate_asks(
             {"threshold": 2, "expected_ids": 9, "false_positive_rate": 1},
             r"false_positive_rate must be in \(0, 1\)",
         ),
+        (
+            AdmitBloom,
+            {"threshold": 2, "expected_ids": 9, "false_positive_rate": "0.1"},
+            r"false_positive_rate must be in \(0, 1\)\. Received: '0.1'",
+        ),
     ],
 )
 def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):

@@ -13,6 +13,7 @@ from persia_torchrec.embedding.data import (
     Label,
     NonIDTypeFeature,
     PersiaBatch,
+    decode_rest,
 )
 from persia_torchrec.errors import FrameError
 from tests.strategies import batches
@@ -258,3 +259,15 @@ def test_padding_other_than_zeros_is_refused():
     data[-1] = 1
     with pytest.raises(FrameError, match="padding of meta must be zeros"):
         PersiaBatch.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (small_batch().to_bytes(), "rest of a batch must be without ids"),
+        (with_header(lambda header: header["dense"][0].update(name="")), "valid one"),
+    ],
+)
+def test_bytes_that_are_not_the_rest_of_a_batch_are_refused(data, message):
+    with pytest.raises(FrameError, match=message):
+        decode_rest(data, worker=0, loader=0, reference=0)

@@ -95,3 +95,14 @@ def test_an_argument_out_of_its_range_is_refused(cls, arguments, message):
 def test_a_description_of_no_initializer_is_refused(description, message):
     with pytest.raises(ConfigError, match=message):
         INITIALIZERS.from_json(description)
+
+
+def test_a_kind_that_another_class_has_is_refused():
+    class OtherConstant(Constant):
+        pass
+
+    with pytest.raises(
+        ConfigError, match=r"one class\. .*OtherConstant with 'constant'"
+    ):
+        INITIALIZERS.register(OtherConstant)
+    assert INITIALIZERS.classes["constant"] is Constant

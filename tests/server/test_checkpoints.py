@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from persia_torchrec.checkpoint.background import Activity
+from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import CheckpointError, FrameError
 from persia_torchrec.server.checkpoints import (
@@ -17,6 +18,8 @@ from persia_torchrec.server.requests import KINDS
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Kind, decode_json, encode_json
+from tests.processes import wait_until
+from tests.servers import DEADLINE_S, ids_of
 
 SLICE_S = 0.001
 """What each slice seems to take."""
@@ -157,3 +160,29 @@ def test_a_missing_folder_is_refused(checkpoints, tmp_path):
 def test_nothing_is_loaded_that_was_not_checked(checkpoints, task):
     with pytest.raises(CheckpointError, match="must be checked before"):
         checkpoints.handle(CheckpointRequest(do="load", task=task))
+
+
+def test_a_load_is_given_up_when_its_server_ends(servers, tmp_path, monkeypatch):
+    client = servers.client(servers.start())
+    client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
+    client.write("item", ids_of(1), np.ones((1, 2), np.float32))
+    client.checkpoints.dump(tmp_path)
+    store, load = EmbeddingStore(100), ShardLoad.load
+    checkpoints = Checkpoints(ServerConfig(), store, Activity())
+
+    def state(do="progress"):
+        folder = str(tmp_path / "checkpoint-00000001")
+        return checkpoints.handle(CheckpointRequest(do=do, task=1, folder=folder))
+
+    def loads_once_cancelled(self):
+        assert self.cancelled.wait(DEADLINE_S)
+        load(self)
+
+    monkeypatch.setattr(ShardLoad, "load", loads_once_cancelled)
+    state("check")
+    wait_until(lambda: state().phase == "checked", "the checkpoint is checked")
+    assert state("load").phase == "loading"
+    checkpoints.close()
+    assert state().phase == "failed"
+    assert "cancelled" in state().error.message
+    assert store.num_rows == 0

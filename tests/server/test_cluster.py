@@ -183,6 +183,25 @@ def test_a_cluster_of_nothing_is_refused(num_servers, capacity):
         EmbeddingCluster.local(num_servers=num_servers, capacity=capacity)
 
 
+@pytest.mark.parametrize(("num_servers", "capacity"), [(0, 10), (1, -1)])
+def test_a_cluster_that_cannot_serve_is_refused(
+    servers, tmp_path, num_servers, capacity
+):
+    servers.client(servers.start()).checkpoints.dump(tmp_path)
+    message = rf"capacity >= 0\. Received: {num_servers} and {capacity}\."
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingCluster.of_checkpoint(tmp_path, num_servers, capacity)
+
+
+def test_a_server_that_does_not_terminate_is_killed(monkeypatch):
+    monkeypatch.setattr("persia_torchrec.server.cluster._STOP_TIMEOUT_S", 0.1)
+    command = ["/bin/sh", "-c", "trap '' TERM; echo ignoring; exec sleep 1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ignoring\n"
+        EmbeddingCluster([process]).close()
+    assert process.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,6 +1,7 @@
 """A training writes increments, and servers of inference follow them."""
 
 import contextlib
+import re
 import shutil
 import threading
 import time
@@ -265,6 +266,22 @@ def test_a_damaged_increment_is_not_applied(servers, training):
     become_equal(client, training)
 
 
+def test_an_increment_under_the_name_of_another_is_not_applied(
+    servers, tmp_path, caplog
+):
+    training = Training(servers, tmp_path, 1)
+    training.train(*range(20))
+    training.dump()
+    training.train(*range(20))
+    wait_until(lambda: is_quiet(training), "all is written")
+    *_, last = sorted((tmp_path / "increments").glob("*/*.increment"))
+    shutil.copy(last, last.with_name(increment_name(int(last.stem) + 1)))
+    client = follow(servers, training)
+    wait_until(lambda: client.counters()[0]["following_errors"] > 0, "it is noticed")
+    assert re.search(r"must be increment \d+ of \S+ Received: \d+ of", caplog.text)
+    become_equal(client, training)
+
+
 def test_followers_continue_when_the_training_restarts(servers, tmp_path):
     first = Training(servers, tmp_path)
     first.train(*range(20))
@@ -339,6 +356,15 @@ def test_everything_is_written_at_the_end_of_a_training(servers, tmp_path):
         server.stop()
     client = follow(servers, training)
     assert weights_of(client, "item", 4).tobytes() == expected.tobytes()
+
+
+def test_a_log_that_cannot_be_ended_is_named_in_the_log_file(servers, tmp_path, caplog):
+    training = Training(servers, tmp_path, 1, incremental_interval_s=1000.0)
+    training.train(1, 2)
+    for path in (tmp_path / "increments").iterdir():
+        shutil.rmtree(path)
+    training.running[0].stop()
+    assert re.search(r"log \S+ is not complete: Could not .*increment", caplog.text)
 
 
 def test_many_changes_begin_an_increment_before_the_interval_ends(servers, tmp_path):

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -212,3 +213,72 @@ def test_a_row_of_a_served_checkpoint_does_not_expire(servers, tmp_path):
     wait_until(lambda: client.num_rows() == [0], "the rows of a training expire")
     for _ in range(64):  # a busy server takes out expired rows every 16 requests
         assert serving.num_rows() == [40]
+
+
+def test_a_file_that_is_not_the_one_of_its_manifest_ends_the_server(trained, tmp_path):
+    (manifest,) = (tmp_path / "run").rglob("manifest.json")
+    other = json.loads(manifest.read_text())
+    other["shards"][1]["checksum"] ^= 1
+    manifest.write_text(json.dumps(other))
+    served, store = serve(trained[0])
+    with pytest.raises(
+        CheckpointError, match=r"must be the file of its manifest, .*Rec"
+    ):
+        finish(served)
+    assert store.counters()["rows"] == 0
+
+
+@pytest.fixture
+def behind(servers, tmp_path, caplog, monkeypatch):
+    """Return what follows a training of another table than it has loaded, unread."""
+    monkeypatch.setattr("persia_torchrec.server.served_checkpoint.POLL_S", 0.02)
+    caplog.set_level(logging.INFO)
+    run, logs = str(tmp_path / "run"), str(tmp_path / "increments")
+    client = servers.client(servers.start())
+    client.add_tables([replace(ITEM, name="other")])
+    client.checkpoints.dump(run)
+    config = ServerConfig(checkpoint=run, incremental_dir=logs)
+    served = ServedCheckpoint(config, config.make_store(), Activity())
+    assert served.work(100) < 100
+    wait_until(lambda: "num_rows=0" in caplog.text, "the checkpoint is read")
+    training = servers.client(servers.start(incremental_dir=logs))
+    training.add_tables([ITEM])
+    training.write("item", ids_of(1), np.ones((1, 4), np.float32))
+    yield served, lambda: training.checkpoints.dump(run)
+    served.close()
+
+
+def test_a_follower_stops_at_tables_that_clients_know_by_other_numbers(behind, caplog):
+    served, dump_next = behind
+    dump_next()
+    wait_until(lambda: "num_rows=1" in caplog.text, "the next checkpoint is read")
+
+    def has_stopped():
+        served.work(100)
+        return served.counters().get("following_stopped") == 1
+
+    wait_until(has_stopped, "the follower stops")
+    assert not served.is_active
+    assert re.search(
+        r"tables must begin with \['other'\]\. Received: \['item'\]\. "
+        r"Lookups read the previous rows: restart the server\.",
+        caplog.text,
+    )
+
+
+def test_a_follower_ends_while_it_reads_a_checkpoint(behind, caplog, monkeypatch):
+    served, dump_next = behind
+    is_read, check = threading.Event(), ShardLoad.check
+
+    def checks_once_cancelled(load):
+        is_read.set()
+        assert load.cancelled.wait(DEADLINE_S)
+        check(load)
+
+    monkeypatch.setattr(ShardLoad, "check", checks_once_cancelled)
+    dump_next()
+    assert is_read.wait(DEADLINE_S)
+    num_errors = served.counters()["following_errors"]
+    served.close()
+    assert served.counters()["following_errors"] == num_errors
+    assert "continuing from" not in caplog.text

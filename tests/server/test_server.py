@@ -2,6 +2,7 @@ import json
 import socket
 import struct
 import threading
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec import Constant
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.embedding.optim import OPTIMIZERS, SGD
 from persia_torchrec.errors import ConfigError, RemoteError, WireError
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
@@ -125,6 +126,21 @@ def test_an_invalid_request_is_refused_and_changes_nothing(
         raise RemoteError(answer["message"], server="", kind=error)
     assert is_untouched(server)
     assert server.client.counters()[0]["requests_refused"] == 1
+
+
+def test_a_server_survives_a_setting_that_raises(server, monkeypatch, caplog):
+    @dataclass(frozen=True)
+    class Failing(SGD):
+        kind = "failing"
+
+        def initial_state(self, dim):
+            raise ZeroDivisionError("a setting's own error")
+
+    monkeypatch.setitem(OPTIMIZERS.classes, "failing", Failing)
+    with pytest.raises(RemoteError, match="ZeroDivisionError: a setting's own error"):
+        server.client.add_tables([replace(ITEM, name="user", optimizer=Failing(1.0))])
+    assert "a request failed" in caplog.text
+    assert is_untouched(server)
 
 
 @pytest.mark.parametrize(

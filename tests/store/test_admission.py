@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia_torchrec import AdmitAll, AdmitBloom, AdmitFrequency, AdmitProbability
+from persia_torchrec.embedding.setting import Admission
 from persia_torchrec.store.tables import build_admission
 from tests import reference
 from tests.strategies import id_arrays, ids
@@ -125,3 +126,16 @@ def test_a_bloom_filter_admits_no_later_than_exact_counts(requests, threshold):
         early = admit(bloom, list(missing), list(missing.values()))
         assert all(e or not a for a, e in zip(admitted, early, strict=True))
         has_row.update(id_ for id_, a in zip(missing, admitted, strict=True) if a)
+
+
+def admit_same_parity(memory, p, ids_N, counts_N, is_admitted_N):
+    for n in range(len(ids_N)):
+        is_admitted_N[n] = (ids_N[n] ^ p[0]) & np.uint64(1) == np.uint64(0)
+
+
+@pytest.mark.parametrize(("seed", "admitted"), [(6, [True, False]), (7, [False, True])])
+def test_an_admission_from_elsewhere_is_given_the_seed(seed, admitted):
+    class AdmitSameParity(Admission):
+        kernel = staticmethod(admit_same_parity)
+
+    assert admit(build_admission(AdmitSameParity(), seed), [2, 3]) == admitted

@@ -19,6 +19,7 @@ from persia_torchrec import (
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store.embedding_store import EmbeddingStore, UpdateResult
+from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
 from tests.reference import ReferenceStore, uniform_weights
 from tests.servers import ids_of
@@ -342,6 +343,26 @@ def test_more_rows_than_fit_cannot_be_written():
     with pytest.raises(StoreError, match=r"At most 2 rows fit\. Received: 3 ids\."):
         store.write(0, ids_of(1, 2, 3), np.zeros((3, 1), dtype=np.float32))
     assert store.num_rows == 0
+
+
+def test_one_lookup_may_repeat_ids_more_often_than_the_log_of_uses_is_long():
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=1, optimizer=SGD(0.1)))
+    [one, two] = look_up(store, 0, ids_of(1, 2)).tolist()
+    weights = look_up(store, 0, np.tile(ids_of(2, 1), 5000))
+    assert weights.tolist() == [two, one] * 5000
+    check_store(store)
+    look_up(store, 0, ids_of(3))
+    assert store.find(0, ids_of(1, 2, 3)).tolist().index(MISSING) == 1
+
+
+def test_more_tables_than_a_server_holds_are_refused(monkeypatch):
+    monkeypatch.setattr("persia_torchrec.store.embedding_store._MAX_TABLES", 1)
+    store = EmbeddingStore(2)
+    store.add_table(TableSpec(name="item", dim=1, optimizer=SGD(0.1)))
+    with pytest.raises(StoreError, match=r"A server holds at most 1 tables\."):
+        store.add_table(TableSpec(name="user", dim=1, optimizer=SGD(0.1)))
+    assert [table.name for table in store.tables] == ["item"]
 
 
 def test_a_table_that_is_added_again_gets_its_new_settings_and_keeps_its_rows():

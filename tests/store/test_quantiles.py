@@ -61,6 +61,7 @@ def test_the_share_within_a_bound_is_right(bound):
 def test_a_truncated_quantile_divides_what_is_within_the_bound(u, bound):
     half_share = half_probability(bound)
     z = truncated_normal_quantile(u, half_share, bound)
+    assert z == initializer.truncated_normal_quantile(u, half_share, bound)
     assert -bound <= z <= bound
     expected = half_share * (2 * u - 1)
     assert 0.5 * math.erf(z / math.sqrt(2)) == pytest.approx(expected, abs=5e-16)
