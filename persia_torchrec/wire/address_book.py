@@ -168,6 +168,8 @@ class AddressBook:
             (job_id_there,) = book._send(_Get([_JOB_ID]), answer_s, look)
         except PersiaError as exc:
             book.close()
+            if isinstance(exc, RemoteError) and exc.kind == JobMismatchError.__name__:
+                raise JobMismatchError(str(exc)) from exc
             if not isinstance(exc, ServerError):
                 raise
             raise DiscoveryError(
@@ -328,10 +330,6 @@ class AddressBook:
                 concurrent.futures.wait([reply], timeout=_CONNECT_RETRY_S)
                 look()
             values: list[str | None] = decode_json(reply.frames(), list[str | None])
-        except RemoteError as exc:
-            if exc.kind != JobMismatchError.__name__:
-                raise
-            raise JobMismatchError(str(exc)) from exc
         except WireError as exc:
             name = self._connection.names[0]
             raise RemoteError(str(exc), server=name, kind=type(exc).__name__) from exc

@@ -345,6 +345,7 @@ class JobMember:
         if os.getpid() != self._pid:
             return False  # a forked child that leaves the block as it exits
         failure = None if exc is None else _describe_failure(exc)
+        has_raised = failure is not None  # SystemExit with status 0 is not a failure
         if exc is not None and failure is not None:
             self._ask_for_cause(exc)
         elif self._verdict[0] == "running":
@@ -356,7 +357,7 @@ class JobMember:
             self._fail(failure)
         self._leave()
         self._signals.__exit__()
-        if exc is None:
+        if not has_raised:
             self._raise_failure()
         return failure is not None and is_ignorable
 
@@ -456,19 +457,12 @@ class JobMember:
             self.record.leave()
         except JobError as exc:
             self._end("failed", f"{self.who} lost the coordinator: {exc}")
-        except Exception as exc:
-            logger.exception("the heartbeat of %s broke", self.who)
-            self._end("failed", f"the heartbeat of {self.who} broke: {exc!r}")
 
     def _guard(self) -> None:
         """End the process with the job; in a thread that touches no network."""
-        try:
-            self._watch_parent_and_beats()
-            self._callbacks.set_result(None)
-            self._end_process()
-        except Exception:
-            logger.exception("the guard of %s broke", self.who)
-            os._exit(1)
+        self._watch_parent_and_beats()
+        self._callbacks.set_result(None)
+        self._end_process()
 
     def _watch_parent_and_beats(self) -> None:
         """Return once the job has ended, for any reason."""

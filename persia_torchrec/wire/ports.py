@@ -1,7 +1,6 @@
 """TCP ports of this host, and the addresses under which others reach it."""
 
 import contextlib
-import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
@@ -22,41 +21,33 @@ def free_port(address: str = LOOPBACK) -> int:
 
 def free_port_from(first: int, step: int = 1) -> int:
     """Return the first of ``first``, ``first + step``, ... that is free just now."""
-    if not 1 <= first <= MAX_PORT or step < 1:
-        raise ConfigError(
-            f"A port must be in [1, {MAX_PORT}] and a step >= 1. "
-            f"Received: {first} and {step}."
-        )
-    for port in range(first, MAX_PORT + 1, step):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            if _bind(probe, port, errno.EADDRINUSE, errno.EACCES):
-                return port
-    raise ConfigError(f"A port from {first} in steps of {step} must be free. None is.")
+    with reserved_port_from(first, step) as port:
+        return port
 
 
 @contextlib.contextmanager
-def reserved_port_from(first: int) -> Iterator[int]:
+def reserved_port_from(first: int, step: int = 1) -> Iterator[int]:
     """Reserve the first free port from ``first`` on for a process yet to start.
 
     Within the block :func:`free_port_from` skips it, in all processes, while ZeroMQ and
     c10d can listen on it: they share a port with sockets that do not listen.
     """
+    if not 1 <= first <= MAX_PORT or step < 1:
+        raise ConfigError(
+            f"A port must be in [1, {MAX_PORT}] and a step >= 1. "
+            f"Received: {first} and {step}."
+        )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        while not _bind(holder, port := free_port_from(first), errno.EADDRINUSE):
-            pass  # another process was faster
+        for port in range(first, MAX_PORT + 1, step):
+            with contextlib.suppress(OSError):  # in use, or below 1024
+                holder.bind(("", port))
+                break
+        else:
+            raise ConfigError(
+                f"A port from {first} in steps of {step} must be free. None is."
+            )
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield port
-
-
-def _bind(holder: socket.socket, port: int, *errors: int) -> bool:
-    """Bind a socket to a port; return False if that fails with one of these errors."""
-    try:
-        holder.bind(("", port))
-    except OSError as exc:
-        if exc.errno not in errors:
-            raise
-        return False
-    return True
 
 
 def tcp_address(address: str) -> str:

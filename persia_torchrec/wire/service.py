@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import zmq
-
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
@@ -58,8 +56,6 @@ class ListenerThread(ABC):
                 if message is not None:
                     self._begin(*message)
                 is_busy = self._work()
-        except zmq.ZMQError:
-            logger.exception("the socket of %s failed", self.address)
         finally:
             self._listener.close()
 

@@ -71,15 +71,14 @@ class EndSignals:
 
     def _restore(self) -> None:
         """Restore the previous handlers, once."""
-        if not self._is_set:
-            return
-        self._is_set = False
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._handler:
-                signal.signal(number, handler or signal.SIG_DFL)
-        descriptor = signal.set_wakeup_fd(-1)
-        is_ours = descriptor == self._writer
-        signal.set_wakeup_fd(self._wakeup_before if is_ours else descriptor)
+        if self._is_set:
+            self._is_set = False
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._handler:
+                    signal.signal(number, handler or signal.SIG_DFL)
+            descriptor = signal.set_wakeup_fd(-1)
+            is_ours = descriptor == self._writer
+            signal.set_wakeup_fd(self._wakeup_before if is_ours else descriptor)
 
     # A signal to a child that is being forked waits until it has its own handlers.
 

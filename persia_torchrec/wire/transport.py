@@ -183,12 +183,8 @@ class Listener:
         try:
             reply = [peer, Header(Kind.REPLY).encode(), b""]
             self._socket.send_multipart(reply, zmq.NOBLOCK)
-        except zmq.Again:  # its queue is full: it is slow, but there
-            return True
         except zmq.ZMQError as exc:
-            if exc.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
+            return exc.errno != zmq.EHOSTUNREACH  # a full queue: it is slow, but there
         finally:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
         return True
@@ -462,10 +458,7 @@ def keep_freed_memory() -> bool:
     Otherwise the operating system clears every page of the next large message: a
     quarter of the time of a thread that receives gradients.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
     reused = mallopt(_M_MMAP_THRESHOLD, 2**25)  # glibc accepts no more
     return bool(reused and mallopt(_M_TRIM_THRESHOLD, 2**28))
 

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -54,6 +55,19 @@ def leave_early(port: int) -> None:
     """Leave, as if that were all right."""
     with _join(port):
         pass
+
+
+def exit_early(port: int) -> None:
+    """Exit with status 0, as if that were all right."""
+    with _join(port):
+        sys.exit()
+
+
+def compile_loops(port: int) -> None:
+    """Wait for the end, and report that loops are compiled meanwhile."""
+    with _join(port) as member:
+        member.tell_compiling(is_compiling=True)
+        member.wait_for_end()
 
 
 def be_stuck(port: int) -> None:

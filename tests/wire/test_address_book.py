@@ -10,11 +10,17 @@ from persia_torchrec.errors import (
     DiscoveryError,
     JobError,
     JobMismatchError,
+    RemoteError,
 )
+from persia_torchrec.wire import address_book as address_book_module
 from persia_torchrec.wire.address_book import COMPILING, AddressBook, Patience
+from persia_torchrec.wire.messages import Header, Kind
 from persia_torchrec.wire.ports import local_address
+from persia_torchrec.wire.service import Service
+from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
 from tests.processes import wait_until
+from tests.servers import once_the_port_is_free
 
 TIMEOUT_S = 120.0
 
@@ -102,6 +108,14 @@ def test_another_service_at_the_address_is_reported_within_the_deadline():
             AddressBook.join("127.0.0.1", port, timeout_s=0.5)
 
 
+def test_a_server_without_an_address_book_is_reported():
+    other = Service("other", lambda header, frames: [b"no JSON"])
+    port = int(other.address.rpartition(":")[2])
+    with pytest.raises(DiscoveryError, match=r"must be JSON.* Something else listens"):
+        AddressBook.join("127.0.0.1", port, timeout_s=TIMEOUT_S)
+    other.close()
+
+
 def test_an_unknown_host_is_reported_within_the_deadline():
     with pytest.raises(DiscoveryError, match=r"no-such-host\.invalid:29400"):
         AddressBook.join("no-such-host.invalid", 29400, timeout_s=0.3)
@@ -186,6 +200,51 @@ def test_a_book_whose_host_has_ended_raises(host, book):
     host.close()
     with pytest.raises(JobError, match=rf"localhost:{host.port} must answer"):
         book.state()
+
+
+def test_a_book_whose_port_another_job_has_taken_raises():
+    host = AddressBook.host(0, loopback=True, job_id="ours")
+    book = AddressBook.join("localhost", host.port, "ours", timeout_s=TIMEOUT_S)
+    host.close()
+    other = once_the_port_is_free(
+        lambda: AddressBook.host(host.port, loopback=True, job_id="theirs")
+    )
+    with pytest.raises(JobError, match=r"must belong to job 'theirs'\. .*'ours'"):
+        book.state()
+    book.close()
+    other.close()
+
+
+def test_a_request_of_another_kind_is_refused(host):
+    server = Connections("address book", [f"tcp://127.0.0.1:{host.port}"])
+    forward = Header(Kind.FORWARD)
+    reply = server.submit(0, forward, [b"{}"], timeout_s=TIMEOUT_S, what="a request")
+    with pytest.raises(RemoteError, match=r"of kind BOOK\. Received: FORWARD"):
+        reply.frames()
+    server.close()
+
+
+def test_a_value_that_is_too_large_is_refused(host, book):
+    with pytest.raises(JobError, match=r"at most 1048576 bytes\. Received: 10486"):
+        book.tell("large", "x" * 2**20)
+    with pytest.raises(DiscoveryError, match="Missing: large"):
+        host.ask(["large"], timeout_s=0.0)
+
+
+def test_only_a_number_is_increased(book):
+    book.put("note/text", "twelve")
+    with pytest.raises(JobError, match=r"must be a number\. Received: 'twelve'"):
+        book.increase("note/text")
+    assert book.peek("note/text") == "twelve"
+
+
+def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
+    monkeypatch.setattr(address_book_module, "_MAX_KEYS", 2)  # one is the job's id
+    book.tell("first", "1")
+    with pytest.raises(JobError, match="at most 2 keys"):
+        book.tell("second", "2")
+    book.tell("first", "one")
+    assert host.ask(["first"], timeout_s=TIMEOUT_S) == ["one"]
 
 
 def test_a_port_that_is_taken_is_refused(host):

@@ -1,8 +1,12 @@
+import ctypes
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from persia_torchrec.wire.transport import keep_freed_memory
 
 FAULTS_OF_NEW_BLOCKS = """
 import ctypes, resource
@@ -35,3 +39,8 @@ def test_memory_of_large_messages_is_reused():
         return int(subprocess.check_output([sys.executable, "-c", code]))
 
     assert faults(keep=True) * 3 < faults(keep=False)
+
+
+def test_memory_is_not_reused_where_the_c_library_has_no_mallopt(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())  # as of musl
+    assert not keep_freed_memory()

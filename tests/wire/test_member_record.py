@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from persia_torchrec.errors import JobMismatchError
+from persia_torchrec.errors import JobError, JobMismatchError
+from persia_torchrec.wire import membership as membership_module
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord, ProcessIdentity
+from persia_torchrec.wire.membership import MemberRecord, ProcessIdentity, Siblings
 from tests.processes import DEADLINE_S
 
 SILENT_S = 10.0
@@ -189,3 +190,32 @@ def test_a_process_of_another_host_is_not_known_to_have_ended():
     own = ProcessIdentity.of_this_process()
     elsewhere = structs.replace(own, pid=2**22 + 1, process_table="another boot")
     assert not elsewhere.has_ended()
+
+
+def test_where_the_host_does_not_tell_its_process_table_no_end_is_known(monkeypatch):
+    def hide(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "readlink", hide)
+    own = ProcessIdentity.of_this_process()
+    assert own.process_table == ""
+    ended = structs.replace(own, pid=2**22 + 1)
+    assert not ended.has_ended()
+    assert not ended.kill()
+
+
+def test_a_coordinator_that_has_ended_is_not_waited_for(monkeypatch):
+    monkeypatch.setenv("TORCHX_JOB_ID", "local_cwd://x/y")
+    monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "HOST")
+    monkeypatch.setattr(os, "getppid", os.getpid)  # the siblings: own children
+    monkeypatch.setattr(membership_module, "_LOOK_S", 3600)  # the list is an old one
+    monkeypatch.setattr(membership_module, "_GONE_S", 0)
+    siblings = Siblings()
+    command = [sys.executable, "-S", "-c", "input()"]
+    with subprocess.Popen([*command, "persia_torchrec.launch.coordinator"]) as child:
+        siblings.require_coordinator()
+        child.kill()
+    assert child.pid in siblings.running()
+    siblings.require_coordinator()  # it may be a moment of the process table
+    with pytest.raises(JobError, match=rf"process {os.getpid()} has started\. It has"):
+        siblings.require_coordinator()

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.address_book import COMPILING, AddressBook
 from persia_torchrec.wire.membership import JobTimings, MemberRecord
 from tests.processes import Processes, is_running, wait_until
 from tests.wire import members
@@ -48,8 +48,9 @@ def test_an_exception_of_a_member_fails_the_job_and_the_member(book, processes):
     assert "in fail" in member.output()
 
 
-def test_a_member_that_leaves_before_the_end_fails_the_job(book, processes):
-    member = processes.start("member", members.leave_early, book.port)
+@pytest.mark.parametrize("main", [members.leave_early, members.exit_early])
+def test_a_member_that_leaves_before_the_end_fails_the_job(book, processes, main):
+    member = processes.start("member", main, book.port)
     assert member.status() == 1
     assert book.state() == ("failed", "server 0: it left before the job had ended")
 
@@ -61,6 +62,13 @@ def test_a_member_ends_when_another_has_failed_and_logs_why(book, processes):
     assert member.status() == 1
     assert "trainer 1: the loss is not a number" in member.output()
     assert "left" not in member.output()
+
+
+def test_a_member_that_compiles_reports_it_with_its_heartbeats(book, processes):
+    member = processes.start("member", members.compile_loops, book.port)
+    wait_until(lambda: int(book.peek(COMPILING) or 0) > 1, "it compiles")
+    book.finish()
+    assert member.status() == 0
 
 
 def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
@@ -169,6 +177,18 @@ def test_a_member_that_is_ended_because_another_has_failed_logs_why(book, proces
     member.send(signal.SIGTERM)
     assert member.status() == 1
     assert "trainer 1: the loss is not a number" in member.output()
+
+
+def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
+    book, processes
+):
+    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    member = processes.start("member", members.be_in_a_callback, book.port)
+    member.has_printed("serving")
+    book.fail("trainer 1", "the loss is not a number")
+    member.send(signal.SIGTERM)
+    assert member.status() == 1
+    assert "server 0 ends: trainer 1: the loss is not a number" in member.output()
 
 
 def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, processes):

@@ -268,6 +268,14 @@ def test_closing_fails_pending_and_later_requests(start, connect):
     connections.close()
 
 
+def test_a_failure_of_the_io_thread_reaches_the_caller(start, connect):
+    connections = connect(start(echo).address)
+    with pytest.raises(ServerError, match=r"lookup: the I/O thread died \(TypeError"):
+        submit(connections, ["no bytes"], what="lookup").result(DEADLINE_S)
+    with pytest.raises(ServerError, match="update: the connections are closed"):
+        submit(connections, what="update")
+
+
 def nonsense(*frames):
     """Answer a request for nonsense with frames, any other as an echo does."""
 
@@ -427,6 +435,20 @@ def test_a_listener_sees_whether_a_peer_is_connected():
     assert (peer, bytes(word)) == (peers[1], b"the last word")
     listener.send(b"a stranger", Header(Kind.REPLY))  # is dropped, as ever
     staying.close(linger=0)
+    listener.close()
+
+
+def test_a_peer_that_reads_nothing_is_connected():
+    listener = Listener("127.0.0.1", 0)
+    slow = zmq.Context.instance().socket(zmq.DEALER)
+    slow.setsockopt(zmq.RCVHWM, 1)
+    slow.connect(listener.address)
+    slow.send(Header(Kind.HELLO).encode())
+    peer = listener.receive(int(DEADLINE_S * 1000))[0]
+    for _ in range(2 * listener._socket.getsockopt(zmq.SNDHWM)):
+        listener.send(peer, Header(Kind.REPLY), [bytes(2**20)])  # dropped when full
+    assert listener.is_connected(peer)
+    slow.close(linger=0)
     listener.close()
 
 

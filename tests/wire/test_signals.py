@@ -1,0 +1,43 @@
+import os
+import signal
+
+import pytest
+
+from persia_torchrec.wire.signals import EndSignals
+from tests.processes import Processes
+
+pytestmark = pytest.mark.multiprocess
+
+
+def fail_at_each_signal():
+    read, write = os.pipe()
+
+    def react(name):
+        os.write(write, name.encode())
+        raise ValueError("the signal is round")
+
+    with EndSignals(react):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert os.read(read, 64) == number.name.encode()
+
+
+def test_signals_are_received_after_one_whose_reaction_failed(tmp_path):
+    with Processes(tmp_path) as processes:
+        process = processes.start("process", fail_at_each_signal)
+        assert process.status() == 0, process.output()
+        assert process.output().count("ValueError: the signal is round") == 2
+
+
+def fork_a_child_that_leaves():
+    before = signal.getsignal(signal.SIGTERM)
+    with EndSignals(print):
+        child = os.fork()
+    if child == 0:
+        os._exit(3 if signal.getsignal(signal.SIGTERM) is before else 4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_leaves_the_block_with_the_previous_handlers(tmp_path):
+    with Processes(tmp_path) as processes:
+        assert processes.start("process", fork_a_child_that_leaves).status() == 3
