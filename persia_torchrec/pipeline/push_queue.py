@@ -244,8 +244,6 @@ class PushQueue(Generic[Source, Handle]):
         settle = partial(self._settle, push, replies, left)
         for reply in replies:
             reply.add_done_callback(settle)
-        if not replies:
-            settle()
 
     def _settle(
         self,

@@ -171,10 +171,8 @@ def _describe_table(
 
 def _initializer(config: BaseEmbeddingConfig) -> Initializer:
     """Return how rows start: by default TorchRec's +-sqrt(1 / num_embeddings)."""
-    init = config.init_fn
-    if init is None:
-        return Uniform(config.get_weight_init_min(), config.get_weight_init_max())
     # TorchRec itself fills init_fn with a uniform_ between the bounds.
+    init: Any = config.init_fn
     is_partial = isinstance(init, functools.partial) and not init.args
     function, arguments = (init.func, init.keywords) if is_partial else (init, {})
     for known, initializer in _INITIALIZERS.items():

@@ -297,12 +297,6 @@ class MixedSharder(BaseEmbeddingSharder[TableCollection]):
         asked = sharding_type, compute_device_type
         return list({k: 0 for s in self._turn for k in s.compute_kernels(*asked)})
 
-    def storage_usage(
-        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
-    ) -> dict[str, int]:
-        """Return the bytes of a local table; a placeholder's are next to none."""
-        return self._local.storage_usage(tensor, compute_device_type, compute_kernel)
-
     def shard(
         self,
         module: TableCollection,

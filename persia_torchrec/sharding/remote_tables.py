@@ -132,8 +132,7 @@ class Agreement(AnswersAtEnd):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the loss scale of a trainer that trained last."""
-        if self.scaler is None:
-            return
+        assert self.scaler is not None  # without one, trainers join without this
         state = self.scaler.state_dict()
         mine = torch.tensor(
             [is_last_joiner, state["scale"], state[torchrec_api.GROWTH_TRACKER]],

@@ -111,12 +111,6 @@ class PlannedSharder(types.ModuleSharder[nn.Module]):
         """Return the one kernel: lookup and update are the servers' own."""
         return [EmbeddingComputeKernel.FUSED.value]
 
-    def storage_usage(
-        self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str
-    ) -> dict[str, int]:
-        """Return zero bytes: the rows are not on this device."""
-        return {types.ParameterStorage.HBM.value: 0}
-
 
 class CollectionSharder(remote_tables.TableControl, PlannedSharder):
     """Replace a collection of TorchRec's by its remote counterpart."""

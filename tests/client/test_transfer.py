@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from persia_torchrec import AdmitProbability
-from persia_torchrec.client.client import BatchNumber
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.transfer import RowBlock, blocks_of
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
-from persia_torchrec.errors import BatchError, ConfigError, RemoteError
+from persia_torchrec.errors import BatchError, ConfigError, FrameError, RemoteError
 from persia_torchrec.routing.hashing import farmhash64
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Header, Kind, encode_json
+from persia_torchrec.wire.service import Service
 from tests.servers import ids_of
 
 ITEM = TableSpec(name="item", dim=3, optimizer=Adagrad(0.1))
@@ -299,3 +300,22 @@ class TestRequests:
         (reply,) = client._servers.send_all(header, body, "end")
         _, place, ids, rows = reply.frames()
         assert (bytes(place), len(ids), len(rows)) == (b'{"next": null}', 0, 0)
+
+
+def test_an_export_without_its_frames_is_refused():
+    def answer(header, _frames):
+        if header.kind == Kind.HELLO:
+            hello = {"shard": 0, "num_shards": 1, "incarnation": 1}
+            return [encode_json({**hello, "max_request_ids": 100})]
+        if header.kind == Kind.ADD_TABLES:
+            told = {"number": 0, "wants_counts": False, "spec": ITEM.to_json()}
+            return [encode_json([told])]
+        return [encode_json({"next": None})]
+
+    service = Service("no server", answer)
+    client = EmbeddingClient.connect([service.address])
+    client.add_tables([ITEM])
+    with pytest.raises(FrameError, match=r"must have 4 frames\. Received: 2"):
+        list(client.export("item"))
+    client.close()
+    service.close()

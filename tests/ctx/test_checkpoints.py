@@ -131,6 +131,20 @@ def test_the_end_of_the_training_waits_for_a_dump(start, tmp_path):
     assert (tmp_path / "checkpoint-00000001" / "manifest.json").exists()
 
 
+def fail_during_a_dump(job, folder):
+    with ctx_of(job) as ctx:
+        train(ctx, range(5))
+        ctx.dump_embedding(folder, blocking=False)
+        raise ValueError("a bug of the user's")
+
+
+def test_an_exception_ends_the_training_and_frees_the_servers(start, tmp_path):
+    job = start()
+    with pytest.raises(ValueError, match="a bug of the user's"):
+        fail_during_a_dump(job, str(tmp_path / "given up"))
+    job.client.checkpoints.dump(str(tmp_path / "next"))
+
+
 def dump_and_fail(ctx, folder):
     """Begin a dump that ends before its manifest, as an interrupted one does."""
 

@@ -1,5 +1,7 @@
 """Pipelines of several trainers that update jointly, in one process."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -154,6 +156,37 @@ def test_a_trainer_that_is_lost_ends_every_wait_of_the_others(two, staleness):
     waiting.wait(DEADLINE_S).give_up()
     with pytest.raises(RemoteError, match="its connection was lost"):
         first.pipeline.start(bags_of(5), training=True)
+
+
+def at_exit_of(trainer, monkeypatch):
+    """Return what a trainer that joins does at the end of its process."""
+    registered = []
+    monkeypatch.setattr("atexit.register", registered.append)
+    trainer.trainers.join()
+    return registered[0]
+
+
+def test_a_forked_child_that_ends_does_not_speak_for_its_trainer(two, monkeypatch):
+    first, second = two(staleness=0)
+    first.trainers.join()
+    at_exit = at_exit_of(second, monkeypatch)
+    with monkeypatch.context() as child:
+        child.setattr("os.getpid", lambda: 1)
+        at_exit()
+    share = first.trainers.next_share()
+    assert first.client.join(share, "the first") == ""  # all are here
+    at_exit()
+    gone = first.client.join(share, "the first")
+    assert re.search(r"rank 1 \(process \d+ on .*: its script has ended\)", gone)
+
+
+def test_a_trainer_without_connections_ends_quietly(two, monkeypatch, caplog):
+    first, _ = two(staleness=0)
+    at_exit = at_exit_of(first, monkeypatch)
+    monkeypatch.setattr("sys.last_value", ValueError("a bug"), raising=False)
+    first.client.close()
+    at_exit()
+    assert not caplog.records
 
 
 def test_a_trainer_that_has_closed_is_named_when_the_others_begin_anew(two):

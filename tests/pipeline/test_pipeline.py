@@ -384,6 +384,36 @@ def test_a_wait_for_room_ends_in_time(train, monkeypatch):
         batches[1].push(ONE_UPDATE)
 
 
+def test_a_wait_for_an_acknowledgement_ends_in_time(train, monkeypatch):
+    monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
+    trainer = train(2, worker=HeldBack, timeout_s=0.5)
+    trainer.pull().push(ONE_UPDATE)
+    with pytest.raises(StalenessError, match=r"not acknowledged within 0\.6 s"):
+        trainer.pipeline.flush()
+
+
+def test_an_update_that_is_never_sent_for_others_fails_the_next_call(
+    train, monkeypatch
+):
+    monkeypatch.setattr("persia_torchrec.pipeline.push_queue._MARGIN_S", 0.1)
+    trainer = train(2, worker=HeldBack, timeout_s=0.5)
+    trainer.pipeline.bound(held=2, sent=1)
+    for batch in [trainer.pull() for _ in range(2)]:
+        batch.push(ONE_UPDATE)
+    message = r"One of 2 updates must be acknowledged within 0\.6 s"
+    with pytest.raises(StalenessError, match=message):
+        wait_until(trainer.pipeline.raise_error)
+
+
+def test_only_so_many_batches_wait_for_their_pull(train, monkeypatch):
+    monkeypatch.setattr("persia_torchrec.pipeline.pipeline._MAX_WAITING", 3)
+    trainer = train(1)
+    held = trainer.pull()
+    with pytest.raises(StalenessError, match="At most 3 batches can be started"):
+        [trainer.start() for _ in range(5)]  # one of which is taken, for its permit
+    assert held.is_training
+
+
 @pytest.mark.parametrize("bounds", [{"held": 0, "sent": 1}, {"held": 1, "sent": 0}])
 def test_bounds_on_updates_that_allow_none_are_refused(train, bounds):
     with pytest.raises(ConfigError, match="At least one update must be possible"):
@@ -610,6 +640,31 @@ def test_a_closed_pipeline_changes_nothing(train):
     trainer.pipeline.close()
     with pytest.raises(PersiaError, match="closed"):
         trainer.pipeline.change_tables(with_rate(2.0))
+
+
+def test_a_change_that_waits_for_room_ends_with_the_pipeline(train):
+    trainer = train(2, timeout_s=1.0)
+    batch = trainer.pull()
+    trainer.worker.may_push.clear()
+    batch.push(ONE_UPDATE)
+    for rate in range(16):
+        trainer.pipeline.change_tables(with_rate(rate))
+    raised = []
+
+    def change():
+        with pytest.raises(PersiaError, match="closed") as caught:
+            trainer.pipeline.change_tables(with_rate(99.0))
+        raised.append(caught.value)
+
+    waiting = threading.Thread(target=change)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    trainer.pipeline.close()
+    trainer.worker.may_push.set()
+    waiting.join(AT_ONCE_S)
+    assert len(raised) == 1
+    assert trainer.client.table("count").optimizer != SGD(99.0)
 
 
 def num_warnings(caplog):

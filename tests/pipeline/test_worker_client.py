@@ -209,6 +209,33 @@ def test_a_reply_that_is_none_is_refused():
     service.close()
 
 
+def test_a_batch_without_its_arrays_is_refused():
+    told = {"slots": ["item"], "outputs": [[1, 2]], "places": []}
+    service = Service("no worker", lambda _header, _frames: [encode_json(told)])
+    remote = RemoteWorkers([service.address], timeout_s=DEADLINE_S)
+    with pytest.raises(FrameError, match=r"as many arrays\. Received: 2 frames, _Forw"):
+        remote.pull(bags_of([1]), number(1))
+    remote.close()
+    service.close()
+
+
+def test_workers_of_other_slots_are_refused(servers):
+    client = servers.client(servers.start(1))
+    client.add_tables([TABLE])
+    services = [
+        Service("worker", WorkerProcess(lookup, IdBuffer(1, expires_s=60)).answer)
+        for lookup in (
+            SlotsLookup(client, [FEATURE]),
+            SlotsLookup(client, [FeatureSpec(name="ad", key="ad", table="item")]),
+        )
+    ]
+    remote = RemoteWorkers([service.address for service in services])
+    with pytest.raises(ConfigError, match=r"same slots\. Received: embedding worker 1"):
+        remote.hello()
+    for closable in (remote, *services):
+        closable.close()
+
+
 def test_a_job_without_workers_is_refused():
     with pytest.raises(ConfigError, match="At least one address"):
         RemoteWorkers([])

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.sharding.remote_tables import RemoteTables, TableControl
+from persia_torchrec.sharding.remote_tables import Agreement, RemoteTables, TableControl
 from tests.processes import wait_until
 from tests.sharding.remote_job import (
     CPU,
@@ -239,3 +241,11 @@ def test_without_a_scaler_a_bad_gradient_is_the_servers_to_refuse(trainer):
     trainer.sharder.flush()
     assert trainer.module.num_skipped == 0
     assert trainer.module.pipeline.tally.total.num_refused == 2  # ids 0 and 1
+
+
+def test_without_a_dense_half_the_agreement_itself_counts_who_still_trains(job):
+    agreement = Agreement(dist.GroupMember.WORLD, CPU)
+    agreement.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with Join([agreement]):
+        assert [agreement.any(is_true) for is_true in (True, False)] == [True, False]
+    assert agreement.scaler.get_scale() == 2.0

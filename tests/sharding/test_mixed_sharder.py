@@ -265,6 +265,17 @@ def test_the_columns_are_in_the_order_of_the_unsharded_collection(job):
     assert not torch.equal(user, home)
 
 
+def test_the_steps_of_torchrec_may_be_taken_one_by_one(job):
+    bags = put_some_on_servers(job, constraints=constraints("table_wise")).module.bags
+    bags.eval()
+    ids, _ = next(batches(1))
+    ctx = bags.create_context()
+    given = bags.input_dist(ctx, ids).wait().wait()
+    pooled = bags.output_dist(ctx, bags.compute(ctx, given)).wait()
+    assert pooled.keys() == COLUMNS
+    assert torch.equal(pooled.values(), bags(ids).values())
+
+
 def test_a_collection_that_is_wholly_on_one_side_is_that_sides_own(job):
     on_servers = shard(Model(), mixed_sharder(job, Placement()))
     job.adopt(on_servers)

@@ -104,3 +104,12 @@ def test_a_gradient_that_is_not_finite_can_be_left_out(job, model, bad):
     assert output.grad_fn is not None
     assert np.array_equal(job.read("term", [1]), before)
     assert job.total("open_batches") == 0
+
+
+def test_the_steps_of_torchrec_may_be_taken_one_by_one(job, model):
+    (module,) = remote_modules(model)
+    ctx = module.create_context()
+    given = module.input_dist(ctx, batch_of([1])).wait().wait()
+    (batch,) = given
+    output = module.output_dist(ctx, module.compute(ctx, batch)).wait().values()
+    assert torch.equal(output.detach(), torch.from_numpy(job.read("term", [1])))

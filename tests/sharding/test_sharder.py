@@ -172,3 +172,12 @@ def test_a_collection_on_the_servers_cannot_be_copied_to_another_device(job):
     for copied in (lambda: module.copy(CPU), lambda: copy.deepcopy(model)):
         with pytest.raises(ConfigError, match="cannot be copied to another device"):
             copied()
+
+
+def test_trainers_that_update_jointly_must_have_a_process_group(job):
+    sharder = RemoteEmbeddingBagCollectionSharder(job.client)
+    two = ShardingEnv.from_local(2, 0)
+    with pytest.raises(
+        ConfigError, match=r"must have a process group\. Received: none"
+    ):
+        sharder.put_on_servers(Bags(TABLES).bags, two, CPU)

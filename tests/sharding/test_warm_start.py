@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -27,6 +29,28 @@ SPECS = [
     TableSpec(name="plain", dim=3, optimizer=SGD(0.1)),
     TableSpec(name="halves", dim=3, optimizer=SGD(0.1), weight_dtype="bf16"),
 ]
+
+
+@pytest.fixture
+def group():
+    """Be the only process of a group, as sharded tensors need one."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(whole, *offsets):
+    """Return a tensor of two equal shards, which begin at the offsets."""
+    size = [whole.shape[0] - offsets[1][0], whole.shape[1] - offsets[1][1]]
+    shards = [
+        Shard.from_tensor_and_offsets(
+            whole[row : row + size[0], column : column + size[1]].clone(),
+            [row, column],
+            rank=0,
+        )
+        for row, column in offsets
+    ]
+    return init_from_local_shards(shards, *whole.shape)
 
 
 @pytest.fixture
@@ -98,6 +122,28 @@ class TestLoad:
         item = torch.from_numpy(client.read("item", numbers(6)))
         assert torch.equal(item, torch.cat([matrix(6, 2), means, squares], dim=1))
         assert (client.step("user"), client.step("item")) == (0, 50)
+
+    @pytest.mark.usefixtures("group")
+    def test_all_shards_by_rows_are_loaded(self, client):
+        weight = sharded(matrix(6, 3), (0, 0), (3, 0))
+        assert load_tables(client, {"plain": weight}, ["plain"]) == {"plain": 6}
+        assert np.array_equal(client.read("plain", numbers(6)), matrix(6, 3).numpy())
+
+    @pytest.mark.usefixtures("group")
+    def test_shards_by_columns_are_refused(self, client):
+        weight = sharded(matrix(6, 4), (0, 0), (0, 2))
+        message = (
+            r"sharded by rows\. Received: a shard of \(6, 2\) of \(6, 4\)\. Gather"
+        )
+        with pytest.raises(BatchError, match=message):
+            load_tables(client, {"user": weight}, ["user"])
+
+    @pytest.mark.usefixtures("group")
+    def test_state_that_is_sharded_otherwise_than_the_weights_is_refused(self, client):
+        weight = sharded(matrix(6, 4), (0, 0), (3, 0))
+        state = {"state": {"user": {"sum": torch.zeros(6)}}}
+        with pytest.raises(BatchError, match=r"alike\. Received: \[2, 1\] shards here"):
+            load_tables(client, {"user": weight}, ["user"], optimizer_state=state)
 
     def test_the_step_may_be_given(self, client):
         load_tables(client, {"item": matrix(2, 2)}, ["item"], step=7)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from persia_torchrec.distributed import BaguaDistributedOption, DDPOption
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, DiscoveryError
 from tests.local_job import LocalJob, run_two_trainers
 from tests.ports import draw_port
 from tests.processes import Processes
@@ -200,6 +200,17 @@ def test_a_file_of_an_earlier_job_is_refused(tmp_path, monkeypatch, job):
     monkeypatch.setenv("WORLD_SIZE", "2")
     option = DDPOption("file", "gloo", sync_file=str(file))
     with pytest.raises(ConfigError, match="sync_file must not exist before the job"):
+        job.train_ctx(distributed_option=option)
+
+
+def test_a_file_that_trainer_0_does_not_make_is_waited_for_in_time(
+    tmp_path, monkeypatch, job
+):
+    monkeypatch.setattr("persia_torchrec.timeouts.RENDEZVOUS_S", 0.1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    option = DDPOption("file", "gloo", sync_file=str(tmp_path / "sync file"))
+    with pytest.raises(DiscoveryError, match=r"must make sync_file within 0\.1 s"):
         job.train_ctx(distributed_option=option)
 
 
