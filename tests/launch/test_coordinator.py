@@ -73,6 +73,19 @@ def test_an_exception_of_a_trainer_ends_every_process_and_is_in_every_log(proces
 
 
 @multiprocess
+def test_a_trainer_that_is_done_fails_with_the_job(processes):
+    job = Job(processes, trainer=2)
+    done = job.start("trainer", "print('trained')", index=0)
+    late = job.start("trainer", WAIT_FOR_GO + "raise ValueError('no data')", index=1)
+    done.has_printed("has ended, waiting")
+    (job.folder / "go").touch()
+    for running in (done, late, job.coordinator):
+        assert running.status() == 1
+        assert "trainer 1: ValueError: no data" in running.output()
+    assert "Traceback" not in done.output()
+
+
+@multiprocess
 def test_a_killed_member_ends_the_job(processes):
     job = Job(processes, loader=1, trainer=1)
     loader = job.start("loader", WAIT_FOR_EVER)

@@ -204,6 +204,21 @@ def test_the_installed_command_is_this_one():
     assert getattr(importlib.import_module(module), function) is persia_launcher.main
 
 
+def test_the_module_runs_as_the_command(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
+    command = [sys.executable, "-m", "persia_torchrec.launch.persia_launcher"]
+    ended = subprocess.run(
+        [*command, "coordinator"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("persia-launcher: The coordinator, without --port")
+
+
 def test_without_a_coordinator_nothing_starts(monkeypatch):
     monkeypatch.delenv("PERSIA_STORE_PORT")
     for arguments in (["nn-worker", "a.py"], ["data-loader", "a.py"], ["coordinator"]):
