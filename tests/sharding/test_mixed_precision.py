@@ -10,9 +10,9 @@ from torchrec import EmbeddingBagConfig
 from torchrec.distributed.types import ShardingEnv
 
 from persia_torchrec import SGD, RemoteEmbeddingBagCollectionSharder
-from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.errors import BatchError, ConfigError, JobError
 from persia_torchrec.sharding.remote_tables import Agreement, RemoteTables, TableControl
-from tests.processes import wait_until
+from tests.processes import Processes, wait_until
 from tests.sharding.remote_job import (
     CPU,
     META,
@@ -249,3 +249,25 @@ def test_without_a_dense_half_the_agreement_itself_counts_who_still_trains(job):
     with Join([agreement]):
         assert [agreement.any(is_true) for is_true in (True, False)] == [True, False]
     assert agreement.scaler.get_scale() == 2.0
+
+
+def agree(rank, folder):
+    """Be one of two trainers that agree once; rank 1 ends before the second time."""
+    store = dist.FileStore(str(folder / "group"), 2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+    agreement = Agreement(dist.GroupMember.WORLD, CPU)
+    assert agreement.any(rank == 1)
+    if rank == 0:
+        with pytest.raises(JobError, match="All trainers must take part when they agr"):
+            agreement.any(False)
+
+
+@pytest.mark.multiprocess
+def test_an_agreement_without_one_of_the_trainers_is_an_error(tmp_path):
+    with Processes(tmp_path) as processes:
+        trainers = [
+            processes.start(f"trainer {rank}", agree, rank, tmp_path)
+            for rank in range(2)
+        ]
+        for trainer in trainers:
+            assert trainer.status() == 0, trainer.output()
