@@ -457,12 +457,19 @@ class JobMember:
             self.record.leave()
         except JobError as exc:
             self._end("failed", f"{self.who} lost the coordinator: {exc}")
+        except Exception as exc:  # else the guard would blame the coordinator
+            logger.exception("the heartbeat of %s broke", self.who)
+            self._end("failed", f"the heartbeat of {self.who} broke: {exc!r}")
 
     def _guard(self) -> None:
         """End the process with the job; in a thread that touches no network."""
-        self._watch_parent_and_beats()
-        self._callbacks.set_result(None)
-        self._end_process()
+        try:
+            self._watch_parent_and_beats()
+            self._callbacks.set_result(None)
+            self._end_process()
+        except Exception:  # else the process would outlive its job
+            logger.exception("the guard of %s broke", self.who)
+            os._exit(1)
 
     def _watch_parent_and_beats(self) -> None:
         """Return once the job has ended, for any reason."""

@@ -71,6 +71,15 @@ def test_a_member_that_compiles_reports_it_with_its_heartbeats(book, processes):
     assert member.status() == 0
 
 
+def test_a_heartbeat_that_breaks_ends_its_member_and_says_why(book, processes):
+    member = processes.start("member", members.break_heartbeat, book.port)
+    assert member.status() == 1
+    assert "the heartbeat of server 0 broke: ValueError" in member.output()
+    state, reason = book.state()
+    assert state == "failed"
+    assert "server 0" in reason
+
+
 def test_a_member_whose_main_thread_is_stuck_is_ended_when_the_job_fails(
     book, processes
 ):
