@@ -28,6 +28,8 @@ def serve(
     image: str = "",
     env: Optional[Dict[str, str]] = None,
     imports: str = "",
+    roles_file: str = "",
+    set: str = "",
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
 
@@ -52,6 +54,9 @@ def serve(
         env: further variables for every role, as NAME=value,NAME=value
         imports: modules that servers and workers import, separated by commas, which
             register optimizers, initializers or admissions of their own
+        roles_file: a file of what each role asks the scheduler for, on the machine that
+            runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
+        set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -61,6 +66,7 @@ def serve(
         image=image,
         env=env or {},
         imports=imports,
+        settings=roles.read_settings(roles_file, set),
     )
     return specs.AppDef(
         name=roles.APP_NAME,

@@ -29,6 +29,8 @@ def train(
     image: str = "",
     env: Optional[Dict[str, str]] = None,
     imports: str = "",
+    roles_file: str = "",
+    set: str = "",
 ) -> specs.AppDef:
     """Train a model whose embeddings live on servers.
 
@@ -51,6 +53,9 @@ def train(
         env: further variables for every role, as NAME=value,NAME=value
         imports: modules that servers and workers import, separated by commas, which
             register optimizers, initializers or admissions of their own
+        roles_file: a file of what each role asks the scheduler for, on the machine that
+            runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
+        set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -60,10 +65,11 @@ def train(
         image=image,
         env=env or {},
         imports=imports,
+        settings=roles.read_settings(roles_file, set),
     )
     loaders = (
         [roles.scripts(job, "loader", data_loader, data_loaders)]
-        if data_loaders
+        if job.num_replicas("loader", data_loaders)
         else []
     )
     return specs.AppDef(

@@ -25,6 +25,8 @@ def embedding_server(
     image: str = "",
     env: Optional[Dict[str, str]] = None,
     imports: str = "",
+    roles_file: str = "",
+    set: str = "",
 ) -> specs.AppDef:
     """Start the embedding servers, one process per shard.
 
@@ -41,8 +43,14 @@ def embedding_server(
         env: further variables for the role, as NAME=value,NAME=value
         imports: modules that the role imports, separated by commas, which register
             optimizers, initializers or admissions of their own
+        roles_file: a file of what the role asks the scheduler for, on the machine that
+            runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
+        set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
     """
-    job = _job(host, port, embedding_config, global_config, python, image, env, imports)
+    asked = roles.read_settings(roles_file, set)
+    job = _job(
+        host, port, embedding_config, global_config, python, image, env, asked, imports
+    )
     return _app(roles.embedding_servers(job, replicas, eviction))
 
 
@@ -56,6 +64,8 @@ def embedding_worker(
     image: str = "",
     env: Optional[Dict[str, str]] = None,
     imports: str = "",
+    roles_file: str = "",
+    set: str = "",
 ) -> specs.AppDef:
     """Start the embedding workers.
 
@@ -70,8 +80,14 @@ def embedding_worker(
         env: further variables for the role, as NAME=value,NAME=value
         imports: modules that the role imports, separated by commas, which register
             optimizers, initializers or admissions of their own
+        roles_file: a file of what the role asks the scheduler for, on the machine that
+            runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
+        set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
     """
-    job = _job(host, port, embedding_config, global_config, python, image, env, imports)
+    asked = roles.read_settings(roles_file, set)
+    job = _job(
+        host, port, embedding_config, global_config, python, image, env, asked, imports
+    )
     return _app(roles.embedding_workers(job, replicas))
 
 
@@ -85,6 +101,8 @@ def data_loader(
     python: str = "python3",
     image: str = "",
     env: Optional[Dict[str, str]] = None,
+    roles_file: str = "",
+    set: str = "",
 ) -> specs.AppDef:
     """Start the data loaders.
 
@@ -98,8 +116,12 @@ def data_loader(
         python: interpreter, looked up in PATH where the role runs
         image: container image; not used by local_cwd
         env: further variables for the role, as NAME=value,NAME=value
+        roles_file: a file of what the role asks the scheduler for, on the machine that
+            runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
+        set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
     """
-    job = _job(host, port, embedding_config, global_config, python, image, env)
+    asked = roles.read_settings(roles_file, set)
+    job = _job(host, port, embedding_config, global_config, python, image, env, asked)
     return _app(roles.scripts(job, "loader", script, replicas))
 
 
@@ -114,6 +136,8 @@ def nn_worker(
     python: str = "python3",
     image: str = "",
     env: Optional[Dict[str, str]] = None,
+    roles_file: str = "",
+    set: str = "",
 ) -> specs.AppDef:
     """Start the NN workers, one process per device.
 
@@ -128,8 +152,12 @@ def nn_worker(
         python: interpreter, looked up in PATH where the role runs
         image: container image; not used by local_cwd
         env: further variables for the role, as NAME=value,NAME=value
+        roles_file: a file of what the role asks the scheduler for, on the machine that
+            runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
+        set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
     """
-    job = _job(host, port, embedding_config, global_config, python, image, env)
+    asked = roles.read_settings(roles_file, set)
+    job = _job(host, port, embedding_config, global_config, python, image, env, asked)
     return _app(roles.scripts(job, "trainer", script, replicas, gpus=gpus))
 
 
@@ -141,6 +169,7 @@ def _job(
     python: str,
     image: str,
     env: Optional[Dict[str, str]],
+    settings: Dict[str, roles.RoleSettings],
     imports: str = "",
 ) -> roles.JobSettings:
     return roles.JobSettings(
@@ -152,6 +181,7 @@ def _job(
         image=image,
         env=env or {},
         imports=imports,
+        settings=settings,
     )
 
 

@@ -59,8 +59,18 @@ def read_text(path: str | Path) -> str:
 
 def parse_yaml(text: str, path: str | Path) -> object:
     """Parse YAML into plain values, or raise ConfigError, as for a duplicate key."""
+    documents = parse_documents(text, path)
+    if len(documents) > 1:
+        raise ConfigError(
+            f"{path} must be one document. Received: {len(documents)}, after lines ---."
+        )
+    return documents[0] if documents else None
+
+
+def parse_documents(text: str, path: str | Path) -> list[object]:
+    """Parse the documents of a YAML file; lines of ``---`` are between them."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return list(yaml.load_all(text, Loader=_Loader))
     except (yaml.YAMLError, ValueError) as exc:  # ValueError: an impossible date
         raise ConfigError(f"{path} must be YAML. Received: {exc}.") from exc
 
@@ -75,7 +85,15 @@ def parse_file(kind: type[T], text: str, top: KeyPath, file: str, *, warns: bool
                 _apply(row, section, key, at)
         if found and warns and row.kind != "zero":
             _warn(top.source, row)
-    return _read_section(kind, content, top)
+    return read_section(kind, content, top)
+
+
+def read_section(kind: type[T], content: object, at: KeyPath) -> T:
+    """Check plain values, strictly, and make them a struct; None is an empty section.
+
+    An unknown key is a ConfigError with the nearest known one.
+    """
+    return convert(_check_keys(content, kind, at), kind, at, ConfigError)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -145,16 +163,12 @@ def _warn(file: str, row: OtherKey) -> None:
     logger.warning(message, file, row.key_path, row.right_key, row.reason)
 
 
-def _read_section(kind: type[T], content: object, at: KeyPath) -> T:
-    return convert(_check_keys(content, kind, at), kind, at, ConfigError)
-
-
 def _check_keys(content: object, kind: Any, at: KeyPath) -> object:
     """Return a section with its keys checked, and ``{}`` for each empty one in it."""
     if get_origin(kind) is dict:  # msgspec would not name the entry with a mistake
         entry = get_args(kind)[1]
         return {
-            name: _read_section(entry, value, at.under(name))
+            name: read_section(entry, value, at.under(name))
             for name, value in _require_mapping(content, at).items()
         }
     structs = [k for k in (kind, *get_args(kind)) if hasattr(k, "__struct_fields__")]

@@ -4,17 +4,29 @@ A job is one ``AppDef``: the coordinator first, because torchx's macro ``rank0_e
 names the host of the first role, then servers, embedding workers, data loaders and
 trainers. Role names are plain letters: Kubernetes turns others into something else.
 Variables tell a process its index, its files and where the others are, see ``env.py``;
-flags, the rest.
+flags, the rest. What a role asks the scheduler for is a file, and words over it::
+
+    all: {image: "registry/job:7", volumes: ["census:/data:ro"]}
+    server: {replicas: 2, cpu: 8, memory: 64Gi}
+    trainer: {gpus: 1, env: {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}}
+
+    --roles_file roles.yml --set "server.cpu=16 trainer.env.LOG_LEVEL=DEBUG"
 """
 
+import math
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, Struct, structs
 from torchx import specs
 
 from persia_torchrec.command_line import format_flags
+from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
+from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError
 
@@ -29,6 +41,120 @@ _SETTINGS = {  # how components call the number of processes of a role
 }
 
 
+_UNITS = {
+    "m": Fraction(1, 1000),
+    "": Fraction(1),
+    **{unit: Fraction(1000**n) for n, unit in enumerate("kMGTPE", 1)},
+    **{f"{unit}i": Fraction(1024**n) for n, unit in enumerate("KMGTPE", 1)},
+}
+_VOLUME = re.compile(r"(?P<source>[^:,\s]+):(?P<path>/[^:,\s]*)(:(?P<mode>ro|rw))?")
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class RoleSettings(Struct, frozen=True, kw_only=True):
+    """What each process of a role asks the scheduler for; unset: the scheduler's."""
+
+    replicas: Count | None = None  # processes of the role
+    cpu: int | float | str | None = None  # processors, as 8 or 500m
+    memory: int | str | None = None  # bytes, as 64Gi or 500M
+    gpus: Count | None = None
+    # A claim, or a path of the host: ``claim:/path/in/container`` and ``:ro``.
+    volumes: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    image: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("cpu", "memory"):
+            amount = getattr(self, name)
+            if amount is not None and quantity(amount) <= 0:
+                raise ConfigError(f"{name} must be > 0. Received: {amount!r}.")
+        paths = [mount.dst_path for mount in self.mounts()]
+        if len(set(paths)) < len(paths):
+            raise ConfigError(
+                "volumes must mount one volume at a path. "
+                f"Received: {', '.join(self.volumes)}."
+            )
+
+    def over(self, other: "RoleSettings") -> "RoleSettings":
+        """Return the settings of both; volumes add up, of others these replace."""
+        given = {name: v for name, v in structs.asdict(self).items() if v is not None}
+        given["volumes"] = (*other.volumes, *self.volumes)
+        given["env"] = {**other.env, **self.env}
+        return structs.replace(other, **given)
+
+    def resource(self, gpus: int) -> specs.Resource:
+        """Return torchx's form; -1 is what the scheduler gives."""
+        cpu, memory = quantity(self.cpu or -1), quantity(self.memory or -1)
+        return specs.Resource(
+            cpu=int(cpu) if cpu.denominator == 1 else float(cpu),
+            memMB=math.ceil(memory / 10**6) if memory > 0 else -1,
+            gpu=gpus,
+        )
+
+    def mounts(self) -> list[specs.VolumeMount | specs.BindMount]:
+        """Return torchx's form of the volumes."""
+        mounts = []
+        for volume in self.volumes:
+            match = _VOLUME.fullmatch(volume)
+            if match is None:
+                raise ConfigError(
+                    "volumes must list CLAIM:/PATH or /PATH_OF_HOST:/PATH, with :ro "
+                    f"after it to be read only. Received: {volume!r}."
+                )
+            kind = specs.BindMount if match["source"][0] == "/" else specs.VolumeMount
+            mounts.append(kind(match["source"], match["path"], match["mode"] == "ro"))
+        return mounts
+
+
+class RolesFile(Struct, frozen=True, kw_only=True):
+    """The file; a job takes the sections of the roles that it has."""
+
+    all: RoleSettings = RoleSettings()  # of each role; what its own section says holds
+    coordinator: RoleSettings = RoleSettings()
+    server: RoleSettings = RoleSettings()
+    worker: RoleSettings = RoleSettings()
+    loader: RoleSettings = RoleSettings()
+    trainer: RoleSettings = RoleSettings()
+    predictor: RoleSettings = RoleSettings()
+
+    def __post_init__(self) -> None:
+        for name in ("all", "coordinator"):
+            if getattr(self, name).replicas is not None:
+                raise ConfigError(f"{name}.replicas must be left out.")
+
+
+def read_settings(roles_file: str, words: str) -> dict[str, RoleSettings]:
+    """Return the settings by role: those of a file, and over them those in ``words``.
+
+    Either may be empty. ``words`` are as in a shell: ``server.cpu=8 all.env.NAME=x``.
+    """
+    layers = []
+    if roles_file:
+        content = parse_yaml(read_text(roles_file), roles_file)
+        layers.append(read_section(RolesFile, content, KeyPath(roles_file)))
+    if words:
+        layers.append(read_section(RolesFile, _parse_words(words), KeyPath("set")))
+    settings = {}
+    for name in RolesFile.__struct_fields__[1:]:
+        settings[name] = RoleSettings()
+        for section in ("all", name):
+            for layer in layers:
+                settings[name] = getattr(layer, section).over(settings[name])
+    return settings
+
+
+def quantity(amount: float | str) -> Fraction:
+    """Return what Kubernetes means by an amount, as 0.5, "500m" or "64Gi"."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([A-Za-z]{0,2})", str(amount))
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(
+            "cpu and memory must be numbers, with one of Kubernetes' units or none, as "
+            f"500m or 64Gi. Received: {amount!r}."
+        )
+    return Fraction(match[1]) * _UNITS[match[2]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings:
     """What all roles of one job have in common."""
@@ -41,6 +167,7 @@ class JobSettings:
     image: str = ""  # passed to the scheduler unchanged
     env: Mapping[str, str] = field(default_factory=dict)  # further variables
     imports: str = ""  # modules that servers and workers import, separated by commas
+    settings: Mapping[str, RoleSettings] = field(default_factory=dict)  # by role
 
     def __post_init__(self) -> None:
         for name in ("embedding_config", "global_config", "python"):
@@ -49,20 +176,22 @@ class JobSettings:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
             )
-        variables = self._variables(1)
-        reserved = sorted(self.env.keys() & variables.keys())
+        variables = self.variables(1)
+        of_user = [self.env, *(role.env for role in self.settings.values())]
+        reserved = sorted({name for env in of_user for name in env.keys() & variables})
         if reserved:
             raise ConfigError(
                 f"env must not set what the job sets itself. Received: {reserved}."
             )
         # Slurm takes the variables as one list, separated by commas.
-        for name, value in {**variables, **self.env}.items():
-            if "," in value:
-                raise ConfigError(
-                    f"A variable must hold no comma. Received: {name}={value!r}."
-                )
+        for env in (variables, *of_user):
+            for name, value in env.items():
+                if "," in value:
+                    raise ConfigError(
+                        f"A variable must hold no comma. Received: {name}={value!r}."
+                    )
 
-    def _variables(self, num_replicas: int) -> dict[str, str]:
+    def variables(self, num_replicas: int) -> dict[str, str]:
         """Return the variables by which a process finds the job and its index in it."""
         job = {"PERSIA_STORE_HOST": self.host}
         if not self.host:  # else a single role, which joins whichever job is there
@@ -84,6 +213,11 @@ class JobSettings:
         """Return the modules of ``imports``."""
         return [name.strip() for name in self.imports.split(",") if name.strip()]
 
+    def num_replicas(self, role: str, number: int) -> int:
+        """Return the number of processes that an argument or the settings give."""
+        given = self.settings.get(role, RoleSettings()).replicas
+        return _agree(_SETTINGS[role], number, 1, f"{role}.replicas", given)
+
     def role(
         self,
         name: str,
@@ -94,23 +228,32 @@ class JobSettings:
         gpus: int = 0,
     ) -> specs.Role:
         """Build a role that runs a module of this package."""
+        own = self.settings.get(name, RoleSettings())
+        if name in _SETTINGS:
+            num_replicas = self.num_replicas(name, num_replicas)
         if num_replicas < 1:
             raise ConfigError(
                 f"{_SETTINGS[name]} must be >= 1. Received: {num_replicas}."
             )
+        gpus = _agree(f"the {name}'s GPUs", gpus, 0, f"{name}.gpus", own.gpus)
         return specs.Role(
             name=name,
-            image=self.image,
+            image=own.image or self.image,
             entrypoint=self.python,
             args=["-m", f"persia_torchrec.{module}", *arguments],
-            env={**self._variables(num_replicas), **self.env},  # torchx adds to it
+            # torchx adds to it
+            env={**self.variables(num_replicas), **self.env, **own.env},
             num_replicas=num_replicas,
-            resource=specs.Resource(cpu=-1, gpu=gpus, memMB=-1),
+            resource=own.resource(gpus),
+            mounts=own.mounts(),
         )
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:
     """Build the first role of a job, with ``num_servers`` and the other counts."""
+    for name, number in counts.items():
+        role = name.removeprefix("num_").removesuffix("s")
+        counts[name] = job.num_replicas(role, number)
     flags = format_flags(port=job.port, **counts)
     return job.role("coordinator", "launch.coordinator", flags)
 
@@ -151,6 +294,7 @@ def predictors(
 ) -> specs.Role:
     """Build the role of the inference servers; the i-th listens on ``port + i``."""
     _require_text("http_host", host)
+    num_predictors = job.num_replicas("predictor", num_predictors)
     if port < 1 or port + num_predictors - 1 > MAX_PORT:
         raise ConfigError(
             f"http_port must be in [1, {MAX_PORT}], with those that follow it for the "
@@ -177,14 +321,52 @@ def scripts(
     _require_text(name, script)
     if gpus < 0:
         raise ConfigError(f"{name}_gpus must be >= 0. Received: {gpus}.")
+    words = _split(name, "a file name and its arguments", script)
+    return job.role(role, "launch.script", [role, *words], num, gpus=gpus)
+
+
+def _parse_words(text: str) -> dict[str, dict[str, Any]]:
+    """Parse ``server.cpu=8 all.env.NAME=x`` into what a file would say."""
+    content: dict[str, dict[str, Any]] = {}
+    for word in _split("set", "words as server.cpu=8", text):
+        key, is_given, value = word.partition("=")
+        role, _, name = key.partition(".")
+        if not (is_given and role and name):
+            raise ConfigError(
+                "set must be words as server.cpu=8 or all.env.NAME=value. "
+                f"Received: {word!r}."
+            )
+        section = content.setdefault(role, {})
+        if name.startswith("env."):
+            section.setdefault("env", {})[name.removeprefix("env.")] = value
+        elif name == "volumes":
+            section[name] = value.split(",")
+        else:
+            section[name] = int(value) if value.isdecimal() else value
+    return content
+
+
+def _split(name: str, kind: str, text: str) -> list[str]:
     try:
-        words = shlex.split(script)
+        return shlex.split(text)
     except ValueError as exc:
         raise ConfigError(
-            f"{name} must be a file name and its arguments, as in a shell. "
-            f"Received: {script!r} ({exc})."
+            f"{name} must be {kind}, as in a shell. Received: {text!r} ({exc})."
         ) from exc
-    return job.role(role, "launch.script", [role, *words], num, gpus=gpus)
+
+
+def _agree(
+    argument: str, number: int, default: int, setting: str, given: int | None
+) -> int:
+    """Return what an argument, or a setting of the role in its place, says."""
+    if given is None:
+        return number
+    if number not in (default, given):
+        raise ConfigError(
+            f"{argument} and {setting} must be the same, or one of them left out. "
+            f"Received: {number} and {given}."
+        )
+    return given
 
 
 def _require_text(name: str, value: str) -> None:

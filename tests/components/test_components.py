@@ -1,10 +1,10 @@
 import ast
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from torchx.runner import get_runner
 from torchx.specs.finder import get_component
 
@@ -65,8 +65,6 @@ def test_every_component_is_listed_here():
 def test_a_component_is_understood_by_every_scheduler(
     runner, tmp_path, name, scheduler
 ):
-    if scheduler == "kubernetes" and not importlib.util.find_spec("kubernetes"):
-        pytest.skip("torchx needs the package kubernetes to speak to it")
     app = load(name)(**COMPONENTS[name])
     request = str(runner.dryrun(app, scheduler, cfg_of(scheduler, tmp_path)))
     for role in app.roles:
@@ -212,6 +210,135 @@ def test_an_inference_job_has_no_trainers():
 def test_invalid_settings_of_an_inference_job_are_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         serve(**changes)
+
+
+ROLES_FILE = """
+all: {image: "registry/job:7", volumes: ["census:/data:ro"], env: {LOG_LEVEL: INFO}}
+coordinator: {cpu: 500m, memory: 2Gi}
+server: {replicas: 3, cpu: 8, memory: 64Gi, volumes: ["/mnt/ssd:/rows"]}
+loader: {image: "registry/loader:1"}
+trainer: {replicas: 2, gpus: 1, env: {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}}
+predictor:
+"""
+WORDS = "server.cpu=16 loader.env.LOG_LEVEL='a b' worker.volumes=a:/b,/c:/d:ro"
+
+
+@pytest.fixture
+def roles_file(tmp_path):
+    path = tmp_path / "roles.yml"
+    path.write_text(ROLES_FILE)
+    return str(path)
+
+
+def test_each_pod_gets_what_its_role_asks_for(runner, roles_file):
+    arguments = {**COMPONENTS["job.py:train"], "roles_file": roles_file, "set": WORDS}
+    app = load("job.py:train")(**arguments)
+    job = yaml.safe_load(str(runner.dryrun(app, "kubernetes", {"queue": "default"})))
+    pods = {task["name"]: task["template"]["spec"] for task in job["spec"]["tasks"]}
+    servers = [f"server-{index}" for index in range(3)]
+    trainers = ["trainer-0", "trainer-1"]
+    assert list(pods) == ["coordinator-0", *servers, "worker-0", "loader-0", *trainers]
+    containers = {name: pod["containers"][0] for name, pod in pods.items()}
+    limits = {name: c["resources"]["limits"] for name, c in containers.items()}
+    assert limits == {
+        "coordinator-0": {"cpu": "500m", "memory": "2148M"},
+        **{name: {"cpu": "16000m", "memory": "68720M"} for name in servers},
+        "worker-0": {},
+        "loader-0": {},
+        **{name: {"nvidia.com/gpu": "1"} for name in trainers},
+    }
+    images = {name: container["image"] for name, container in containers.items()}
+    assert images.pop("loader-0") == "registry/loader:1"
+    assert set(images.values()) == {"registry/job:7"}
+    claim = {"claimName": "census"}
+    for pod in pods.values():
+        assert pod["volumes"][1] == {"name": "mount-0", "persistentVolumeClaim": claim}
+    host = {"name": "mount-1", "hostPath": {"path": "/mnt/ssd"}}
+    assert pods["server-2"]["volumes"][2:] == [host]
+    mounts = containers["worker-0"]["volumeMounts"][1:]
+    assert [(m["mountPath"], m["readOnly"]) for m in mounts] == [
+        *(("/data", True), ("/b", False), ("/d", True))
+    ]
+    env = {e["name"]: e["value"] for e in containers["trainer-1"]["env"]}
+    assert env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert (env["LOG_LEVEL"], env["REPLICA_SIZE"]) == ("INFO", "2")
+    env = {e["name"]: e["value"] for e in containers["loader-0"]["env"]}
+    assert env["LOG_LEVEL"] == "a b"
+    flags = containers["coordinator-0"]["command"]
+    assert flags[flags.index("--num-servers") + 1] == "3"
+
+
+def test_slurm_gets_processors_memory_and_gpus(runner, tmp_path, roles_file):
+    arguments = {**COMPONENTS["job.py:train"], "roles_file": roles_file}
+    app = load("job.py:train")(**arguments)
+    script = str(runner.dryrun(app, "slurm", cfg_of("slurm", tmp_path)))
+    assert script.count("--cpus-per-task=8 --mem=68720") == 3
+    assert script.count("--gpus-per-task=1") == 2
+
+
+def test_every_component_takes_settings_of_its_roles(roles_file):
+    for name, arguments in COMPONENTS.items():
+        # Arguments that the file would contradict.
+        given = {k: v for k, v in arguments.items() if k not in ("replicas", "gpus")}
+        app = load(name)(**given, roles_file=roles_file, set="all.cpu=3 server.cpu=7")
+        for role in app.roles:
+            cpus = {"server": 7, "coordinator": 0.5}
+            assert role.resource.cpu == cpus.get(role.name, 3)
+
+
+def test_a_file_may_leave_the_loaders_out():
+    assert "loader" not in train(set="loader.replicas=0")
+    assert train(set="loader.replicas=3")["loader"].num_replicas == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("servr.cpu=8", r"set: servr is unknown\. Did you mean 'server'"),
+        ("server.cpus=8", r"set: server\.cpus is unknown\. Did you mean 'cpu'"),
+        ("server.cpu=all", "server: cpu and memory must be numbers, with one of"),
+        ("server.memory=64GiB", "Received: '64GiB'"),
+        ("server.cpu=0", r"server: cpu must be > 0\. Received: 0"),
+        ("server.memory=-1", "memory must be > 0"),
+        ("trainer.gpus=one", r"trainer\.gpus must be an integer"),
+        ("trainer.gpus=-1", r"trainer\.gpus must be .*Received: '-1'"),
+        ("server.volumes=data", "CLAIM:/PATH or /PATH_OF_HOST:/PATH.*'data'"),
+        ("server.volumes=a:/d,b:/d", "one volume at a path"),
+        ("all.volumes=a:/d server.volumes=b:/d", "one volume at a path"),
+        ("all.replicas=2", r"all\.replicas must be left out"),
+        ("coordinator.replicas=2", r"coordinator\.replicas must be left out"),
+        ("server.replicas=0", "embedding_servers must be >= 1"),
+        ("server.env.REPLICA_INDEX=1", r"sets itself\. Received: \['REPLICA_INDEX'"),
+        ("server.env.NICS=a,b", "no comma"),
+        ("server=8", "must be words as server.cpu=8"),
+        ("server.cpu", "must be words as server.cpu=8"),
+        ("'", "set must be words as server.cpu=8, as in a shell"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_rejected(words, message):
+    with pytest.raises(ConfigError, match=message):
+        train(set=words)
+
+
+def test_an_argument_and_a_setting_must_not_differ():
+    same = "must be the same, or one of them left out"
+    with pytest.raises(ConfigError, match=rf"{same}\. Received: 3 and 2"):
+        train(embedding_servers=3, set="server.replicas=2")
+    with pytest.raises(ConfigError, match=rf"{same}\. Received: 1 and 2"):
+        train(nn_worker_gpus=1, set="trainer.gpus=2")
+    assert train(nn_worker_gpus=2, set="trainer.gpus=2")["trainer"].resource.gpu == 2
+
+
+def test_a_file_with_a_mistake_is_named(tmp_path):
+    path = tmp_path / "roles.yml"
+    with pytest.raises(ConfigError, match=r"roles\.yml must be a text file"):
+        train(roles_file=str(path))
+    path.write_text("server: {env: {THREADS: 8}}")
+    with pytest.raises(ConfigError, match=r"roles\.yml: server\.env\.THREADS must"):
+        train(roles_file=str(path))
+    path.write_text("server: {cpu: 8}\n---\nserver: {cpu: 9}")
+    with pytest.raises(ConfigError, match="must be one document"):
+        train(roles_file=str(path))
 
 
 @pytest.mark.multiprocess
