@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from persia_torchrec import env
+from persia_torchrec import env, k8s_utils
 from persia_torchrec.config.yaml_file import DIFFERENCES
 from persia_torchrec.distributed import ALGORITHMS, REFUSED_ALGORITHMS
 from persia_torchrec.launch import persia_launcher
@@ -124,3 +124,16 @@ def test_the_commands_are_those_of_the_launcher():
     assert sorted(name for name in listed if name in commands) == sorted(
         set(commands) - {"coordinator"}
     )
+
+
+def test_every_field_of_a_persia_job_and_every_command_for_kubernetes_is_explained():
+    table = PAGE.partition("| field of PersiaJob |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \|", table, re.M)
+    spec = [f"spec.{name}" for name in k8s_utils.Spec.__struct_encode_fields__]
+    files = k8s_utils.PersiaEnv.__struct_encode_fields__
+    spec.remove("spec.persiaEnv")
+    of_blocks = k8s_utils.NNWorkerBlock.__struct_encode_fields__
+    expected = [*(f"spec.persiaEnv.{name}" for name in files), *spec, *of_blocks]
+    assert sorted(rows) == sorted(["metadata", *expected])
+    table = PAGE.partition("| command of `persia-k8s-utils` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(k8s_utils.INSTEAD)

@@ -1,0 +1,212 @@
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from torchx.runner import get_runner
+
+from persia_torchrec import k8s_utils
+
+ROOT = Path(__file__).parents[1]
+JOB = """
+apiVersion: persia.com/v1
+kind: PersiaJob
+metadata: {name: clicks, namespace: ads, labels: {team: a}}
+spec:
+  persiaEnv:
+    PERSIA_GLOBAL_CONFIG: /conf/global.yml
+    PERSIA_EMBEDDING_CONFIG: /conf/embedding.yml
+    PERSIA_NN_WORKER_ENTRY: /src/the train.py
+    PERSIA_DATALOADER_ENTRY: /src/loader.py
+  env:
+    - {name: PERSIA_NATS_URL, value: "nats://nats:4222"}
+    - {name: PRICE, value: "$5 $(PERSIA_STORE_PORT)"}
+    - {name: NICS, value: "eth0,eth1"}
+    - {name: REPLICA_INDEX, value: "7"}
+    - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+  logLevel: debug
+  restartPolicy: OnFailure
+  imagePullPolicy: Always
+  volumes:
+    - {name: data, persistentVolumeClaim: {claimName: clicks-2026, readOnly: true}}
+    - {name: disk, hostPath: {path: /mnt/ssd}}
+    - {name: cache, emptyDir: {}}
+  embeddingParameterServer:
+    replicas: 2
+    image: registry/ads:3
+    resources: {limits: {cpu: "4", memory: 24Gi, ephemeral-storage: 9Gi}}
+    volumeMounts:
+      - {name: disk, mountPath: /rows}
+      - {name: cache, mountPath: /cache}
+  embeddingWorker:
+    replicas: 3
+    image: registry/ads:3
+    resources: {requests: {cpu: 1}}
+  nnWorker:
+    replicas: 2
+    nprocPerNode: 2
+    image: persiaml/persia-cuda-runtime:latest
+    resources: {limits: {cpu: "3", memory: 3Gi, nvidia.com/gpu: "2"}}
+    env: [{name: CUBLAS_WORKSPACE_CONFIG, value: ":4096:8"}]
+    volumeMounts: [{name: data, mountPath: /data, subPath: day}]
+  dataloader:
+    replicas: 1
+    image: registry/ads:3
+    volumeMounts: [{name: data, mountPath: /data}]
+---
+kind: NatsCluster
+metadata: {name: nats}
+---
+kind: ConfigMap
+"""
+LEAST = """
+kind: PersiaJob
+apiVersion: persia.com/v1
+metadata: {name: a}
+spec:
+  enableMetrics: false
+  persiaEnv:
+    PERSIA_GLOBAL_CONFIG: g
+    PERSIA_EMBEDDING_CONFIG: e
+    PERSIA_NN_WORKER_ENTRY: train.py
+  embeddingParameterServer: {replicas: 1}
+  embeddingWorker: {replicas: 1}
+  nnWorker: {replicas: 1, nprocPerNode: 1}
+"""
+
+
+def convert(folder, capsys, job):
+    """Run the command; return its command line, what it names, and the new file."""
+    (folder / "job.yml").write_text(job)
+    output = folder / "roles.yml"
+    k8s_utils.main(["convert", str(folder / "job.yml"), "--output", str(output)])
+    printed = capsys.readouterr()
+    left = dict(re.findall(r"^not carried over: (.*?): (.*)$", printed.err, re.M))
+    words = shlex.split(printed.out.replace("\\\n", ""))
+    return words, left, yaml.safe_load(output.read_text())
+
+
+def containers(command):
+    """Do what a command line of torchx asks for; return each pod's container."""
+    assert command[:3] == ["torchx", "run", "-s"]
+    scheduler, _, cfg, _, workspace, component, *arguments = command[3:]
+    assert workspace == ""
+    cfg = dict(pair.split("=") for pair in cfg.split(","))
+    with get_runner() as runner:
+        job = runner.dryrun_component(
+            f"{ROOT}/{component}", arguments, scheduler=scheduler, cfg=cfg
+        )
+    tasks = yaml.safe_load(str(job))["spec"]["tasks"]
+    return cfg, {t["name"]: t["template"]["spec"]["containers"][0] for t in tasks}
+
+
+def test_a_persia_job_becomes_a_job_of_torchx(tmp_path, capsys):
+    command, _, _ = convert(tmp_path, capsys, JOB)
+    cfg, found = containers(command)
+    assert cfg == {"queue": "default", "namespace": "ads"}
+    assert [name.rpartition("-")[0] for name in found] == [
+        *("coordinator", "server", "server", "worker", "worker", "worker"),
+        *("loader", "trainer", "trainer", "trainer", "trainer"),
+    ]
+    limits = {name: c["resources"].get("limits") for name, c in found.items()}
+    assert limits["server-1"] == {"cpu": "4000m", "memory": "25770M"}
+    assert limits["worker-0"] == {"cpu": "1000m"}
+    share = {"cpu": "1500m", "memory": "1611M", "nvidia.com/gpu": "1"}
+    assert limits["trainer-3"] == share
+    mounts = {
+        name: [(m["mountPath"], m["readOnly"]) for m in c["volumeMounts"][1:]]
+        for name, c in found.items()
+    }
+    assert mounts["server-0"] == [("/rows", False)]
+    assert mounts["loader-0"] == [("/data", True)]
+    assert mounts["trainer-0"] == mounts["coordinator-0"] == []
+    for name, container in found.items():
+        is_trainer = name.startswith("trainer")
+        image = "persia-torchrec:cuda" if is_trainer else "registry/ads:3"
+        assert container["image"] == image
+        env = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert env["PRICE"] == "$5 $(PERSIA_STORE_PORT)"
+        assert env["LOG_LEVEL"] == "DEBUG"
+        assert env["PERSIA_GLOBAL_CONFIG"] == "/conf/global.yml"
+        assert env["PERSIA_EMBEDDING_CONFIG"] == "/conf/embedding.yml"
+        assert ("CUBLAS_WORKSPACE_CONFIG" in env) == is_trainer
+        assert not env.keys() & {"NICS", "NODE", "PERSIA_NATS_URL"}
+    assert found["trainer-0"]["command"][-2:] == ["trainer", "/src/the train.py"]
+    assert found["loader-0"]["command"][-2:] == ["loader", "/src/loader.py"]
+
+
+def test_what_is_not_carried_over_is_named(tmp_path, capsys):
+    _, left, _ = convert(tmp_path, capsys, JOB)
+    server, trainer = "spec.embeddingParameterServer", "spec.nnWorker"
+    assert set(left) == {
+        *("NatsCluster", "ConfigMap", "metadata.name", "metadata.labels"),
+        *(f"spec.env.{name}" for name in ("PERSIA_NATS_URL", "NICS", "NODE")),
+        *("spec.env.REPLICA_INDEX", "spec.enableMetrics", "spec.restartPolicy"),
+        *("spec.imagePullPolicy", "spec.volumes.cache"),
+        f"{server}.resources.ephemeral-storage",
+        f"{server}.volumeMounts.cache",
+        "spec.embeddingWorker.resources.requests",
+        *(f"{trainer}.{key}" for key in ("image", "nprocPerNode", "volumeMounts.data")),
+    }
+    assert "PERSIA_STORE_PORT" in left["spec.env.PERSIA_NATS_URL"]
+    assert "4 NN workers" in left["spec.nnWorker.nprocPerNode"]
+    assert "subPath" in left["spec.nnWorker.volumeMounts.data"]
+
+
+def test_a_job_without_loaders_and_images_is_converted(tmp_path, capsys):
+    command, left, roles = convert(tmp_path, capsys, LEAST)
+    assert roles == {}
+    _, found = containers(command)
+    assert list(found) == ["coordinator-0", "server-0", "worker-0", "trainer-0"]
+    assert {c["image"] for c in found.values()} == {"persia-torchrec:cpu"}
+    blocks = ("embeddingParameterServer", "embeddingWorker", "nnWorker")
+    assert set(left) == {"metadata.name", *(f"spec.{name}.image" for name in blocks)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("kind: PersiaJob", "kind: Job", "one document with kind: PersiaJob"),
+        ("enableMetrics", "enableMetric", r"spec\.enableMetric is unknown\. Did you"),
+        ("false", "maybe", r"spec\.enableMetrics must be true or false"),
+        ("nnWorker: {replicas: 1", "nnWorker: {replicas: 0", "nnWorker must have repl"),
+        (
+            "  embeddingWorker: {replicas: 1}\n",
+            "",
+            "embeddingWorker must have replicas",
+        ),
+        ("nprocPerNode: 1", "nprocPerNode: x", "nprocPerNode must be an integer"),
+        (", nprocPerNode: 1", "", "nnWorker must have the key 'nprocPerNode'"),
+        ("    PERSIA_NN_WORKER_ENTRY: train.py\n", "", "ENTRY must name a script"),
+        (
+            "{replicas: 1}\n  nn",
+            "{replicas: 1, resources: {limits: {cpu: much}}}\n  nn",
+            r"worker: cpu and memory must be numbers.*'much'",
+        ),
+    ],
+)
+def test_a_job_with_a_mistake_is_rejected(tmp_path, capsys, old, new, message):
+    assert old in LEAST
+    with pytest.raises(SystemExit, match=message):
+        convert(tmp_path, capsys, LEAST.replace(old, new))
+    assert not (tmp_path / "roles.yml").exists()
+
+
+def test_a_file_is_not_overwritten(tmp_path, capsys):
+    convert(tmp_path, capsys, LEAST)
+    with pytest.raises(SystemExit, match="--output must be a new file"):
+        convert(tmp_path, capsys, LEAST)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["gencrd", "--output", "crd.yml"], "install Volcano"),
+        (["operator"], "torchx run -s kubernetes"),
+        (["server", "--port", "8080"], "torchx list"),
+    ],
+)
+def test_commands_of_persia_say_what_to_use_in_their_place(words, instead):
+    with pytest.raises(SystemExit, match=f"{words[0]} is not here.*{instead}"):
+        k8s_utils.main(words)
