@@ -12,9 +12,13 @@ BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/installed
 COVERAGE := $(CURDIR)/build/coverage
 
+# What components/Dockerfile says by itself: make install DEVICE=cuda EXTRAS=examples
+DEVICE := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),cuda,cpu)
+EXTRAS := dev
+
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 TORCH := torch==2.13.0
-FBGEMM := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),fbgemm-gpu,fbgemm-gpu-cpu)==1.8.0
+FBGEMM := $(if $(filter cuda,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu)==1.8.0
 TORCHREC := torchrec==1.8.0
 TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 
@@ -41,7 +45,7 @@ $(STAMP): Makefile pyproject.toml
 	$(PIP) '$(TORCH)'
 	$(PIP) '$(FBGEMM)' $(TORCHREC_NEEDS)
 	$(PIP) --no-deps '$(TORCHREC)'
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train the example; ARGS="--embedding_servers 3" overrides
