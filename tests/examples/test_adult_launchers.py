@@ -1,0 +1,70 @@
+"""The example's Procfile and docker-compose.yml start one whole job."""
+
+import re
+import shlex
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from persia_torchrec import env
+from persia_torchrec.launch import persia_launcher
+
+EXAMPLE = Path(__file__).parents[2] / "examples/adult_income"
+COMPOSE = yaml.safe_load((EXAMPLE / "docker-compose.yml").read_text())
+COMMANDS = {
+    "Procfile": re.findall(r"^\w+: (.*)$", (EXAMPLE / "Procfile").read_text(), re.M),
+    "docker-compose.yml": [s["command"] for s in COMPOSE["services"].values()],
+}
+
+
+def variables():
+    return dict(re.findall(r"^(\w+)=(.*)$", (EXAMPLE / ".env").read_text(), re.M))
+
+
+@pytest.mark.parametrize("file", COMMANDS)
+def test_the_coordinator_waits_for_the_processes_that_are_started(file):
+    indexes, counts = defaultdict(list), {}
+    for command in COMMANDS[file]:
+        launcher, *words = shlex.split(command)
+        assert launcher == "persia-launcher"
+        given = vars(persia_launcher.parser().parse_args(words))
+        name = given.pop("command").replace("-", "_") + "s"
+        if name == "coordinators":
+            counts = {**dict.fromkeys(persia_counts(), 1), **given}
+        elif name == "nn_workers":
+            indexes[name] += range(given.get("nproc_per_node", 1))
+        else:
+            indexes[name].append(given.get("replica_index", 0))
+            sizes = {given.get("replica_size", 1)}
+            assert sizes == {num_processes(file, words[0])}
+    assert {name: len(found) for name, found in indexes.items()} == counts
+    assert all(found == list(range(len(found))) for found in indexes.values())
+
+
+def persia_counts():
+    fields = persia_launcher.Coordinator.__dataclass_fields__
+    return [name for name in fields if name.endswith("s")]
+
+
+def num_processes(file, command):
+    return sum(shlex.split(line)[1] == command for line in COMMANDS[file])
+
+
+def test_the_variables_are_known_and_name_the_files_of_the_example():
+    for name, value in variables().items():
+        assert name in env.__doc__
+        if name.endswith(("ENTRY", "CONFIG")):
+            assert (EXAMPLE / value).is_file()
+
+
+def test_containers_share_the_image_the_variables_and_the_coordinators_name():
+    image = "persia-torchrec:${DEVICE:-cpu}"
+    for service in COMPOSE["services"].values():
+        assert (service["image"], service["env_file"]) == (image, ".env")
+        assert service["environment"] == {"PERSIA_STORE_HOST": "coordinator"}
+        build = service["build"]
+        folder = EXAMPLE / build["context"]
+        assert (folder / build["dockerfile"]).is_file()
+    assert "coordinator" in COMPOSE["services"]
