@@ -9,6 +9,7 @@ from persia_torchrec.errors import ConfigError
 
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+_PACKAGE = "persia_torchrec"
 _CONSOLE = "persia_torchrec console"  # the name of the handlers that print
 _COLOURS = {
     logging.DEBUG: "\x1b[36m",  # cyan
@@ -24,12 +25,12 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def get_default_logger(
-    name: str = "persia_torchrec",
+    name: str = _PACKAGE,
     *,
     log_file: str | Path | None = None,
-    level: str = "INFO",
+    level: str | None = None,
 ) -> logging.Logger:
-    """Return the logger of that name, printing to stderr from ``LOG_LEVEL`` up.
+    """Return the logger of that name, printing to stderr.
 
     Lines are coloured by level when stderr is a terminal. Asking again for the same
     name prints no line twice, and only adds ``log_file`` if that is a new one.
@@ -37,10 +38,13 @@ def get_default_logger(
     Args:
         name: the logger's; the default shows what this package itself logs.
         log_file: a file to which the same lines are appended, without colour.
-        level: the level while ``LOG_LEVEL`` is unset.
+        level: from which level up it prints; all by default, as in PERSIA. One of this
+            package prints from ``LOG_LEVEL`` up, from this one, or INFO, if it is unset.
     """
     logger = logging.getLogger(name)
-    logger.setLevel(env.log_level(level))
+    if name.partition(".")[0] == _PACKAGE:
+        level = env.log_level(level or "INFO")
+    logger.setLevel(level or "DEBUG")
     logger.propagate = False  # a logger above that prints would print it again
     if not any(handler.name == _CONSOLE for handler in logger.handlers):
         console = logging.StreamHandler(sys.stderr)

@@ -34,22 +34,36 @@ def test_a_logger_by_name_is_left_as_it_is(name):
     assert not logger.handlers
 
 
-def test_lines_go_to_stderr_from_info_up(capsys, name):
+def test_lines_go_to_stderr_from_debug_up(capsys, name):
     logger = get_default_logger(name)
-    logger.debug("hidden")
+    logger.debug("shown")
     logger.info("step %d", 3)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.endswith(f" INFO {name}: step 3\n")
-    assert err.count("\n") == 1
+    assert err.count("\n") == 2
 
 
-def test_the_environment_sets_the_level(capsys, monkeypatch, name):
-    monkeypatch.setenv("LOG_LEVEL", "error")
-    logger = get_default_logger(name)
-    logger.warning("hidden")
-    logger.error("shown")
+def test_a_level_may_be_given(capsys, name):
+    logger = get_default_logger(name, level="INFO")
+    logger.debug("hidden")
+    logger.info("shown")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_environment_sets_the_level_of_this_package_alone(
+    capsys, monkeypatch, name
+):
+    monkeypatch.setenv("LOG_LEVEL", "error")
+    own = get_default_logger(f"persia_torchrec.{name}")
+    own.warning("hidden")
+    own.error("shown")
+    own.handlers.clear()
+    get_default_logger(name).info("test auc 0.89")
+    err = capsys.readouterr().err
+    assert "hidden" not in err
+    assert "shown" in err
+    assert "test auc" in err
 
 
 def test_asking_twice_prints_no_line_twice(capsys, name):
