@@ -38,8 +38,9 @@ def get_default_logger(
     Args:
         name: the logger's; the default shows what this package itself logs.
         log_file: a file to which the same lines are appended, without colour.
-        level: from which level up it prints; all by default, as in PERSIA. One of this
-            package prints from ``LOG_LEVEL`` up, from this one, or INFO, if it is unset.
+        level: from which level up it prints; all by default, as in PERSIA. A logger of
+            this package prints from ``LOG_LEVEL`` up, or, where that is unset, from
+            this level or INFO.
     """
     logger = logging.getLogger(name)
     if name.partition(".")[0] == _PACKAGE:

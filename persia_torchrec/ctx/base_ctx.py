@@ -13,7 +13,7 @@ from persia_torchrec.data import loader
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.serving.embeddings import SlotsReader
-from persia_torchrec.sharding.slot_tensors import dense_tensor
+from persia_torchrec.sharding.slot_tensors import Slots, dense_tensor, run_dense
 from persia_torchrec.training import checkpoint
 from persia_torchrec.training.engine import Engine
 
@@ -139,18 +139,13 @@ class LookupCtx(BaseCtx):
             and a last channel that is 1 where there is an id.
         """
         non_id_tensors, labels = self._dense_tensors(batch)
-        embeddings = self.embeddings.embed(batch.pull)
-        if self.preprocess_mode is PreprocessMode.TRAIN and not isinstance(
-            self.embeddings, Engine
-        ):
-            embeddings = [e.requires_grad_() for e in embeddings]
-        return non_id_tensors, embeddings, labels
+        return non_id_tensors, list(self._embed(batch).values()), labels
 
     def forward(self, batch: loader.PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None."""
         model = self._require_model()
-        non_id_tensors, embeddings, labels = self.prepare_features(batch)
-        return model(non_id_tensors, embeddings), labels
+        non_id_tensors, labels = self._dense_tensors(batch)
+        return run_dense(model, non_id_tensors, self._embed(batch)), labels
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -219,6 +214,15 @@ class LookupCtx(BaseCtx):
                 "one, or call prepare_features() and run a model of your own."
             )
         return self.model
+
+    def _embed(self, batch: loader.PersiaTrainingBatch) -> Slots:
+        """Wait for the embeddings of a batch; in training they want a gradient."""
+        embeddings = self.embeddings.embed(batch.pull)
+        is_training = self.preprocess_mode is PreprocessMode.TRAIN
+        if is_training and not isinstance(self.embeddings, Engine):
+            for tensor in embeddings.values():
+                tensor.requires_grad_()
+        return embeddings
 
     def _dense_tensors(
         self, batch: loader.PersiaTrainingBatch

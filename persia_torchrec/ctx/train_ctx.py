@@ -15,6 +15,7 @@ from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.pipeline.staleness import TrainingSummary
+from persia_torchrec.sharding.slot_tensors import run_dense
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine
@@ -136,7 +137,8 @@ class TrainCtx(EmbeddingCtx):
             if batch.is_training:
                 output = self.embeddings.run(non_id_tensors, batch.pull)
             else:
-                output = self.model(non_id_tensors, self.embeddings.embed(batch.pull))
+                slots = self.embeddings.embed(batch.pull)
+                output = run_dense(self.model, non_id_tensors, slots)
         # Loss functions such as BCELoss take no half precision.
         return _in_full_precision(output) if enabled else output, labels
 

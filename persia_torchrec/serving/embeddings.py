@@ -26,7 +26,7 @@ from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.pipeline.worker_client import RemoteBatch, RemoteWorkers
 from persia_torchrec.server.cluster import EmbeddingCluster
-from persia_torchrec.sharding.slot_tensors import slot_tensors
+from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
 from persia_torchrec.worker.serving import require_dims
 
 _CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ class SlotsReader:
         pulled: Pulled = self._lookup.pull(source, None)
         return pulled
 
-    def to_tensors(self, pulled: Pulled) -> dict[str, torch.Tensor]:
+    def to_tensors(self, pulled: Pulled) -> Slots:
         """Return a tensor per slot, in the batch's order; see ``slot_tensors.py``."""
         outputs, handle = pulled
         on_device = [
@@ -120,7 +120,7 @@ class SlotsReader:
                 self._pool = ThreadPoolExecutor(self._num_threads, "lookups")
             return self._pool.submit(self.look_up, batch)
 
-    def embed(self, pull: Future[Pulled]) -> list[torch.Tensor]:
+    def embed(self, pull: Future[Pulled]) -> Slots:
         """Wait for a batch; return its embeddings, a tensor per slot."""
         try:
             pulled = pull.result(self._timeout_s)
@@ -133,7 +133,7 @@ class SlotsReader:
                 f"a batch must be looked up within {self._timeout_s:g} s",
                 server="embeddings",
             ) from exc
-        return list(self.to_tensors(pulled).values())
+        return self.to_tensors(pulled)
 
     def close(self) -> None:
         """Begin no further lookup. May be called twice."""

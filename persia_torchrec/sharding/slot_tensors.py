@@ -10,10 +10,12 @@ positions per sample of a raw slot, D embedding dim.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.nn import functional
 
 from persia_torchrec.lookup.slots import Slot, require_slots
@@ -53,6 +55,34 @@ def slot_tensors(
         else:
             tensors[slot.name] = next(columns)
     return tensors
+
+
+def run_dense(
+    model: nn.Module, non_id_tensors: list[torch.Tensor], embeddings: Slots
+) -> Any:
+    """Run a dense model; an error that may be of shapes has a note of them."""
+    try:
+        return model(non_id_tensors, list(embeddings.values()))
+    except (RuntimeError, ValueError, IndexError) as exc:
+        exc.add_note(_describe_inputs(non_id_tensors, embeddings))
+        raise
+
+
+def _describe_inputs(non_id_tensors: list[torch.Tensor], embeddings: Slots) -> str:
+    """Say in one line what a model got; neighbours of one shape stand together."""
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in embeddings.items()]
+    groups = []
+    for shape, of_shape in groupby(shapes, key=lambda one: one[1]):
+        names = [name for name, _ in of_shape]
+        dim = shape[-1] - (len(shape) == 3)  # a raw slot's last channel is its mask
+        groups.append(f"{', '.join(names)} of dim {dim} as {shape}")
+    dense = ", ".join(str(tuple(tensor.shape)) for tensor in non_id_tensors) or "none"
+    width = sum(shape[-1] for _, shape in shapes)
+    return (
+        f"The model got non-ID features as {dense}, and {len(shapes)} slots, in this "
+        f"order: {'; '.join(groups)}. Their last dimensions add up to {width}. "
+        "embedding_config.yml sets the dims."
+    )
 
 
 def pad_raw(rows_ND: torch.Tensor, places_BF: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ Dimension key:
 """
 
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
+    get_module,
 )
 from torchrec.distributed.types import ShardingEnv
 
@@ -76,7 +78,14 @@ class ReducedGradients(DefaultDataParallelWrapper):
         self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device
     ) -> None:
         """Replicate what is not sharded; TorchRec calls this."""
-        super().wrap(dmp, env, device)
+        # A model that uses all parameters would make DistributedDataParallel warn of
+        # find_unused_parameters at each start.
+        unused = nn.Parameter(torch.zeros(1, device=device))
+        get_module(dmp).register_parameter("never_used", unused)
+        with warnings.catch_warnings():
+            deprecated = "`broadcast_buffers` is deprecated"  # TorchRec's own argument
+            warnings.filterwarnings("ignore", deprecated, FutureWarning)
+            super().wrap(dmp, env, device)
         if self._is_coded and dist.get_world_size() > 1:
             for module in dmp.modules():
                 if isinstance(module, DistributedDataParallel):

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -41,7 +42,7 @@ from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWork
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
 from persia_torchrec.sharding.sharder import CollectionSharder
-from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
+from persia_torchrec.sharding.slot_tensors import Slots, run_dense, slot_tensors
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training import data_parallel
@@ -66,7 +67,7 @@ class HybridModel(nn.Module):
 
     def forward(self, non_id_tensors: list[torch.Tensor], pull: Pull) -> object:
         """Run the whole model on one batch."""
-        return self.dense(non_id_tensors, list(self.embeddings(pull).values()))
+        return run_dense(self.dense, non_id_tensors, self.embeddings(pull))
 
 
 def make_collection(spec: CollectionSpec) -> EmbeddingBagCollection:
@@ -89,6 +90,11 @@ class ShardedSlots(ShardedRemoteCollection):
     """PERSIA's slots on the servers; gives float32 tensors in the batch's order."""
 
     unsharded_module_type = EmbeddingBagCollection
+
+    def compute_and_output_dist(self, ctx: object, input: Any) -> Any:
+        """Return the output itself: no pipeline asks for it before it is used."""
+        (batch,) = input
+        return self.compute(ctx, batch)
 
     def make_output(self, batch: PrefetchedBatch[Any]) -> Slots:
         """Wait for the embeddings of each slot; see ``sharding/slot_tensors.py``."""
@@ -174,6 +180,7 @@ class Engine:
         self.dmp = DistributedModelParallel(
             hybrid,
             device=device,
+            plan=self._plan(hybrid.embeddings),
             sharders=[self.sharder],
             data_parallel_wrapper=replication,
         )
@@ -236,10 +243,11 @@ class Engine:
         self._wait_for(pull)
         return self.dmp(non_id_tensors, pull)
 
-    def embed(self, pull: Pull) -> list[torch.Tensor]:
+    def embed(self, pull: Pull) -> Slots:
         """Wait for a batch's embeddings, a tensor per slot; see ``slot_tensors.py``."""
         self._wait_for(pull)
-        return list(self._sharded(pull).values())
+        slots: Slots = self._sharded(pull)
+        return slots
 
     def backward(self, scaled_loss: torch.Tensor, scale: float) -> bool:
         """Run the backward pass of a loss times ``scale``; gradients leave unscaled.
@@ -281,6 +289,17 @@ class Engine:
         self._stop_pushes()
         self._workers.close()
         self.client.close()
+
+    def _plan(self, collection: nn.Module) -> ShardingPlan:
+        """Return the only plan that there is, for which a planner is not needed."""
+        plan = construct_module_sharding_plan(
+            collection,
+            {table.name: row_wise() for table in self._spec.tables},
+            sharder=self.sharder,
+            local_size=1,  # places nothing
+            device_type=self.device.type,
+        )
+        return ShardingPlan({"embeddings": plan})
 
     def _wait_for(self, pull: Pull) -> None:
         began_s = time.perf_counter()

@@ -546,7 +546,8 @@ def _describe_failure(exc: BaseException) -> str | None:
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         return str(exc)
     if not isinstance(exc, SystemExit):
-        return f"{type(exc).__name__}: {exc}".removesuffix(": ")
+        what = f"{type(exc).__name__}: {exc}".removesuffix(": ")
+        return " ".join([what, *getattr(exc, "__notes__", ())])
     if exc.code is None or exc.code == 0:
         return None
     return f"exit status {exc.code}" if isinstance(exc.code, int) else str(exc.code)

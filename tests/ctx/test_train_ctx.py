@@ -39,6 +39,15 @@ feature_groups:
 """
 
 
+class WantsTenColumns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(10, 1)
+
+    def forward(self, non_id_tensors, embeddings):
+        return self.linear(torch.cat(embeddings, dim=1))
+
+
 def train(ctx, batches, **settings):
     """Take a step on the sum of the outputs of each batch."""
     for batch in DataLoader(Batches(batches), **settings):
@@ -125,6 +134,22 @@ class TestABatch:
             ],
             meta=b"page 7",
         )
+
+    def test_a_model_of_another_width_is_told_slots_and_dims(self, job, batch):
+        """The note is in the error of a step, and in that of an evaluation."""
+        expected = (
+            "The model got non-ID features as (2, 1), (2,), and 3 slots, in this "
+            "order: basket of dim 3 as (2, 3); user of dim 2 as (2, 2); item of dim 3 "
+            "as (2, 3). Their last dimensions add up to 8. embedding_config.yml sets "
+            "the dims."
+        )
+        with job.train_ctx(WantsTenColumns()) as ctx:
+            evaluated = ctx.get_embedding_from_data(batch)
+            for trained in DataLoader(Batches([batch])):
+                for one in (evaluated, trained):
+                    with pytest.raises(RuntimeError, match="cannot be mult") as error:
+                        ctx.forward(one)
+                    assert error.value.__notes__ == [expected]
 
     def test_it_becomes_tensors_in_the_order_of_the_batch(self, job, batch):
         with job.train_ctx() as ctx:

@@ -59,7 +59,7 @@ def scaled_step(engine, batch, factor):
 def test_the_dense_half_is_replicated_and_the_rows_are_on_the_servers(job, engine):
     assert isinstance(engine.dmp._dmp_wrapped_module, DistributedDataParallel)
     names = [name for name, _ in engine.dmp.named_parameters()]
-    assert names == ["dense.bias"]
+    assert names == ["never_used", "dense.bias"]
     assert dist.get_world_size() == 1
     step(engine, batch_of([1], [2]))
     assert sum(engine.client.num_rows()) == 2
@@ -73,7 +73,7 @@ def test_a_batch_is_pulled_from_where_its_ids_wait(job, engine):
     data = bytearray(encode_rest(batch))
     referenced = decode_rest(data, worker=0, loader=4, reference=reference)
     pull = engine.start_pull(referenced, is_training=False)
-    assert engine.embed(pull)[0].tolist() == [[0.0] * 4] * 2
+    assert engine.embed(pull)["item"].tolist() == [[0.0] * 4] * 2
     assert len(job.buffers[0]) == 0
     loader.close()
 
