@@ -5,7 +5,7 @@ when they expire or the server is full.
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
@@ -128,6 +128,38 @@ def require_known_tables(settings: Iterable[str], known: Iterable[str]) -> None:
             f"tables must name tables of the model, {names}. Received: {name!r}. "
             f"Is {''.join(nearest)!r} meant?"
         )
+
+
+def describe_tables(specs: Iterable[TableSpec]) -> str:
+    """Return a table of tables: one line for all that differ in their names only.
+
+    Settings that have their default are left out.
+    """
+    names: dict[tuple[str, ...], list[str]] = {}
+    for spec in specs:
+        further = {
+            name: value.describe() if isinstance(value, Setting) else value
+            for name, value in setting.non_defaults(spec).items()
+            if name not in ("name", "dim", "optimizer", "initializer")
+        }
+        line = (
+            str(spec.dim),
+            spec.optimizer.describe("lr"),
+            repr(spec.initializer),
+            ", ".join(f"{name}={value}" for name, value in further.items()) or "-",
+        )
+        names.setdefault(line, []).append(spec.name)
+    head = ("tables", "dim", "optimizer", "initializer", "further settings", "names")
+    return align(
+        [head, *((str(len(of)), *line, ", ".join(of)) for line, of in names.items())]
+    )
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    row = "  ".join(f"{{:{width}}}" for width in widths)
+    return "\n".join(row.format(*line).rstrip() for line in lines)
 
 
 TableChange = Callable[[TableSpec], TableSpec]

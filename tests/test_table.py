@@ -16,7 +16,7 @@ from persia_torchrec import (
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.table import MAX_DIM, TableSpec
+from persia_torchrec.table import MAX_DIM, TableSpec, describe_tables
 
 initializers = st.sampled_from([Uniform(-1, 2), Normal(), Constant(0.5)])
 admissions = st.sampled_from(
@@ -144,3 +144,35 @@ def test_a_description_without_a_name_is_refused():
     del description["name"]
     with pytest.raises(ConfigError, match=r"Not a table: .*'name'"):
         TableSpec.from_json(description)
+
+
+def test_tables_that_differ_in_their_names_only_are_one_line():
+    alike = {"dim": 8, "optimizer": Adagrad(), "weight_bound": 10}
+    tables = [
+        TableSpec(name="workclass", **alike),
+        TableSpec(name="education", **alike),
+        TableSpec(
+            name="gender",
+            dim=16,
+            optimizer=SGD(0.5, 0.9),
+            admission=AdmitFrequency(3),
+        ),
+    ]
+    head, first, second = describe_tables(tables).splitlines()
+    assert head.split() == [
+        *("tables", "dim", "optimizer", "initializer", "further", "settings", "names")
+    ]
+    columns = [head.index(word) for word in ("dim", "optimizer", "initial", "further")]
+    assert [first[at:].split("  ")[0] for at in columns] == [
+        "8",
+        "Adagrad(lr=0.01)",
+        "Uniform(lower=-0.01, upper=0.01)",
+        "weight_bound=10",
+    ]
+    assert first.endswith("workclass, education")
+    assert [second[at:].split("  ")[0] for at in columns] == [
+        "16",
+        "SGD(lr=0.5, momentum=0.9)",
+        "Uniform(lower=-0.01, upper=0.01)",
+        "admission=AdmitFrequency(threshold=3)",
+    ]

@@ -7,7 +7,7 @@ one :class:`Registry` per base. A field's annotation says what its value must be
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_type_hints
@@ -76,6 +76,17 @@ def rules_of(cls: type) -> list[tuple[str, Any]]:
     ]
 
 
+def non_defaults(setting: Any) -> dict[str, object]:
+    """Return the fields of a dataclass that differ from their default, by name."""
+    values = {}
+    for one in fields(setting):
+        default, make = one.default, one.default_factory
+        value = getattr(setting, one.name)
+        if value != (default if make is MISSING else make()):
+            values[one.name] = value
+    return values
+
+
 @dataclass(frozen=True)
 class Setting:
     """Base of the settings; a field that breaks its :class:`Rule` is a ConfigError.
@@ -101,6 +112,12 @@ class Setting:
     def to_json(self) -> dict[str, object]:
         """Describe the setting in plain JSON values: its fields, and its ``kind``."""
         return {"kind": self.kind, **asdict(self)}
+
+    def describe(self, *always: str) -> str:
+        """Return it as it would be written, without fields that have their default."""
+        values = {name: getattr(self, name) for name in always} | non_defaults(self)
+        given = (f"{name}={value!r}" for name, value in values.items())
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def _require(self, name: str, holds: bool, must: str) -> None:
         if not holds:

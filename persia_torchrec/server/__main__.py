@@ -26,7 +26,7 @@ from persia_torchrec.config.global_config import (
     inference_settings,
     load_global_config,
 )
-from persia_torchrec.embedding.setting import import_settings
+from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
@@ -90,7 +90,10 @@ def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
 
 
 def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
-    logger.info("settings %s", config)
+    if config.shard == 0:
+        given = (f"{name}={value!r}" for name, value in non_defaults(config).items())
+        logger.info("settings that are not the default: %s", ", ".join(given))
+    logger.debug("settings %s", config)
     import_settings(config.imports)
     server = EmbeddingServer(config, life.greeting)
     with (

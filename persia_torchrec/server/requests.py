@@ -18,7 +18,7 @@ from persia_torchrec.errors import BatchError
 from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
 from persia_torchrec.server.shard import Request, RequestKind, Shard, require_fits
 from persia_torchrec.server.updates import Member, Update
-from persia_torchrec.table import TableSpec
+from persia_torchrec.table import TableSpec, describe_tables
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Frames, Kind, Share, bytes_of, encode_json
 from persia_torchrec.wire.precision import encode_floats, size_of
@@ -186,8 +186,9 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     shard.stages.lap("update")
     num_known = len(shard.store.states)
     numbers = shard.store.add_tables(specs)
-    for spec in shard.store.tables[num_known:]:
-        logger.info("table %s", spec)
+    added = shard.store.tables[num_known:]
+    if added and shard.config.shard == 0:  # the other servers have the same
+        logger.info("new tables on all servers:\n%s", describe_tables(added))
     logger.debug("tables %s", specs)
     return [encode_json([_describe_table(shard, number) for number in numbers])]
 

@@ -27,6 +27,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.sharding import torchrec_api
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.table import align
 
 # Collections for which TorchRec has a sharder by default, by their exact types.
 _SHARDED_BY_DEFAULT = (
@@ -159,9 +160,7 @@ def describe_placement(model: nn.Module) -> str:
                 optimizer = type(spec.optimizer).__name__
                 where = "servers", "-", "any"
                 lines.append([path, spec.name, *where, str(spec.dim), optimizer])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    row = "  ".join(f"{{:{width}}}" for width in widths)
-    return "\n".join(row.format(*line).rstrip() for line in lines)
+    return align(lines)
 
 
 def _describe_local(module: _Local) -> Iterator[tuple[str, ...]]:

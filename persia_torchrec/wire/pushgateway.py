@@ -62,7 +62,9 @@ def push_metrics(
     """
     gateway, enabled = env.metrics_gateway(), settings.enable_metrics
     if gateway is None or not enabled:
-        logger.info("metrics are not pushed gateway=%s enable=%s", gateway, enabled)
+        level = logging.DEBUG if gateway is None else logging.INFO
+        not_pushed = "metrics are not pushed gateway=%s enable=%s"
+        logger.log(level, not_pushed, gateway, enabled)
         return lambda: None
     host, port = gateway
     url = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
