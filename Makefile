@@ -15,6 +15,7 @@ COVERAGE := $(CURDIR)/build/coverage
 # What components/Dockerfile says by itself: make install DEVICE=cuda EXTRAS=examples
 DEVICE := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),cuda,cpu)
 EXTRAS := dev
+$(if $(filter cpu cuda,$(DEVICE)),,$(error DEVICE must be cpu or cuda. Received: $(DEVICE)))
 
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
 TORCH := torch==2.13.0

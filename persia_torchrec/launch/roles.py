@@ -235,7 +235,7 @@ class JobSettings:
             raise ConfigError(
                 f"{_SETTINGS[name]} must be >= 1. Received: {num_replicas}."
             )
-        gpus = _agree(f"the {name}'s GPUs", gpus, 0, f"{name}.gpus", own.gpus)
+        gpus = _agree("nn_worker_gpus", gpus, 0, f"{name}.gpus", own.gpus)
         return specs.Role(
             name=name,
             image=own.image or self.image,

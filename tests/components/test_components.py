@@ -324,7 +324,10 @@ def test_an_argument_and_a_setting_must_not_differ():
     same = "must be the same, or one of them left out"
     with pytest.raises(ConfigError, match=rf"{same}\. Received: 3 and 2"):
         train(embedding_servers=3, set="server.replicas=2")
-    with pytest.raises(ConfigError, match=rf"{same}\. Received: 1 and 2"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"nn_worker_gpus and trainer.gpus {same}\. Received: 1 and 2",
+    ):
         train(nn_worker_gpus=1, set="trainer.gpus=2")
     assert train(nn_worker_gpus=2, set="trainer.gpus=2")["trainer"].resource.gpu == 2
 
