@@ -1,7 +1,7 @@
 """A folder on this machine, or behind a URL that fsspec knows.
 
 Writes are atomic: a file is written under a temporary name, synced to the disk, and
-then renamed; an object store makes an object visible when its upload ends.
+then renamed, on HDFS too; an object store makes an object visible when its upload ends.
 """
 
 import contextlib
@@ -13,10 +13,16 @@ from typing import IO, Any
 
 import fsspec
 import msgspec
+from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
+
+_FOR_HDFS = (
+    " For hdfs:// install persia-torchrec[hdfs], Java and Hadoop's client, and set "
+    "JAVA_HOME, HADOOP_HOME and CLASSPATH."
+)
 
 
 class Folder:
@@ -28,14 +34,16 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
             self._fs, root = fsspec.core.url_to_fs(os.fspath(path))
-        except (ValueError, ImportError) as exc:
+        except (ValueError, ImportError, OSError) as exc:
+            is_hdfs = os.fspath(path).startswith("hdfs:")
             raise ConfigError(
                 "A checkpoint's path must be a local path or a URL that fsspec knows. "
-                f"Received: {os.fspath(path)!r} ({exc})."
+                f"Received: {os.fspath(path)!r} ({exc}).{_FOR_HDFS if is_hdfs else ''}"
             ) from exc
         self._root = root
         self._is_local = isinstance(self._fs, LocalFileSystem)
-        self.url = root if self._is_local else str(self._fs.unstrip_protocol(root))
+        # fsspec's own form of a URL would leave out HDFS's host.
+        self.url = root if self._is_local else os.fspath(path)
 
     def child(self, name: str) -> "Folder":
         """Return a folder in this one."""
@@ -48,6 +56,8 @@ class Folder:
     def make(self) -> bool:
         """Make the folder; return False if it existed before."""
         with _named_errors("make", self.url):
+            if self._fs.exists(self._root):  # makedirs of HDFS does not tell
+                return False
             try:
                 self._fs.makedirs(self._root, exist_ok=False)
             except FileExistsError:
@@ -148,7 +158,10 @@ class Folder:
             os.close(folder)
 
     def _upload(self, path: str) -> Iterator[IO[bytes]]:
-        file = self._fs.open(path, "wb")
+        # HDFS shows a file from its first byte on.
+        is_renamed = isinstance(self._fs, ArrowFSWrapper)
+        begun = f"{path}.unfinished" if is_renamed else path
+        file = self._fs.open(begun, "wb")
         try:
             yield file
         except BaseException:
@@ -158,9 +171,11 @@ class Folder:
                 file.discard()
                 file.closed = True
             with contextlib.suppress(Exception):
-                self._fs.rm_file(path)
+                self._fs.rm_file(begun)
             raise
         file.close()
+        if is_renamed:
+            self._fs.mv(begun, path)
 
     def _within(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"

@@ -146,7 +146,7 @@ class Checkpoints:
         *,
         step: int | None = None,
         timeout_s: float = CHECKPOINT_S,
-        add_files: Callable[[Folder], None] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> Task[SavedCheckpoint]:
         """Begin to write a checkpoint of all servers, while they continue serving.
 
@@ -157,16 +157,16 @@ class Checkpoints:
 
         Every row that lives from the beginning to the end is in it once, as it was at
         one moment in between, with all updates acknowledged before the call.
-        ``add_files`` writes what else belongs to the checkpoint before the servers
-        begin.
+        ``files`` belong to it too: they are written before the servers begin, and once
+        more into ``path`` itself when the checkpoint is complete, one by one.
         """
-        folder = catalog.begin_checkpoint(path)
-        if add_files is not None:
-            add_files(folder)
+        run, folder = Folder(path), catalog.begin_checkpoint(path)
+        _write(files, folder)
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             manifest = self._write_files(task, folder, step, timeout_s)
             manifest.write(folder)
+            _write(files, run)
             return SavedCheckpoint.of(folder, manifest)
 
         return Task("dump", work)
@@ -277,3 +277,8 @@ class Checkpoints:
                 message = f"{what}: {error.message}"
                 raise RemoteError(message, server=name, kind=error.kind)
         return states
+
+
+def _write(files: Mapping[str, bytes] | None, folder: Folder) -> None:
+    for name, data in (files or {}).items():
+        folder.write(name, data)

@@ -109,6 +109,7 @@ class EmbeddingCtx(LookupCtx):
               jit_dense.pt                 with_jit_model: for torch.jit.load
               shard-00000-of-00002.rows    one per server
               manifest.json                written last: the checkpoint is complete
+            dst_dir/dense.pt, jit_dense.pt   replaced then, each in one step
 
         Every rank may call it, or rank 0 alone, which writes; the others only wait for
         their own updates. All updates that this trainer has sent are in it. With

@@ -113,9 +113,11 @@ def _load_latest(predictor: Predictor, run: Folder, name: str) -> None:
 
 
 def load_model(path: str | os.PathLike[str], name: str) -> tuple[nn.Module, str]:
-    """Load a TorchScript model and its path, from a folder or its latest checkpoint."""
-    folder = Folder(path)
-    if name not in folder.names():
+    """Load a TorchScript model and its path, of the latest checkpoint or the folder."""
+    run = Folder(path)
+    latest = next(complete_checkpoints(run), run)
+    folder = next((f for f in (latest, run) if name in f.names()), None)
+    if folder is None:
         folder = find_checkpoint(path)
     file = folder.file_path(name)
     if name not in folder.names():

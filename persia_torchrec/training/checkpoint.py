@@ -8,6 +8,7 @@ PERSIA's contexts is a few files of ``torch.save`` and ``torch.jit.save``:
         DENSE/  or  dense.pt ...     the dense half
         shard-00000-of-00002.rows    one per server
         manifest.json                written last: the checkpoint is complete
+      dense.pt ...                   of a context: as in the latest complete one
 
     every trainer   flush: its updates are acknowledged by the servers
     all             wait for each other
@@ -288,12 +289,7 @@ class ContextCheckpoints:
         self._flush()
         if not is_first():
             return
-
-        def add_files(folder: Folder) -> None:
-            for name, data in files.items():
-                folder.write(name, data)
-
-        self._dump = self._client.checkpoints.start_dump(path, add_files=add_files)
+        self._dump = self._client.checkpoints.start_dump(path, files=files)
         if blocking:
             self.wait_for_dump()
 

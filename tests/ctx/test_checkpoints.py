@@ -2,6 +2,8 @@
 
 import io
 import uuid
+from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -9,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from persia_torchrec.ctx import eval_ctx
+from persia_torchrec.ctx import InferCtx, eval_ctx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding.optim import Adam
 from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.service import get_embedding_worker_services
 from tests.local_job import ONE_SLOT, Batches, LocalJob, batch_of
 from tests.servers import DEADLINE_S
 
@@ -225,13 +228,90 @@ def test_embeddings_alone_come_and_go_without_the_model(start, tmp_path):
         assert ctx.model.top.bias.item() == bias
 
 
+def dense_files(folder):
+    return {file.name: file.read_bytes() for file in folder.glob("*.pt")}
+
+
+def test_a_complete_dump_replaces_the_dense_files_at_persias_paths(start, tmp_path):
+    first, _, third = [tmp_path / f"checkpoint-{n:08d}" for n in (1, 2, 3)]
+    with ctx_of(start()) as ctx:
+        train(ctx, range(2))
+        ctx.dump_checkpoint(str(tmp_path), with_jit_model=True)
+        at_first = dense_files(tmp_path)
+        assert at_first == dense_files(first)
+        assert at_first.keys() >= {"dense.pt", "jit_dense.pt", "opt.pt"}
+        bias = ctx.model.top.bias.item()
+        train(ctx, range(2, 4))
+        dump_and_fail(ctx, str(tmp_path))
+        assert dense_files(tmp_path) == at_first
+        ctx.load_torch_state_dict(ctx.model, str(tmp_path / "dense.pt"))
+        assert ctx.model.top.bias.item() == bias
+        train(ctx, range(2, 4))
+        with pytest.raises(CheckpointError, match="interrupted"):
+            ctx.wait_for_dump_embedding()
+        ctx.dump_checkpoint(str(tmp_path))
+    jit = {"jit_dense.pt": at_first["jit_dense.pt"]}
+    assert dense_files(tmp_path) == dense_files(third) | jit != at_first
+
+
+class Handler:
+    """What TorchServe calls, as PERSIA's page on inference shows it."""
+
+    def initialize(self, context):
+        folder = Path(context.system_properties["model_dir"])
+        file = folder / context.manifest["model"]["serializedFile"]
+        self.model = load_script(file.read_bytes())
+        self.persia_context = InferCtx(get_embedding_worker_services(), device_id=None)
+        self.persia_context.wait_for_serving()
+
+    def preprocess(self, data):
+        batch = bytes(data[0].get("batch"))
+        batch = self.persia_context.get_embedding_from_bytes(batch, None)
+        return self.persia_context.prepare_features(batch)
+
+    def inference(self, data):
+        non_id_tensors, embeddings, labels = data
+        assert labels is None
+        with torch.no_grad():
+            return self.model(non_id_tensors, embeddings)
+
+    def postprocess(self, data):
+        return [data.flatten().tolist()]
+
+    def handle(self, data, context):
+        return self.postprocess(self.inference(self.preprocess(data)))
+
+
+def test_a_handler_of_torchserve_predicts_as_the_evaluation(
+    start, tmp_path, monkeypatch
+):
+    job, batch = start(), batch_of([1, 2], [3], [], requires_grad=False)
+    with ctx_of(job) as ctx:
+        train(ctx, range(5))
+        ctx.dump_checkpoint(str(tmp_path), with_jit_model=True)
+        with eval_ctx() as evaluation:
+            looked_up = evaluation.get_embedding_from_data(batch)
+            expected = evaluation.forward(looked_up)[0].flatten().tolist()
+        address = job.workers[0].address.removeprefix("tcp://")
+        monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", address)
+        handler = Handler()
+        manifest = {"model": {"serializedFile": "jit_dense.pt"}}
+        context = SimpleNamespace(
+            system_properties={"model_dir": str(tmp_path)}, manifest=manifest
+        )
+        handler.initialize(context)
+        answer = handler.handle([{"batch": bytearray(batch.to_bytes())}], context)
+        handler.persia_context.close()
+    assert answer == [expected]
+
+
 def test_the_scripted_model_gives_the_same_output(start, tmp_path):
     with ctx_of(start()) as ctx:
         train(ctx, range(3))
         ctx.dump_checkpoint(str(tmp_path), with_jit_model=True)
         embeddings = [torch.arange(8.0).reshape(2, 4)]
         expected = ctx.model([], embeddings)
-    file = tmp_path / "checkpoint-00000001" / "jit_dense.pt"
+    file = tmp_path / "jit_dense.pt"
     assert torch.equal(load_script(file.read_bytes())([], embeddings), expected)
 
 
@@ -257,6 +337,8 @@ def test_any_url_that_fsspec_knows_will_do(start):
     with ctx_of(start(num_servers=1)) as ctx:
         train(ctx, range(3))
         ctx.dump_checkpoint(url, with_jit_model=True)
+        with fsspec.open(f"{url}/jit_dense.pt") as file:
+            assert load_script(file.read()).top.bias.item() == ctx.model.top.bias.item()
         expected = train(ctx, range(3, 6))
     with ctx_of(start(num_servers=1), seed=1) as ctx:
         ctx.load_checkpoint(url)
