@@ -13,8 +13,8 @@ class ConfigError(PersiaError, ValueError):
     """A setting, or two settings together, cannot work."""
 
 
-class BatchError(PersiaError, ValueError):
-    """A batch has a shape, dtype or length that does not fit the others."""
+class BatchError(PersiaError, ValueError, RuntimeError):
+    """A batch has a shape, dtype or length that is invalid; PERSIA has RuntimeError."""
 
 
 class StoreError(PersiaError):

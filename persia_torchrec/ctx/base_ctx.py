@@ -74,8 +74,8 @@ class PreprocessMode(enum.Enum):
     """What a context makes of a batch."""
 
     TRAIN = 1
-    """Embeddings want a gradient. Outside a ``TrainCtx`` the servers are only read,
-    and the gradient stays with the tensors: only ``TrainCtx.backward`` sends any."""
+    """Embeddings want a gradient. It goes to the servers by ``TrainCtx.backward``, if
+    the batch is a ``DataLoader``'s and ``requires_grad``; else it stays here."""
 
     EVAL = 2
     """They do not, and the servers are only read."""
@@ -124,7 +124,7 @@ class LookupCtx(BaseCtx):
             self.embeddings.loader_wait_s = seconds
 
     def prepare_features(
-        self, batch: loader.PersiaTrainingBatch
+        self, persia_training_batch: loader.PersiaTrainingBatch
     ) -> tuple[Tensors, Tensors, Tensors | None]:
         """Make tensors of a batch, on the context's device.
 
@@ -133,11 +133,12 @@ class LookupCtx(BaseCtx):
 
         Returns:
             Dense features; embeddings, float32, a tensor per slot of the batch, in
-            the order of its ``id_type_features``, which want a gradient in training;
-            labels, or None, as in inference. A pooled slot is ``(B, dim)``. A raw one
-            is ``(B, sample_fixed_size, dim + 1)``: a vector for each id of a sample,
-            and a last channel that is 1 where there is an id.
+            the order of its ``id_type_features``, which want a gradient if the mode is
+            ``TRAIN``; labels, or None, as in inference. A pooled slot is ``(B, dim)``.
+            A raw one is ``(B, sample_fixed_size, dim + 1)``: a vector for each id of a
+            sample, and a last channel that is 1 where there is an id.
         """
+        batch = persia_training_batch
         non_id_tensors, labels = self._dense_tensors(batch)
         return non_id_tensors, list(self._embed(batch).values()), labels
 
@@ -218,8 +219,7 @@ class LookupCtx(BaseCtx):
     def _embed(self, batch: loader.PersiaTrainingBatch) -> Slots:
         """Wait for the embeddings of a batch; in training they want a gradient."""
         embeddings = self.embeddings.embed(batch.pull)
-        is_training = self.preprocess_mode is PreprocessMode.TRAIN
-        if is_training and not isinstance(self.embeddings, Engine):
+        if self.preprocess_mode is PreprocessMode.TRAIN:
             for tensor in embeddings.values():
                 tensor.requires_grad_()
         return embeddings

@@ -9,19 +9,19 @@ only thing in this package that is known without being passed on.
 """
 
 import contextlib
+import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.data.stream import Inbox
 from persia_torchrec.embedding import data
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import local_address
 
@@ -38,35 +38,88 @@ def require_at_least_1(**numbers: int | None) -> None:
             raise ConfigError(f"{name} must be >= 1. Received: {number}.")
 
 
-class IterableDatasetBase(ABC):
-    """What a ``DataLoader`` reads.
+class PersiaBatchDataSender:
+    """Takes the batches that ``consume_dataset`` sends. Any thread may call any method.
+
+    Args:
+        capacity: batches that may wait for the ``DataLoader``.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._sent: queue.Queue[PersiaBatch] = queue.Queue(capacity)
+
+    def send(self, batch_data: PersiaBatch) -> None:
+        """Send a batch; wait while there is no room for it."""
+        try:
+            self._sent.put(batch_data, timeout=timeouts.SEND_BATCH_S)
+        except queue.Full as exc:
+            raise DataflowError(
+                "A DataLoader must take the batches of a dataset within "
+                f"{timeouts.SEND_BATCH_S:g} s. Received: {self._sent.maxsize} batches "
+                "that wait. Does consume_dataset yield once for each?"
+            ) from exc
+
+    def take(self, timeout_s: float) -> PersiaBatch:
+        """Return the next batch; raise DataflowError if none is sent in time."""
+        try:
+            return self._sent.get(timeout=timeout_s)
+        except queue.Empty as exc:
+            raise DataflowError(
+                "consume_dataset must send a batch by self.sender for each time that "
+                f"it yields. Received: none within {timeout_s:g} s."
+            ) from exc
+
+
+class IterableDatasetBase:
+    """What a ``DataLoader`` reads; a subclass has ``__iter__``, or consume_dataset.
+
+    A thread per pass calls them.
 
     Args:
         buffer_size: batches that may wait to be looked up, at least 1; of a
             StreamingDataset, of each data loader.
+
+    Attributes:
+        sender: takes batches by ``send``, for a ``consume_dataset`` of the user's.
     """
 
     def __init__(self, buffer_size: int = 10) -> None:
         require_at_least_1(buffer_size=buffer_size)
         self.buffer_size = buffer_size
+        self.sender = PersiaBatchDataSender(buffer_size)
 
-    @abstractmethod
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches of one pass."""
+        raise ConfigError(
+            "A dataset must have __iter__, or a consume_dataset of its own. Received: "
+            f"{type(self).__name__}. Only a DataLoader reads a StreamingDataset."
+        )
+
+    def consume_dataset(self) -> Iterator[int]:
+        """Send the batches of one pass; yield the number of each when it is sent."""
+        for number, batch in enumerate(self):
+            self.sender.send(batch)
+            yield number
+
     def batches(
         self, timeout_s: float, *, in_order: bool
     ) -> Iterator[PersiaBatch | ReferencedBatch]:
-        """Yield the batches of one pass; ``in_order``: as the loaders numbered them."""
+        """Yield the batches of one pass; ``in_order``: as the loaders numbered them.
+
+        They are made ahead by a thread, and in order anyway, but for those of a
+        StreamingDataset.
+        """
+        has_own = type(self).consume_dataset is not IterableDatasetBase.consume_dataset
+
+        def sent() -> Iterator[PersiaBatch]:
+            for _ in self.consume_dataset():
+                yield self.sender.take(timeout_s)
+
+        return in_background(sent() if has_own else self, self.buffer_size, "dataset")
 
 
 class IterableDataset(IterableDatasetBase):
-    """The user's batches; a subclass has ``__iter__``, called by a thread per pass."""
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        """Yield the batches of one pass."""
-
-    def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[PersiaBatch]:
-        """Yield the batches, made ahead by a thread; they are in order anyway."""
-        return in_background(self, self.buffer_size, "dataset")
+    """The user's batches: a base class of PERSIA's users."""
 
 
 class StreamingDataset(IterableDatasetBase):
@@ -116,6 +169,10 @@ class PersiaTrainingBatch:
     is_training: bool
     meta: bytes | None
     batch_id: int | None
+
+    def consume_all_meta_data(self) -> bytes | None:
+        """Return ``meta``, as often as it is asked for."""
+        return self.meta
 
 
 class LookupSettings(NamedTuple):

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated
 
+from persia_torchrec.embedding import data as data
+from persia_torchrec.embedding import optim as optim
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.admission import AdmitAll, AdmitProbability
 from persia_torchrec.embedding.initializer import Uniform
@@ -44,3 +46,8 @@ class EmbeddingConfig(setting.Setting):
         if self.admit_probability == 1:
             return AdmitAll()
         return AdmitProbability(self.admit_probability)
+
+
+def get_default_embedding_config() -> EmbeddingConfig:
+    """Return PERSIA's settings, which are the defaults."""
+    return EmbeddingConfig()

@@ -211,7 +211,7 @@ class PersiaBatch:
             feature when None.
         requires_grad: whether the embeddings are trained on this batch: the servers
             then make rows for new ids, and expect gradients.
-        meta: bytes that travel with the batch untouched.
+        meta: bytes that travel with the batch untouched; text is encoded as UTF-8.
 
     Attributes:
         batch_id: the batch's number in the order of all loaders, from 0; None until
@@ -225,13 +225,13 @@ class PersiaBatch:
         labels: Sequence[Label] | None = None,
         batch_size: int | None = None,
         requires_grad: bool = True,
-        meta: bytes | None = None,
+        meta: bytes | str | None = None,
     ) -> None:
         self.id_type_features = tuple(id_type_features)
         self.non_id_type_features = tuple(non_id_type_features or ())
         self.labels = tuple(labels or ())
         self.requires_grad = bool(requires_grad)
-        self.meta = meta
+        self.meta = meta.encode() if isinstance(meta, str) else meta
         self.batch_id: int | None = None
 
         for argument, classes in _CLASSES.items():
@@ -252,11 +252,8 @@ class PersiaBatch:
                 "A batch with requires_grad=True must have labels. Received: none. "
                 "Give labels, or requires_grad=False."
             )
-        if not isinstance(meta, bytes | None):
-            raise BatchError(
-                "meta must be bytes. "
-                f"Received: {describe(meta)}. Encode text with .encode()."
-            )
+        if not isinstance(self.meta, bytes | None):
+            raise BatchError(f"meta must be bytes or text. Received: {describe(meta)}.")
 
     @property
     def data(self) -> "PersiaBatch":

@@ -168,6 +168,21 @@ class TestABatch:
         for embedding, rows in zip(embeddings, expected, strict=True):
             np.testing.assert_allclose(embedding.detach(), np.array(rows), rtol=1e-6)
 
+    @pytest.mark.parametrize("requires_grad", [True, False])
+    def test_embeddings_outside_of_a_loader_want_a_gradient_that_moves_nothing(
+        self, job, batch, requires_grad
+    ):
+        batch.requires_grad = requires_grad
+        with job.train_ctx() as ctx:
+            for looked_up in (
+                ctx.get_embedding_from_data(batch),
+                ctx.get_embedding_from_bytes(batch.to_bytes()),
+            ):
+                _, embeddings, _ = ctx.prepare_features(looked_up)
+                sum(e.sum() for e in embeddings).backward()
+                assert all(torch.equal(e.grad, torch.ones_like(e)) for e in embeddings)
+        assert job.num_rows() == 0
+
     def test_prepared_features_train_a_users_model(self, job, batch):
         with job.train_ctx() as ctx:
             for looked_up in DataLoader(Batches([batch])):

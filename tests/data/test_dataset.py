@@ -1,6 +1,14 @@
+import queue
+import threading
+
 import pytest
 
-from persia_torchrec.data import IterableDataset, StreamingDataset
+from persia_torchrec import timeouts
+from persia_torchrec.data import (
+    IterableDataset,
+    IterableDatasetBase,
+    StreamingDataset,
+)
 from persia_torchrec.data.stream import BatchSender
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from persia_torchrec.wire.address_book import AddressBook
@@ -56,9 +64,102 @@ def test_a_buffer_without_room_is_refused(dataset):
         dataset(0)
 
 
-def test_a_dataset_needs_an_iterator():
-    with pytest.raises(TypeError, match="__iter__"):
-        IterableDataset()
+class Sending(IterableDatasetBase):
+    """Sends batches of 1, 2, ... samples, as PERSIA's page shows it."""
+
+    def __iter__(self):
+        yield from Numbered(5)
+
+    def consume_dataset(self):
+        for number, batch in enumerate(self):
+            self.sender.send(batch)
+            yield number
+
+
+class SendingAhead(Sending):
+    """The same by a thread, which sends what is there and has no room to wait for."""
+
+    def consume_dataset(self):
+        numbers = queue.Queue()
+
+        def send():
+            for number, batch in enumerate(self):
+                numbers.put(number)
+                self.sender.send(batch.data)
+            numbers.put(None)
+
+        threading.Thread(target=send, daemon=True).start()
+        yield from iter(numbers.get, None)
+
+
+class Counting(IterableDataset):
+    """Has what it inherits, and counts."""
+
+    num_sent = 0
+
+    def __iter__(self):
+        yield from Numbered(5)
+
+    def consume_dataset(self):
+        for number in super().consume_dataset():
+            self.num_sent += 1
+            yield number
+
+
+class OnlySending(IterableDatasetBase):
+    def consume_dataset(self):
+        for number, batch in enumerate(Numbered(5)):
+            self.sender.send(batch)
+            yield number
+
+
+@pytest.mark.parametrize("cls", [Sending, SendingAhead, Counting, OnlySending])
+def test_a_dataset_may_send_its_batches_itself(cls):
+    dataset = cls(buffer_size=2)
+    for _ in range(2):
+        assert sizes(dataset.batches(DEADLINE_S, in_order=False)) == [1, 2, 3, 4, 5]
+
+
+def test_an_inherited_dataset_sends_what_its_iterator_yields():
+    dataset = Counting()
+    assert list(dataset.consume_dataset()) == [0, 1, 2, 3, 4]
+    assert [dataset.sender.take(0).batch_size for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert dataset.num_sent == 5
+
+
+class Silent(IterableDatasetBase):
+    def consume_dataset(self):
+        yield 0
+
+
+class Flooding(IterableDatasetBase):
+    def consume_dataset(self):
+        for batch in Numbered(5):
+            self.sender.send(batch)
+        yield 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Silent, r"must send a batch by self\.sender .*Received: none within 0\.01 s"),
+        (Flooding, r"2 batches that wait\. Does consume_dataset yield once for each"),
+    ],
+)
+def test_a_dataset_that_sends_too_little_or_too_much_is_an_error(
+    monkeypatch, cls, message
+):
+    monkeypatch.setattr(timeouts, "SEND_BATCH_S", 0.01)
+    with pytest.raises(DataflowError, match=message):
+        list(cls(buffer_size=2).batches(0.01, in_order=False))
+
+
+@pytest.mark.parametrize("cls", [IterableDataset, StreamingDataset])
+def test_what_has_no_iterator_cannot_be_iterated_over(cls):
+    with pytest.raises(
+        ConfigError, match=rf"must have __iter__.*Received: {cls.__name__}"
+    ):
+        list(cls())
 
 
 def test_a_trainer_is_known_once_it_begins_to_iterate(book, monkeypatch):

@@ -266,14 +266,21 @@ def test_a_part_of_another_class_is_refused(parts, message):
         PersiaBatch(**arguments)
 
 
-def test_training_without_labels_is_refused():
-    with pytest.raises(BatchError, match="requires_grad=True must have labels"):
+@pytest.mark.parametrize("error", [BatchError, RuntimeError, ValueError])
+def test_training_without_labels_is_refused(error):
+    with pytest.raises(error, match="requires_grad=True must have labels"):
         PersiaBatch([single()])
 
 
-def test_meta_that_is_not_bytes_is_refused():
-    with pytest.raises(BatchError, match=r"meta must be bytes\. .*encode"):
-        PersiaBatch([single()], requires_grad=False, meta="day 3")
+def test_meta_that_is_text_becomes_its_bytes():
+    batch = PersiaBatch([single()], requires_grad=False, meta="d\u00e9j\u00e0")
+    assert batch.meta == "d\u00e9j\u00e0".encode()
+    assert PersiaBatch.from_bytes(batch.to_bytes()).meta == batch.meta
+
+
+def test_meta_that_is_neither_bytes_nor_text_is_refused():
+    with pytest.raises(BatchError, match=r"meta must be bytes or text.*3 \(int\)"):
+        PersiaBatch([single()], requires_grad=False, meta=3)
 
 
 @given(st.lists(ids, max_size=20))
