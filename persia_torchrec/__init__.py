@@ -24,6 +24,8 @@ def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'persia_torchrec' has no attribute {name!r}")
+    if module == __name__:
+        return import_module(f"{__name__}.{name}")
     return getattr(import_module(module), name)
 
 

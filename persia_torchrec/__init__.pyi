@@ -1,5 +1,14 @@
 """The public names, and where they are: ``__init__.py`` imports each on first use."""
 
+from persia_torchrec import (
+    ctx as ctx,
+    data as data,
+    embedding as embedding,
+    logger as logger,
+    prelude as prelude,
+    service as service,
+    utils as utils,
+)
 from persia_torchrec.client.client import (
     EmbeddingClient as EmbeddingClient,
 )
@@ -69,4 +78,7 @@ from persia_torchrec.table import (
 from persia_torchrec.training.checkpoint import (
     load_checkpoint as load_checkpoint,
     save_checkpoint as save_checkpoint,
+)
+from persia_torchrec.version import (
+    __version__ as __version__,
 )

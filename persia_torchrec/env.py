@@ -1,7 +1,7 @@
 """The environment of a process: the only module that reads and sets variables.
 
-Nothing is cached. An empty variable counts as unset, for launchers that write out every
-variable.
+Nothing is cached. Blanks around a value are not part of it: env files have some. An
+empty variable counts as unset, for launchers that write out every variable.
 
     RANK, LOCAL_RANK, WORLD_SIZE               one NN worker among all (torchrun)
     MASTER_ADDR, MASTER_PORT                   where the NN workers meet (torchrun)
@@ -70,8 +70,8 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def text(name: str) -> str | None:
-    """Return a variable; None when it is unset or empty."""
-    return os.environ.get(name) or None
+    """Return a variable without blanks around it; None when it is unset or empty."""
+    return os.environ.get(name, "").strip() or None
 
 
 def integer(name: str, minimum: int) -> int:
@@ -96,6 +96,11 @@ get_world_size = partial(integer, "WORLD_SIZE", 1)
 get_replica_index = partial(integer, "REPLICA_INDEX", 0)
 get_replica_size = partial(integer, "REPLICA_SIZE", 1)
 
+# Under PERSIA's names, too: whether persia-launcher and run_command() show what they
+# start, when this module was imported; and that no check of a batch is left out.
+PERSIA_LAUNCHER_VERBOSE = text("PERSIA_LAUNCHER_VERBOSE") not in (None, "0")
+PERSIA_SKIP_CHECK_DATA = False
+
 # Paths, each None when unset.
 embedding_config_path = partial(text, "PERSIA_EMBEDDING_CONFIG")
 global_config_path = partial(text, "PERSIA_GLOBAL_CONFIG")
@@ -107,9 +112,34 @@ def master() -> tuple[str | None, int | None]:
     return text("MASTER_ADDR"), integer("MASTER_PORT", 0) or None
 
 
-def set_env(name: str, value: str | int) -> None:
+def set_variable(name: str, value: str | int) -> None:
     """Set a variable for this process and those that it starts from now on."""
     os.environ[name] = str(value)
+
+
+def set_env(
+    replica_size: int | None = None,
+    replica_index: int | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    local_rank: int | None = None,
+) -> None:
+    """Set all five variables for this process; None unsets one."""
+    numbers = {
+        "REPLICA_SIZE": replica_size,
+        "REPLICA_INDEX": replica_index,
+        "WORLD_SIZE": world_size,
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+    }
+    for name, number in numbers.items():
+        os.environ.pop(name, None)
+        if number is not None:
+            set_variable(name, number)
+
+
+def reload_env() -> None:
+    """Do nothing, as every call reads the environment."""
 
 
 @contextlib.contextmanager

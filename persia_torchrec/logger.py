@@ -54,17 +54,57 @@ def get_default_logger(
         formatter = _ColourFormatter if on_terminal else logging.Formatter
         console.setFormatter(formatter(LINE_FORMAT))
         logger.addHandler(console)
-    path = log_file and str(Path(log_file).absolute())
-    files = [getattr(handler, "baseFilename", None) for handler in logger.handlers]
-    if path is not None and path not in files:
-        try:
-            file = logging.FileHandler(path, encoding="utf-8")
-        except OSError as exc:
-            must = "log_file must be a path that can be written."
-            raise ConfigError(f"{must} Received: {path} ({exc}).") from exc
-        file.setFormatter(logging.Formatter(LINE_FORMAT))
-        logger.addHandler(file)
+    if log_file is not None:
+        _add_file("log_file", log_file, logger, logging.NOTSET)
     return logger
+
+
+def setLogger(
+    name: str,
+    log_level: int = logging.DEBUG,
+    log_filename: str = "train.log",
+    enable_file_logger: bool = False,
+    err_redirect_filepath: str = "error.log",
+    enable_err_redirect: bool = False,
+    err_redirect_level: int = logging.INFO,
+) -> logging.Logger:
+    """Return the logger of that name, printing to stderr from ``log_level`` up.
+
+    Args:
+        name: the logger's.
+        log_level: of :mod:`logging`; ``LOG_LEVEL`` does not change it.
+        log_filename: with ``enable_file_logger``, to which the same lines are appended.
+        enable_file_logger: whether they are.
+        err_redirect_filepath: with ``enable_err_redirect``, to which lines above
+            ``err_redirect_level`` are appended.
+        enable_err_redirect: whether they are.
+        err_redirect_level: the highest level that is left out there.
+    """
+    logger = get_default_logger(name)
+    logger.setLevel(log_level)
+    if enable_file_logger:
+        _add_file("log_filename", log_filename, logger, logging.NOTSET)
+    if enable_err_redirect:
+        path, above = err_redirect_filepath, err_redirect_level + 1
+        _add_file("err_redirect_filepath", path, logger, above)
+    return logger
+
+
+def _add_file(
+    argument: str, path: str | Path, logger: logging.Logger, level: int
+) -> None:
+    """Append lines from a level up to a file, unless that is done already."""
+    path = str(Path(path).absolute())
+    if path in [getattr(handler, "baseFilename", None) for handler in logger.handlers]:
+        return
+    try:
+        file = logging.FileHandler(path, encoding="utf-8")
+    except OSError as exc:
+        must = f"{argument} must be a path that can be written."
+        raise ConfigError(f"{must} Received: {path} ({exc}).") from exc
+    file.setFormatter(logging.Formatter(LINE_FORMAT))
+    file.setLevel(level)
+    logger.addHandler(file)
 
 
 class _ColourFormatter(logging.Formatter):

@@ -1,18 +1,24 @@
 """Small helpers for the user's scripts, under PERSIA's names."""
 
 import random
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
 
-from persia_torchrec import env
 from persia_torchrec.config.yaml_file import parse_yaml, read_text
+from persia_torchrec.env import MAX_PORT, PERSIA_LAUNCHER_VERBOSE, set_variable
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.ports import free_port_from
 
 MAX_SEED = 2**32 - 1  # of NumPy's global generator
+MAXIMUM_LOCAL_PORT_NUM = MAX_PORT  # under PERSIA's name
 
 
 def setup_seed(seed: int) -> None:
@@ -27,7 +33,7 @@ def setup_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  # the user's script may draw from it
     torch.manual_seed(seed)
-    env.set_env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
@@ -49,6 +55,30 @@ def dump_yaml(content: object, filepath: str | Path) -> None:
             f"None. Received: {exc}."
         ) from exc
     Path(filepath).write_text(text, encoding="utf-8")
+
+
+def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> None:
+    """Run a program and wait for its end; CalledProcessError unless it ends well.
+
+    ``PERSIA_LAUNCHER_VERBOSE=1`` shows the command. ``env`` is the program's whole
+    environment; None: that of this process.
+    """
+    words = [str(word) for word in cmd]
+    if PERSIA_LAUNCHER_VERBOSE:
+        sys.stderr.write(f"execute command: {shlex.join(words)}\n")
+    subprocess.run(words, env=env, check=True)
+
+
+def resolve_binary_execute_path(binary_name: str) -> str:
+    """Return the path of a program that is installed beside this Python."""
+    path = Path(sysconfig.get_path("scripts"), binary_name)
+    if not path.is_file():
+        raise ConfigError(
+            "binary_name must be a program beside this Python, as persia-launcher. "
+            f"Received: {binary_name!r}, and no {path}. What PERSIA's native programs "
+            "do is done by commands of persia-launcher."
+        )
+    return str(path)
 
 
 def find_free_port(port: int = 10000, interval: int = 1) -> int:

@@ -53,9 +53,43 @@ def test_a_path_is_read_or_none(monkeypatch, read, name):
     assert read() == "/data/file.yml"
 
 
+@pytest.mark.parametrize("blanks", [" {}", "{} ", "\t{}\r\n"])
+def test_blanks_around_a_value_are_not_part_of_it(monkeypatch, blanks):
+    values = {"PERSIA_STORE_PORT": "29400", "PERSIA_STORE_HOST": "coordinator"}
+    values |= {"PERSIA_JOB_ID": "ads-7", "RANK": "3", "LOG_LEVEL": "debug"}
+    for name, value in {**values, "PERSIA_EMBEDDING_CONFIG": "/a b/e.yml"}.items():
+        monkeypatch.setenv(name, blanks.format(value))
+    assert env.job_store() == ("coordinator", 29400, "ads-7")
+    assert env.get_rank() == 3
+    assert env.log_level() == "DEBUG"
+    assert env.embedding_config_path() == "/a b/e.yml"
+    monkeypatch.setenv("RANK", blanks.format(""))
+    assert env.get_rank() == 0
+
+
+def test_persias_way_to_set_all_numbers(monkeypatch):
+    for _, name, _ in NUMBERS:
+        monkeypatch.setenv(name, "7")
+    env.set_env(rank=0, world_size=2)
+    assert [os.environ.get(name) for _, name, _ in NUMBERS] == [
+        "0",
+        None,
+        "2",
+        None,
+        None,
+    ]
+    env.reload_env()
+    assert (env.get_rank(), env.get_world_size()) == (0, 2)
+
+
+def test_persias_constants_are_what_holds_here():
+    assert env.PERSIA_LAUNCHER_VERBOSE is False
+    assert env.PERSIA_SKIP_CHECK_DATA is False
+
+
 def test_a_variable_can_be_set(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    env.set_env("RANK", 2)
+    env.set_variable("RANK", 2)
     assert os.environ["RANK"] == "2"
     assert env.get_rank() == 2
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.logger import get_default_logger, get_logger
+from persia_torchrec.logger import get_default_logger, get_logger, setLogger
 
 
 class Terminal(io.StringIO):
@@ -112,3 +112,36 @@ def test_lines_go_to_a_file_too_when_one_is_given(tmp_path, monkeypatch, name):
 def test_a_file_that_cannot_be_written_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="log_file must be a path that can be"):
         get_default_logger(name, log_file=tmp_path / "missing" / "train.log")
+
+
+def test_persias_way_to_set_a_logger_up(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setenv("LOG_LEVEL", "error")
+    all_lines, errors = tmp_path / "train.log", tmp_path / "error.log"
+    settings = {"enable_file_logger": True, "enable_err_redirect": True}
+    for _ in range(2):
+        logger = setLogger(
+            name,
+            logging.INFO,
+            str(all_lines),
+            err_redirect_filepath=str(errors),
+            **settings,
+        )
+    logger.debug("hidden")
+    logger.info("step")
+    logger.warning("slow")
+    assert [line.split()[-1] for line in all_lines.read_text().splitlines()] == [
+        "step",
+        "slow",
+    ]
+    assert errors.read_text().count("\n") == 1
+    assert errors.read_text().endswith(f" WARNING {name}: slow\n")
+    assert capsys.readouterr().err.count("\n") == 2
+    with pytest.raises(ConfigError, match="err_redirect_filepath must be a path that"):
+        setLogger(name, err_redirect_filepath="/no/e.log", enable_err_redirect=True)
+
+
+def test_without_files_a_logger_prints_everything(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    setLogger(name).debug("shown")
+    assert capsys.readouterr().err.endswith(f" DEBUG {name}: shown\n")
+    assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,14 @@
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from persia_torchrec.errors import ConfigError
+from persia_torchrec import prelude, utils
+from persia_torchrec.errors import BatchError, ConfigError
 from persia_torchrec.utils import dump_yaml, load_yaml, setup_seed
 
 
@@ -66,3 +69,32 @@ def test_data_without_a_plain_form_leave_the_file_as_it_was(tmp_path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"b\.yml must be a text file"):
         load_yaml(tmp_path / "b.yml")
+
+
+def test_a_command_runs_to_its_end(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(utils, "PERSIA_LAUNCHER_VERBOSE", True)
+    code = "import os, pathlib; pathlib.Path(os.environ['TO']).write_text('done')"
+    utils.run_command([sys.executable, "-c", code], {"TO": str(tmp_path / "file")})
+    assert (tmp_path / "file").read_text() == "done"
+    assert capfd.readouterr().err.startswith(f"execute command: {sys.executable} -c ")
+    with pytest.raises(subprocess.CalledProcessError, match="status 3"):
+        utils.run_command([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_a_program_beside_this_python_has_a_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(utils.sysconfig, "get_path", lambda _: str(tmp_path))
+    (tmp_path / "persia-launcher").touch()
+    path = str(tmp_path / "persia-launcher")
+    assert utils.resolve_binary_execute_path("persia-launcher") == path
+    with pytest.raises(
+        ConfigError, match="Received: 'persia-embedding-worker', and no"
+    ):
+        utils.resolve_binary_execute_path("persia-embedding-worker")
+
+
+def test_the_arrays_that_a_batch_may_have_are_known_beforehand():
+    for dtype in (np.bool_, np.int64, np.float32):
+        prelude.check_pyarray_dtype_valid(np.zeros(1, dtype), np.dtype(dtype))
+    with pytest.raises(BatchError, match="'income' must have one of the dtypes"):
+        prelude.check_pyarray_dtype_valid(np.zeros(1, "c8"), np.dtype("c8"), "income")
+    assert prelude.is_cuda_feature_available() is (torch.version.cuda is not None)

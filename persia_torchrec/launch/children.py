@@ -159,8 +159,8 @@ def _wait(process: Process, timeout_s: float | None) -> int | None:
 
 def _run_work(role: str, index: int, size: int, work: Work) -> None:
     """Do the work of one process of a role, which begins here."""
-    env.set_env("REPLICA_INDEX", index)
-    env.set_env("REPLICA_SIZE", size)
+    env.set_variable("REPLICA_INDEX", index)
+    env.set_variable("REPLICA_SIZE", size)
     if isinstance(work, Path):
         sys.exit(script.main([role, str(work)]))
     assert isinstance(work, FunctionType)

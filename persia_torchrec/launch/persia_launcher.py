@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
                 must = f"{name} must not be set. Received: {value!r}."
                 raise ConfigError(f"{must} {reason}")
         if not (env.text("PERSIA_STORE_HOST") or env.text("PERSIA_STORE_HOST_ENV")):
-            env.set_env("PERSIA_STORE_HOST", "localhost")
+            env.set_variable("PERSIA_STORE_HOST", "localhost")
         command = build(COMMANDS[given.pop("command")], given)
         words = [sys.executable, *command.words()]
     except PersiaError as exc:
@@ -133,8 +133,8 @@ class _Replica:
         """Pass the index on to the process that is started, by the environment."""
         index, size = self.replica_index, self.replica_size
         _require_index("--replica-index", index, "--replica-size", size)
-        env.set_env("REPLICA_INDEX", index)
-        env.set_env("REPLICA_SIZE", size)
+        env.set_variable("REPLICA_INDEX", index)
+        env.set_variable("REPLICA_SIZE", size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +169,8 @@ class _Service(_Replica, ImportFlags):
             or_inference = ", or give a global_config.yml with job_type: Infer"
             env.require_job_store("The role", or_inference)
         self.export()
-        env.set_env("PERSIA_EMBEDDING_CONFIG", self.embedding_config)
-        env.set_env("PERSIA_GLOBAL_CONFIG", self.global_config)
+        env.set_variable("PERSIA_EMBEDDING_CONFIG", self.embedding_config)
+        env.set_variable("PERSIA_GLOBAL_CONFIG", self.global_config)
         flags = format_flags(port=self.port, import_=list(self.imports))
         return ["-m", self.module, *flags]
 

@@ -118,12 +118,12 @@ def set_up_rendezvous(book: AddressBook, rank: int, world_size: int) -> None:
         [*hosts, "trainer/master"], timeout_s=timeouts.RENDEZVOUS_S
     )
     address, _, port = master.rpartition(" ")
-    env.set_env("RANK", rank)
-    env.set_env("WORLD_SIZE", world_size)
-    env.set_env("LOCAL_RANK", host_names[:rank].count(host_names[rank]))
-    env.set_env("LOCAL_WORLD_SIZE", host_names.count(host_names[rank]))
-    env.set_env("MASTER_ADDR", address)
-    env.set_env("MASTER_PORT", port)
+    env.set_variable("RANK", rank)
+    env.set_variable("WORLD_SIZE", world_size)
+    env.set_variable("LOCAL_RANK", host_names[:rank].count(host_names[rank]))
+    env.set_variable("LOCAL_WORLD_SIZE", host_names.count(host_names[rank]))
+    env.set_variable("MASTER_ADDR", address)
+    env.set_variable("MASTER_PORT", port)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import logging
 import re
 from pathlib import Path
 
@@ -17,17 +18,34 @@ FOLDER = Path(__file__).parents[2] / "persia_torchrec"
 PAGE = (FOLDER / "MIGRATION.md").read_text()
 
 
+def names_of_persia():
+    """Yield module and name of PERSIA's public names, with arguments and defaults."""
+    module = ""
+    for line in (Path(__file__).parent / "persia_names.txt").read_text().splitlines():
+        if line.startswith(" "):
+            yield module, line.strip()
+        else:
+            module = line
+
+
 def rows_of_names():
-    """Yield modules, PERSIA's spelling of a name, and what it is here."""
+    """Yield modules, PERSIA's spelling of a name, what it is here, and why."""
     for title, text in re.findall(r"^### (.*?)\n(.*?)(?=^##)", PAGE, re.M | re.S):
         modules = re.findall(r"persia\.([\w.]+)", title)
-        for name, here in re.findall(r"^\| `([^|]*)` \| ([^|]*) \|", text, re.M):
-            if modules:
-                yield modules, name, here.strip()
+        rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \| ([^|]*)\|$", text, re.M)
+        for names, here, why in rows if modules else []:
+            for name in re.findall(r"`([^`]*)`", names):
+                yield modules, name, here.strip(), why.strip()
 
 
+NAMES = list(names_of_persia())
+ROWS = {
+    (module, name): (here, why)
+    for modules, name, here, why in rows_of_names()
+    for module in modules
+}
 SAME = [
-    (modules, name) for modules, name, here in rows_of_names() if here == "the same"
+    (modules, name) for modules, name, here, _ in rows_of_names() if here == "the same"
 ]
 
 
@@ -42,8 +60,9 @@ def find(modules, path):
             break
     else:
         pytest.fail(f"{path} is in none of {modules}")
-    for name in rest:
-        found = getattr(found, name)
+    for name in rest:  # which __init__ may set
+        found = getattr(found, name, name in found.__init__.__code__.co_names)
+        assert found, path
     return found
 
 
@@ -53,14 +72,34 @@ def parameters_of(signature):
         return []
     function = ast.parse(f"def {re.sub(r'^.*?[(]', 'f(', signature)}: ...").body[0]
     arguments = [argument.arg for argument in function.args.args]
-    defaults = [ast.literal_eval(default) for default in function.args.defaults]
+    defaults = [
+        getattr(logging, default.attr)
+        if isinstance(default, ast.Attribute)
+        else ast.literal_eval(default)
+        for default in function.args.defaults
+    ]
     num_required = len(arguments) - len(defaults)
     required = [inspect.Parameter.empty] * num_required
     return list(zip(arguments, [*required, *defaults], strict=True))
 
 
 def test_there_are_names_to_compare():
-    assert len(SAME) > 35
+    assert len(NAMES) > 110
+    assert len(SAME) > 70
+
+
+def test_every_public_name_of_persia_has_a_row_with_its_arguments():
+    assert [name for name in NAMES if name not in ROWS] == []
+
+
+def test_a_name_that_is_not_the_same_has_a_reason():
+    other = {name: why for name, (here, why) in ROWS.items() if here != "the same"}
+    assert [name for name, why in other.items() if not why] == []
+
+
+def test_the_page_lists_no_other_names():
+    known = {name for _, name in NAMES}
+    assert {name for _, name in SAME} <= known
 
 
 @pytest.mark.parametrize(("modules", "name"), SAME, ids=[name for _, name in SAME])

