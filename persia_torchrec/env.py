@@ -17,6 +17,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_LAUNCHER_VERBOSE                    1: persia-launcher shows what it starts
     PERSIA_METRICS_GATEWAY_ADDR                host:port that metrics are pushed to
     LOG_LEVEL                                  DEBUG, INFO, WARNING, ERROR, CRITICAL
+    TORCHELASTIC_ERROR_FILE                    where torchx and torchrun look for the
+                                               cause of a failure
 """
 
 import contextlib
@@ -105,6 +107,7 @@ PERSIA_SKIP_CHECK_DATA = False
 embedding_config_path = partial(text, "PERSIA_EMBEDDING_CONFIG")
 global_config_path = partial(text, "PERSIA_GLOBAL_CONFIG")
 data_dir = partial(text, "PERSIA_DATA_DIR")
+error_file = partial(text, "TORCHELASTIC_ERROR_FILE")
 
 
 def master() -> tuple[str | None, int | None]:
@@ -204,6 +207,11 @@ def is_one_local_app() -> bool:
     """
     has_host_env = text("PERSIA_STORE_HOST_ENV") is not None
     return _is_local_torchx() and has_host_env and not text("PERSIA_STORE_HOST")
+
+
+def is_under_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return text("TORCHELASTIC_RUN_ID") is not None
 
 
 def metrics_gateway() -> tuple[str, int] | None:

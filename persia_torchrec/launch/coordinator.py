@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from persia_torchrec import env
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.global_config import refuse_inference
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.service_main import run_service
-from persia_torchrec.wire import membership
+from persia_torchrec.wire import failures, membership
 from persia_torchrec.wire.address_book import AddressBook, JobState
 from persia_torchrec.wire.signals import EndSignals
 
@@ -150,7 +150,8 @@ class Coordinator:
         logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
         if state == "failed":
-            logger.error("the job failed: %s", reason)
+            logger.error("the job has failed, and all its processes end")
+            failures.tell_launcher(self._cause(reason))
         else:
             logger.info("the job is finished")
         late = self._await_ends(self._members, self._config.leave_timeout_s)
@@ -161,9 +162,19 @@ class Coordinator:
         if late:
             names = ", ".join(member.record.who for member in late)
             logger.error("did not leave in time: %s", names)
+            reason = reason or f"{names} did not leave in time"
             state = "failed"
-        time.sleep(self._config.linger_s)
+        time.sleep(self._config.linger_s / 2)
+        if state == "failed":  # the last line of all
+            logger.error("job failed: %s", self._cause(reason))
+        time.sleep(self._config.linger_s / 2)
         return state
+
+    def _cause(self, reason: str) -> str:
+        """Return why the job failed, and where the log of the failed member is."""
+        who = failures.find_member(reason)
+        logs = [m.record.find_log() for m in self._members if m.record.who == who]
+        return "; ".join([reason.removeprefix("coordinator: "), *filter(None, logs)])
 
     def _watch(self) -> tuple[JobState, str]:
         records = [member.record for member in self._members]
@@ -236,7 +247,11 @@ def _serve(argv: Sequence[str] | None) -> int:
     refuse_inference("coordinator", env.global_config_path())
     config = parse_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
     is_local, job_id = env.is_local_job(), env.job_id()
-    book = AddressBook.host(config.port, loopback=is_local, job_id=job_id)
+    try:
+        book = AddressBook.host(config.port, loopback=is_local, job_id=job_id)
+    except PersiaError as exc:
+        failures.tell_launcher(str(exc))
+        raise
     coordinator = Coordinator(config, book)
     with EndSignals(coordinator.end):
         return 0 if coordinator.run() == "finished" else 1

@@ -56,7 +56,7 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
     get_default_logger()
     is_proxy = script == PROXY
     # torchrun has set the ranks of the trainers, and their rendezvous.
-    by_torchrun = role == "trainer" and env.text("TORCHELASTIC_RUN_ID") is not None
+    by_torchrun = role == "trainer" and env.is_under_torchrun()
     if is_proxy:
         index, size = 0, 1
     elif by_torchrun:

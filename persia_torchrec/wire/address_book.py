@@ -11,6 +11,7 @@ on the job stands. The book is a store of strings by key, served by one thread:
     address/<role>/<index>      the address of one of them
     note/<name>                 what one process tells the others: rendezvous, timings
     member/<role>/<index>       identity of a process of the job, as JSON
+    log/<role>/<index>          its host, and the file that its stderr is, if it is one
     beats/<role>/<index>        number of its heartbeats
     compiling                   number of heartbeats of processes that compile
     done/<role>/<index>         "1": the work of this member is done

@@ -8,7 +8,7 @@ job is finished or has failed, and then ends, whatever its main thread does:
                               member (a data loader) is interrupted, and ends with
                               status 0; so it does if it raises, as it may when the
                               others have left.
-    the job has failed, the   the reason is logged; ``call_at_end``; the main thread
+    the job has failed, the   who failed is logged; ``call_at_end``; the main thread
     coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
     parent process has ended  ends with status 1, even if its main thread is stuck.
     this process raised       the others are told why, and the exception propagates.
@@ -31,7 +31,7 @@ import json
 import logging
 import os
 import signal
-import sys
+import socket
 import threading
 import time
 import uuid
@@ -47,6 +47,7 @@ import msgspec
 from persia_torchrec import env, timeouts
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
+from persia_torchrec.wire import failures
 from persia_torchrec.wire.address_book import COMPILING, AddressBook, JobState
 from persia_torchrec.wire.ports import local_address
 from persia_torchrec.wire.signals import EndSignals, is_in_compiler
@@ -201,6 +202,8 @@ class MemberRecord:
         while holder is None or self._await_end(_parse(holder), silent_s):
             if self._book.claim(key, own, holder or "") == own:
                 self._own = own
+                place = f"{socket.gethostname()} {failures.find_own_log()}"
+                self._book.put(f"log/{self._key}", place)
                 self.beat()
                 return
             holder = self._book.peek(key)  # another was faster
@@ -243,6 +246,18 @@ class MemberRecord:
         if self._read("left") == process:
             return "left"
         return "killed" if has_ended else "lost" if is_lost else None
+
+    def find_log(self) -> str:
+        """Say where the log of the member is; empty: it is not known."""
+        place = self._book.peek(f"log/{self._key}")
+        if place is None:  # it has not joined; torchx has a folder for each
+            own = Path(failures.find_own_log())
+            path = own.parents[2] / self._key / own.name if own.name else own
+            return f"its log: {path}" if path.is_file() else ""
+        host, _, log = place.partition(" ")
+        if log and host == socket.gethostname():
+            return f"its log: {log}"
+        return f"its log: {log} on host {host}" if log else f"its log is on host {host}"
 
     def _read(self, kind: str) -> ProcessIdentity | None:
         text = self._book.peek(f"{kind}/{self._key}")
@@ -344,22 +359,25 @@ class JobMember:
     def __exit__(self, _: object, exc: BaseException | None, traceback: object) -> bool:
         if os.getpid() != self._pid:
             return False  # a forked child that leaves the block as it exits
-        failure = None if exc is None else _describe_failure(exc)
-        has_raised = failure is not None  # SystemExit with status 0 is not a failure
-        if exc is not None and failure is not None:
+        cause = None if exc is None else failures.describe(exc)
+        has_raised = cause is not None  # SystemExit with status 0 is not a failure
+        if exc is not None and cause is not None:
             self._ask_for_cause(exc)
         elif self._verdict[0] == "running":
-            failure = "it left before the job had ended"
+            cause = "it left before the job had ended"
         is_ignorable = self._expendable and self._verdict[0] == "finished"
-        if failure is not None and is_ignorable:
-            logger.info("the job is finished, %s ends: %s", self.who, failure)
-        elif failure is not None:
-            self._fail(failure)
+        if cause is not None and is_ignorable:
+            logger.info("the job is finished, %s ends: %s", self.who, cause)
+        elif cause is not None:
+            self._fail(cause)
         self._leave()
         self._signals.__exit__()
-        if not has_raised:
-            self._raise_failure()
-        return failure is not None and is_ignorable
+        state, reason = self._verdict
+        is_own = has_raised and reason.startswith(f"{self.who}: ")
+        if state == "failed" and not is_own and failures.may_be_consequence(exc):
+            logger.debug("%s raised as the job had failed", self.who, exc_info=exc)
+            raise SystemExit(1)  # without a traceback
+        return cause is not None and is_ignorable
 
     def _hear(self, name: str) -> None:
         """Make the process end, in the thread that receives signals."""
@@ -402,7 +420,12 @@ class JobMember:
     def _fail(self, reason: str) -> None:
         with contextlib.suppress(JobError):  # the coordinator has ended
             self.book.fail(self.who, reason)
-        self._end("failed", f"{self.who}: {reason}")
+            self._note(*self.book.state())  # which another may have failed before
+        self._fail_alone(f"{self.who}: {reason}")
+
+    def _fail_alone(self, reason: str) -> None:
+        """End as of a failed job, for a reason that the coordinator may not know."""
+        self._end("failed", reason, is_known=False)
 
     def _leave(self) -> None:
         self._leaving.set()
@@ -421,26 +444,34 @@ class JobMember:
     def _ask_for_cause(self, exc: BaseException) -> None:
         """Ask whether the job has failed, which may be the reason for an exception."""
         self._ask_for_verdict()
-        # A collective may have raised it (gloo: RuntimeError): others may report more.
-        distributed = sys.modules.get("torch.distributed")
-        is_error = distributed is not None and isinstance(exc, distributed.DistError)
-        may_wait = is_error or type(exc) is RuntimeError
-        deadline = time.monotonic() + (_CAUSE_S if may_wait else 0)
+        # If a collective has raised it, others may report more.
+        deadline = time.monotonic() + (
+            _CAUSE_S if failures.is_of_process_group(exc) else 0
+        )
         while self._verdict[0] == "running" and time.monotonic() < deadline:
             time.sleep(_RETRY_S)
             self._ask_for_verdict()
 
-    def _note(self, state: JobState, reason: str) -> None:
-        """Remember, and log, how the job ended, if it has; the first verdict stands."""
-        with self._lock:  # held while logging, so that the process does not end before
-            if self._verdict[0] == "running":
-                self._verdict = (state, reason)
-                if state == "failed":
-                    logger.error("the job failed, %s ends: %s", self.who, reason)
+    def _note(self, state: JobState, reason: str, *, is_known: bool = True) -> None:
+        """Remember, and log, how the job ended, if it has; the first verdict stands.
 
-    def _end(self, state: JobState, reason: str) -> None:
+        The coordinator logs a reason that it knows.
+        """
+        with self._lock:  # held while logging, so that the process does not end before
+            if self._verdict[0] != "running":
+                return
+            self._verdict = (state, reason)
+            if state == "failed":
+                who = failures.find_member(reason)
+                why = f"{who} has failed" if who else "see the coordinator's log"
+                why = why if is_known else reason
+                logger.error("%s ends: %s", self.who, why)
+                if env.is_under_torchrun():
+                    failures.tell_launcher(reason)
+
+    def _end(self, state: JobState, reason: str, *, is_known: bool = True) -> None:
         """Remember how the job ended, if it has, and have this process end."""
-        self._note(state, reason)
+        self._note(state, reason, is_known=is_known)
         if state != "running":
             self.ended.set()
 
@@ -456,10 +487,10 @@ class JobMember:
                 self._leaving.wait(self._timings.heartbeat_s)
             self.record.leave()
         except JobError as exc:
-            self._end("failed", f"{self.who} lost the coordinator: {exc}")
+            self._fail_alone(f"{self.who} lost the coordinator: {exc}")
         except Exception as exc:  # else the guard would blame the coordinator
             logger.exception("the heartbeat of %s broke", self.who)
-            self._end("failed", f"the heartbeat of {self.who} broke: {exc!r}")
+            self._fail_alone(f"the heartbeat of {self.who} broke: {exc!r}")
 
     def _guard(self) -> None:
         """End the process with the job; in a thread that touches no network."""
@@ -483,10 +514,10 @@ class JobMember:
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
             if os.getppid() != self._parent:
-                self._end("failed", f"{self.who} lost the process that started it")
+                self._fail_alone(f"{self.who} lost the process that started it")
             elif silent_ticks * tick_s > timings.silent_s:
                 silent = f"no answer of the coordinator for {timings.silent_s:g} s"
-                self._end("failed", f"{self.who}: {silent}")
+                self._fail_alone(f"{self.who}: {silent}")
                 # One that is stopped, on this host, would stay, and torchx with it.
                 if self._coordinator is not None and self._coordinator.kill():
                     logger.warning("killed the coordinator (%d)", self._coordinator.pid)
@@ -539,15 +570,3 @@ def _parse(text: str) -> ProcessIdentity:
         text, ProcessIdentity, "a member's key", FrameError
     )
     return process
-
-
-def _describe_failure(exc: BaseException) -> str | None:
-    """Return what went wrong, or None if nothing did."""
-    if isinstance(exc, KeyboardInterrupt) and exc.args:
-        return str(exc)
-    if not isinstance(exc, SystemExit):
-        what = f"{type(exc).__name__}: {exc}".removesuffix(": ")
-        return " ".join([what, *getattr(exc, "__notes__", ())])
-    if exc.code is None or exc.code == 0:
-        return None
-    return f"exit status {exc.code}" if isinstance(exc.code, int) else str(exc.code)

@@ -1,3 +1,4 @@
+import json
 import signal
 import subprocess
 import sys
@@ -27,6 +28,20 @@ multiprocess = pytest.mark.multiprocess
 def processes(tmp_path):
     with Processes(tmp_path) as processes:
         yield processes
+
+
+def fails_as_one(job, why, failed, *others):
+    """Wait for the end: the coordinator says why in its last line, the others who."""
+    assert job.coordinator.status() == 1
+    last = job.coordinator.output().splitlines()[-1]
+    assert last.endswith(f" job failed: {why}; its log: {failed.log}")
+    assert job.coordinator.output().count(why) == 1
+    name = failed.log.stem.replace("-", " ")
+    for other in others:
+        assert other.status() == 1
+        assert f" ends: {name} has failed" in other.output()
+        assert why not in other.output()
+        assert "Traceback" not in other.output()
 
 
 @multiprocess
@@ -63,13 +78,22 @@ def test_a_loader_is_ended_with_status_0_when_the_job_is_finished(processes):
 
 
 @multiprocess
-def test_an_exception_of_a_trainer_ends_every_process_and_is_in_every_log(processes):
-    job = Job(processes, loader=1, trainer=1)
+def test_an_exception_of_a_trainer_ends_every_process_and_is_told_once(
+    processes, tmp_path
+):
+    """And torchx finds it in the coordinator's file for errors."""
+    error_file = tmp_path / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+    job = Job(processes, env=env, loader=1, trainer=1)
     loader = job.start("loader", WAIT_FOR_EVER)
     trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
-    for running in (loader, trainer, job.coordinator):
-        assert running.status() == 1
-        assert "trainer 0: ValueError: the loss is not a number" in running.output()
+    why = "trainer 0: ValueError: the loss is not a number"
+    fails_as_one(job, why, trainer, loader)
+    assert trainer.status() == 1
+    assert trainer.output().count("Traceback") == 1
+    assert "trainer 0 ends: trainer 0 has failed" in trainer.output()
+    told = json.loads(error_file.read_text())["message"]
+    assert told == f"{why}; its log: {trainer.log}"
 
 
 @multiprocess
@@ -79,10 +103,7 @@ def test_a_trainer_that_is_done_fails_with_the_job(processes):
     late = job.start("trainer", WAIT_FOR_GO + "raise ValueError('no data')", index=1)
     done.has_printed("has ended, waiting")
     (job.folder / "go").touch()
-    for running in (done, late, job.coordinator):
-        assert running.status() == 1
-        assert "trainer 1: ValueError: no data" in running.output()
-    assert "Traceback" not in done.output()
+    fails_as_one(job, "trainer 1: ValueError: no data", late, done)
 
 
 @multiprocess
@@ -92,9 +113,8 @@ def test_a_killed_member_ends_the_job(processes):
     trainer = job.start("trainer", WAIT_FOR_EVER)
     trainer.has_printed("at work")
     trainer.send(signal.SIGKILL)
-    for running in (loader, job.coordinator):
-        assert running.status() == 1
-        assert f"trainer 0 (process {trainer.pid}) was killed" in running.output()
+    why = f"trainer 0 (process {trainer.pid}) was killed"
+    fails_as_one(job, why, trainer, loader)
 
 
 @multiprocess
@@ -104,11 +124,11 @@ def test_a_member_killed_on_another_host_is_named_by_its_lost_connection(process
     trainer = job.start("trainer", WAIT_FOR_EVER, main=run_on_another_host)
     trainer.has_printed("at work")
     trainer.send(signal.SIGKILL)
-    for running in (loader, job.coordinator):
-        assert running.status() == 1
-        assert (
-            f"trainer 0 was lost: its process (pid {trainer.pid})" in running.output()
-        )
+    why = (
+        f"trainer 0 was lost: its process (pid {trainer.pid}) was killed, or its host "
+        "does not answer"
+    )
+    fails_as_one(job, why, trainer, loader)
 
 
 @multiprocess
@@ -129,9 +149,10 @@ def test_an_absent_member_ends_the_job(processes):
         processes, *("--join-timeout-s", "1"), *("--leave-timeout-s", "1"), trainer=2
     )
     trainer = job.start("trainer", WAIT_FOR_EVER, index=1)
-    for running in (trainer, job.coordinator):
-        assert running.status() == 1
-        assert "trainer 0 did not join within 1 s" in running.output()
+    assert trainer.status() == 1
+    assert "trainer 1 ends: trainer 0 has failed" in trainer.output()
+    assert job.coordinator.status() == 1
+    assert "trainer 0 did not join within 1 s" in job.coordinator.output()
 
 
 @multiprocess
@@ -144,7 +165,9 @@ def test_a_process_that_ends_before_it_joins_ends_a_local_torchx_job(processes):
     processes.start("trainer", int).status()  # a trainer that ends at once
     for running in (loader, job.coordinator):
         assert running.status() == 1
-        assert "a process ended before it joined, of trainer 0" in running.output()
+    assert "loader 0 ends: trainer 0 has failed" in loader.output()
+    why = "job failed: a process ended before it joined, of trainer 0"
+    assert why in job.coordinator.output()
 
 
 @multiprocess
@@ -157,8 +180,10 @@ def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
     job.coordinator.send(number)
     for process in (*running, job.coordinator):
         assert process.status() == 1
-        why = f"coordinator: it was told to end ({number.name})"
-        assert why in process.output()
+    for member in running:
+        assert " 0 ends: see the coordinator's log" in member.output()
+    why = f"job failed: it was told to end ({number.name})"
+    assert job.coordinator.output().endswith(f"{why}\n")
 
 
 @multiprocess
@@ -174,18 +199,23 @@ def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
         "the coordinator ends",
         details=parent.output,
     )
-    assert "coordinator: the process that started it is gone" in parent.output()
+    wait_until(
+        lambda: "job failed: the process that started it is gone" in parent.output(),
+        "the coordinator says why",
+        details=parent.output,
+    )
 
 
 @multiprocess
-def test_a_member_that_joins_a_failed_job_logs_why_it_failed(processes):
+def test_a_member_that_joins_a_failed_job_logs_who_has_failed(processes):
     job = Job(processes, loader=1, trainer=1)
     trainer = job.start("trainer", "raise ValueError('the loss is not a number')")
     assert trainer.status() == 1
     loader = job.start("loader", WAIT_FOR_EVER)
     assert loader.status() == 1
-    assert "the loss is not a number" in loader.output()
-    assert job.coordinator.status() == 1
+    fails_as_one(
+        job, "trainer 0: ValueError: the loss is not a number", trainer, loader
+    )
 
 
 @multiprocess

@@ -35,7 +35,7 @@ TRAINER = "import os; print('trainer', os.environ['RANK']); os.kill(os.getpid(),
 
 
 def logs_of_failed(folder, *arguments):
-    """Run the job; return what each role wrote."""
+    """Run the job; return the log of each role, and what torchx says at last."""
     (folder / "job.py").write_text(COMPONENT)
     (folder / "loader.py").write_text(LOADER)
     (folder / "train.py").write_text(TRAINER)
@@ -57,10 +57,9 @@ def logs_of_failed(folder, *arguments):
         timeout=DEADLINE_S,
     )
     assert run.returncode == 1, run.stderr
-    return {
-        path.parents[1].name: path.read_text()
-        for path in folder.glob("runs/torchx/*/*/0/combined.log")
-    }
+    paths = folder.glob("runs/torchx/*/*/0/combined.log")
+    status = run.stderr[run.stderr.index("AppStatus") :].replace("\n", " ")
+    return {path.parents[1].name: path for path in paths}, " ".join(status.split())
 
 
 @pytest.mark.multiprocess
@@ -68,17 +67,22 @@ def logs_of_failed(folder, *arguments):
 def test_a_port_in_use_ends_a_torchx_job(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        logs = logs_of_failed(tmp_path, "--port", str(port))
-    assert f"must be able to listen on port {port}" in logs["coordinator"]
+        logs, status = logs_of_failed(tmp_path, "--port", str(port))
+    why = f"must be able to listen on port {port}"
+    assert why in logs["coordinator"].read_text()
+    assert why in status
     for role in ("loader", "trainer"):
-        assert "The job's coordinator must run" in logs[role]
+        assert "The job's coordinator must run" in logs[role].read_text()
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_killed_process_ends_a_torchx_job_and_every_log_says_why(tmp_path):
-    logs = logs_of_failed(tmp_path)
-    assert "trainer 0" in logs["trainer"]
-    for role in ("coordinator", "loader"):
-        assert "trainer 0 (process " in logs[role]
-        assert "was killed" in logs[role]
+def test_a_killed_process_ends_a_torchx_job_and_the_last_line_says_why(tmp_path):
+    logs, status = logs_of_failed(tmp_path)
+    assert "trainer 0" in logs["trainer"].read_text()
+    assert "loader 0 ends: trainer 0 has failed" in logs["loader"].read_text()
+    last = logs["coordinator"].read_text().splitlines()[-1]
+    assert "job failed: trainer 0 (process " in last
+    why = f"was killed; its log: {logs['trainer']}"
+    assert last.endswith(why)
+    assert why in status

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -55,12 +56,12 @@ def test_a_member_that_leaves_before_the_end_fails_the_job(book, processes, main
     assert book.state() == ("failed", "server 0: it left before the job had ended")
 
 
-def test_a_member_ends_when_another_has_failed_and_logs_why(book, processes):
+def test_a_member_ends_when_another_has_failed_and_logs_which(book, processes):
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     book.fail("trainer 1", "the loss is not a number")
     assert member.status() == 1
-    assert "trainer 1: the loss is not a number" in member.output()
+    says_who_has_failed(member)
     assert "left" not in member.output()
 
 
@@ -178,14 +179,14 @@ def test_a_signal_to_a_forked_child_does_not_reach_the_member(book, processes):
     assert member.status() == 0
 
 
-def test_a_member_that_is_ended_because_another_has_failed_logs_why(book, processes):
+def test_a_member_that_is_ended_because_another_has_failed_logs_which(book, processes):
     dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
     member = processes.start("member", members.serve, book.port)
     member.has_printed("serving")
     book.fail("trainer 1", "the loss is not a number")
     member.send(signal.SIGTERM)
     assert member.status() == 1
-    assert "trainer 1: the loss is not a number" in member.output()
+    says_who_has_failed(member)
 
 
 def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
@@ -197,7 +198,7 @@ def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
     book.fail("trainer 1", "the loss is not a number")
     member.send(signal.SIGTERM)
     assert member.status() == 1
-    assert "server 0 ends: trainer 1: the loss is not a number" in member.output()
+    assert "server 0 ends: trainer 1 has failed" in member.output()
 
 
 def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, processes):
@@ -216,7 +217,7 @@ def test_an_exception_caused_by_another_failure_is_not_the_reason(book, processe
     member.has_printed("serving")
     book.fail("trainer 1", "the loss is not a number")
     assert member.status() == 1
-    assert "loader 0 ends: trainer 1: the loss is not a number" in member.output()
+    says_who_has_failed(member, "loader 0")
 
 
 def test_a_second_process_of_the_same_member_ends_alone(book, processes):
@@ -257,7 +258,26 @@ def test_an_error_of_the_process_group_waits_for_its_cause(book, processes):
     member = processes.start("member", members.lose_the_process_group, book.port)
     assert member.status() == 1
     assert book.state() == ("failed", "coordinator: trainer 1 was killed")
-    assert "server 0 ends: coordinator: trainer 1 was killed" in member.output()
+    says_who_has_failed(member)
+
+
+def test_an_own_error_is_told_although_another_has_failed_before(book, processes):
+    """Two may fail by themselves; only what may be a consequence is left out."""
+    book.fail("trainer 1", "the loss is not a number")
+    member = processes.start("member", members.fail, book.port)
+    assert member.status() == 1
+    assert "ValueError: the table is round" in member.output()
+    assert book.state() == ("failed", "trainer 1: the loss is not a number")
+
+
+def test_torchrun_is_told_why_a_trainer_of_its_own_ends(book, processes, tmp_path):
+    path = tmp_path / "error.json"
+    by_torchrun = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
+    member = processes.start("member", members.fail, book.port, env=by_torchrun)
+    assert member.status() == 1
+    reply = json.loads(path.read_text())
+    assert reply["message"] == "server 0: ValueError: the table is round"
+    assert int(reply["timestamp"]) > 0  # as torchrun reads it
 
 
 def test_a_silence_shorter_than_two_heartbeats_is_refused():
@@ -268,6 +288,14 @@ def test_a_silence_shorter_than_two_heartbeats_is_refused():
 def test_a_time_that_is_not_positive_is_refused():
     with pytest.raises(ConfigError, match=r"grace_s must be > 0\. Received: 0"):
         JobTimings(grace_s=0)
+
+
+def says_who_has_failed(member, who="server 0"):
+    """Check that a member says so, and nothing else of the failure."""
+    (line,) = (line for line in member.output().splitlines() if "ERROR" in line)
+    assert line.endswith(f"{who} ends: trainer 1 has failed")
+    assert "Traceback" not in member.output()
+    assert "is not a number" not in member.output()
 
 
 def _host_a_book(port_file):

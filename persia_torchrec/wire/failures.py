@@ -1,0 +1,70 @@
+"""How the failure of a job is told: what to say of it, and where.
+
+The reason of a failed job begins with the member that has failed, or with the
+coordinator, which names the member: ``coordinator: trainer 0 (process 7) was killed``.
+"""
+
+import contextlib
+import json
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from persia_torchrec import env
+from persia_torchrec.errors import PersiaError
+
+
+def describe(exc: BaseException) -> str | None:
+    """Return what went wrong, or None if nothing did."""
+    if isinstance(exc, KeyboardInterrupt) and exc.args:
+        return str(exc)
+    if not isinstance(exc, SystemExit):
+        what = f"{type(exc).__name__}: {exc}".removesuffix(": ")
+        return " ".join([what, *getattr(exc, "__notes__", ())])
+    if exc.code is None or exc.code == 0:
+        return None
+    return f"exit status {exc.code}" if isinstance(exc.code, int) else str(exc.code)
+
+
+def is_of_process_group(exc: BaseException) -> bool:
+    """Return whether a collective may have raised an exception; gloo's RuntimeError."""
+    distributed = sys.modules.get("torch.distributed")
+    is_error = distributed is not None and isinstance(exc, distributed.DistError)
+    return is_error or type(exc) is RuntimeError
+
+
+def may_be_consequence(exc: BaseException | None) -> bool:
+    """Return whether the failure of another process may be why one ends like this."""
+    of_job = PersiaError | ConnectionError | SystemExit | KeyboardInterrupt
+    return exc is None or isinstance(exc, of_job) or is_of_process_group(exc)
+
+
+def find_member(reason: str) -> str | None:
+    """Return the member that the reason of a failed job names first, if it does."""
+    found = re.search(r"\b[a-z]+ \d+\b", reason)
+    return found and found[0]
+
+
+def find_own_log() -> str:
+    """Return the file that this process's stderr is, or else an empty text."""
+    try:
+        path = Path("/proc/self/fd/2").readlink()
+    except OSError:
+        return ""
+    if not path.is_absolute():  # "pipe:[N]"
+        return ""
+    both = path.with_name("combined.log")  # torchx's, of stdout and stderr
+    return next((str(p) for p in (both, path) if p.is_file()), "")
+
+
+def tell_launcher(cause: str) -> None:
+    """Write why this process has failed to where torchx, or torchrun, reads it.
+
+    They print it last. Does nothing in a process that neither has started.
+    """
+    path = env.error_file()
+    if path is not None:
+        reply = {"message": cause, "timestamp": int(datetime.now(UTC).timestamp())}
+        with contextlib.suppress(OSError):  # the log has it too
+            Path(path).write_text(json.dumps(reply))
