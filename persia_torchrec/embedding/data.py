@@ -89,9 +89,8 @@ class IDTypeFeature:
     DEFAULT_NAME: ClassVar[str] = ""
 
     def __init__(self, name: str, data: Sequence[Ids]) -> None:
-        _require_name(self.KIND, name)
-        self.name = name
-        self.ids = _concatenate(name, data)
+        self.name = _plain_name(self.KIND, name)
+        self.ids = _concatenate(self.name, data)
         self.lengths = np.fromiter(map(len, data), dtype=np.int32, count=len(data))
 
     @classmethod
@@ -101,7 +100,7 @@ class IDTypeFeature:
         ``ids`` ``(L,)`` and ``lengths`` ``(B,)``, each ``>= 0`` and L in sum, are kept,
         not copied, when contiguous. BatchError says what does not fit.
         """
-        _require_name(cls.KIND, name)
+        name = _plain_name(cls.KIND, name)
         _require_flat_ids(name, "data", ids)
         if lengths.dtype != np.int32 or lengths.ndim != 1:
             raise BatchError(
@@ -143,9 +142,8 @@ class IDTypeFeatureWithSingleID:
     DEFAULT_NAME = IDTypeFeature.DEFAULT_NAME
 
     def __init__(self, name: str, data: Ids) -> None:
-        _require_name(self.KIND, name)
-        _require_flat_ids(name, "data", data)
-        self.name = name
+        self.name = _plain_name(self.KIND, name)
+        _require_flat_ids(self.name, "data", data)
         self.data = self.ids = np.ascontiguousarray(data)
         self.lengths: Lengths = np.ones(len(data), dtype=np.int32)
         self.batch_size = len(data)
@@ -166,8 +164,8 @@ class NdarrayDataBase:
     DEFAULT_NAME: ClassVar[str] = "ndarray_base"
 
     def __init__(self, data: Dense, name: str | None = None) -> None:
-        self.name = self.DEFAULT_NAME if name is None else name
-        _require_name(self.KIND, self.name)
+        name = self.DEFAULT_NAME if name is None else name
+        self.name = _plain_name(self.KIND, name)
         if not isinstance(data, np.ndarray) or data.ndim == 0:
             raise BatchError(
                 f"{self.KIND} {self.name!r} must be an array with the samples along "
@@ -513,7 +511,8 @@ def _require_flat_ids(name: str, which: str, ids: object) -> None:
         )
 
 
-def _require_name(kind: str, name: object) -> None:
+def _plain_name(kind: str, name: object) -> str:
+    """Return a name as a plain string: one out of an array is NumPy's."""
     if not isinstance(name, str) or not name:
         hint = ""
         if kind == IDTypeFeature.KIND:
@@ -525,6 +524,7 @@ def _require_name(kind: str, name: object) -> None:
             f"Every {kind} must have a name, a string that is not empty. "
             f"Received: {describe(name)}.{hint}"
         )
+    return str(name)
 
 
 def describe(value: object) -> str:

@@ -306,3 +306,20 @@ def test_persias_way_to_the_bytes_of_a_batch_works():
     batch = PersiaBatch([single()], labels=[label()])
     assert batch.data.to_bytes() == batch.to_bytes()
     assert PersiaBatch.from_bytes(batch.to_bytes()).to_bytes() == batch.to_bytes()
+
+
+def test_names_out_of_an_array_become_plain_ones():
+    (name,) = np.array(["item"])
+    ids = np.arange(2, dtype=np.uint64)
+    features = [
+        IDTypeFeature(name, [ids]),
+        IDTypeFeature.from_flat(name, ids, np.array([2], dtype=np.int32)),
+        IDTypeFeatureWithSingleID(name, ids[:1]),
+    ]
+    for feature in features:
+        labels = [Label(np.zeros(1), name)]
+        batch = PersiaBatch([feature], labels=labels)
+        batch = PersiaBatch.from_bytes(batch.to_bytes())
+        assert batch.id_type_features[0].name == batch.labels[0].name == "item"
+    with pytest.raises(BatchError, match=r"^Id type feature 'item': sample 0 must"):
+        IDTypeFeature(name, [ids.astype(np.int64)])
