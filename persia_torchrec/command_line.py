@@ -13,7 +13,7 @@
 
 A field's metadata may change that: ``flag`` is another name of the flag, or None where
 there is none; ``repeat`` has each value given by a flag of its own; with ``positional``
-the value comes without a flag, and may be left out.
+the value comes without a flag.
 """
 
 import argparse
@@ -84,10 +84,11 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
             continue
         options = _options(kinds[field.name], repeat="repeat" in field.metadata)
         options |= {"default": argparse.SUPPRESS, "help": _help(field, docs)}
+        is_required = field.default is field.default_factory is MISSING
         if "positional" in field.metadata:
-            parser.add_argument(field.name, nargs="?", **options)
+            nargs = None if is_required else "?"
+            parser.add_argument(field.name, nargs=nargs, **options)
         else:
-            is_required = field.default is field.default_factory is MISSING
             parser.add_argument(flag, dest=field.name, required=is_required, **options)
 
 
