@@ -29,6 +29,9 @@ ifneq ($(wildcard $(ADULT)),)
 export PERSIA_DATA_DIR ?= $(abspath $(ADULT))
 endif
 
+# Why the job has failed that began last, after what torchx says at its end.
+CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
+
 .PHONY: help install train test lint unit coverage clean
 .NOTPARALLEL:
 
@@ -50,7 +53,8 @@ $(STAMP): Makefile pyproject.toml
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train the example; ARGS="--embedding_servers 3" overrides
-	PATH="$(BIN):$$PATH" TORCHXCONFIG=.torchxconfig $(BIN)/torchx run $(if $(ARGS),-- $(ARGS))
+	@touch $(VENV)/began
+	PATH="$(BIN):$$PATH" TORCHXCONFIG=.torchxconfig $(BIN)/torchx run $(if $(ARGS),-- $(ARGS)) || { $(CAUSE); exit 1; }
 
 test: lint unit  ## check everything
 

@@ -174,7 +174,8 @@ class Coordinator:
         """Return why the job failed, and where the log of the failed member is."""
         who = failures.find_member(reason)
         logs = [m.record.find_log() for m in self._members if m.record.who == who]
-        return "; ".join([reason.removeprefix("coordinator: "), *filter(None, logs)])
+        why = reason.removeprefix("coordinator: ").removesuffix(".")
+        return "; ".join([why, *filter(None, logs)])
 
     def _watch(self) -> tuple[JobState, str]:
         records = [member.record for member in self._members]

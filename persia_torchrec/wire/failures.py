@@ -21,7 +21,7 @@ def describe(exc: BaseException) -> str | None:
         return str(exc)
     if not isinstance(exc, SystemExit):
         what = f"{type(exc).__name__}: {exc}".removesuffix(": ")
-        return " ".join([what, *getattr(exc, "__notes__", ())])
+        return "; ".join([what, *getattr(exc, "__notes__", ())])
     if exc.code is None or exc.code == 0:
         return None
     return f"exit status {exc.code}" if isinstance(exc.code, int) else str(exc.code)
