@@ -246,7 +246,7 @@ class TrainCtx(EmbeddingCtx):
                 yield
             engine.flush()
             engine.checkpoints.wait_for_dump()
-            engine.sharder.report_at_end()
+            engine.sharder.report_at_end(self.get_embedding_size())
 
 
 def _in_full_precision(output: Any) -> Any:

@@ -291,12 +291,15 @@ class TableControl:
         pipelines = self.remote_tables.pipelines
         return TrainingSummary.total(p.summary() for p, _ in pipelines)
 
-    def report_at_end(self) -> None:
-        """Log :meth:`summary`, and warn of gradients of evicted rows; once."""
+    def report_at_end(self, num_rows: Sequence[int] = ()) -> None:
+        """Log :meth:`summary`, with the rows of each server if they are given; once.
+
+        Warns of gradients of evicted rows.
+        """
         if self.remote_tables.has_ended:
             return
         self.remote_tables.has_ended = True
-        summary = self._report()
+        summary = self._report(num_rows)
         if summary.num_evicted:
             logger.warning(
                 "%d gradients (%.2f %% of %d) came after their rows had been evicted, "
@@ -307,13 +310,15 @@ class TableControl:
                 summary.num_gradients,
             )
 
-    def _report(self) -> TrainingSummary:
+    def _report(self, num_rows: Sequence[int] = ()) -> TrainingSummary:
         """Log how stale rows were, if there were lookups since the last report."""
         summary = self.summary()
         if summary.num_lookups > self.remote_tables.reported.num_lookups:
+            rows = f"rows={sum(num_rows)} on {len(num_rows)} servers, "
             logger.info(
-                "lookups=%d mean_staleness=%.2f (earlier batches without an update, of "
-                "%d that the bound allows); %.0f %% of the lookups waited for one",
+                "%slookups=%d mean_staleness=%.2f (earlier batches without an update, "
+                "of %d that the bound allows); %.0f %% of the lookups waited for one",
+                rows if num_rows else "",
                 summary.num_lookups,
                 summary.mean_staleness,
                 summary.max_lacking,

@@ -504,13 +504,14 @@ class TestWhatUsersForget:
         with job.train_ctx() as ctx:
             train(ctx, [batch_of([1])] * 30, embedding_staleness=3)
             assert ctx.summary().max_lacking == 2
+            rows = f"rows=1 on {len(ctx.get_embedding_size())} servers, "
         summary = ctx.summary()
         assert summary.num_lookups == 30
         assert 0 < summary.mean_staleness <= 2
         assert 0 <= summary.share_waited <= 1
         (told,) = [r for r in caplog.records if r.name.endswith("remote_tables")]
         assert told.levelno == logging.INFO
-        assert told.args[:3] == (30, summary.mean_staleness, 2)
+        assert told.args[:4] == (rows, 30, summary.mean_staleness, 2)
 
 
 class TestSettingsOfSingleTables:
