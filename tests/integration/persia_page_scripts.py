@@ -99,6 +99,7 @@ class DNN(torch.nn.Module):
         return torch.sigmoid(self.layers(torch.cat(columns, dim=1)))
 """,
     "train.py": """
+import json
 import os
 
 import numpy as np
@@ -113,6 +114,7 @@ from persia_torchrec.embedding.data import PersiaBatch
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.env import get_local_rank, get_rank, get_world_size
 from persia_torchrec.logger import get_default_logger
+from persia_torchrec.prelude import PersiaBatchDataSender  # as on the page
 from persia_torchrec.utils import setup_seed
 
 logger = get_default_logger("nn_worker")
@@ -130,12 +132,14 @@ class TestDataset(IterableDataset):
                 non_id_type_features=non_id_type_features,
                 labels=labels,
                 requires_grad=False,
+                meta=json.dumps({"weight": 0.9}),
             )
 
 
 def accuracy_of(ctx, data_loader):
     hits = []
     for data in data_loader:
+        assert json.loads(data.consume_all_meta_data()) == {"weight": 0.9}
         (output, labels) = ctx.forward(data)
         hits.append(float((torch.round(output) == labels[0]).float().mean()))
     return np.mean(hits)

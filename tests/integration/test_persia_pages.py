@@ -11,7 +11,6 @@ it stands, in PERSIA either, this is what is written here:
 | `StreamDataset` | `StreamingDataset` |
 | `PersiaDataset` | `IterableDataset` |
 | `DataLoader(..., is_training=False)` | without: batches say `requires_grad=False` |
-| `persia.prelude.PersiaBatchDataSender` | nothing: no example uses it |
 | `np.bool` | `np.bool_`: NumPy had taken the other away until 2.0 |
 | `np.hstack` of shapes `(5,)` and `(5, 1)` | both `(5, 1)` |
 | `ctr_with_name`, `datalaoder`, `loader` | the variable that was assigned |
