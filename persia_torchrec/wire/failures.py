@@ -65,6 +65,7 @@ def tell_launcher(cause: str) -> None:
     """
     path = env.error_file()
     if path is not None:
-        reply = {"message": cause, "timestamp": int(datetime.now(UTC).timestamp())}
+        now_s = str(int(datetime.now(UTC).timestamp()))
+        reply = {"message": {"message": cause, "extraInfo": {"timestamp": now_s}}}
         with contextlib.suppress(OSError):  # the log has it too
             Path(path).write_text(json.dumps(reply))

@@ -92,8 +92,8 @@ def test_an_exception_of_a_trainer_ends_every_process_and_is_told_once(
     assert trainer.status() == 1
     assert trainer.output().count("Traceback") == 1
     assert "trainer 0 ends: trainer 0 has failed" in trainer.output()
-    told = json.loads(error_file.read_text())["message"]
-    assert told == f"{why}; its log: {trainer.log}"
+    reply = json.loads(error_file.read_text())
+    assert reply["message"]["message"] == f"{why}; its log: {trainer.log}"
 
 
 @multiprocess

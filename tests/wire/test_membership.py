@@ -1,10 +1,10 @@
 import dataclasses
-import json
 import os
 import re
 import signal
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.wire.address_book import COMPILING, AddressBook
@@ -275,9 +275,9 @@ def test_torchrun_is_told_why_a_trainer_of_its_own_ends(book, processes, tmp_pat
     by_torchrun = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_ERROR_FILE": str(path)}
     member = processes.start("member", members.fail, book.port, env=by_torchrun)
     assert member.status() == 1
-    reply = json.loads(path.read_text())
-    assert reply["message"] == "server 0: ValueError: the table is round"
-    assert int(reply["timestamp"]) > 0  # as torchrun reads it
+    told = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert told.message["message"] == "server 0: ValueError: the table is round"
+    assert told.timestamp > 0
 
 
 def test_a_silence_shorter_than_two_heartbeats_is_refused():
