@@ -1,0 +1,102 @@
+import socket
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from persia_torchrec.errors import DataflowError
+from persia_torchrec.wire import failures
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.membership import MemberRecord
+
+
+def with_note(exc, note):
+    exc.add_note(note)
+    return exc
+
+
+@pytest.mark.parametrize(
+    ("exc", "cause"),
+    [
+        (ValueError("the table is round"), "ValueError: the table is round"),
+        (with_note(ValueError("wide"), "slot a"), "ValueError: wide; slot a"),
+        (KeyError(), "KeyError"),
+        (KeyboardInterrupt("ended from outside"), "ended from outside"),
+        (SystemExit("no data"), "no data"),
+        (SystemExit(3), "exit status 3"),
+        (SystemExit(0), None),
+        (SystemExit(), None),
+    ],
+)
+def test_what_went_wrong_is_one_text(exc, cause):
+    assert failures.describe(exc) == cause
+
+
+@pytest.mark.parametrize(
+    ("exc", "may_be"),
+    [
+        (None, True),
+        (SystemExit(1), True),
+        (DataflowError("no batch"), True),
+        (BrokenPipeError(), True),
+        (DistNetworkError("gone"), True),
+        (RuntimeError("[gloo] Connection closed by peer"), True),
+        (ValueError("an own bug"), False),
+        (FileNotFoundError("train.npz"), False),
+    ],
+)
+def test_only_what_other_processes_can_cause_may_be_a_consequence(exc, may_be):
+    assert failures.may_be_consequence(exc) is may_be
+
+
+@pytest.mark.parametrize(
+    ("reason", "member"),
+    [
+        ("loader 0: RemoteError: embedding worker 1 at tcp://a:1: full", "loader 0"),
+        ("coordinator: trainer 12 (process 7) was killed", "trainer 12"),
+        ("coordinator: server 0, worker 1 did not join within 600 s", "server 0"),
+        ("coordinator: it was told to end (SIGTERM)", None),
+    ],
+)
+def test_the_reason_of_a_failed_job_names_a_member_first(reason, member):
+    assert failures.find_member(reason) == member
+
+
+def test_a_launcher_whose_file_cannot_be_written_is_not_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    failures.tell_launcher("no data")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "absent" / "file"))
+    failures.tell_launcher("no data")
+    assert not list(tmp_path.iterdir())
+
+
+class TestWhereALogIs:
+    @pytest.fixture
+    def book(self):
+        book = AddressBook.host(0, loopback=True)
+        yield book
+        book.close()
+
+    @pytest.mark.parametrize(
+        ("place", "told"),
+        [
+            (f"{socket.gethostname()} /runs/a.log", "its log: /runs/a.log"),
+            ("elsewhere /runs/a.log", "its log: /runs/a.log on host elsewhere"),
+            ("elsewhere ", "its log is on host elsewhere"),
+        ],
+    )
+    def test_it_is_a_file_or_a_host(self, book, place, told):
+        book.put("log/server/0", place)
+        assert MemberRecord(book, "server", 0).find_log() == told
+
+    def test_before_it_has_joined_it_is_where_torchx_has_it(
+        self, book, tmp_path, monkeypatch
+    ):
+        own = tmp_path / "coordinator" / "0" / "combined.log"
+        its = tmp_path / "server" / "0" / "combined.log"
+        its.parent.mkdir(parents=True)
+        its.touch()
+        monkeypatch.setattr(failures, "find_own_log", lambda: str(own))
+        assert MemberRecord(book, "server", 0).find_log() == f"its log: {its}"
+        assert MemberRecord(book, "server", 1).find_log() == ""
+        monkeypatch.setattr(failures, "find_own_log", str)
+        assert MemberRecord(book, "server", 0).find_log() == ""
