@@ -12,6 +12,7 @@ from persia_torchrec import Uniform
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError, RemoteError, ServerError
+from persia_torchrec.server.checkpoints import ShardDump
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from tests.servers import DEADLINE_S, ids_of
@@ -295,10 +296,21 @@ def test_files_are_as_long_as_their_rows(servers, path):
     assert total == saved.size_bytes
 
 
-def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**10)
+def step_dumps(monkeypatch):
+    """Hold dumps back: each release of the semaphore lets a slice of one go on."""
     monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_RECORDS", 100)
     monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
+    slices, advance = threading.Semaphore(0), ShardDump.advance
+
+    def advance_if_released(self):
+        return advance(self) if slices.acquire(blocking=False) else 0.0
+
+    monkeypatch.setattr(ShardDump, "advance", advance_if_released)
+    return slices
+
+
+def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
+    slices = step_dumps(monkeypatch)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(10_000))
     seen = [job.client.read("adam", np.arange(10_000, dtype=np.uint64))]
@@ -308,6 +320,7 @@ def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
         job.train(*range(0, 10_000, 3))
         seen.append(job.client.read("adam", np.arange(10_000, dtype=np.uint64)))
         fractions.append(task.progress)
+        slices.release(500)
     saved = task.wait(DEADLINE_S)
     assert len(seen) > 3
     assert fractions == sorted(fractions)
@@ -321,22 +334,25 @@ def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
 
 
 def test_one_dump_at_a_time_and_the_first_is_not_disturbed(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
+    slices = step_dumps(monkeypatch)
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
+    slices.release(1000)
     wait_for(lambda: task.progress > 0)
     with pytest.raises(RemoteError, match="one checkpoint at a time"):
         servers.client(job.running).checkpoints.dump(path)
+    slices.release(50_000)
     assert task.wait(DEADLINE_S).num_rows == 50_000
 
 
 @pytest.mark.parametrize("end", ["cancel", "clear"])
 def test_a_dump_that_is_ended_early_is_not_complete(servers, path, monkeypatch, end):
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
+    slices = step_dumps(monkeypatch)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
+    slices.release(1000)
     wait_for(lambda: task.progress > 0)
     if end == "cancel":
         task.cancel()
@@ -348,15 +364,17 @@ def test_a_dump_that_is_ended_early_is_not_complete(servers, path, monkeypatch, 
         task.wait(DEADLINE_S)
     assert not list(Path(path).rglob("manifest.json"))
     assert not list(Path(path).rglob("*.unfinished"))
+    slices.release(50_000)
     job.train(1)
     assert job.checkpoints.dump(path).num_rows == (50_000 if end == "cancel" else 1)
 
 
 def test_a_server_that_stops_during_a_dump_fails_it(servers, path, monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.row_moves._SLICE_BYTES", 2**8)
+    slices = step_dumps(monkeypatch)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
+    slices.release(1000)
     wait_for(lambda: task.progress > 0)
     job.running[0].stop()
     with pytest.raises(ServerError, match="embedding server 0"):
