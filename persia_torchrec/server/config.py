@@ -33,6 +33,10 @@ class ServerConfig(ImportFlags):
     """Which row is evicted: the least recently, or the least frequently used."""
     optimizer_engine: Literal["auto", "fused", "fbgemm"] = "auto"
     """What applies gradients: see ``EmbeddingStore``."""
+    memory_file: str | None = None
+    """File in which a server that trains keeps its rows and all that belongs to them: a
+    server that is started with the file of a killed one continues with them. It stays
+    when the server ends. None: memory that ends with the process."""
     update_queue_batches: int = 64
     """Updates that may wait. A full queue makes the trainers wait."""
     joint_update_bytes: int = 4 * 2**30
@@ -67,13 +71,20 @@ class ServerConfig(ImportFlags):
             if not holds:
                 received = getattr(self, name)
                 raise ConfigError(f"{name} must be {must}. Received: {received}.")
+        if self.memory_file is not None and self.checkpoint is not None:
+            raise ConfigError(
+                "memory_file is for servers that train. Received: "
+                f"{self.memory_file!r}, and the checkpoint {self.checkpoint!r} to "
+                "serve, which every start loads. Leave one of them out."
+            )
 
     def make_store(self) -> EmbeddingStore:
-        """Return an empty store with these settings."""
+        """Return a store with these settings; without a memory file it is empty."""
         return EmbeddingStore(
             self.capacity_rows,
             eviction=self.eviction,
             optimizer_engine=self.optimizer_engine,
+            memory_file=self.memory_file,
         )
 
 

@@ -288,7 +288,8 @@ class Increments:
         if config.incremental_dir is not None:
             self._folder = Folder(config.incremental_dir)
             self._folder.make()
-            self.begin_log(Base("empty"))
+            # Of rows in a memory file it is unknown which of them a log has.
+            self.begin_log(Base("unknown" if store.states else "empty"))
 
     def begin_dump(self, url: str) -> LogPosition | None:
         """Note that a dump into a folder begins; return the log's position, if any."""

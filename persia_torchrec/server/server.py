@@ -85,6 +85,7 @@ class EmbeddingServer:
             shard.checkpoints.close()
             self.snapshots.give(shard.counters(), is_last=True)
             self.listener.close()
+            shard.store.close()
 
     def stop(self) -> None:
         """Make :meth:`serve` return soon. Any thread may call it, more than once."""
@@ -156,9 +157,11 @@ class EmbeddingServer:
                 "of another role?"
             )
         if header.incarnation not in (0, tasks.incarnation):
+            rows = "the previous rows are gone. Connect again, and load a checkpoint."
+            if self.config.memory_file is not None:
+                rows = "it kept its rows, but no batch. Connect again."
             raise ConfigError(
-                "The server restarted since the client connected, and the previous "
-                "rows are gone. Connect again, and load a checkpoint."
+                f"The server restarted since the client connected, and {rows}"
             )
         is_training = bool(header.flags & TRAINING)
         if self.config.checkpoint and (is_training or not kind.in_inference):

@@ -7,9 +7,11 @@ One thread owns a store; nothing here locks.
                   recency: a training lookup refreshes; nothing else does
 """
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -22,7 +24,18 @@ from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index
 from persia_torchrec.store.journal import ChangeJournal, UsedRows
-from persia_torchrec.store.memory import Counts, Floats, Ids, Slots, Tally, Words
+from persia_torchrec.store.memory import (
+    Arenas,
+    Counts,
+    Floats,
+    Ids,
+    PrivateMemory,
+    Slots,
+    StoreMemory,
+    Tally,
+    Words,
+)
+from persia_torchrec.store.memory_file import MemoryFile
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
@@ -33,7 +46,6 @@ Eviction = Literal["lru", "lfu"]
 MAX_SCANNED_SLOTS = 1 << 20
 """Slots that a scan walks over: a few milliseconds where no row is of the table."""
 
-_MAX_TABLES = 2**16 - 2
 _COUNTERS = {
     "hits": memory.HITS,
     "misses": memory.MISSES,
@@ -46,6 +58,7 @@ _COUNTERS = {
     "gradients_missed": memory.MISSED,
     "gradients_refused": memory.REFUSED,
 }
+_ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
@@ -94,7 +107,7 @@ class EmbeddingStore:
 
     Attributes:
         states: the tables, in the order in which they were added.
-        arenas, directory: one arena per width of rows, see ``memory.py``.
+        arenas: one per width of rows, see ``memory.py``.
         tally: see ``memory.HITS`` and the others.
         journal: notes which rows change, once told to.
 
@@ -103,6 +116,9 @@ class EmbeddingStore:
         eviction: ``lfu`` costs 16 bytes per row for the frequency.
         optimizer_engine: all engines compute the same.
         clock: returns the current second, by which rows expire.
+        memory_file: a file that keeps all of it (see ``LAYOUT.md``). If it is that of
+            an earlier store, whose process may have been killed between two requests,
+            this one continues with its tables and rows. None: private memory.
     """
 
     def __init__(
@@ -112,6 +128,7 @@ class EmbeddingStore:
         eviction: Eviction = "lru",
         optimizer_engine: OptimizerEngine = "auto",
         clock: Callable[[], float] = time.time,  # noqa: TID251  # kept in rows
+        memory_file: str | None = None,
     ) -> None:
         if not 1 <= capacity_rows <= MAX_ROWS:
             raise ConfigError(
@@ -121,18 +138,34 @@ class EmbeddingStore:
             raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
         self.capacity_rows = capacity_rows
         self.is_lfu = eviction == "lfu"
-        self.states: list[TableState] = []
-        self.arenas: list[Words] = []
-        self.tally: Tally = np.zeros(memory.NUM_TALLIES, dtype=np.int64)
-        self.tally[memory.CAPACITY] = capacity_rows
-        self.journal = ChangeJournal(self.tally)
         self._engine_choice = EngineChoice(optimizer_engine)
         self._clock = clock
-        self._swept = 0, 0  # arena and slot
+        num_classes = NUM_LFU_CLASSES if self.is_lfu else 1
+        self.memory: StoreMemory = PrivateMemory()
+        if memory_file is not None:
+            self.memory = MemoryFile(memory_file, capacity_rows, num_classes)
+        tables = json.loads(self.memory.tables or '{"num_arenas": 0, "tables": []}')
+        self.tally: Tally = self.memory.area(memory.TALLY).view(np.int64)
+        self.tally[memory.CAPACITY] = capacity_rows
+        self.journal = ChangeJournal(self.tally)
+        self._steps = self.memory.area(memory.STEPS)
+        self.index = Index(capacity_rows, self.memory)
+        self.logs = RecencyLogs(capacity_rows, num_classes, self.memory)
+        self.arenas = Arenas(capacity_rows, self.memory, tables["num_arenas"])
         # What every table's layout points to: see memory.store_at.
         self._addresses: Words = np.zeros(6, dtype=np.uint64)
-        self.directory: Words
-        self._reserve()
+        self.states: list[TableState] = []
+        self._set_addresses()
+        try:
+            for table in tables["tables"]:
+                self.states.append(self._open_table(**table))
+            if self.memory.is_new:
+                self._publish([])
+            if self.tally[memory.CHANGE] == memory.CLEAR:
+                self.clear()
+        except BaseException:
+            self.memory.close(is_clean=False)
+            raise
 
     @property
     def tables(self) -> list[TableSpec]:
@@ -166,19 +199,22 @@ class EmbeddingStore:
                 )
         number_of = {spec.name: number for number, spec in enumerate(self.tables)}
         numbers = [number_of.setdefault(s.name, len(number_of)) for s in specs]
-        states, arenas = list(self.states), list(self.arenas)
-        for number, spec in zip(numbers, specs, strict=True):
-            engine = self._engine_choice.choose(spec)
-            if number < len(states):
-                self._require_same_rows(states[number].spec, spec)
-                states[number] = states[number].changed(spec, engine)
-            else:
-                layout = self._build_layout(spec, number, arenas)
-                states.append(TableState(spec, layout, engine))
-        new_lines = memory.directory_of(arenas[len(self.arenas) :])
-        self.directory = np.concatenate([self.directory, new_lines])
-        self.states, self.arenas = states, arenas
-        self._set_addresses()
+        states, num_arenas = list(self.states), len(self.arenas.words)
+        try:
+            for number, spec in zip(numbers, specs, strict=True):
+                if number < len(states):
+                    states[number] = self._change_table(states[number], spec)
+                else:
+                    states.append(self._make_table(spec, number))
+            self._publish(states)
+        except BaseException:
+            self.arenas.drop(num_arenas)
+            self.memory.rewind()
+            raise
+        for before, state in zip(self.states, states, strict=False):
+            if before.remembered is not state.remembered and before.remembered.size:
+                self.memory.emptied(before.remembered)
+        self.states = states
         return numbers
 
     def add_table(self, spec: TableSpec) -> int:
@@ -223,18 +259,20 @@ class EmbeddingStore:
         slots_N = np.empty(len(ids_N), dtype=np.uint32)
         missing_N = np.empty(len(ids_N), dtype=np.int64)
         arguments = layout, ids_N, counts_N, out_ND, slots_N, missing_N
+        self.tally[memory.CHANGE] = memory.REQUEST
         num_missing = loops.lookup_training(*arguments)
         if num_missing == loops.NO_ROOM:
-            self.logs.make_room(self.directory, len(ids_N))
+            self.logs.make_room(self.arenas.directory, len(ids_N))
             num_missing = loops.lookup_training(*arguments)
         missing = admitted = _NO_INDICES
         if num_missing:
             missing = missing_N[:num_missing].copy()  # the journal may keep it
             admitted = state.admit(ids_N, counts_N, missing, out_ND)
             self.tally[memory.REJECTED] += len(missing) - len(admitted)
-            self.journal.make_room(len(admitted))
+            self.make_room(table, len(admitted))
             layout[memory.NOW_S] = max(int(self._clock()), 0)
             state.insert(layout, ids_N, counts_N, admitted, out_ND, slots_N)
+        self.tally[memory.CHANGE] = memory.NO_CHANGE
         if self.journal.is_on:
             self.journal.used(UsedRows(table, self.tick, ids_N, missing, admitted))
         return slots_N
@@ -258,7 +296,9 @@ class EmbeddingStore:
         if self.journal.is_on:
             self.journal.updated(table, ids_N)
         hints_N = read_only(hints_N)
+        self.tally[memory.CHANGE] = memory.REQUEST
         missed, refused = state.step_rows(ids_N, hints_N, grads_ND, self._clock())
+        self.tally[memory.CHANGE] = memory.NO_CHANGE
         unadmitted = 0
         if missed and state.admission is not None:
             # Its lookup left it without a row, if what that found is known.
@@ -286,7 +326,9 @@ class EmbeddingStore:
             self.lookup(table, ids_N, weights_ND, training=True)
         finally:
             state.admission = admission
-        memory.write_rows(state.layout, self.find(table, ids_N), read_only(rows_NK))
+        slots_N = self.find(table, ids_N)
+        with self.changing(memory.REQUEST):
+            memory.write_rows(state.layout, slots_N, read_only(rows_NK))
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
@@ -301,7 +343,8 @@ class EmbeddingStore:
         """
         state = self.states[table]
         words = self.arena(state)
-        num_used = int(self.directory[int(state.layout[memory.ARENA]), memory.USED])
+        arena = int(state.layout[memory.ARENA])
+        num_used = int(self.arenas.directory[arena, memory.USED])
         stop = min(start + MAX_SCANNED_SLOTS, num_used)
         slots_N = np.empty(min(max_rows, max(stop - start, 0)), dtype=np.uint32)
         num, next_slot = loops.find_rows(state.layout, start, stop, slots_N)
@@ -348,22 +391,27 @@ class EmbeddingStore:
         self.journal.make_room(max_rows)
         layouts_T = np.stack([state.layout for state in self.states])
         rules_T = np.array(list(map(astuple, expiries)), dtype=np.float64)
-        arena, slot = self._swept
-        while max_rows > 0 and arena < len(self.directory):
-            num_used = int(self.directory[arena, memory.USED])
-            stop = min(slot + max_rows, num_used)
-            loops.sweep_slots((arena, slot, stop), layouts_T, rules_T, self._clock())
-            # The store may have been cleared since the last slice.
-            max_rows -= max(stop - slot, 0)
-            arena, slot = (arena, stop) if stop < num_used else (arena + 1, 0)
-        is_over = arena == len(self.directory)
-        self._swept = (0, 0) if is_over else (arena, slot)
+        directory = self.arenas.directory
+        next_ = [memory.SWEPT_ARENA, memory.SWEPT_SLOT]
+        arena, slot = self.tally[next_].tolist()
+        with self.changing(memory.REQUEST):
+            while max_rows > 0 and arena < len(directory):
+                num_used = int(directory[arena, memory.USED])
+                stop = min(slot + max_rows, num_used)
+                where = arena, slot, stop
+                loops.sweep_slots(where, layouts_T, rules_T, self._clock())
+                # The store may have been cleared since the last slice.
+                max_rows -= max(stop - slot, 0)
+                arena, slot = (arena, stop) if stop < num_used else (arena + 1, 0)
+            is_over = arena == len(directory)
+            self.tally[next_] = (0, 0) if is_over else (arena, slot)
         return not is_over
 
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""
         self.journal.make_room(len(ids_N))
-        loops.remove_ids(self.states[table].layout, read_only(ids_N))
+        with self.changing(memory.REQUEST):
+            loops.remove_ids(self.states[table].layout, read_only(ids_N))
 
     def take_rows_of(self, other: "EmbeddingStore") -> None:
         """Take over the tables and rows of another store, which is not used again."""
@@ -371,25 +419,53 @@ class EmbeddingStore:
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
-        self.arenas = [
-            memory.reserve_arena(self.capacity_rows, words.shape[1])
-            for words in self.arenas
-        ]
-        for state in self.states:
-            state.num_updates = 0
-        self.states = [TableState(s.spec, s.layout, s.engine) for s in self.states]
-        self.tally[memory.ROWS] = 0
-        self._reserve()
+        with self.changing(memory.CLEAR):
+            self.arenas.clear()
+            self.index.clear()
+            self.logs.clear()
+            for state in self.states:
+                remembered = state.remembered
+                if remembered.size:
+                    [remembered] = self.memory.emptied(remembered)
+                    self.memory.commit(remembered, remembered.size)
+                state.forget(remembered)
+            self.tally[memory.ROWS] = 0
+            self._set_addresses()
         if self.journal.is_on:
             self.journal.cleared()
 
+    @contextmanager
+    def changing(self, change: int) -> Iterator[None]:
+        """Note in the memory what is in progress, so that half of it is recognised."""
+        self.tally[memory.CHANGE] = change
+        yield
+        self.tally[memory.CHANGE] = memory.NO_CHANGE
+
+    def make_room(self, table: int, num_rows: int) -> None:
+        """Make room for rows of a table that are about to be made."""
+        self.journal.make_room(num_rows)
+        if isinstance(self.memory, MemoryFile):
+            arena = int(self.states[table].layout[memory.ARENA])
+            try:
+                self.arenas.make_room(arena, num_rows)
+                self.index.make_room(num_rows)
+            except StoreError:
+                if self.tally[memory.CHANGE] == memory.REQUEST:
+                    self.tally[memory.CHANGE] = memory.NO_CHANGE  # it ends as a whole
+                raise
+
+    def close(self) -> None:
+        """End the use of the memory. The store is not used again."""
+        self.memory.close()
+
     def arena(self, state: TableState) -> Words:
         """Return the slots of the arena that a table's rows are in."""
-        return self.arenas[int(state.layout[memory.ARENA])]
+        return self.arenas.words[int(state.layout[memory.ARENA])]
 
     def counters(self) -> dict[str, int]:
         """Return what has been counted since the start, and the rows in use now."""
-        strides, num_used = self.directory[:, [memory.STRIDE, memory.USED]].T
+        columns = self.arenas.directory[:, [memory.STRIDE, memory.USED]]
+        strides, num_used = columns.T
         num_bytes = int((strides * num_used).sum())
         return {
             "rows": self.num_rows,
@@ -398,36 +474,87 @@ class EmbeddingStore:
             **{name: int(self.tally[at]) for name, at in _COUNTERS.items()},
         }
 
-    def _reserve(self) -> None:
-        """Begin with an empty index, empty logs and unused arenas."""
-        self.directory = memory.directory_of(self.arenas)
-        self.index = Index(self.capacity_rows)
-        num_classes = NUM_LFU_CLASSES if self.is_lfu else 1
-        self.logs = RecencyLogs(self.capacity_rows, num_classes)
-        self._set_addresses()
-
     def _set_addresses(self) -> None:
         """Write what :func:`memory.store_at` reads: addresses, and how many logs."""
         logs, index = self.logs.directory, self.index
-        arrays = index.lines, index.cursor, self.directory, logs, self.tally
+        arrays = index.lines, index.cursor, self.arenas.directory, logs, self.tally
         self._addresses[:] = [*(array.ctypes.data for array in arrays), len(logs)]
 
-    def _build_layout(
-        self, spec: TableSpec, number: int, arenas: list[Words]
-    ) -> memory.Layout:
-        """Return the layout of a new table; add an arena if none has its width."""
-        if number >= _MAX_TABLES:
-            raise StoreError(f"A server holds at most {_MAX_TABLES} tables.")
+    def _make_table(self, spec: TableSpec, number: int) -> TableState:
+        """Return the state of a new table; add an arena if none has its width."""
+        if number >= memory.MAX_TABLES:
+            raise StoreError(f"A server holds at most {memory.MAX_TABLES} tables.")
         has_metadata = spec.has_metadata or self.is_lfu
         layout = memory.build_layout(spec, number, has_metadata=has_metadata)
         num_bytes = int(layout[memory.STATE]) + 4 * spec.num_state_floats
-        width, widths = (num_bytes + 7) // 8, [words.shape[1] for words in arenas]
+        width = (num_bytes + 7) // 8
+        widths = [words.shape[1] for words in self.arenas.words]
         if width not in widths:
-            arenas.append(memory.reserve_arena(self.capacity_rows, width))
+            self.arenas.add(width)
             widths.append(width)
         layout[memory.ARENA] = widths.index(width)
+        return self._build_state(spec, layout, self._remember(spec))
+
+    def _open_table(
+        self, spec: dict[str, object], arena: int, row: list[int], remembered: int
+    ) -> TableState:
+        """Return the state of a table that :meth:`_publish` described."""
+        known, number = TableSpec.from_json(spec), len(self.states)
+        has_metadata = known.has_metadata or self.is_lfu
+        layout = memory.build_layout(known, number, has_metadata=has_metadata)
+        if layout[_ROW_COLUMNS].tolist() != row:
+            raise StoreError(
+                f"The rows of table {known.name!r} must have weights, state and width "
+                f"at {layout[_ROW_COLUMNS].tolist()}. Received: {row} in the memory "
+                "file. Start the version that made it, or delete the file."
+            )
+        layout[memory.ARENA] = arena
+        words = np.empty(0, dtype=np.uint64)
+        if remembered:
+            words = self.memory.find(memory.address_at(self._steps, remembered))
+        words = words[: known.admission.num_memory_words()]
+        return self._build_state(known, layout, words)
+
+    def _build_state(
+        self, spec: TableSpec, layout: memory.Layout, remembered: Words
+    ) -> TableState:
+        number = int(layout[memory.OWNER]) - 1
         layout[memory.STORE] = self._addresses.ctypes.data
-        return layout
+        engine = self._engine_choice.choose(spec)
+        step = self._steps[number : number + 1]
+        return TableState(spec, layout, engine, step=step, remembered=remembered)
+
+    def _publish(self, states: Sequence[TableState]) -> None:
+        """Write down the tables, for a process that opens the memory later."""
+        if not isinstance(self.memory, MemoryFile):
+            return
+        tables = [
+            {
+                "spec": state.spec.to_json(),
+                "arena": int(state.layout[memory.ARENA]),
+                "row": state.layout[_ROW_COLUMNS].tolist(),
+                "remembered": memory.distance(self._steps, state.remembered)
+                * bool(state.remembered.size),
+            }
+            for state in states
+        ]
+        found = {"num_arenas": len(self.arenas.words), "tables": tables}
+        self.memory.publish(json.dumps(found).encode())
+
+    def _change_table(self, state: TableState, spec: TableSpec) -> TableState:
+        """Return the state of a known table under new settings."""
+        engine = self._engine_choice.choose(spec)
+        self._require_same_rows(state.spec, spec)
+        keeps = state.admits_as(spec)
+        remembered = state.remembered if keeps else self._remember(spec)
+        return state.changed(spec, engine, remembered)
+
+    def _remember(self, spec: TableSpec) -> Words:
+        """Return the memory of a table's admission, all of it allocated."""
+        [remembered] = self.memory.reserve(spec.admission.num_memory_words())
+        if remembered.size:
+            self.memory.commit(remembered, remembered.size)
+        return remembered
 
     def _require_same_rows(self, known: TableSpec, spec: TableSpec) -> None:
         """Raise ConfigError if the rows of a known table would look otherwise."""

@@ -198,7 +198,6 @@ def gather_rows(
     to_weights = np.uint64(dense.weights.ctypes.data)
     to_state = np.uint64(dense.state.ctypes.data)
     to_grads = np.uint64(dense.grads.ctypes.data)
-    num_slots = np.uint64(store.tally[memory.CAPACITY])
     progress[BLOCK] += 1
     block, num, i = np.uint64(progress[BLOCK]), 0, progress[NEXT]
     grad = np.uint64(grads_ND.ctypes.data) + np.uint64(i) * row_bytes
@@ -207,7 +206,7 @@ def gather_rows(
             ahead = np.uint64(hints_N[i + _AHEAD])
             prefetch_row(rows.base + ahead * rows.stride, rows.stride)
         hint = np.uint64(hints_N[i])
-        slot = find_hinted(index, rows, ids_N[i], hint, num_slots)
+        slot = find_hinted(index, rows, ids_N[i], hint)
         if slot == NOT_FOUND:
             progress[MISSED] += 1
         elif not memory.is_finite(cpu.floats_at(grad), rows.dim):

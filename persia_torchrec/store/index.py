@@ -27,14 +27,15 @@ import numpy as np
 
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.store.memory import WORD, RowsAt, StoreAt, is_row_of, reserve
+from persia_torchrec.store import memory
+from persia_torchrec.store.memory import WORD, RowsAt, StoreAt, StoreMemory, is_row_of
 
 MAX_ROWS = 2**32 - 2
 """Rows that the 32-bit slot numbers can tell apart."""
 
-OLD, NEW, BOUNDARY, ENTRIES, LIMIT = range(5)
+OLD, NEW, BOUNDARY, ENTRIES, LIMIT, LINES = range(6)
 """Columns of the index's cursor: numbers of lines, the first hash that has moved,
-entries, most lines that there may be."""
+entries, most lines that there may be; bytes from the cursor to the lines."""
 
 NOT_FOUND = np.uint64(2**64 - 1)
 """What :func:`find_slot` returns for an id that has no row."""
@@ -58,17 +59,44 @@ _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
 class Index:
-    """Lines of entries, uint64 ``(lines, 8)``, and their cursor, uint64 ``(5,)``.
+    """Lines of entries, uint64 ``(lines, 8)``, and their cursor, uint64 ``(6,)``.
 
     Only the first ``NEW`` lines and those that their entries overflow into are used.
     """
 
-    def __init__(self, capacity_rows: int) -> None:
-        enough = int(capacity_rows / (_FINAL_LOAD * _ENTRIES_PER_LINE)) + 1
-        limit = max(enough, _MIN_LINES)
-        words = reserve(_ENTRIES_PER_LINE * (limit + OVERFLOW_LINES))
-        self.lines = words.reshape(-1, _ENTRIES_PER_LINE)
-        self.cursor = np.array([_MIN_LINES, _MIN_LINES, 0, 0, limit], dtype=np.uint64)
+    def __init__(self, capacity_rows: int, source: StoreMemory) -> None:
+        self._memory = source
+        self.cursor = source.area(memory.CURSOR)[: LINES + 1]
+        if source.is_new:
+            enough = int(capacity_rows / (_FINAL_LOAD * _ENTRIES_PER_LINE)) + 1
+            self.cursor[LIMIT] = max(enough, _MIN_LINES)
+            num_lines = int(self.cursor[LIMIT]) + OVERFLOW_LINES
+            [words] = source.reserve(_ENTRIES_PER_LINE * num_lines)
+            self._begin(words.reshape(-1, _ENTRIES_PER_LINE))
+        else:
+            address = memory.address_at(self.cursor, int(self.cursor[LINES]))
+            self.lines = source.find(address).reshape(-1, _ENTRIES_PER_LINE)
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        [lines] = self._memory.emptied(self.lines)
+        self._begin(lines)
+
+    def make_room(self, num_new: int) -> None:
+        """Allocate the lines that :func:`grow_a_little` may use for more entries."""
+        num_lines = int(self.cursor[NEW])
+        num_entries = int(self.cursor[ENTRIES]) + num_new
+        enough = num_entries / (_LOAD_TO_GROW * _ENTRIES_PER_LINE)
+        if enough > num_lines:
+            num_lines = min(int(enough * _GROWTH) + 2, int(self.cursor[LIMIT]))
+        num_words = _ENTRIES_PER_LINE * (num_lines + OVERFLOW_LINES)
+        self._memory.commit(self.lines, num_words)
+
+    def _begin(self, lines: memory.Words) -> None:
+        self.lines = lines
+        self.cursor[[OLD, NEW, BOUNDARY, ENTRIES]] = _MIN_LINES, _MIN_LINES, 0, 0
+        self.cursor[LINES] = memory.distance(self.cursor, lines)
+        self.make_room(0)
 
     @property
     def size_bytes(self) -> int:
@@ -119,7 +147,7 @@ def find_slot(
         fits = cpu.upper_halves_equal(line, hash_) & ~empty
         while fits != _ZERO:
             slot = _slot_at(line, fits)
-            if is_row_of(rows.base + slot * rows.stride, id_, rows.owner):
+            if is_row_of(rows, slot, id_):
                 return slot
             fits &= fits - _ONE
         if empty != _ZERO:

@@ -234,7 +234,7 @@ def _confirm(
     slot = likely[i & _RING]
     if slot == NOT_FOUND:
         return NOT_FOUND
-    if memory.is_row_of(rows.base + slot * rows.stride, ids_N[i], rows.owner):
+    if memory.is_row_of(rows, slot, ids_N[i]):
         return slot
     # Another id with the same hash comes before it in the index.
     return find_slot(index, rows, ids_N[i], hashes[i & _RING])
@@ -388,7 +388,8 @@ def _prefetch_leaving(store: memory.StoreAt, index: IndexAt, num_rows: int) -> N
     logs, arenas = store.logs, store.arenas
     class_ = recency.first_to_leave(logs)
     arena = logs[class_, recency.HEAD_ARENA]
-    base, stride = arenas[arena, memory.BASE], arenas[arena, memory.STRIDE]
+    base = memory.arena_address(arenas, arena, memory.BASE)
+    stride = arenas[arena, memory.STRIDE]
     for ahead in range(num_rows):
         slot = recency.slot_to_leave(logs, class_, ahead)
         # A guess may not be a slot, but what is read must be memory of ours.
@@ -411,9 +412,8 @@ def sweep_slots(
     """
     store = memory.store_at(layouts_T[0])
     arena, index = np.uint64(where[0]), index_at(store)
-    base, stride = store.arenas[arena, memory.BASE], store.arenas[arena, memory.STRIDE]
     for slot in range(where[1], where[2]):
-        address = base + np.uint64(slot) * stride
+        address = memory.locate_row(store.arenas, arena, np.uint64(slot))
         owner = memory.owner_at(address)
         if owner == np.uint64(0):
             continue
@@ -471,14 +471,13 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         bound = numbers[0]
         p = cpu.floats_at(np.uint64(numbers.ctypes.data) + np.uint64(4))
         grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
-        num_slots = np.uint64(store.tally[memory.CAPACITY])
         num_missed = num_refused = 0
         for i in range(len(ids_N)):
             if i + _AHEAD < len(ids_N):
                 ahead = np.uint64(slots_N[i + _AHEAD])
                 prefetch_row(rows.base + ahead * rows.stride, rows.stride)
             hint = np.uint64(slots_N[i])
-            slot = find_hinted(index, rows, ids_N[i], hint, num_slots)
+            slot = find_hinted(index, rows, ids_N[i], hint)
             address = rows.base + slot * rows.stride
             if slot == NOT_FOUND:
                 num_missed += 1
@@ -500,14 +499,12 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
 
 @inlined
 def find_hinted(
-    index: IndexAt, rows: RowsAt, id_: np.uint64, hint: np.uint64, num_slots: np.uint64
+    index: IndexAt, rows: RowsAt, id_: np.uint64, hint: np.uint64
 ) -> np.uint64:
     """Return the slot of an id, the hint if that is right, or ``NOT_FOUND``."""
-    slot = hint
-    address = rows.base + slot * rows.stride
-    if slot >= num_slots or not memory.is_row_of(address, id_, rows.owner):
-        slot = find_slot(index, rows, id_, hash_id(id_, rows.owner))
-    return slot
+    if memory.is_row_of(rows, hint, id_):
+        return hint
+    return find_slot(index, rows, id_, hash_id(id_, rows.owner))
 
 
 @inlined

@@ -15,18 +15,19 @@ line:
 row (see ``recency.py``). Words 2 and 3 are metadata, if the table keeps any. The loops
 see all arenas as one directory, a uint64 array with a line per arena:
 
-    base address | bytes per slot | slots ever used | head of the free list + 1 | tags
+    base | bytes per slot | slots ever used | head of the free list + 1 | tags | slots
 
-A row's tag is the lowest byte of its tick, kept a second time behind the arena, a byte
-per slot: scans filter by last use without reading the rows.
+A row's tag is the lowest byte of its tick, kept a second time in an array of its own, a
+byte per slot: scans filter by last use without reading the rows. Base and tags are
+distances from the directory in bytes, so that the directory means the same to any
+process that maps a memory file, wherever (``LAYOUT.md``). ``slots`` may be read.
 
 WHAT A LOOP TAKES: the *layout* of a table, one uint64 array that stands for twenty
 arguments. The loop unpacks it with :func:`store_at` and :func:`rows_at`.
 """
 
 import mmap
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numba
 import numpy as np
@@ -46,8 +47,11 @@ Counts = npt.NDArray[np.uint32]
 Tally = npt.NDArray[np.int64]
 Layout = npt.NDArray[np.uint64]
 
-BASE, STRIDE, USED, FREE, TAGS = range(5)
+BASE, STRIDE, USED, FREE, TAGS, SLOTS = range(6)
 """Columns of the directory of arenas."""
+
+MAX_ARENAS = 2**13
+MAX_TABLES = 2**16 - 2
 
 STORE, ARENA, OWNER, DIM, DTYPE, WEIGHTS, STATE, NUM_STATE = range(8)
 HAS_METADATA, SCRATCH, FILL, SEED, INITIAL_STATE, STEP, NOW_S = range(8, 15)
@@ -61,12 +65,17 @@ seed; the table's step, and the second of the current request."""
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
 LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REFUSED = range(10, 15)
-NUM_TALLIES = 15
+CHANGE, SWEPT_ARENA, SWEPT_SLOT = range(15, 18)
+NUM_TALLIES = 18
 """Columns of the tally: ids found, ids not found, rows made, ids refused a row, rows in
 use, tick of the current request; rows that left because the store was full, because of
 their age in steps, in seconds, because of their norm; address at which the next row to
 leave is noted, or 0, and for how many there is room (see ``journal.py``); rows that the
-store may hold; gradients without a row, and with NaN or an infinity."""
+store may hold; gradients without a row, and with NaN or an infinity; what change is in
+progress (see ``NO_CHANGE``); arena and slot where the next slice of a sweep begins."""
+
+NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
+"""What changes the store right now: nothing, a request, a load, a clear."""
 
 FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24, 28))
 """Bytes of a row at which its metadata stand, each a uint32."""
@@ -102,20 +111,175 @@ def reserve(num_words: int) -> Words:
     return np.frombuffer(memory, dtype=np.uint64, count=num_words)
 
 
-def reserve_arena(capacity: int, words_per_row: int) -> Words:
-    """Reserve the slots of an arena, ``(capacity, words per row)``, and tags behind."""
-    num_words = capacity * words_per_row
-    memory = reserve(num_words + capacity // 8 + 1)
-    return memory[:num_words].reshape(capacity, words_per_row)
+class Area(NamedTuple):
+    """A fixed stretch of a memory file: its first byte, and its words."""
+
+    offset: int
+    num_words: int
+
+    def of(self, words: Words) -> Words:
+        """Return its words, of those of the file."""
+        return words[self.offset // 8 : self.offset // 8 + self.num_words]
 
 
-def directory_of(arenas: Sequence[Words]) -> Words:
-    """Return the directory of arenas, all slots unused."""
-    lines = [
-        (words.ctypes.data, words.strides[0], 0, 0, words.ctypes.data + words.nbytes)
-        for words in arenas
-    ]
-    return np.array(lines, dtype=np.uint64).reshape(-1, 5)
+TALLY = Area(4096, 64)
+CURSOR = Area(4608, 64)
+LOGS = Area(8192, 64 * 15)
+ARENAS = Area(16384, MAX_ARENAS * 6)
+STEPS = Area(409_600, 2**16)
+"""The small arrays of a store: its tally, the index's cursor, the directories of logs
+and of arenas, the steps of the tables."""
+
+
+class StoreMemory(Protocol):
+    """What the arrays of a store are made of. The store's thread owns it.
+
+    ``is_new`` says that all areas are zero; else ``tables`` are what was published
+    last, as JSON.
+    """
+
+    is_new: bool
+    tables: bytes
+
+    def area(self, area: Area) -> Words:
+        """Return an area; the same memory at every call only in a memory file."""
+
+    def reserve(self, *num_words: int) -> list[Words]:
+        """Reserve zeroed words that cost nothing until used, in several stretches."""
+
+    def find(self, address: int) -> Words:
+        """Return what was reserved, by its address."""
+
+    def commit(self, words: Words, num_words: int) -> int:
+        """Allocate the first words of a reservation; return how many may be used."""
+
+    def emptied(self, *stretches: Words) -> list[Words]:
+        """Give back the memory of one reservation; return zeroed words like it."""
+
+    def publish(self, tables: bytes) -> None:
+        """Replace ``tables``, all or nothing."""
+
+    def rewind(self) -> None:
+        """Give back what was reserved since the last :meth:`publish`."""
+
+    def close(self, *, is_clean: bool = True) -> None:
+        """End the use of the memory, whole if ``is_clean``. May be called twice."""
+
+
+class PrivateMemory:
+    """Memory that ends with its process: see :class:`StoreMemory`."""
+
+    is_new = True
+    tables = b""
+
+    def __init__(self) -> None:
+        self._head = reserve(STEPS.offset // 8 + STEPS.num_words)
+
+    def area(self, area: Area) -> Words:
+        """Return an area of the head."""
+        return area.of(self._head)
+
+    def reserve(self, *num_words: int) -> list[Words]:
+        """Reserve words, side by side: so all may have huge pages, and few of them."""
+        return np.split(reserve(sum(num_words)), np.cumsum(num_words)[:-1])
+
+    def find(self, address: int) -> Words:
+        """Fail: private memory is always new."""
+        raise AssertionError(address)
+
+    def commit(self, words: Words, num_words: int) -> int:
+        """Return all words: the operating system allocates them when written."""
+        return words.size
+
+    def emptied(self, *stretches: Words) -> list[Words]:
+        """Return other words; the memory goes with the last view of the old ones."""
+        others = self.reserve(*(words.size for words in stretches))
+        pairs = zip(others, stretches, strict=True)
+        return [other.reshape(words.shape) for other, words in pairs]
+
+    def publish(self, tables: bytes) -> None:
+        """Do nothing: no other process reads this memory."""
+
+    def rewind(self) -> None:
+        """Do nothing: the memory goes with the last view of it."""
+
+    def close(self, *, is_clean: bool = True) -> None:
+        """Do nothing: the memory goes with the last view of it."""
+
+
+def distance(begin: npt.NDArray[np.uint64], end: npt.NDArray[np.uint64]) -> int:
+    """Return the bytes from one array to another, modulo 2**64."""
+    return int(end.ctypes.data - begin.ctypes.data) % 2**64
+
+
+def address_at(begin: Words, num_bytes: int) -> int:
+    """Return the address that is at a :func:`distance` from an array."""
+    return int(begin.ctypes.data + num_bytes) % 2**64
+
+
+class Arenas:
+    """The slots of all rows: ``words`` per arena, ``(capacity, words per row)``.
+
+    ``directory`` has a line per arena, and stays where it is; ``tags`` a byte per slot.
+    """
+
+    def __init__(self, capacity_rows: int, source: StoreMemory, num: int = 0) -> None:
+        self._capacity, self._memory = capacity_rows, source
+        self._lines = source.area(ARENAS).reshape(MAX_ARENAS, -1)
+        self.directory: Words = self._lines[:num]
+        self.words: list[Words] = []
+        self.tags: list[Words] = []
+        for base, stride, *_, tags, _ in self.directory.tolist():
+            words = source.find(address_at(self._lines, base))
+            num_words = capacity_rows * stride // 8
+            self.words.append(words[:num_words].reshape(capacity_rows, -1))
+            self.tags.append(source.find(address_at(self._lines, tags)))
+
+    def add(self, words_per_row: int) -> None:
+        """Add an arena for rows of so many words."""
+        number, num_words = len(self.words), self._capacity * words_per_row
+        if number == MAX_ARENAS:
+            raise StoreError(
+                f"The rows of a server must have at most {MAX_ARENAS} different sizes. "
+                "Received: one more. Start more servers with fewer tables each."
+            )
+        words, tags = self._memory.reserve(num_words, self._capacity // 8 + 1)
+        self.words.append(words.reshape(self._capacity, words_per_row))
+        self.tags.append(tags)
+        self.directory = self._lines[: number + 1]
+        self._begin(number)
+
+    def drop(self, num_arenas: int) -> None:
+        """Drop the last arenas, which have no rows."""
+        del self.words[num_arenas:], self.tags[num_arenas:]
+        self.directory = self._lines[:num_arenas]
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        for number, both in enumerate(zip(self.words, self.tags, strict=True)):
+            self.words[number], self.tags[number] = self._memory.emptied(*both)
+            self._begin(number)
+
+    def make_room(self, arena: int, num_rows: int) -> None:
+        """Allocate the memory of slots for more rows."""
+        line = self._lines[arena]
+        num_slots = min(int(line[USED]) + num_rows, self._capacity)
+        if num_slots > line[SLOTS]:
+            self._commit(arena, num_slots)
+
+    def _begin(self, number: int) -> None:
+        """Write the line of an arena without rows."""
+        line, words, tags = self._lines[number], self.words[number], self.tags[number]
+        places = distance(self._lines, words), distance(self._lines, tags)
+        line[:] = places[0], words.strides[0], 0, 0, places[1], 0
+        self._commit(number, 0)
+
+    def _commit(self, number: int, num_slots: int) -> None:
+        words = self.words[number]
+        num_words = self._memory.commit(words, num_slots * words.shape[1])
+        num_slots = min(num_words // words.shape[1], self._capacity)
+        self._memory.commit(self.tags[number], num_slots // 8 + 1)
+        self._lines[number, SLOTS] = num_slots
 
 
 def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
@@ -148,12 +312,14 @@ class RowsAt(NamedTuple):
     """Where a table's rows are, as plain numbers.
 
     ``base`` and ``tags`` are addresses for slot 0, ``stride`` the bytes per slot;
-    ``weights`` and ``state`` are the bytes of a row at which these begin.
+    ``weights`` and ``state`` are the bytes of a row at which these begin. ``slots``
+    may be read.
     """
 
     base: np.uint64
     stride: np.uint64
     tags: np.uint64
+    slots: np.uint64
     arena: np.uint64
     owner: np.uint64
     dim: np.int64
@@ -172,10 +338,16 @@ def store_at(layout: Layout) -> StoreAt:
     return StoreAt(
         numba.carray(cpu.words_at(array[0]), (_MANY, 8)),
         numba.carray(cpu.words_at(array[1]), (_MANY,)),
-        numba.carray(cpu.words_at(array[2]), (_MANY, 5)),
+        numba.carray(cpu.words_at(array[2]), (_MANY, 6)),
         numba.carray(cpu.words_at(array[3]), (np.int64(array[5]), 15)),
         numba.carray(cpu.integers_at(array[4]), (_MANY,)),
     )
+
+
+@inlined
+def arena_address(arenas: Words, arena: np.uint64, column: int) -> np.uint64:
+    """Return the address of slot 0 (``BASE``) or of its tag (``TAGS``)."""
+    return np.uint64(arenas.ctypes.data) + arenas[arena, column]
 
 
 @inlined
@@ -184,9 +356,10 @@ def rows_at(store: StoreAt, layout: Layout) -> RowsAt:
     arena = layout[ARENA]
     size = np.uint64(4 if layout[DTYPE] == FP32 else 2)
     return RowsAt(
-        store.arenas[arena, BASE],
+        arena_address(store.arenas, arena, BASE),
         store.arenas[arena, STRIDE],
-        store.arenas[arena, TAGS],
+        arena_address(store.arenas, arena, TAGS),
+        store.arenas[arena, SLOTS],
         arena,
         layout[OWNER],
         np.int64(layout[DIM]),
@@ -253,7 +426,7 @@ def write_rows(layout: Layout, slots_N: Slots, rows_NK: Floats) -> None:
 @inlined
 def locate_row(arenas: Words, arena: np.uint64, slot: np.uint64) -> np.uint64:
     """Return the address of a row's header."""
-    return arenas[arena, BASE] + slot * arenas[arena, STRIDE]
+    return arena_address(arenas, arena, BASE) + slot * arenas[arena, STRIDE]
 
 
 @inlined
@@ -269,9 +442,12 @@ def tick_at(address: np.uint64) -> np.uint64:
 
 
 @inlined
-def is_row_of(address: np.uint64, id_: np.uint64, owner: np.uint64) -> bool:
-    """Return whether the row at an address is that of an id of an owner."""
-    return cpu.load_u64(address) == id_ and owner_at(address) == owner
+def is_row_of(rows: RowsAt, slot: np.uint64, id_: np.uint64) -> bool:
+    """Return whether a slot, perhaps one of another arena, has the row of an id."""
+    if slot >= rows.slots:
+        return False
+    address = rows.base + slot * rows.stride
+    return cpu.load_u64(address) == id_ and owner_at(address) == rows.owner
 
 
 @inlined
@@ -294,7 +470,7 @@ def free_slot(arenas: Words, arena: np.uint64, slot: np.uint64) -> None:
     cpu.store_u64(address, arenas[arena, FREE])
     cpu.store_u64(address + WORD, _ZERO)
     arenas[arena, FREE] = slot + _ONE
-    tag = arenas[arena, TAGS] + slot
+    tag = arena_address(arenas, arena, TAGS) + slot
     cpu.store_u8(tag, cpu.load_u8(tag) ^ _ONE)  # no longer that of its last use
 
 

@@ -34,16 +34,16 @@ import numpy.typing as npt
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.store import memory
-from persia_torchrec.store.memory import WORD, RowsAt, Words
+from persia_torchrec.store.memory import WORD, RowsAt, StoreMemory, Words
 
 NUM_LFU_CLASSES = 44
 """Classes of frequencies that fit 32 bits."""
 
 LOG, HEAD, HEAD_TICK, HEAD_ARENA, WRITE, WRITE_TICK, READ, READ_TICK = range(8)
 READ_ARENA, TAIL, TAIL_TICK, TRIGGER, COMPACTING, OLD_TAIL, SIZE = range(8, 15)
-"""Columns of the directory of logs: address of the words; offsets and, of those within
-a segment, its tick and arena; the length at which compaction starts, whether it is
-running, the tail it started with; the words that there are."""
+"""Columns of the directory of logs: bytes from the log's own line to its words; offsets
+and, of those within a segment, its tick and arena; the length at which compaction
+starts, whether it is running, the tail it started with; the words that may be used."""
 
 NONE = np.uint64(2**64 - 1)
 """What :func:`pop_oldest` returns when there is no row."""
@@ -71,13 +71,26 @@ _LINE_BYTES = np.uint64(8 * (SIZE + 1))
 class RecencyLogs:
     """One log per class of rows: a directory, uint64 ``(classes, 15)``, and memory."""
 
-    def __init__(self, capacity_rows: int, num_classes: int = 1) -> None:
-        num_words = _WORDS_PER_ROW * capacity_rows + 64 * _SPARE_WORDS
-        self.words = [memory.reserve(num_words // 2) for _ in range(num_classes)]
-        self.directory = np.zeros((num_classes, SIZE + 1), dtype=np.uint64)
-        self.directory[:, LOG] = [words.ctypes.data for words in self.words]
-        self.directory[:, TRIGGER] = _SPARE_WORDS
-        self.directory[:, SIZE] = num_words - _MARGIN_WORDS
+    def __init__(
+        self, capacity_rows: int, num_classes: int, source: StoreMemory
+    ) -> None:
+        self._memory = source
+        lines = source.area(memory.LOGS).reshape(-1, SIZE + 1)
+        self.directory: Words = lines[:num_classes]
+        if source.is_new:
+            num_words = _WORDS_PER_ROW * capacity_rows + 64 * _SPARE_WORDS
+            self.words = [source.reserve(num_words // 2)[0] for _ in self.directory]
+            self._begin()
+        else:
+            places = [
+                memory.address_at(line, int(line[LOG])) for line in self.directory
+            ]
+            self.words = [source.find(place) for place in places]
+
+    def clear(self) -> None:
+        """Drop all records."""
+        self.words = [self._memory.emptied(words)[0] for words in self.words]
+        self._begin()
 
     def make_room(self, arenas: Words, num_touches: int) -> None:
         """Make room for the touches of one request, even more than the capacity."""
@@ -85,16 +98,43 @@ class RecencyLogs:
             return
         needed = num_touches + MARK_WORDS
         for number, line in enumerate(self.directory):
+            self._commit(number, int(line[TAIL]) + needed)
             for _ in range(2):  # ends the compaction that is running, then compacts all
                 if int(line[TAIL]) + needed > int(line[SIZE]):
                     line[TRIGGER] = 0
                     compact(self.directory, number, arenas, _ALL)
-            num_words, num_used = int(line[TAIL]) + needed, int(line[TAIL]) // 2 + 1
-            if num_words > int(line[SIZE]):
-                larger = memory.reserve(num_words)
-                larger[:num_used] = self.words[number][:num_used]
-                self.words[number] = larger
-                line[LOG], line[SIZE] = larger.ctypes.data, num_words
+            if int(line[TAIL]) + needed > int(line[SIZE]):
+                self._enlarge(number, int(line[TAIL]) + needed)
+
+    def _begin(self) -> None:
+        self.directory[:] = 0
+        self.directory[:, TRIGGER] = _SPARE_WORDS
+        for number, line in enumerate(self.directory):
+            line[LOG] = memory.distance(line, self.words[number])
+            self._commit(number, 1)
+
+    def _commit(self, number: int, num_words: int) -> None:
+        """Allocate memory for so many words of a log, or for all it may have."""
+        words, line = self.words[number], self.directory[number]
+        if num_words > line[SIZE]:
+            num_bytes = 4 * (num_words + _MARGIN_WORDS)
+            num_allocated = self._memory.commit(
+                words, min(num_bytes // 8 + 1, words.size)
+            )
+            line[SIZE] = 2 * num_allocated - _MARGIN_WORDS
+
+    def _enlarge(self, number: int, num_words: int) -> None:
+        """Move a log to where it may have more words."""
+        old, line = self.words[number], self.directory[number]
+        num_used = int(line[TAIL]) // 2 + 1
+        [larger] = self._memory.reserve((num_words + _MARGIN_WORDS) // 2 + 1)
+        self._memory.commit(larger, larger.size)
+        larger[:num_used] = old[:num_used]
+        self.words[number] = larger
+        line[LOG] = memory.distance(line, larger)
+        line[SIZE] = 2 * larger.size - _MARGIN_WORDS
+        self._memory.publish(self._memory.tables)  # with the new reservation
+        self._memory.emptied(old)
 
     @property
     def size_bytes(self) -> int:
@@ -171,7 +211,19 @@ def slot_to_leave(logs: Words, class_: int, num_ahead: int) -> np.uint64:
     offset = logs[class_, HEAD] + np.uint64(num_ahead)
     if offset >= _end_of_front(logs, class_):
         return MARK
-    return cpu.load_u32(logs[class_, LOG] + _HALF * offset)
+    return cpu.load_u32(_words_at(_line_at(logs, np.uint64(class_))) + _HALF * offset)
+
+
+@inlined
+def _line_at(logs: Words, c: np.uint64) -> np.uint64:
+    """Return the address of a line of the directory."""
+    return np.uint64(logs.ctypes.data) + c * _LINE_BYTES
+
+
+@inlined
+def _words_at(line: np.uint64) -> np.uint64:
+    """Return the address of the words of the log whose line is at an address."""
+    return line + cpu.load_u64(line)
 
 
 @inlined
@@ -205,14 +257,14 @@ def compact(logs: Words, class_: int, arenas: Words, num_words: int) -> None:
         logs[c, OLD_TAIL] = logs[c, TAIL]  # where a mark will be
         logs[c, COMPACTING] = _ONE
     stop = min(logs[c, TAIL], logs[c, READ] + np.uint64(num_words))
-    line = np.uint64(logs.ctypes.data) + c * _LINE_BYTES
+    line = _line_at(logs, c)
     while True:
         if logs[c, READ] == logs[c, OLD_TAIL]:
             logs[c, TRIGGER] = logs[c, WRITE] + (logs[c, WRITE] >> _ONE)
             logs[c, TRIGGER] += np.uint64(_SPARE_WORDS)
         if logs[c, READ] >= stop:
             break
-        if cpu.load_u32(logs[c, LOG] + _HALF * logs[c, READ]) == MARK:
+        if cpu.load_u32(_words_at(line) + _HALF * logs[c, READ]) == MARK:
             _read_mark(logs, c, READ)
         else:
             _compact_segment(logs, c, line, arenas, stop)
@@ -232,8 +284,8 @@ def _compact_segment(
     written, and counts as written only if it is current.
     """
     arena, tick = logs[c, READ_ARENA], logs[c, READ_TICK]
-    tags, tag = arenas[arena, memory.TAGS], tick & _BYTE
-    log, read = logs[c, LOG], logs[c, READ]
+    tags, tag = memory.arena_address(arenas, arena, memory.TAGS), tick & _BYTE
+    log, read = _words_at(line), logs[c, READ]
     begins_segment = logs[c, WRITE_TICK] != tick
     if begins_segment:
         _append_mark(line, WRITE, tick, arena)
@@ -266,7 +318,7 @@ def _pop_oldest_of(logs: Words, c: np.uint64, arenas: Words) -> np.uint64:
             logs[c, HEAD_ARENA] = logs[c, READ_ARENA]
             logs[c, COMPACTING] = _ZERO
             continue
-        word = cpu.load_u32(logs[c, LOG] + _HALF * logs[c, HEAD])
+        word = cpu.load_u32(_words_at(_line_at(logs, c)) + _HALF * logs[c, HEAD])
         if word == MARK:
             _read_mark(logs, c, HEAD)
             continue
@@ -281,7 +333,7 @@ def _pop_oldest_of(logs: Words, c: np.uint64, arenas: Words) -> np.uint64:
 def _append(line: np.uint64, end: int, word: np.uint64) -> None:
     end_at = line + WORD * np.uint64(end)
     offset = cpu.load_u64(end_at)
-    cpu.store_u32(cpu.load_u64(line) + _HALF * offset, word)
+    cpu.store_u32(_words_at(line) + _HALF * offset, word)
     cpu.store_u64(end_at, offset + _ONE)
 
 
@@ -296,7 +348,7 @@ def _append_mark(line: np.uint64, end: int, tick: np.uint64, arena: np.uint64) -
 @inlined
 def _read_mark(logs: Words, c: np.uint64, at: int) -> None:
     """Take the tick and the arena of the mark at HEAD or READ, and step over it."""
-    address = logs[c, LOG] + _HALF * logs[c, at]
+    address = _words_at(_line_at(logs, c)) + _HALF * logs[c, at]
     low = cpu.load_u32(address + np.uint64(8))
     logs[c, at + 1] = low | (cpu.load_u32(address + np.uint64(12)) << _S32)
     logs[c, at + 2] = cpu.load_u32(address + _HALF)

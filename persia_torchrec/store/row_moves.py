@@ -154,11 +154,11 @@ class RowExport:
         self.tables = list(store.states)
         self.is_done = False
         self._num_copied = 0
-        num_used = store.directory[:, memory.USED].tolist()
-        self._arenas = list(zip(store.arenas, num_used, strict=True))
+        self._directory = store.arenas.directory
+        num_used = self._directory[:, memory.USED].tolist()
+        self._arenas = list(zip(store.arenas.words, num_used, strict=True))
         self._positions = [memory.reserve(n // 2 + 1).view(np.uint32) for n in num_used]
         self._segments = _copy_segments(store.logs)
-        self._directory = store.directory.copy()
         self._slices = self._walk()
 
     @property
@@ -343,6 +343,7 @@ class RowImport:
         self._store = store
         self._num_come = 0
         self._tables = tables_R
+        store.tally[memory.CHANGE] = memory.LOAD
         self._order = np.argsort(uses_R, kind="stable")
         if len(uses_R) > store.capacity_rows:
             leaving = self._order
@@ -380,9 +381,11 @@ class RowImport:
         layouts_T = np.stack([state.layout for state in store.states])
         for start in range(0, len(self._order), _TOUCHES):
             some = self._order[start : start + _TOUCHES]
-            store.logs.make_room(store.directory, (1 + recency.MARK_WORDS) * len(some))
+            num_words = (1 + recency.MARK_WORDS) * len(some)
+            store.logs.make_room(store.arenas.directory, num_words)
             _touch_rows(some, self._ticks, self._slots, self._tables, layouts_T)
         store.tick = max(int(self._ticks.max(initial=0)), store.tick + tick)
+        store.tally[memory.CHANGE] = memory.NO_CHANGE
 
 
 def put_changes(
@@ -400,9 +403,11 @@ def put_changes(
         tables_N = np.full(num, table, dtype=np.uint16)
         uses_N = read_only(rows.uses)
         _draw_ticks(np.arange(num), uses_N, tables_N, 0, last, ticks_N)
-        store.logs.make_room(store.directory, (1 + recency.MARK_WORDS) * num)
-        _add(store, table, rows, ticks_N, uses_N == 0)
-        store.tick = int(last[0])
+        with store.changing(memory.REQUEST):
+            num_words = (1 + recency.MARK_WORDS) * num
+            store.logs.make_room(store.arenas.directory, num_words)
+            _add(store, table, rows, ticks_N, uses_N == 0)
+            store.tick = int(last[0])
         yield num
 
 
@@ -413,6 +418,7 @@ def _add(
     columns = RowColumns(*map(np.ascontiguousarray, rows.columns()))
     slots_N = np.zeros(len(rows), dtype=np.uint32)
     layout, ids_N = store.states[table].layout, read_only(rows.ids)
+    store.make_room(table, len(rows))
     add_rows(layout, ids_N, columns.addresses(), ticks_N, keeps_N, slots_N)
     return slots_N
 

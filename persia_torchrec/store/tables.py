@@ -30,13 +30,12 @@ _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
 
 
-def build_admission(admission: Admission, seed: int) -> Admit | None:
+def build_admission(admission: Admission, seed: int, remembered: Words) -> Admit | None:
     """Build what decides for a table, with its memory; None where all get a row."""
     kernel = admission.kernel
     if kernel is None:
         return None
     loop = _build_admit(kernel)
-    remembered = memory.reserve(admission.num_memory_words())
     numbers = read_only(np.array(admission.kernel_numbers(seed), dtype=np.uint64))
     no_counts, none = read_only(_NO_INDICES), np.empty(0, dtype=np.bool_)
     compile_for(loop, remembered, numbers, _NO_IDS, no_counts, none)
@@ -70,9 +69,10 @@ class TableState:
     """One table of a store. Owned by the store's thread.
 
     Its loops are compiled, or loaded; the layout's columns of settings are overwritten.
-    ``engine`` is None for the fused loop. An ``admission`` that is given keeps what it
-    remembers; the attribute is None when all ids are admitted. ``insert`` makes rows:
-    see :func:`loops.build_insert`.
+    ``engine`` is None for the fused loop; ``step`` is the word that keeps the table's
+    step, ``remembered`` what the admission remembers. The attribute ``admission`` is
+    None when all ids are admitted. ``insert`` makes rows: see
+    :func:`loops.build_insert`.
     """
 
     def __init__(
@@ -80,11 +80,15 @@ class TableState:
         spec: TableSpec,
         layout: Layout,
         engine: FbgemmEngine | None,
-        admission: Admit | None = None,
+        *,
+        step: Words,
+        remembered: Words,
     ) -> None:
         self.spec, self.layout, self.engine = spec, layout, engine
         self.has_metadata = bool(layout[memory.HAS_METADATA])
-        self.admission = admission or build_admission(spec.admission, spec.seed)
+        self.remembered, self._step = remembered, step
+        layout[memory.STEP] = step[0]
+        self.admission = build_admission(spec.admission, spec.seed, remembered)
         state_S = spec.optimizer.initial_state(spec.dim)
         fill = spec.initializer.fill_numbers(spec.dim)
         self._kept = {
@@ -110,11 +114,11 @@ class TableState:
     @property
     def num_updates(self) -> int:
         """Update requests so far: the table's step, Adam's ``t``."""
-        return int(self.layout[memory.STEP])
+        return int(self._step[0])
 
     @num_updates.setter
     def num_updates(self, step: int) -> None:
-        self.layout[memory.STEP] = step
+        self._step[0] = self.layout[memory.STEP] = step
 
     def admit(
         self, ids_N: Ids, counts_N: Counts, missing: loops.Indices, out_ND: Floats
@@ -138,19 +142,28 @@ class TableState:
         All arrays are read-only. Returns how many ids have no row, and how many
         gradients were refused.
         """
-        self.layout[memory.STEP] += np.uint64(1)
+        self.num_updates += 1
         self.layout[memory.NOW_S] = max(int(now_s), 0)
         numbers = self._step_numbers()
         return self._update(self.layout, ids_N, hints_N, grads_ND, numbers)
 
-    def changed(self, spec: TableSpec, engine: FbgemmEngine | None) -> "TableState":
-        """Return the state under new settings.
+    def changed(
+        self, spec: TableSpec, engine: FbgemmEngine | None, remembered: Words
+    ) -> "TableState":
+        """Return the state under new settings."""
+        layout = self.layout.copy()
+        return TableState(spec, layout, engine, step=self._step, remembered=remembered)
 
-        What the admission remembers is kept if the admission is the same.
-        """
-        is_same = (spec.admission, spec.seed) == (self.spec.admission, self.spec.seed)
-        admission = self.admission if is_same else None
-        return TableState(spec, self.layout.copy(), engine, admission)
+    def admits_as(self, spec: TableSpec) -> bool:
+        """Return whether other settings may keep what the admission remembers."""
+        return (spec.admission, spec.seed) == (self.spec.admission, self.spec.seed)
+
+    def forget(self, remembered: Words) -> None:
+        """Forget step and candidates: all rows are dropped."""
+        self.num_updates, self.remembered = 0, remembered
+        self.admission = build_admission(
+            self.spec.admission, self.spec.seed, remembered
+        )
 
     def _step_numbers(self) -> Floats:
         """Return the bound of the weights, and the optimizer's numbers of a step."""

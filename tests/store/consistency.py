@@ -4,8 +4,15 @@ import numpy as np
 
 from persia_torchrec.store.index import BOUNDARY, ENTRIES, NEW, OLD, OVERFLOW_LINES
 from persia_torchrec.store.loops import find_slots
-from persia_torchrec.store.memory import ARENA, FREE, OWNER_SHIFT, TICK_MASK, USED
-from persia_torchrec.store.recency import NONE, pop_oldest
+from persia_torchrec.store.memory import (
+    ARENA,
+    FREE,
+    OWNER_SHIFT,
+    TICK_MASK,
+    USED,
+    distance,
+)
+from persia_torchrec.store.recency import LOG, NONE, pop_oldest
 
 
 def check_store(store):
@@ -15,7 +22,8 @@ def check_store(store):
     num_found = 0
     for number, table in enumerate(store.states):
         arena = int(table.layout[ARENA])
-        words = store.arenas[arena][: int(store.directory[arena, USED]), :2]
+        num_used = int(store.arenas.directory[arena, USED])
+        words = store.arenas.words[arena][:num_used, :2]
         slots = np.flatnonzero(words[:, 1] >> OWNER_SHIFT == np.uint64(number + 1))
         assert (words[slots, 1] & TICK_MASK > 0).all()
         ids = np.ascontiguousarray(words[slots, 0])
@@ -23,16 +31,17 @@ def check_store(store):
         num_found += len(slots)
     assert num_found == store.num_rows
     check_free_slots(store)
-    next_to_leave = rows_oldest_first(store.logs, store.directory)
+    next_to_leave = rows_oldest_first(store.logs, store.arenas.directory)
     assert len(next_to_leave) == len(set(next_to_leave)) == store.num_rows
     for arena, slot in next_to_leave:
-        assert store.arenas[arena][slot, 1] != 0
+        assert store.arenas.words[arena][slot, 1] != 0
 
 
 def check_free_slots(store):
     """Every slot ever used holds a row or is on the free list, once."""
     num_used = num_free = 0
-    for arena, line in zip(store.arenas, store.directory, strict=True):
+    arenas = store.arenas
+    for arena, line in zip(arenas.words, arenas.directory, strict=True):
         free = set()
         head = int(line[FREE])
         while head:
@@ -64,6 +73,7 @@ def check_index(index):
 def rows_oldest_first(logs, arenas):
     """Return ``(arena, slot)`` of every row in use, the next to leave first."""
     directory = logs.directory.copy()
+    directory[:, LOG] += np.uint64(distance(directory, logs.directory))
     rows = []
     while (row := pop_oldest(directory, arenas)) != NONE:
         rows.append((int(row) >> 32, int(row) % 2**32))
@@ -73,7 +83,7 @@ def rows_oldest_first(logs, arenas):
 def ids_oldest_first(store):
     """Return ``(table, id)`` of every row, the next to leave first."""
     rows = []
-    for arena, slot in rows_oldest_first(store.logs, store.directory):
-        id_, meta = store.arenas[arena][slot, :2]
+    for arena, slot in rows_oldest_first(store.logs, store.arenas.directory):
+        id_, meta = store.arenas.words[arena][slot, :2]
         rows.append((int(meta >> OWNER_SHIFT) - 1, int(id_)))
     return rows

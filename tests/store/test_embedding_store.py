@@ -1,10 +1,18 @@
+import os
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from persia_torchrec import (
     AdmitFrequency,
@@ -85,15 +93,27 @@ def look_up(store, table, ids, *, training=True):
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Any order of requests agrees with a dictionary in the order of use."""
+    """Any order of requests agrees with a dictionary in the order of use.
+
+    With a memory file, the store may be left between two requests, as by SIGKILL, and
+    another one goes on.
+    """
 
     @initialize(
-        capacity_rows=st.integers(1, 8), eviction=st.sampled_from(["lru", "lfu"])
+        capacity_rows=st.integers(1, 8),
+        eviction=st.sampled_from(["lru", "lfu"]),
+        has_file=st.booleans(),
     )
-    def begin(self, capacity_rows, eviction):
-        self.fast = EmbeddingStore(
-            capacity_rows, eviction=eviction, clock=lambda: self.slow.now_s
+    def begin(self, capacity_rows, eviction, *, has_file):
+        self.file = os.memfd_create("store") if has_file else None
+        self.make_store = partial(
+            EmbeddingStore,
+            capacity_rows,
+            eviction=eviction,
+            clock=lambda: self.slow.now_s,
+            memory_file=f"/proc/self/fd/{self.file}" if has_file else None,
         )
+        self.fast = self.make_store()
         self.slow = ReferenceStore(capacity_rows, eviction)
         for number, table in enumerate(TABLES):
             assert self.fast.add_table(table) == number
@@ -153,6 +173,17 @@ class StoreMachine(RuleBasedStateMachine):
     def clear(self):
         self.fast.clear()
         self.slow.clear()
+
+    @precondition(lambda self: self.file is not None)
+    @rule()
+    def go_on_in_another_process(self):
+        self.fast.memory.close(is_clean=False)
+        self.fast = self.make_store()
+        assert self.fast.tables == TABLES
+
+    def teardown(self):
+        if getattr(self, "file", None) is not None:
+            os.close(self.file)
 
     @invariant()
     def same_rows_in_the_same_order(self):
@@ -357,7 +388,7 @@ def test_one_lookup_may_repeat_ids_more_often_than_the_log_of_uses_is_long():
 
 
 def test_more_tables_than_a_server_holds_are_refused(monkeypatch):
-    monkeypatch.setattr("persia_torchrec.store.embedding_store._MAX_TABLES", 1)
+    monkeypatch.setattr("persia_torchrec.store.memory.MAX_TABLES", 1)
     store = EmbeddingStore(2)
     store.add_table(TableSpec(name="item", dim=1, optimizer=SGD(0.1)))
     with pytest.raises(StoreError, match=r"A server holds at most 1 tables\."):

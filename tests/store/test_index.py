@@ -31,10 +31,10 @@ from persia_torchrec.store.memory import (
     MISSING,
     OWNER_SHIFT,
     STORE,
+    Arenas,
+    PrivateMemory,
     StoreAt,
     build_layout,
-    directory_of,
-    reserve_arena,
     rows_at,
 )
 from persia_torchrec.table import TableSpec
@@ -67,15 +67,16 @@ class Rows:
             owner: build_layout(TABLE, owner - 1, has_metadata=False)
             for owner in sorted({1, *owners})
         }
-        self.arena = reserve_arena(len(ids), 3)
-        self.arena[:, 0] = self.ids
-        self.arena[:, 1] = self.owners << OWNER_SHIFT
-        self.directory = directory_of([self.arena])
+        self.arenas = Arenas(len(ids), PrivateMemory())
+        self.arenas.add(3)
+        self.arenas.words[0][:, 0] = self.ids
+        self.arenas.words[0][:, 1] = self.owners << OWNER_SHIFT
+        self.directory = self.arenas.directory
         self.hashes = [
             np.uint64(hash_id(id_, owner))
             for id_, owner in zip(self.ids, self.owners, strict=True)
         ]
-        self.index = Index(capacity)
+        self.index = Index(capacity, PrivateMemory())
         self.addresses = np.zeros(6, dtype=np.uint64)
 
     @property
@@ -139,7 +140,7 @@ class Rows:
     def check(self) -> None:
         """Every entry can be reached, and there is room enough to find it soon."""
         check_index(self.index)
-        old, new, boundary, num_entries, limit = self.cursor
+        old, new, boundary, num_entries, limit, _ = self.cursor
         assert old <= new <= limit
         assert old == new or boundary != 0
         most = ROOM_A_LINE_WHILE_MOVING * old + CHUNK
@@ -185,7 +186,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(start=starts, num=st.integers(120, 150))
     def begin(self, start, num):
         self.rows = CROWD
-        self.rows.index = Index(2000)
+        self.rows.index = Index(2000, PrivateMemory())
         self.present = set()
         self.add(start, num)
 
@@ -230,7 +231,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.rows.index = Index(2000)
+        self.rows.index = Index(2000, PrivateMemory())
         self.present = set()
 
     @invariant()

@@ -13,11 +13,11 @@ from hypothesis.stateful import (
 )
 
 from persia_torchrec.store.memory import (
+    Arenas,
+    PrivateMemory,
     RowsAt,
-    directory_of,
     free_slot,
     locate_row,
-    reserve_arena,
 )
 from persia_torchrec.store.recency import (
     COMPACTING,
@@ -49,9 +49,11 @@ class Rows:
     def __init__(
         self, num_classes: int = 1, capacity: int = 2 * NUM_SLOTS, num_slots=NUM_SLOTS
     ) -> None:
-        self.arenas = [reserve_arena(num_slots, words) for words in (3, 4)]
-        self.directory = directory_of(self.arenas)
-        self.logs = RecencyLogs(capacity, num_classes)
+        self.arenas = Arenas(num_slots, PrivateMemory())
+        for words_per_row in (3, 4):
+            self.arenas.add(words_per_row)
+        self.directory = self.arenas.directory
+        self.logs = RecencyLogs(capacity, num_classes, PrivateMemory())
         self.tick = 0
 
     def begin_request(self, num_touches: int) -> None:
@@ -60,9 +62,11 @@ class Rows:
 
     def touch(self, place: RowAt, class_: int = 0) -> None:
         arena, slot = map(np.uint64, place)
-        base, stride, tags = self.directory[arena, [0, 1, 4]]
+        tags = np.uint64(self.arenas.tags[int(arena)].ctypes.data)
+        base, stride = np.uint64(0), np.uint64(0)
         some = np.uint64(8), np.uint64(8), np.uint64(8), np.uint64(8), False
-        rows = RowsAt(base, stride, tags, arena, arena + np.uint64(1), 1, 0, *some)
+        place = base, stride, tags, np.uint64(0), arena, arena + np.uint64(1)
+        rows = RowsAt(*place, 1, 0, *some)
         address = np.uint64(locate_row(self.directory, arena, slot))
         logs = np.uint64(self.logs.directory.ctypes.data)
         touch(logs, np.uint64(class_), rows, address, slot, np.uint64(self.tick))

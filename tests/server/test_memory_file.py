@@ -1,0 +1,93 @@
+"""A server that is killed, and another one that is started with its memory file."""
+
+import os
+import signal
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.client.codec import BatchNumber
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.server.__main__ import main
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.table import TableSpec
+from tests.processes import Processes
+from tests.servers import ids_of, missed
+
+IDS = ids_of(*range(0, 2000, 7), 2**64 - 1)
+SPEC = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1), keeps_metadata=True)
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+@pytest.fixture
+def path():
+    """A file that this process holds open, and no server has made."""
+    file = os.memfd_create("store")
+    yield f"/proc/{os.getpid()}/fd/{file}"
+    os.close(file)
+
+
+def start(processes, name, path):
+    """Start a server of a memory file; return it and its address."""
+    flags = "--standalone", "--capacity", "1000", "--memory-file", path
+    server = processes.start(name, main, flags)
+    server.has_printed("ready ")
+    return server, server.output().partition("ready ")[2].split()[0]
+
+
+def train(client, number):
+    """Train a batch; return the rows that it read."""
+    batch, tables = BatchNumber(1, number), [("item", client.split(IDS))]
+    rows = client.pull(tables, batch=batch)
+    grads = np.random.default_rng(number).normal(size=rows[0].shape)
+    assert missed(client.push(tables, [grads.astype(np.float32)], batch)) == 0
+    return rows[0].tobytes()
+
+
+def test_a_server_that_was_killed_goes_on_with_its_rows(processes, path, servers):
+    undisturbed = servers.client(servers.start())
+    undisturbed.add_tables([SPEC])
+    for number in range(6):
+        if number % 2 == 0:
+            server, address = start(processes, f"server {number}", path)
+            client = EmbeddingClient.connect([address])
+            if number:  # the tables are there before any client adds them
+                assert client.learn_tables() == [SPEC]
+                assert client.step("item") == number
+            client.add_tables([SPEC])
+        assert train(client, number) == train(undisturbed, number)
+        if number % 2:
+            with closing(client):
+                server.send(signal.SIGKILL)
+                assert server.status() == -signal.SIGKILL
+    _, address = start(processes, "last", path)
+    with closing(EmbeddingClient.connect([address])) as client:
+        client.add_tables([SPEC])
+        assert np.array_equal(client.read("item", IDS), undisturbed.read("item", IDS))
+        assert (client.metadata("item", IDS).frequency == 6).all()
+
+
+def test_a_server_that_ends_leaves_memory_that_was_closed(servers, path):
+    [first] = servers.start(memory_file=path)
+    client = servers.client([first])
+    client.add_tables([SPEC])
+    rows = train(client, 0)
+    first.stop()
+    [second] = servers.start(memory_file=path)
+    client = servers.client([second])
+    assert client.num_rows() == [len(IDS)]
+    client.add_tables([SPEC])
+    assert train(client, 1) != rows
+
+
+def test_a_server_of_inference_keeps_no_memory_file():
+    with pytest.raises(ConfigError, match="memory_file is for servers that train"):
+        ServerConfig(memory_file="memory", checkpoint="checkpoint")

@@ -1,0 +1,303 @@
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
+from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.errors import ConfigError, StoreError
+from persia_torchrec.store import memory, memory_file
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.memory import MISSING
+from persia_torchrec.table import TableSpec
+from tests.processes import Processes
+from tests.servers import ids_of
+from tests.store.consistency import check_store, ids_oldest_first
+from tests.store.test_memory import MIB, resident_bytes
+
+SGD_TABLE = TableSpec(name="sgd", dim=2, optimizer=SGD(1.0))
+TABLES = [
+    TableSpec(name="adam", dim=9, optimizer=Adam(0.1), admission=AdmitFrequency(2)),
+    TableSpec(name="half", dim=8, optimizer=Adagrad(0.1), weight_dtype="fp16"),
+    TableSpec(
+        name="bloom",
+        dim=4,
+        optimizer=SGD(0.1, 0.9),
+        admission=AdmitBloom(3, 500),
+        expiry=Expiry(steps_to_live=30),
+    ),
+]
+SETTINGS = {"optimizer_engine": "fused", "clock": lambda: 7.0}
+
+
+@pytest.fixture
+def path():
+    """A file that this process holds open, for itself and for others."""
+    file = os.memfd_create("store")
+    yield f"/proc/{os.getpid()}/fd/{file}"
+    os.close(file)
+
+
+def store_of(capacity_rows=100, path=None, **settings):
+    return EmbeddingStore(capacity_rows, memory_file=path, **{**SETTINGS, **settings})
+
+
+def allocated_bytes(path):
+    return 512 * Path(path).stat().st_blocks
+
+
+def run(store, seed, num_requests=30):
+    """Make requests of all kinds; return everything that is answered."""
+    rng = np.random.default_rng(seed)
+    answers = []
+    for number in range(num_requests):
+        table = int(rng.integers(len(store.tables)))
+        ids = rng.zipf(1.3, 200).astype(np.uint64) % np.uint64(400)
+        rows = np.zeros((len(ids), store.tables[table].dim), dtype=np.float32)
+        slots = store.lookup(table, ids, rows, training=True)
+        grads = rng.normal(size=rows.shape).astype(np.float32)
+        result = store.update(table, ids, grads, slots)
+        store.lookup(table, ids[::-1], rows, training=False)
+        answers += [rows.tobytes(), slots.tobytes(), result]
+        if number % 10 == 7:
+            store.write(table, ids[:20], rows[:20])
+            store.sweep(40)
+            store.remove(table, ids[-3:])
+    counters = store.counters()
+    del counters["bytes"]  # logs are cleaned sooner or later
+    return [*answers, ids_oldest_first(store), store.tick, counters]
+
+
+def run_and_die(path, eviction, seed):
+    """Make requests, and be killed before the next one."""
+    store = store_of(path=path, eviction=eviction)
+    store.add_tables(TABLES)
+    run(store, seed)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_after_sigkill_another_process_goes_on_exactly(tmp_path, path, eviction):
+    undisturbed = store_of(eviction=eviction)
+    undisturbed.add_tables(TABLES)
+    run(undisturbed, 0)
+    with Processes(tmp_path) as processes:
+        died = processes.start("store", run_and_die, path, eviction, 0)
+        assert died.status() == -signal.SIGKILL, died.output()
+    store = store_of(path=path, eviction=eviction)
+    assert store.tables == TABLES
+    check_store(store)
+    for seed in (1, 2):
+        assert run(store, seed) == run(undisturbed, seed)
+        assert store.counters()["evictions"] > 100
+        # Settings of the killed process hold; changed ones are written down too.
+        changed = replace(TABLES[0], optimizer=Adam(0.2), admission=AdmitFrequency(3))
+        for one in (store, undisturbed):
+            one.add_table(changed)
+    check_store(store)
+    store.close()
+
+
+def test_opening_a_memory_file_reads_no_rows(path):
+    num_rows, dim = 100_000, 64
+    spec = replace(SGD_TABLE, dim=dim)
+    store = store_of(num_rows, path)
+    store.add_table(spec)
+    ids = np.arange(num_rows, dtype=np.uint64)
+    rows = np.empty((num_rows, dim), dtype=np.float32)
+    store.lookup(0, ids, rows, training=True)
+    store.close()
+    del store
+    before = resident_bytes()
+    store = store_of(num_rows, path)
+    assert resident_bytes() - before < 4 * MIB
+    assert store.num_rows == num_rows
+    assert np.array_equal(store.read(0, ids), rows)
+
+
+def test_a_file_costs_what_is_used_and_gives_it_back(path):
+    store = store_of(10**8, path)
+    store.add_table(SGD_TABLE)
+    empty = allocated_bytes(path)
+    assert empty < 4 * MIB
+    ids = np.arange(50_000, dtype=np.uint64)
+    store.lookup(0, ids, np.empty((len(ids), 2), np.float32), training=True)
+    used = store.counters()["bytes"]
+    assert used <= allocated_bytes(path) - empty < 1.5 * used + 4 * MIB
+    store.clear()
+    check_store(store)
+    assert allocated_bytes(path) <= empty
+    assert not store.read(0, ids[:3]).any()
+
+
+def test_a_file_has_one_store_at_a_time(path):
+    store = store_of(path=path)
+    with pytest.raises(StoreError, match=rf"One store.*{os.getpid()} has it"):
+        store_of(path=path)
+    store.close()
+    store.close()
+    store_of(path=path)
+
+
+@pytest.mark.parametrize(
+    ("capacity_rows", "settings", "received"),
+    [(99, {}, "99 rows, lru"), (100, {"eviction": "lfu"}, "100 rows, lfu")],
+)
+def test_memory_of_other_settings_is_refused(path, capacity_rows, settings, received):
+    store_of(path=path).close()
+    with pytest.raises(ConfigError, match=f"100 rows, lru. Received: {received}"):
+        store_of(capacity_rows, path, **settings)
+    store_of(path=path).close()
+
+
+def test_memory_of_another_layout_is_refused(path):
+    store = store_of(path=path)
+    header = store.memory.area(memory.Area(0, 64))
+    header[memory_file.VERSION_AT] += np.uint64(1)
+    store.close()
+    with pytest.raises(StoreError, match=r"layout 1. Received: layout 2"):
+        store_of(path=path)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_memory_of_another_boot_is_used_only_if_it_was_closed(path, is_closed):
+    store = store_of(path=path)
+    store.add_table(SGD_TABLE)
+    store.memory.area(memory.Area(0, 64))[memory_file.BOOT] ^= np.uint64(1)
+    store.memory.close(is_clean=is_closed)
+    if is_closed:
+        assert store_of(path=path).tables == [SGD_TABLE]
+    else:
+        with pytest.raises(StoreError, match="closed before the machine started again"):
+            store_of(path=path)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [(memory.REQUEST, "request"), (memory.LOAD, "load")]
+)
+def test_half_a_request_is_recognised(path, change, what):
+    store = store_of(path=path)
+    store.tally[memory.CHANGE] = change
+    store.memory.close(is_clean=False)
+    with pytest.raises(StoreError, match=f"died in the middle of a {what}"):
+        store_of(path=path)
+
+
+def test_half_a_clear_is_completed(path):
+    store = store_of(path=path)
+    store.add_tables(TABLES)
+    run(store, 0)
+    store.tally[memory.CHANGE] = memory.CLEAR
+    store.index.clear()
+    store.memory.close(is_clean=False)
+    store = store_of(path=path)
+    check_store(store)
+    assert store.num_rows == 0
+    fresh = store_of()
+    fresh.add_tables(TABLES)
+    fresh.tick = store.tick
+    assert run(store, 1)[:-1] == run(fresh, 1)[:-1]  # the counters go on
+
+
+def test_tables_that_cannot_be_added_leave_nothing(path):
+    store = store_of(path=path)
+    store.add_table(SGD_TABLE)
+    used = allocated_bytes(path)
+    new = replace(SGD_TABLE, name="new", dim=5, admission=AdmitBloom(2, 10**7))
+    with pytest.raises(ConfigError, match="has dim 2"):
+        store.add_tables([new, replace(SGD_TABLE, dim=3)])
+    assert store.tables == [SGD_TABLE]
+    assert allocated_bytes(path) == used
+    store.memory.close(is_clean=False)
+    store = store_of(path=path)
+    store.add_tables(TABLES)
+    run(store, 0)
+    check_store(store)
+
+
+def test_a_path_without_a_file_gets_one(tmp_path):
+    path = str(tmp_path / "memory")
+    store = store_of(path=path)
+    store.add_table(SGD_TABLE)
+    store.close()
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+    assert store_of(path=path).tables == [SGD_TABLE]
+
+
+def test_what_is_no_memory_of_a_store_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("rows")
+    with pytest.raises(ConfigError, match=r"empty, or of a store\. Received: 4 bytes"):
+        store_of(path=str(file))
+    assert file.read_text() == "rows"
+    with pytest.raises(ConfigError, match=r"read and written. Received: .*directory"):
+        store_of(path=str(tmp_path))
+
+
+def test_a_file_that_was_never_finished_is_made_anew(path):
+    store = store_of(path=path)
+    store.add_table(SGD_TABLE)
+    header = store.memory.area(memory.Area(0, 64))
+    header[memory_file.STATE] = memory_file.MAKING
+    store.memory.close(is_clean=False)
+    assert store_of(path=path).tables == []
+
+
+@pytest.fixture
+def small_tmpfs():
+    """The path of a file on a tmpfs of 8 MB, in a mount namespace of its own."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs util-linux' unshare")
+    mount = "mount -t tmpfs -o size=8m tmpfs /tmp && exec 3<>/tmp/memory && echo made"
+    child = subprocess.Popen(
+        [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            f"{mount}; cat",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with child:
+        if child.stdout.readline() != b"made\n":
+            pytest.skip("needs user namespaces")
+        yield f"/proc/{child.pid}/fd/3"
+        child.stdin.close()
+
+
+def test_a_full_file_system_fails_the_request_and_no_more(small_tmpfs):
+    store = store_of(10**6, small_tmpfs)
+    store.add_table(replace(SGD_TABLE, dim=64))
+    ids, rows = np.arange(10**5, dtype=np.uint64), np.empty((10**5, 64), np.float32)
+    store.lookup(0, ids[:1000], rows[:1000], training=True)
+    with pytest.raises(StoreError, match=r"No space left .* \(of a container: --shm-"):
+        store.lookup(0, ids, rows, training=True)
+    with pytest.raises(StoreError, match="must have room for the store"):
+        store.add_table(replace(TABLES[2], admission=AdmitBloom(2, 10**8)))
+    check_store(store)
+    store.lookup(0, ids[:2000], rows[:2000], training=True)
+    assert (store.find(0, ids[:2000]) != MISSING).all()
+    store.memory.close(is_clean=False)
+    store = store_of(10**6, small_tmpfs)
+    check_store(store)
+    assert np.array_equal(store.read(0, ids[:2000]), rows[:2000])
+
+
+def test_a_hint_beyond_what_is_allocated_is_no_row(path):
+    store = store_of(path=path)
+    store.add_tables(TABLES)
+    run(store, 0)
+    slots = np.array([2**32 - 2, 99, 100], dtype=np.uint32)
+    grads = np.ones((3, 9), dtype=np.float32)
+    unknown = ids_of(10**9, 10**9 + 1, 10**9 + 2)
+    assert store.update(0, unknown, grads, slots).num_missed == 3
