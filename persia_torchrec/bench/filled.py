@@ -24,6 +24,7 @@ from persia_torchrec.bench import reference
 from persia_torchrec.bench.harness import Timings, pinned, timed
 from persia_torchrec.bench.reference import Numbers, chunks, ids_of, require
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient, Reply
+from persia_torchrec.errors import ConfigError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import ShardedIds
 from persia_torchrec.server.cluster import EmbeddingCluster
@@ -112,10 +113,25 @@ class Filled(ABC):
 
 
 class FilledStore(Filled):
-    """A store in this process, its capacity ``num_rows``; the table is its table 0."""
+    """A store in this process, its capacity ``num_rows``; the table is its table 0.
 
-    def __init__(self, spec: TableSpec, num_rows: int, num_new: int = 0) -> None:
-        self.store, self.gives_hints = EmbeddingStore(num_rows), True
+    A ``memory_file`` is empty at first.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        num_rows: int,
+        num_new: int = 0,
+        memory_file: str | None = None,
+    ) -> None:
+        self.store = EmbeddingStore(num_rows, memory_file=memory_file)
+        if self.store.states:
+            raise ConfigError(
+                "A memory file must be empty for a benchmark. Received: the tables of "
+                f"a store in {memory_file}. Name another file."
+            )
+        self.gives_hints = True
         self.store.add_table(spec)
         self._out_ND = np.zeros((min(2**17, num_rows), spec.dim), dtype=np.float32)
         super().__init__(spec, num_rows, num_new)

@@ -5,10 +5,12 @@ limits    the same beside plain loops that know where each row stands (limits.py
 eviction  a new row in a full store, next to a hit
 stages    index, gather, copy, recency, arithmetic
 sizes     a hit in a small store and in a large one
+files     a hit in private memory and in memory files (store/LAYOUT.md)
 overhead  bytes per row beyond weights and state (limits.py)
 startup   time and memory of a server's start, by its capacity (limits.py)
 """
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -32,6 +34,7 @@ class StoreSettings(Workload):
 
     sizes: Annotated[tuple[int, ...], "rows of the stores compared"] = (10**6, 10**7)
     capacities: Annotated[tuple[int, ...], "of the servers started"] = (10**3, 10**9)
+    memory_files: Annotated[tuple[str, ...], "empty files, or memfd"] = ("memfd",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,6 +209,40 @@ def _measure_sizes(settings: StoreSettings) -> list[Table]:
     return [Table("sizes", question, header, rows)]
 
 
+@harness.per_dim
+def _measure_files(settings: StoreSettings, dim: int) -> Table:
+    memfd = os.memfd_create("store")
+    paths = {name: name for name in settings.memory_files}
+    paths.update({"private": "", "memfd": f"/proc/self/fd/{memfd}"})
+    stores: dict[str, FilledStore] = {}
+    try:
+        for name in ("private", *settings.memory_files):
+            spec, path = settings.table(dim), paths[name] or None
+            stores[name] = FilledStore(spec, settings.rows, memory_file=path)
+
+        def turn(timings: Timings) -> None:
+            for name, filled in stores.items():
+                requests = [filled.draw(settings.ids) for _ in range(TURN + 1)]
+                filled.steady(name, requests, timings)
+
+        timings = interleave(turn, settings.num_turns())
+    finally:
+        for name, filled in stores.items():
+            filled.store.close()
+            if paths[name]:
+                os.truncate(paths[name], 0)
+        os.close(memfd)
+    rows = []
+    for operation in ("lookup", "update"):
+        base = timings.ns_per_row(f"private | {operation}").median
+        for name in stores:
+            ns = timings.ns_per_row(f"{name} | {operation}")
+            rows.append([name, operation, *ns[:3], ns.median / base])
+    question = "A hit by where the memory is, ns per row, in turn; uniform ids."
+    header = "memory | operation | median | mean | slowest | of private"
+    return Table("files", question, header, rows)
+
+
 BENCHMARK = Benchmark(
     name="store",
     normal=StoreSettings(dims=(16, 64, 128)),
@@ -216,9 +253,10 @@ BENCHMARK = Benchmark(
         "eviction": _measure_eviction,
         "stages": _measure_stages,
         "sizes": _measure_sizes,
+        "files": _measure_files,
         "overhead": limits.measure_overhead,
         "startup": lambda s: limits.measure_startup(s, s.capacities),
     },
     core=-1,
-    only_for={"sizes": "sizes", "capacities": "startup"},
+    only_for={"sizes": "sizes", "capacities": "startup", "memory_files": "files"},
 )

@@ -18,8 +18,8 @@ from persia_torchrec.wire.messages import Precision
 pytestmark = [pytest.mark.multiprocess]
 
 TABLES = {
-    "store": "rates 7 limits 3 memory 3 eviction 10 stages 9 sizes 4 overhead 4"
-    " startup 2",
+    "store": "rates 7 limits 3 memory 3 eviction 10 stages 9 sizes 4 files 4"
+    " overhead 4 startup 2",
     "wire": "rates 11 stages 0",  # as many stages as took any time
     "engines": "engines 18",
     "training": "training 4",
