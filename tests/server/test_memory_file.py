@@ -7,6 +7,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
@@ -55,7 +57,7 @@ def train(client, number):
 def test_a_server_that_was_killed_goes_on_with_its_rows(processes, path, servers):
     undisturbed = servers.client(servers.start())
     undisturbed.add_tables([SPEC])
-    for number in range(6):
+    for number in range(4):
         if number % 2 == 0:
             server, address = start(processes, f"server {number}", path)
             client = EmbeddingClient.connect([address])
@@ -72,7 +74,7 @@ def test_a_server_that_was_killed_goes_on_with_its_rows(processes, path, servers
     with closing(EmbeddingClient.connect([address])) as client:
         client.add_tables([SPEC])
         assert np.array_equal(client.read("item", IDS), undisturbed.read("item", IDS))
-        assert (client.metadata("item", IDS).frequency == 6).all()
+        assert (client.metadata("item", IDS).frequency == 4).all()
 
 
 def test_a_server_that_ends_leaves_memory_that_was_closed(servers, path):
@@ -91,3 +93,37 @@ def test_a_server_that_ends_leaves_memory_that_was_closed(servers, path):
 def test_a_server_of_inference_keeps_no_memory_file():
     with pytest.raises(ConfigError, match="memory_file is for servers that train"):
         ServerConfig(memory_file="memory", checkpoint="checkpoint")
+
+
+def test_a_checkpoint_is_loaded_into_the_file_and_dumped_from_it(
+    servers, path, tmp_path
+):
+    source = servers.client(servers.start())
+    source.add_tables([SPEC])
+    train(source, 0)
+    source.checkpoints.dump(str(tmp_path / "first"))
+    [first] = servers.start(memory_file=path)
+    assert servers.client([first]).checkpoints.load(str(tmp_path / "first")).num_rows
+    first.stop()
+    [second] = servers.start(memory_file=path)
+    client = servers.client([second])
+    client.learn_tables()
+    client.checkpoints.dump(str(tmp_path / "second"))
+    copy = servers.client(servers.start())
+    copy.checkpoints.load(str(tmp_path / "second"))
+    copy.add_tables([SPEC])
+    for number in (1, 2):
+        assert train(client, number) == train(source, number) == train(copy, number)
+
+
+def test_increments_after_a_start_with_rows_need_another_checkpoint(
+    servers, path, tmp_path
+):
+    folder = tmp_path / "increments"
+    for kind in ("empty", "unknown"):
+        [server] = servers.start(memory_file=path, incremental_dir=str(folder))
+        client = servers.client([server])
+        client.add_tables([SPEC])
+        train(client, 0)
+        server.stop()
+        assert [*catalog.find_logs(Folder(str(folder)), {})][-1].base.kind == kind

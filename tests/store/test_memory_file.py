@@ -2,6 +2,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from persia_torchrec.store import memory, memory_file
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.memory import MISSING
 from persia_torchrec.table import TableSpec
-from tests.processes import Processes
+from tests.processes import Processes, wait_until
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first
 from tests.store.test_memory import MIB, resident_bytes
@@ -101,6 +102,44 @@ def test_after_sigkill_another_process_goes_on_exactly(tmp_path, path, eviction)
             one.add_table(changed)
     check_store(store)
     store.close()
+
+
+def run_until_killed(path, counter):
+    """Make requests without end; count them in a file."""
+    store = store_of(path=path)
+    store.add_tables(TABLES)
+    num_done = np.memmap(counter, np.uint64, "r+", shape=1)
+    while True:
+        run(store, int(num_done[0]), num_requests=3)
+        num_done += np.uint64(1)
+
+
+def test_sigkill_at_any_moment_leaves_whole_requests_or_is_recognised(tmp_path, path):
+    counter = tmp_path / "counter"
+    counter.write_bytes(bytes(8))
+    rng = np.random.default_rng(0)
+    with Processes(tmp_path) as processes:
+        for number in range(6):
+            before = int(np.fromfile(counter, np.uint64)[0])
+            name, target = f"store {number}", run_until_killed
+            child = processes.start(name, target, path, str(counter))
+            wait_until(
+                lambda: int(np.fromfile(counter, np.uint64)[0]) > before + 2,  # noqa: B023
+                "requests are made",
+                details=child.output,
+            )
+            time.sleep(rng.uniform(0, 0.01))  # into any part of a request
+            child.send(signal.SIGKILL)
+            child.status()
+            areas = np.fromfile(path, np.uint64, count=2**17)
+            if memory.TALLY.of(areas)[memory.CHANGE] == memory.NO_CHANGE:
+                store = store_of(path=path)
+                check_store(store)
+                store.memory.close(is_clean=False)
+            else:
+                with pytest.raises(StoreError, match="died in the middle of a request"):
+                    store_of(path=path)
+                os.truncate(path, 0)
 
 
 def test_opening_a_memory_file_reads_no_rows(path):
