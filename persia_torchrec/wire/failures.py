@@ -12,7 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from persia_torchrec import env
-from persia_torchrec.errors import PersiaError
+from persia_torchrec.errors import (
+    PersiaError,
+    RemoteError,
+    RequestTimeoutError,
+    ServerError,
+)
 
 
 def describe(exc: BaseException) -> str | None:
@@ -27,17 +32,22 @@ def describe(exc: BaseException) -> str | None:
     return f"exit status {exc.code}" if isinstance(exc.code, int) else str(exc.code)
 
 
-def is_of_process_group(exc: BaseException) -> bool:
-    """Return whether a collective may have raised an exception; gloo's RuntimeError."""
+def is_of_connection(exc: BaseException) -> bool:
+    """Return whether a lost connection may have raised an exception.
+
+    It may be one of a collective; gloo raises RuntimeError.
+    """
     distributed = sys.modules.get("torch.distributed")
     is_error = distributed is not None and isinstance(exc, distributed.DistError)
-    return is_error or type(exc) is RuntimeError
+    kind = exc.kind if isinstance(exc, RemoteError) else type(exc).__name__
+    is_lost = kind in (ServerError.__name__, RequestTimeoutError.__name__)
+    return is_error or is_lost or type(exc) is RuntimeError
 
 
 def may_be_consequence(exc: BaseException | None) -> bool:
     """Return whether the failure of another process may be why one ends like this."""
     of_job = PersiaError | ConnectionError | SystemExit | KeyboardInterrupt
-    return exc is None or isinstance(exc, of_job) or is_of_process_group(exc)
+    return exc is None or isinstance(exc, of_job) or is_of_connection(exc)
 
 
 def find_member(reason: str) -> str | None:

@@ -66,7 +66,7 @@ _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
 _POLL_S = 0.05
 _VERDICT_S = 2.0  # how long an interrupted main thread waits for the job's state
-_CAUSE_S = 4.0  # how long an error of a process group waits for one that caused it
+_CAUSE_S = 4.0  # how long an error of a connection waits for one that caused it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -444,9 +444,9 @@ class JobMember:
     def _ask_for_cause(self, exc: BaseException) -> None:
         """Ask whether the job has failed, which may be the reason for an exception."""
         self._ask_for_verdict()
-        # If a collective has raised it, others may report more.
+        # If a lost connection has raised it, others may report more.
         deadline = time.monotonic() + (
-            _CAUSE_S if failures.is_of_process_group(exc) else 0
+            _CAUSE_S if failures.is_of_connection(exc) else 0
         )
         while self._verdict[0] == "running" and time.monotonic() < deadline:
             time.sleep(_RETRY_S)

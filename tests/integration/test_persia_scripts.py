@@ -59,11 +59,12 @@ def test_a_killed_server_ends_the_job_and_the_logs_name_it(scripts):
         os.kill(victim, signal.SIGKILL)
         ended = job.wait()
     assert ended.status != 0
-    for member in ("coordinator 0", "worker 0", "loader 0", "trainer 0"):
-        assert re.search(
-            rf"server 1 \(process {victim}\) was killed|embedding server 1 at ",
-            ended.logs[member],
-        ), ended.logs[member]
+    last = ended.logs["coordinator 0"].splitlines()[-1]
+    assert f"job failed: server 1 (process {victim}) was killed; its log: " in last
+    for member in ("worker 0", "loader 0", "trainer 0"):
+        log = ended.logs[member]
+        assert f"{member} ends: server 1 has failed" in log, log
+        assert "Traceback" not in log
 
 
 def test_an_unknown_key_of_the_embedding_config_ends_the_job(scripts):
@@ -78,10 +79,12 @@ def test_an_unknown_key_of_the_embedding_config_ends_the_job(scripts):
         assert re.search(message, ended.logs[member]), ended.logs[member]
 
 
-def test_a_missing_script_ends_all_roles_and_every_log_names_it(scripts):
+def test_a_missing_script_ends_all_roles_and_the_last_line_names_it(scripts):
     with scripts.start("--nn_worker", "nowhere.py", num_batches=10) as job:
         ended = job.wait()
     assert ended.status != 0
-    for member in ("trainer 0", "server 0", "worker 0", "loader 0", "coordinator 0"):
+    last = ended.logs["coordinator 0"].splitlines()[-1]
+    assert "trainer 0: The script must exist. Received: 'nowhere.py'" in last
+    for member in ("server 0", "worker 0", "loader 0"):
         log = ended.logs[member]
-        assert "The script must exist. Received: 'nowhere.py'" in log, log
+        assert f"{member} ends: trainer 0 has failed" in log, log

@@ -3,7 +3,12 @@ import socket
 import pytest
 from torch.distributed import DistNetworkError
 
-from persia_torchrec.errors import DataflowError
+from persia_torchrec.errors import (
+    DataflowError,
+    RemoteError,
+    RequestTimeoutError,
+    ServerError,
+)
 from persia_torchrec.wire import failures
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.membership import MemberRecord
@@ -46,6 +51,21 @@ def test_what_went_wrong_is_one_text(exc, cause):
 )
 def test_only_what_other_processes_can_cause_may_be_a_consequence(exc, may_be):
     assert failures.may_be_consequence(exc) is may_be
+
+
+@pytest.mark.parametrize(
+    ("exc", "is_of_connection"),
+    [
+        (ServerError("it is gone", server="server 0"), True),
+        (RequestTimeoutError("no reply", server="server 0"), True),
+        (RemoteError("server 0: gone", server="worker 0", kind="ServerError"), True),
+        (RemoteError("no such id", server="worker 0", kind="BatchError"), False),
+        (RuntimeError("[gloo] Connection closed by peer"), True),
+        (NotImplementedError("gloo has no such operation"), False),
+    ],
+)
+def test_an_error_of_a_connection_may_have_its_cause_elsewhere(exc, is_of_connection):
+    assert failures.is_of_connection(exc) is is_of_connection
 
 
 @pytest.mark.parametrize(
