@@ -92,7 +92,8 @@ def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
 def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     if config.shard == 0:
         given = (f"{name}={value!r}" for name, value in non_defaults(config).items())
-        logger.info("settings that are not the default: %s", ", ".join(given))
+        settings = ", ".join(given) or "none"
+        logger.info("settings that are not the default: %s", settings)
     logger.debug("settings %s", config)
     import_settings(config.imports)
     server = EmbeddingServer(config, life.greeting)
