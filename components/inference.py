@@ -30,6 +30,7 @@ def serve(
     imports: str = "",
     roles_file: str = "",
     set: str = "",
+    join_timeout_s: float = 600.0,
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
 
@@ -57,6 +58,7 @@ def serve(
         roles_file: a file of what each role asks the scheduler for, on the machine that
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
+        join_timeout_s: seconds that each wait of the start may take
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -67,6 +69,7 @@ def serve(
         env=env or {},
         imports=imports,
         settings=roles.read_settings(roles_file, set),
+        join_timeout_s=join_timeout_s,
     )
     return specs.AppDef(
         name=roles.APP_NAME,

@@ -31,6 +31,7 @@ def train(
     imports: str = "",
     roles_file: str = "",
     set: str = "",
+    join_timeout_s: float = 600.0,
 ) -> specs.AppDef:
     """Train a model whose embeddings live on servers.
 
@@ -56,6 +57,7 @@ def train(
         roles_file: a file of what each role asks the scheduler for, on the machine that
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
+        join_timeout_s: seconds that each wait of the start may take
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -66,6 +68,7 @@ def train(
         env=env or {},
         imports=imports,
         settings=roles.read_settings(roles_file, set),
+        join_timeout_s=join_timeout_s,
     )
     loaders = (
         [roles.scripts(job, "loader", data_loader, data_loaders)]

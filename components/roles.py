@@ -27,6 +27,7 @@ def embedding_server(
     imports: str = "",
     roles_file: str = "",
     set: str = "",
+    join_timeout_s: float = 600.0,
 ) -> specs.AppDef:
     """Start the embedding servers, one process per shard.
 
@@ -46,10 +47,12 @@ def embedding_server(
         roles_file: a file of what the role asks the scheduler for, on the machine that
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
+        join_timeout_s: seconds that each wait of the start may take
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
-        host, port, embedding_config, global_config, python, image, env, asked, imports
+        *(host, port, embedding_config, global_config),
+        *(python, image, env, join_timeout_s, asked, imports),
     )
     return _app(roles.embedding_servers(job, replicas, eviction))
 
@@ -66,6 +69,7 @@ def embedding_worker(
     imports: str = "",
     roles_file: str = "",
     set: str = "",
+    join_timeout_s: float = 600.0,
 ) -> specs.AppDef:
     """Start the embedding workers.
 
@@ -83,10 +87,12 @@ def embedding_worker(
         roles_file: a file of what the role asks the scheduler for, on the machine that
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
+        join_timeout_s: seconds that each wait of the start may take
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
-        host, port, embedding_config, global_config, python, image, env, asked, imports
+        *(host, port, embedding_config, global_config),
+        *(python, image, env, join_timeout_s, asked, imports),
     )
     return _app(roles.embedding_workers(job, replicas))
 
@@ -103,6 +109,7 @@ def data_loader(
     env: Optional[Dict[str, str]] = None,
     roles_file: str = "",
     set: str = "",
+    join_timeout_s: float = 600.0,
 ) -> specs.AppDef:
     """Start the data loaders.
 
@@ -119,9 +126,13 @@ def data_loader(
         roles_file: a file of what the role asks the scheduler for, on the machine that
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
+        join_timeout_s: seconds that each wait of the start may take
     """
     asked = roles.read_settings(roles_file, set)
-    job = _job(host, port, embedding_config, global_config, python, image, env, asked)
+    job = _job(
+        *(host, port, embedding_config, global_config),
+        *(python, image, env, join_timeout_s, asked),
+    )
     return _app(roles.scripts(job, "loader", script, replicas))
 
 
@@ -138,6 +149,7 @@ def nn_worker(
     env: Optional[Dict[str, str]] = None,
     roles_file: str = "",
     set: str = "",
+    join_timeout_s: float = 600.0,
 ) -> specs.AppDef:
     """Start the NN workers, one process per device.
 
@@ -155,9 +167,13 @@ def nn_worker(
         roles_file: a file of what the role asks the scheduler for, on the machine that
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
+        join_timeout_s: seconds that each wait of the start may take
     """
     asked = roles.read_settings(roles_file, set)
-    job = _job(host, port, embedding_config, global_config, python, image, env, asked)
+    job = _job(
+        *(host, port, embedding_config, global_config),
+        *(python, image, env, join_timeout_s, asked),
+    )
     return _app(roles.scripts(job, "trainer", script, replicas, gpus=gpus))
 
 
@@ -169,6 +185,7 @@ def _job(
     python: str,
     image: str,
     env: Optional[Dict[str, str]],
+    join_timeout_s: float,
     settings: Dict[str, roles.RoleSettings],
     imports: str = "",
 ) -> roles.JobSettings:
@@ -182,6 +199,7 @@ def _job(
         env=env or {},
         imports=imports,
         settings=settings,
+        join_timeout_s=join_timeout_s,
     )
 
 

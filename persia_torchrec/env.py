@@ -11,6 +11,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_STORE_HOST_ENV                      the name of a variable that holds it
     PERSIA_JOB_ID                              the job's id; drawn when unset
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
+    PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
+    PERSIA_MEMBER                              member that this process is, or works for
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
@@ -22,6 +24,7 @@ empty variable counts as unset, for launchers that write out every variable.
 """
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -31,6 +34,7 @@ from typing import NamedTuple
 from persia_torchrec.errors import ConfigError
 
 MAX_PORT = 65_535
+JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -161,6 +165,21 @@ def set_within(variables: Mapping[str, str]) -> Iterator[None]:
 def job_id() -> str:
     """Return the id of this process's job, ``PERSIA_JOB_ID``; empty: any job."""
     return text("PERSIA_JOB_ID") or ""
+
+
+def join_timeout_s() -> float:
+    """Return how long each wait of a start may take: until all are there and joined."""
+    value = text("PERSIA_JOIN_TIMEOUT_S")
+    if value is None:
+        return JOIN_TIMEOUT_S
+    with contextlib.suppress(ValueError):
+        seconds = float(value)
+        if 0 < seconds < math.inf:
+            return seconds
+    raise ConfigError(
+        "PERSIA_JOIN_TIMEOUT_S (--join-timeout-s) must be a number of seconds > 0. "
+        f"Received: {value!r}."
+    )
 
 
 def job_store() -> JobStore | None:

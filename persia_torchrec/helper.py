@@ -32,7 +32,6 @@ _DEFAULT_GLOBAL_CONFIG: Config = {
     "embedding_worker_config": {"forward_buffer_size": 1000},
     "common_config": {"metrics_config": {"enable_metrics": False}},
 }
-_COORDINATOR_TIMEOUT_S = 60.0
 
 
 class PersiaServiceCtx:
@@ -129,7 +128,6 @@ class PersiaServiceCtx:
                 LOOPBACK,
                 port,
                 env.job_id(),
-                timeout_s=_COORDINATOR_TIMEOUT_S,
                 look=self._children.require_none_failed,
             )
             stack.callback(book.close)
@@ -152,9 +150,9 @@ class PersiaServiceCtx:
             if exc is None and failure is None:
                 self._children.finish()
                 status = self._children.wait_for_coordinator(self._timeout_s)
-                failure = self._watch.stop()
-                if failure is None and status:
-                    failure = f"the coordinator's status is {status}"
+                failure = self._watch.stop() or f"the coordinator's status is {status}"
+                if status == 0:
+                    failure = None  # it is the job's verdict
             if failure is not None:
                 raise JobError(f"The job failed: {failure}") from exc
 
@@ -172,6 +170,7 @@ class PersiaServiceCtx:
             "PERSIA_JOB_ID": Greeting.draw().job_id,
             "PERSIA_STORE_PORT": str(port),
             "PERSIA_STORE_HOST": LOOPBACK,
+            "PERSIA_MEMBER": str(port),  # a context of the block makes it none
             "PERSIA_EMBEDDING_CONFIG": paths[0],
             "PERSIA_GLOBAL_CONFIG": paths[1],
         }

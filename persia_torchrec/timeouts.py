@@ -1,12 +1,16 @@
 """Default timeouts in seconds: the deadlines that an operator may meet in an error.
 
-Heartbeats, and how long a job waits for members to join and to leave, are flags of the
-coordinator.
+Heartbeats, and how long a job waits for members to leave, are flags of the coordinator.
+Each wait of a start may take ``PERSIA_JOIN_TIMEOUT_S``; a long one says what for.
 """
 
-JOIN_S = 120.0  # a process finds the job's coordinator
-DISCOVERY_S = 600.0  # all servers, embedding workers and trainers have registered
-RENDEZVOUS_S = 120.0  # all trainers are at the rendezvous of their process group
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+SAY_S = 10.0  # between two lines about one wait
+
 READY_S = 600.0  # servers have loaded their checkpoint, the workers over them answer
 REQUEST_S = 60.0  # a server answers a worker, a worker an inference server
 TRAINING_REQUEST_S = 120.0  # a server or a worker answers a trainer
@@ -16,3 +20,33 @@ SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
 JOINT_UPDATE_S = 600.0  # all trainers have sent their gradients of a joint step
 COMPILING_S = 900.0  # the longest extension while a process compiles its loops
 CHECKPOINT_S = 3600.0  # all servers have written or loaded a checkpoint
+
+_MAX_NAMES = 12
+
+
+@contextlib.contextmanager
+def saying(logger: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
+    """Log every ten seconds what a block waits for; an empty text is left out.
+
+    A thread of its own calls ``what``, which must be quick and must not raise.
+    """
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(SAY_S):
+            if text := what():
+                logger.info("%s", text)
+
+    threading.Thread(target=say, name="long wait", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def waiting_for(missing: Sequence[str], num: int, kind: str = "roles") -> str:
+    """Return "2 of 5 roles: waiting for server 1, trainer 0"; empty if none is."""
+    if not missing:
+        return ""
+    names = [*missing[:_MAX_NAMES], *(["..."] if missing[_MAX_NAMES:] else [])]
+    return f"{len(missing)} of {num} {kind}: waiting for {', '.join(names)}"

@@ -79,6 +79,7 @@ class LocalJob:
             self.client = cluster.client(self.servers)
             self._start_worker(index, num_workers, self.client, forward_buffer_size)
         self._set("PERSIA_STORE_PORT", self.book.port)
+        self._set("PERSIA_MEMBER", self.book.port)  # its contexts join nothing
         self._set("PERSIA_EMBEDDING_CONFIG", path)
 
     def _start_worker(

@@ -212,3 +212,14 @@ def test_a_metrics_gateway_that_cannot_be_is_refused_by_name(monkeypatch, text):
     monkeypatch.setenv(GATEWAY, text)
     with pytest.raises(ConfigError, match=f"^{GATEWAY} must be host:port, .*Received"):
         env.metrics_gateway()
+
+
+def test_a_start_waits_for_ten_minutes_unless_the_setting_says_otherwise(monkeypatch):
+    monkeypatch.delenv("PERSIA_JOIN_TIMEOUT_S", raising=False)
+    assert env.join_timeout_s() == 600
+    monkeypatch.setenv("PERSIA_JOIN_TIMEOUT_S", "0.5")
+    assert env.join_timeout_s() == 0.5
+    for text in ("0", "-1", "inf", "nan", "soon"):
+        monkeypatch.setenv("PERSIA_JOIN_TIMEOUT_S", text)
+        with pytest.raises(ConfigError, match=f"seconds > 0. Received: '{text}'"):
+            env.join_timeout_s()

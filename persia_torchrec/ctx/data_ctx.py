@@ -24,8 +24,9 @@ class DataCtx(BaseCtx):
     """Send batches from a data loader process to embedding workers and trainers.
 
     The constructor waits until workers and trainers have registered: a trainer does
-    when it first iterates over its ``StreamingDataset``. Leaving the block without an
-    exception tells the trainers that this loader has no more batches.
+    when it first iterates over its ``StreamingDataset``. A process that no launcher has
+    started becomes a member of its job here. Leaving the block without an exception
+    tells the trainers that this loader has no more batches.
 
     Args:
         threadpool_worker_size: how many messages may be on their way at once, at least
@@ -47,8 +48,7 @@ class DataCtx(BaseCtx):
                 f"REPLICA_SIZE. Received: {self._loader}."
             )
         with contextlib.closing(AddressBook.join(*store)) as book:
-            workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
-            trainers = book.addresses("trainer", timeout_s=timeouts.DISCOVERY_S)
+            workers, trainers = book.addresses("worker"), book.addresses("trainer")
         self._workers = RemoteWorkers(workers, greeting=book.greeting)
         self._sender = BatchSender(
             trainers, self._loader, self._num_loaders, book.greeting

@@ -27,7 +27,6 @@ Process = subprocess.Popen[bytes] | BaseProcess
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 10.0
-_EXIT_TIMEOUT_S = 60.0  # of a coordinator that has closed the book; torch is slow
 
 
 class Children:
@@ -55,6 +54,10 @@ class Children:
         for _, process in self._processes:
             if isinstance(process, subprocess.Popen) and process.stdin is not None:
                 process.stdin.close()
+
+    def coordinator_status(self) -> int | None:
+        """Return the coordinator's exit status; None: it runs."""
+        return _wait(self._processes[0][1], 0)
 
     def wait_for_coordinator(self, timeout_s: float) -> int:
         """Return the coordinator's exit status, or raise JobError: not in time."""
@@ -97,7 +100,8 @@ class Watch:
     """A thread that interrupts the main thread when the job has failed, as by Ctrl-C.
 
     Only if the main thread creates it. It owns the address book from then on, and asks
-    it for the state; the processes, only whether one ended before it had joined.
+    it for the state; the processes, only whether one ended before it had joined. The
+    status of the coordinator is the job's verdict, for who has not read that in time.
     """
 
     def __init__(self, book: AddressBook, children: Children) -> None:
@@ -137,14 +141,15 @@ class Watch:
     def _find_failure(self) -> str | None:
         try:
             state, reason = self._book.state()
+            if state == "running" and (failure := self._children.find_failed()):
+                state, reason = self._book.state()  # it may have finished meanwhile
+                return failure if state == "running" else reason or None
         except JobError as exc:
-            with contextlib.suppress(JobError):
-                if self._children.wait_for_coordinator(_EXIT_TIMEOUT_S) == 0:
-                    return None  # the job is finished
-            return f"the coordinator is gone: {exc}"
-        if state == "running":
-            return self._children.find_failed()
-        return reason if state == "failed" else None
+            # One that is slow, or about to end, is not gone.
+            if self._children.coordinator_status():
+                return f"the coordinator is gone: {exc}"
+            return None
+        return reason or None
 
 
 def _wait(process: Process, timeout_s: float | None) -> int | None:

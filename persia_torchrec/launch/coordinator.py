@@ -1,33 +1,38 @@
 """The coordinator of a job: hosts the address book and decides when the job ends.
 
 The job is finished when every trainer has reported its work as done; a job of inference
-servers, without trainers, when the coordinator gets a signal. Then the coordinator
-stays until all members have left, so that each of them learns why. A member on its own
-host that does not leave in time, as a stopped one, is killed, since torchx waits for
-every process.
+servers, without trainers, when the coordinator gets a signal. Then the trainers leave;
+when their processes have ended, and the torchrun that started them, the others do; and
+the coordinator when those have ended. In this order, because a supervisor like honcho
+ends all as soon as the first process has ended, which torchrun takes for a failure.
+
+A member on the coordinator's host that does not leave in time, as a stopped one, is
+killed, since torchx waits for every process. A finished job stays finished all the
+same: what comes after the verdict is in the log only.
 """
 
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.service_main import run_service
 from persia_torchrec.wire import failures, membership
 from persia_torchrec.wire.address_book import AddressBook, JobState
+from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
 
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
-_KILL_TIMEOUT_S = 10.0
+
 _START_S = 5.0  # within which torchx has started all roles
 
 
@@ -48,11 +53,12 @@ class CoordinatorConfig:
     """How many embedding workers the job has."""
     num_loaders: int = 0
     """How many data loaders the job has."""
-    join_timeout_s: float = 120.0
-    """How long after the start a member may join."""
+    join_timeout_s: float = field(default_factory=env.join_timeout_s)
+    """How long after the start a member may join [PERSIA_JOIN_TIMEOUT_S, or 600]"""
     leave_timeout_s: float = 30.0
-    """How long after the end of the job a member may take to leave. One on the
-    coordinator's host is killed then; others are left to their scheduler."""
+    """How long after the end of the job the trainers may take to end, and then the
+    others. One on the coordinator's host that has not left is killed then; others are
+    left to their scheduler."""
     linger_s: float = 1.5
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
     local job at the moment its last process ends, and may lose lines of the others."""
@@ -82,7 +88,7 @@ class _Member:
 
     def __init__(self, record: membership.MemberRecord) -> None:
         self.record = record
-        self.process: membership.ProcessIdentity | None = None
+        self.process: ProcessIdentity | None = None
         self._num_beats = 0
         self._silent_ticks = 0
 
@@ -116,6 +122,13 @@ class _Member:
             return None
         return self.record.ending(self.process)
 
+    def is_gone(self) -> bool:
+        """Return whether the member has ended, and its process too."""
+        ending = self.ending()
+        if self.process is None or ending != "left":
+            return ending is not None
+        return self.record.is_gone(self.process)
+
 
 class Coordinator:
     """Watches the members of one job, in one thread."""
@@ -129,8 +142,11 @@ class Coordinator:
             for role, size in config.sizes().items()
             for index in range(size)
         ]
+        self._trainers = [
+            m for m in self._members if m.record.who.startswith("trainer")
+        ]
         self._parent = os.getppid()
-        self._siblings = membership.Siblings()
+        self._siblings = Siblings()
         self._lacking_since: float | None = None
         self._end_signal = ""
 
@@ -149,26 +165,33 @@ class Coordinator:
         job_id, port = self._book.greeting.job_id, self._book.port
         logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
+        self._end_signal = ""  # a later one is that of a supervisor in a hurry
         if state == "failed":
             logger.error("the job has failed, and all its processes end")
             failures.tell_launcher(self._cause(reason))
         else:
             logger.info("the job is finished")
-        late = self._await_ends(self._members, self._config.leave_timeout_s)
+            self._await(lambda: self._running(self._trainers))
+            self._book.finish()
+        self._await_ends()
+        linger_s = 0 if self._end_signal else self._config.linger_s / 2
+        time.sleep(linger_s)
+        if state == "failed":  # the last line of all
+            logger.error("job failed: %s", self._cause(reason))
+        time.sleep(linger_s)
+        return state
+
+    def _await_ends(self) -> None:
+        """Wait until all members have left, and their processes have ended."""
+        late = self._await(self._remaining)
         killed = [m for m in late if m.process is not None and m.process.kill()]
         for member in killed:
             logger.warning("killed %s", member.record.who)
-        self._await_ends(killed, _KILL_TIMEOUT_S)
         if late:
             names = ", ".join(member.record.who for member in late)
             logger.error("did not leave in time: %s", names)
-            reason = reason or f"{names} did not leave in time"
-            state = "failed"
-        time.sleep(self._config.linger_s / 2)
-        if state == "failed":  # the last line of all
-            logger.error("job failed: %s", self._cause(reason))
-        time.sleep(self._config.linger_s / 2)
-        return state
+        left = [m for m in self._members if m not in late and m.process is not None]
+        self._await(lambda: self._running([*left, *killed]))
 
     def _cause(self, reason: str) -> str:
         """Return why the job failed, and where the log of the failed member is."""
@@ -178,19 +201,21 @@ class Coordinator:
         return "; ".join([why, *filter(None, logs)])
 
     def _watch(self) -> tuple[JobState, str]:
-        records = [member.record for member in self._members]
-        trainers = [record for record in records if record.who.startswith("trainer ")]
+        trainers = [member.record for member in self._trainers]
         join_deadline = time.monotonic() + self._config.join_timeout_s
-        while True:
-            reason = self._failure(time.monotonic() > join_deadline)
-            if reason is not None:
-                self._book.fail("coordinator", reason)
-            elif all(t.is_done() for t in trainers) if trainers else self._end_signal:
-                self._book.finish()
-            state, reason = self._book.state()
-            if state != "running":
-                return state, reason
-            time.sleep(self._tick_s)
+        with timeouts.saying(logger, lambda: self._line(self._absent())):
+            while True:
+                reason = self._failure(time.monotonic() > join_deadline)
+                if reason is not None:
+                    self._book.fail("coordinator", reason)
+                elif (
+                    all(t.is_done() for t in trainers) if trainers else self._end_signal
+                ):
+                    self._book.finish_trainers()
+                state, reason = self._book.state()
+                if state != "running":
+                    return state, reason
+                time.sleep(self._tick_s)
 
     def _failure(self, joining_is_over: bool) -> str | None:
         if self._end_signal and self._config.num_trainers:
@@ -201,16 +226,24 @@ class Coordinator:
             failure = member.failure(self._tick_s, self._config.timings.silent_s)
             if failure is not None:
                 return failure
-        absent = [m.record.who for m in self._members if m.process is None]
+        absent = self._absent()
+        names = ", ".join(member.record.who for member in absent)
         if absent and joining_is_over:
             within = f"within {self._config.join_timeout_s:g} s"
-            return f"{', '.join(absent)} did not join {within}; see their logs"
+            return f"{names} did not join {within}; see their logs"
         if self._lacks_a_process(len(absent)):
             return (
-                f"a process ended before it joined, of {', '.join(absent)}; see their "
+                f"a process ended before it joined, of {names}; see their "
                 "logs. (To start one by hand, give JobSettings a host.)"
             )
         return None
+
+    def _absent(self) -> list[_Member]:
+        return [member for member in self._members if member.process is None]
+
+    def _line(self, members: Sequence[_Member]) -> str:
+        names = [member.record.who for member in members]
+        return timeouts.waiting_for(names, len(self._members))
 
     def _lacks_a_process(self, num_absent: int) -> bool:
         """Return whether fewer siblings are running than have yet to join."""
@@ -223,20 +256,30 @@ class Coordinator:
         self._lacking_since = self._lacking_since or now
         return now - self._lacking_since > _START_S
 
-    def _await_ends(self, members: list[_Member], timeout_s: float) -> list[_Member]:
-        """Wait until the members have ended; return those that have not in time.
+    def _await(self, remaining: Callable[[], list[_Member]]) -> list[_Member]:
+        """Wait until no member remains; return those that do after the deadline."""
+        deadline = time.monotonic() + self._config.leave_timeout_s
+        members = remaining()
+        with timeouts.saying(logger, lambda: f"{self._line(members)} to end"):
+            while members and time.monotonic() < deadline:
+                time.sleep(self._tick_s)
+                members = remaining()
+        return members
 
-        Also for one that has yet to join: it would look for a closed address book.
+    def _running(self, members: Sequence[_Member]) -> list[_Member]:
+        """Return the members whose processes have not ended; none after a signal."""
+        return [m for m in members if not (self._end_signal or m.is_gone())]
+
+    def _remaining(self) -> list[_Member]:
+        """Return the members that have not left.
+
+        Also one that has yet to join: it would look for a closed address book.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            remaining = [member for member in members if member.ending() is None]
-            absent = [member for member in remaining if member.process is None]
-            if self._lacks_a_process(len(absent)):
-                remaining = [m for m in remaining if m not in absent]
-            if not remaining or time.monotonic() >= deadline:
-                return remaining
-            time.sleep(self._tick_s)
+        remaining = [member for member in self._members if member.ending() is None]
+        absent = self._absent()
+        if self._lacks_a_process(len(absent)):
+            remaining = [m for m in remaining if m not in absent]
+        return remaining
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
-from persia_torchrec import env, timeouts
+from persia_torchrec import env
 from persia_torchrec.command_line import ImportFlags, add_flags, build, format_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
+from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
 
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if not (env.text("PERSIA_STORE_HOST") or env.text("PERSIA_STORE_HOST_ENV")):
             env.set_variable("PERSIA_STORE_HOST", "localhost")
         command = build(COMMANDS[given.pop("command")], given)
+        env.set_variable("PERSIA_JOIN_TIMEOUT_S", f"{command.join_timeout_s:g}")
+        env.join_timeout_s()
         words = [sys.executable, *command.words()]
     except PersiaError as exc:
         raise SystemExit(f"persia-launcher: {exc}") from exc
@@ -68,7 +71,13 @@ def _path(flag: str, variable: str, **metadata: bool) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NnWorker:
+class _Process:
+    join_timeout_s: float = field(default_factory=env.join_timeout_s)
+    """Seconds that each wait of the start may take [PERSIA_JOIN_TIMEOUT_S, or 600]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NnWorker(_Process):
     """Train: run the user's script."""
 
     file: str = _path("FILE", "PERSIA_NN_WORKER_ENTRY", positional=True)
@@ -104,7 +113,8 @@ class NnWorker:
 
     def _meet(self, store: env.JobStore) -> tuple[str, str]:
         """Return address and port at which torchrun's agents of all machines meet."""
-        book = AddressBook.join(*store, timeout_s=timeouts.DISCOVERY_S)
+        get_default_logger()
+        book = AddressBook.join(*store)
         book.claim_size(_MACHINE, self.node_rank, self.nnodes)
         own = secrets.token_hex(8)
         if book.claim_note(f"{_MACHINE}/{self.node_rank}", own) != own:
@@ -116,14 +126,14 @@ class NnWorker:
         if self.node_rank == 0:
             address = local_address(book.host_name)
             book.tell("nn-worker/master", f"{address} {free_port(address)}")
-        (master,) = book.ask(["nn-worker/master"], timeout_s=timeouts.DISCOVERY_S)
+        (master,) = book.ask(["nn-worker/master"])
         book.close()
         address, _, port = master.rpartition(" ")
         return address, port
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Replica:
+class _Replica(_Process):
     replica_index: int = 0
     """Index of this process among those of its role."""
     replica_size: int = 1
@@ -196,7 +206,7 @@ class EmbeddingParameterServer(_Service):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coordinator:
+class Coordinator(_Process):
     """Host the address book and end the job, as nats-server does for PERSIA."""
 
     port: int | None = None

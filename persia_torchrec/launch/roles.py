@@ -27,7 +27,7 @@ from torchx import specs
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
-from persia_torchrec.env import MAX_PORT
+from persia_torchrec.env import JOIN_TIMEOUT_S, MAX_PORT
 from persia_torchrec.errors import ConfigError
 
 APP_NAME = "persia"
@@ -168,6 +168,7 @@ class JobSettings:
     env: Mapping[str, str] = field(default_factory=dict)  # further variables
     imports: str = ""  # modules that servers and workers import, separated by commas
     settings: Mapping[str, RoleSettings] = field(default_factory=dict)  # by role
+    join_timeout_s: float = JOIN_TIMEOUT_S  # of each wait of the start
 
     def __post_init__(self) -> None:
         for name in ("embedding_config", "global_config", "python"):
@@ -175,6 +176,10 @@ class JobSettings:
         if not 1 <= self.port <= MAX_PORT:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
+            )
+        if not self.join_timeout_s > 0:
+            raise ConfigError(
+                f"join_timeout_s must be > 0. Received: {self.join_timeout_s}."
             )
         variables = self.variables(1)
         of_user = [self.env, *(role.env for role in self.settings.values())]
@@ -202,6 +207,7 @@ class JobSettings:
         return {
             "PERSIA_STORE_PORT": str(self.port),
             **job,
+            "PERSIA_JOIN_TIMEOUT_S": f"{self.join_timeout_s:g}",
             "REPLICA_INDEX": specs.macros.replica_id,
             "REPLICA_SIZE": str(num_replicas),
             "PERSIA_EMBEDDING_CONFIG": self.embedding_config,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from persia_torchrec import env, timeouts
+from persia_torchrec import env
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
@@ -114,9 +114,7 @@ def set_up_rendezvous(book: AddressBook, rank: int, world_size: int) -> None:
     if rank == 0:
         address = local_address(book.host_name)
         book.tell("trainer/master", f"{address} {free_port(address)}")
-    *host_names, master = book.ask(
-        [*hosts, "trainer/master"], timeout_s=timeouts.RENDEZVOUS_S
-    )
+    *host_names, master = book.ask([*hosts, "trainer/master"])
     address, _, port = master.rpartition(" ")
     env.set_variable("RANK", rank)
     env.set_variable("WORLD_SIZE", world_size)

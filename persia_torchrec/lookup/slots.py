@@ -13,6 +13,7 @@ Dimensions: B samples, L ids of a slot, N different ids and F places per sample 
 slot, D embedding dim, T sum of the dims of the pooled slots.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.client.codec import PushOutcome
 from persia_torchrec.compiled import compiled, read_only
@@ -37,6 +39,8 @@ from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Positions, unique_ids
 from persia_torchrec.table import TableSettings, TableSpec, require_known_tables
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
 
@@ -60,16 +64,18 @@ class LookupHello:
 
 def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> LookupHello:
     """Ask a lookup whether it is ready until it is; it raises why it is not."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return ask()
-        except PersiaError as exc:
-            if time.monotonic() >= deadline:
-                raise RequestTimeoutError(
-                    f"not ready within {timeout_s:g} s. {exc}", server="embeddings"
-                ) from exc
-        time.sleep(_RETRY_S)
+    deadline, why = time.monotonic() + timeout_s, "no answer yet"
+    with timeouts.saying(logger, lambda: f"waiting for the embeddings: {why}"):
+        while True:
+            try:
+                return ask()
+            except PersiaError as exc:
+                why = str(exc)
+                if time.monotonic() >= deadline:
+                    raise RequestTimeoutError(
+                        f"not ready within {timeout_s:g} s. {exc}", server="embeddings"
+                    ) from exc
+            time.sleep(_RETRY_S)
 
 
 def require_slots(received: Sequence[str], expected: Sequence[str]) -> None:

@@ -75,8 +75,7 @@ def _serve(flags: ServingFlags) -> None:
             http = replace(http, port=http.port + index if http.port else 0)
             life = stack.enter_context(JobMember("predictor", index, size, store=store))
             life.call_at_end(ending.set)
-            found = life.book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
-            addresses = tuple(found)
+            addresses = tuple(life.book.addresses("worker"))
         else:
             life = stack.enter_context(Lifetime())
         model, path = load_model(flags.checkpoint, flags.model)

@@ -26,6 +26,7 @@ Dimension key:
     K: blocks per segment
 """
 
+import logging
 import time
 import warnings
 from datetime import timedelta
@@ -51,11 +52,13 @@ from persia_torchrec import distributed, env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.sharding.remote_tables import AnswersAtEnd
 
+logger = logging.getLogger(__name__)
+
 BLOCK = 512
 _LEVELS = 255
 _RANGE_BYTES = 8  # lo and step of a block, float32 each
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+_COLLECTIVE_S = 600.0
 _POLL_S = 0.05
 
 
@@ -190,13 +193,16 @@ def init_process_group(
         return
     backend = option.backend_for(device.type)
     rank, world_size = env.get_rank(), env.get_world_size()
-    store = _make_store(option, rank, world_size)
-    # Without a store torch takes the launcher's own rendezvous, which torchrun's
-    # agents may host already.
-    meeting: dict[str, Any] = {}
-    if store is not None:
-        meeting = {"store": store, "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, **meeting)
+    timeout = timedelta(seconds=max(_COLLECTIVE_S, env.join_timeout_s()))
+    what = f"waiting for the other NN workers of {world_size}"
+    with timeouts.saying(logger, lambda: what):
+        store = _make_store(option, rank, world_size)
+        # Without a store torch takes the launcher's own rendezvous, which torchrun's
+        # agents may host already.
+        meeting: dict[str, Any] = {}
+        if store is not None:
+            meeting = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=timeout, **meeting)
 
 
 def _make_store(
@@ -221,7 +227,7 @@ def _make_store(
         option.master_port or distributed.DEFAULT_MASTER_PORT,
         world_size,
         is_master=rank == 0,
-        timeout=timedelta(seconds=timeouts.RENDEZVOUS_S),
+        timeout=timedelta(seconds=env.join_timeout_s()),
     )
 
 
@@ -232,11 +238,12 @@ def _rendezvous_at_file(path: Path, rank: int, world_size: int) -> FileStore:
             f"sync_file must not exist before the job. Received: {path}, which does. "
             "Remove it, or name another."
         )
-    deadline = time.monotonic() + timeouts.RENDEZVOUS_S
+    timeout_s = env.join_timeout_s()
+    deadline = time.monotonic() + timeout_s
     while rank > 0 and not path.exists():
         if time.monotonic() >= deadline:
             raise DiscoveryError(
-                f"Trainer 0 must make sync_file within {timeouts.RENDEZVOUS_S:g} s. "
+                f"Trainer 0 must make sync_file within {timeout_s:g} s. "
                 f"Received: no {path}. Do all trainers share that folder?"
             )
         time.sleep(_POLL_S)

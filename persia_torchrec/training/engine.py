@@ -349,8 +349,7 @@ def connect_to_job() -> tuple[EmbeddingClient, RemoteWorkers]:
     """Connect to the embedding servers and the embedding workers of this job."""
     book = AddressBook.join(*env.require_job_store("A context"))
     with contextlib.closing(book):
-        servers = book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
-        workers = book.addresses("worker", timeout_s=timeouts.DISCOVERY_S)
+        servers, workers = book.addresses("server"), book.addresses("worker")
     settings: dict[str, Any] = {
         "timeout_s": timeouts.TRAINING_REQUEST_S,
         "greeting": book.greeting,
@@ -364,4 +363,4 @@ def _slots() -> embedding_config.EmbeddingSchema:
     if path := env.embedding_config_path():
         return embedding_config.load_embedding_config(path, warns=False)
     store = env.require_job_store("A training context")
-    return ask_for_slots(store, timeout_s=timeouts.DISCOVERY_S)
+    return ask_for_slots(store)

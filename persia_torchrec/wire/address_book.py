@@ -6,12 +6,14 @@ until all of it has registered. A restarted process registers again. The first v
 on the job stands. The book is a store of strings by key, served by one thread:
 
     job/id                      id of the job
-    job/state                   absent: running; "finished"; "failed <who>: <why>"
+    job/state                   absent: running; "finishing": finished, and only the
+                                trainers leave yet; "finished"; "failed <who>: <why>"
     address/<role>/size         how many processes the role has
     address/<role>/<index>      the address of one of them
     note/<name>                 what one process tells the others: rendezvous, timings
     member/<role>/<index>       identity of a process of the job, as JSON
     log/<role>/<index>          its host, and the file that its stderr is, if it is one
+    agent/<role>/<index>        identity of the torchrun process that started it
     beats/<role>/<index>        number of its heartbeats
     compiling                   number of heartbeats of processes that compile
     done/<role>/<index>         "1": the work of this member is done
@@ -36,6 +38,8 @@ connection breaks sends its request again.
 """
 
 import concurrent.futures
+import errno
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +47,7 @@ from typing import Literal
 
 import msgspec
 
-from persia_torchrec import timeouts
+from persia_torchrec import env, timeouts
 from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
     ConfigError,
@@ -63,6 +67,8 @@ from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.service import ListenerThread, make_reply
 from persia_torchrec.wire.transport import Connections
 
+logger = logging.getLogger(__name__)
+
 JobState = Literal["running", "finished", "failed"]
 
 COMPILING = "compiling"  # the key that processes increase while they compile
@@ -71,11 +77,13 @@ LOST_S = 1.0  # how long a member's connection is not there when it is lost
 _MEMBER, _LOST = "member/", "lost/"
 _JOB_ID = "job/id"
 _STATE = "job/state"
+_FINISHING, _FINISHED = "finishing", "finished"
 _MAX_KEYS = 2**18
 _MAX_TEXT = 2**20
 _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
-_JOIN_ANSWER_S = 10.0
+_HELD_S = 1.0  # how long a port is held by what does not listen when it is taken
+_JOIN_ANSWER_S = 30.0
 _ANSWER_S = 30.0
 _RECONNECT_S = 3.0
 _BEATS_S = 5.0  # more than between two heartbeats of a process that compiles
@@ -107,6 +115,8 @@ class AddressBook:
     """One connection to the job's address book. Any thread may call any method.
 
     Every method raises :class:`JobError` when the coordinator is gone.
+    ``timeout_s`` is ``PERSIA_JOIN_TIMEOUT_S`` unless it is given; a longer wait says
+    every ten seconds what for.
     """
 
     def __init__(
@@ -152,7 +162,7 @@ class AddressBook:
         port: int,
         job_id: str = "",
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> "AddressBook":
         """Connect to the address book of a job, which may not be there yet.
@@ -161,8 +171,11 @@ class AddressBook:
         called several times a second meanwhile, and raises to give up.
         """
         own = Greeting(job_id)
-        deadline = time.monotonic() + timeout_s
-        address = _await_listener(host, port, deadline, look)
+        deadline = time.monotonic() + _seconds(timeout_s)
+        with timeouts.saying(
+            logger, lambda: f"waiting for the coordinator at {host}:{port}"
+        ):
+            address = _await_listener(host, port, deadline, look)
         book = cls((address, port), own, host)
         try:
             answer_s = min(max(deadline - time.monotonic(), 0.1), _JOIN_ANSWER_S)
@@ -206,8 +219,9 @@ class AddressBook:
                 f"another. Start {known}. {self.another_port()}"
             )
 
-    def addresses(self, role: str, *, timeout_s: float) -> list[str]:
+    def addresses(self, role: str, *, timeout_s: float | None = None) -> list[str]:
         """Return the addresses of a role, by index; DiscoveryError if one is late."""
+        timeout_s = _seconds(timeout_s)
         deadline = time.monotonic() + timeout_s
         (size,) = self._wait_for([f"address/{role}/size"], deadline)
         if size is None:
@@ -233,8 +247,9 @@ class AddressBook:
         """Publish a note unless there is one of that name; return the one there."""
         return self.claim(f"note/{name}", value)
 
-    def ask(self, names: Sequence[str], *, timeout_s: float) -> list[str]:
+    def ask(self, names: Sequence[str], *, timeout_s: float | None = None) -> list[str]:
         """Return the notes of these names; DiscoveryError if one is late."""
+        timeout_s = _seconds(timeout_s)
         keys = [f"note/{name}" for name in names]
         found = self._wait_for(keys, time.monotonic() + timeout_s)
         if None in found:
@@ -253,13 +268,22 @@ class AddressBook:
         state, _, reason = verdict.partition(" ")
         return ("failed", reason) if state == "failed" else ("finished", "")
 
+    def is_over(self) -> bool:
+        """Return whether a job has ended for all, and not for its trainers alone."""
+        return self.peek(_STATE) not in (None, _FINISHING)
+
     def fail(self, who: str, reason: str) -> None:
         """End the job as failed, unless it has ended already."""
         self.claim(_STATE, f"failed {who}: {reason}")
 
+    def finish_trainers(self) -> None:
+        """End the job as finished, but the others than trainers stay yet."""
+        self.claim(_STATE, _FINISHING)
+
     def finish(self) -> None:
         """End the job as finished, unless it has ended already."""
-        self.claim(_STATE, "finished")
+        if self.claim(_STATE, _FINISHED) == _FINISHING:
+            self.claim(_STATE, _FINISHED, _FINISHING)
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""
@@ -288,15 +312,26 @@ class AddressBook:
 
     def _wait_for(self, keys: Sequence[str], deadline: float) -> list[str | None]:
         """Wait until all keys are set; return them, with None for one that is not."""
+        values = self._call(_Get([*keys]))
+        if None not in values:
+            return values
+
+        def what() -> str:
+            pairs = zip(keys, values, strict=True)
+            missing = [_name(key) for key, value in pairs if value is None]
+            kind = "notes" if keys[0].startswith("note/") else "roles"
+            return timeouts.waiting_for(missing, len(keys), kind)
+
         patience = Patience(deadline, time.monotonic())
-        while None in (values := self._call(_Get([*keys]))):
-            state, reason = self.state()
-            if state == "failed":
-                raise JobError(f"The job failed: {reason}")
-            num_beats = int(self.peek(COMPILING) or 0)
-            if patience.is_over(num_beats, time.monotonic()):
-                break
-            time.sleep(_POLL_S)
+        with timeouts.saying(logger, what):
+            while None in (values := self._call(_Get([*keys]))):
+                state, reason = self.state()
+                if state == "failed":
+                    raise JobError(f"The job failed: {reason}")
+                num_beats = int(self.peek(COMPILING) or 0)
+                if patience.is_over(num_beats, time.monotonic()):
+                    break
+                time.sleep(_POLL_S)
         return values
 
     def _call(self, request: _Request) -> list[str | None]:
@@ -434,11 +469,21 @@ class _BookServer(ListenerThread):
         return False
 
 
+def _seconds(timeout_s: float | None) -> float:
+    return env.join_timeout_s() if timeout_s is None else timeout_s
+
+
+def _name(key: str) -> str:
+    """Return what a line about a wait calls a key: "server 1", "trainer master"."""
+    _, *words = key.split("/")
+    return f"any {words[0]}" if words[-1] == "size" else " ".join(words)
+
+
 def _await_listener(
     host: str, port: int, deadline: float, look: Callable[[], None]
 ) -> str:
     """Return the IP address of ``host`` once something listens on the port there."""
-    started = time.monotonic()
+    started, held_since = time.monotonic(), None
     while True:
         look()
         remaining = max(deadline - time.monotonic(), 0.1)
@@ -446,11 +491,30 @@ def _await_listener(
             with socket.create_connection((host, port), timeout=remaining) as probe:
                 return str(probe.getpeername()[0])
         except OSError as exc:
-            if time.monotonic() + _CONNECT_RETRY_S >= deadline:
-                waited = time.monotonic() - started
+            now = time.monotonic()
+            held_since = (held_since or now) if _is_held(host, port) else None
+            if held_since is not None and now - held_since > _HELD_S:
+                raise DiscoveryError(
+                    f"The job's address book must be at {host}:{port}. Received: "
+                    f"{exc}; another process of this machine holds the port, and does "
+                    "not listen. Name another port (--port, or PERSIA_STORE_PORT)."
+                ) from exc
+            if now + _CONNECT_RETRY_S >= deadline:
                 raise DiscoveryError(
                     f"The job's address book must be at {host}:{port}. "
-                    f"Received: {exc}, for {waited:.1f} s. "
+                    f"Received: {exc}, for {now - started:.1f} s. "
                     "Is the coordinator running there?"
                 ) from exc
         time.sleep(_CONNECT_RETRY_S)
+
+
+def _is_held(host: str, port: int) -> bool:
+    """Return whether, on this machine, a coordinator could not listen on the port."""
+    with socket.socket() as probe:
+        # As ZeroMQ does: a connection that was closed before does not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            return exc.errno == errno.EADDRINUSE
+    return False

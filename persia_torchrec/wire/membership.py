@@ -7,7 +7,8 @@ job is finished or has failed, and then ends, whatever its main thread does:
                               thread leaves the ``with`` block by itself. An expendable
                               member (a data loader) is interrupted, and ends with
                               status 0; so it does if it raises, as it may when the
-                              others have left.
+                              others have left. Trainers are the first to leave, see
+                              ``launch/coordinator.py``.
     the job has failed, the   who failed is logged; ``call_at_end``; the main thread
     coordinator or the        is interrupted by SIGTERM; after ``grace_s`` the process
     parent process has ended  ends with status 1, even if its main thread is stuck.
@@ -32,9 +33,9 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -44,23 +45,20 @@ from typing import Literal, Self
 
 import msgspec
 
-from persia_torchrec import env, timeouts
+from persia_torchrec import env
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
 from persia_torchrec.wire import failures
 from persia_torchrec.wire.address_book import COMPILING, AddressBook, JobState
 from persia_torchrec.wire.ports import local_address
+from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals, is_in_compiler
 
 logger = logging.getLogger(__name__)
 
 Ending = Literal["left", "killed", "lost"]
 
-_COORDINATOR = b"persia_torchrec.launch.coordinator"
-_LOOK_S = 0.5
-_GONE_S = 1.5  # of a missing sibling: a process table is not read atomically
 _TIMINGS = "timings"
-_TIMINGS_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
@@ -102,87 +100,9 @@ class JobTimings:
     @classmethod
     def read(cls, book: AddressBook) -> "JobTimings":
         """Return the timings of the job, once the coordinator has published them."""
-        (text,) = book.ask([_TIMINGS], timeout_s=_TIMINGS_TIMEOUT_S)
+        (text,) = book.ask([_TIMINGS])
         timings: JobTimings = parse_json(text, cls, "note 'timings'", FrameError)
         return timings
-
-
-class ProcessIdentity(msgspec.Struct, frozen=True):
-    """One process; a later one of the same number has another identity."""
-
-    pid: int
-    process_table: str  # boot and process namespace of its host; empty: it has none
-    start: str  # time, in the table's own unit
-    nonce: str  # unique text, where the table tells nothing
-
-    @classmethod
-    def of_this_process(cls) -> "ProcessIdentity":
-        """Return a new identity of this process."""
-        pid = os.getpid()
-        return cls(pid, _process_table(), _read_stat(pid)[2], uuid.uuid4().hex)
-
-    def has_ended(self) -> bool:
-        """Return whether the process is known to have ended: one of this host."""
-        return self._is_running() is False
-
-    def kill(self) -> bool:
-        """Send SIGKILL to the process if it is of this host; return whether it was."""
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            if self._is_running():
-                descriptor = os.pidfd_open(self.pid)
-                stack.callback(os.close, descriptor)
-                # The descriptor holds the process that is checked: its number may not.
-                if self._is_running():
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                    return True
-        return False
-
-    def _is_running(self) -> bool | None:
-        """Return whether it is, or None for a process that is not of this host."""
-        if not self.process_table or self.process_table != _process_table():
-            return None
-        state, _, start = _read_stat(self.pid)
-        return state not in "ZX" and start == self.start
-
-
-class Siblings:
-    """The children of this process's parent, known in a local job that torchx runs."""
-
-    def __init__(self) -> None:
-        is_known = env.is_one_local_app() and Path("/proc/self/stat").exists()
-        self._parent = os.getppid() if is_known else None
-        self._next_look = 0.0
-        self._pids: set[int] = set()
-        self._gone_since: float | None = None
-
-    def running(self) -> set[int] | None:
-        """Return the running processes, as of half a second ago; None: not known."""
-        if self._parent is None:
-            return None
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_S
-            self._pids = set()
-            for entry in Path("/proc").glob("[0-9]*"):
-                state, parent, _ = _read_stat(int(entry.name))
-                if parent == self._parent and state not in "ZX":
-                    self._pids.add(int(entry.name))
-        return self._pids
-
-    def require_coordinator(self) -> None:
-        """Raise JobError once the coordinator is known to have ended; call it often."""
-        pids = self.running()
-        if pids is None or any(map(_is_coordinator, pids)):
-            self._gone_since = None
-            return
-        now = time.monotonic()
-        self._gone_since = self._gone_since or now
-        if now - self._gone_since > _GONE_S:
-            raise JobError(
-                "The job's coordinator must run until the others have left. Received: "
-                f"none among the processes that process {self._parent} has started. "
-                "It has ended; see its log."
-            )
 
 
 class MemberRecord:
@@ -227,6 +147,11 @@ class MemberRecord:
         """Report that this member is about to end as it should."""
         self._book.put(f"left/{self._key}", self._own)
 
+    def tell_agent(self, pid: int) -> None:
+        """Make known which torchrun process has started this one, and waits for it."""
+        agent = msgspec.json.encode(ProcessIdentity.of(pid)).decode()
+        self._book.put(f"agent/{self._key}", agent)
+
     def process(self) -> ProcessIdentity | None:
         """Return the process that has registered last, or None."""
         return self._read("member")
@@ -259,6 +184,14 @@ class MemberRecord:
             return f"its log: {log}"
         return f"its log: {log} on host {host}" if log else f"its log is on host {host}"
 
+    def is_gone(self, process: ProcessIdentity) -> bool:
+        """Return whether that process and its agent, or its connection, are no more."""
+        agent, is_running = self._read("agent"), process.is_running()
+        if agent is not None and agent.is_running():
+            return False
+        # None: of another host, where the connection ends with the process.
+        return self._read("lost") == process if is_running is None else not is_running
+
     def _read(self, kind: str) -> ProcessIdentity | None:
         text = self._book.peek(f"{kind}/{self._key}")
         return None if text is None else _parse(text)
@@ -289,7 +222,12 @@ class JobMember:
     process is made to end soon after the block. An ``expendable`` one may be
     interrupted once the job is finished. ``ended`` is set once the job has, as far as
     is known here; ``host`` is where to listen, the interface that leads to the book.
+
+    The process ends with the one that started it, unless ``watches_parent`` is set to
+    False before.
     """
+
+    watches_parent = True
 
     def __init__(
         self,
@@ -301,7 +239,7 @@ class JobMember:
         expendable: bool = False,
     ) -> None:
         look = Siblings().require_coordinator
-        book = AddressBook.join(*store, timeout_s=timeouts.JOIN_S, look=look)
+        book = AddressBook.join(*store, look=look)
         self.who = f"{role} {index}"
         self.book = book
         self.host = local_address(book.host_name)
@@ -309,10 +247,10 @@ class JobMember:
         self.ended = threading.Event()
         self._replica = (role, index, size)
         self.record = MemberRecord(book, role, index)
-        self._expendable = expendable
+        self.expendable = expendable
         self._timings = JobTimings.read(book)
         self._coordinator = MemberRecord(book, "coordinator", 0).process()
-        self._main_thread = threading.get_ident()
+        self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._pid = os.getpid()
         self._parent = os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
@@ -329,6 +267,9 @@ class JobMember:
         )
         book.claim_size(role, index, size)
         self.record.register(self._timings.silent_s)
+        if role == "trainer" and env.is_under_torchrun():
+            self.record.tell_agent(self._parent)
+        env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have another thread call something quick when the job ends, or has ended."""
@@ -348,9 +289,15 @@ class JobMember:
         self.ended.wait()
         self._raise_failure()
 
+    def is_consequence(self, exc: BaseException) -> bool:
+        """Return whether the end of the job may be why this member has raised."""
+        self._ask_for_cause(exc)
+        if self._verdict[0] == "failed":
+            return failures.may_be_consequence(exc)
+        return self.expendable and self._verdict[0] == "finished"
+
     def __enter__(self) -> Self:
         self._beating.start()
-        self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._signals.__enter__()
         threading.Thread(target=self._guard, name="job-guard", daemon=True).start()
         logger.info("%s joined the job at %s", self.who, self.book.host_name)
@@ -361,34 +308,36 @@ class JobMember:
             return False  # a forked child that leaves the block as it exits
         cause = None if exc is None else failures.describe(exc)
         has_raised = cause is not None  # SystemExit with status 0 is not a failure
-        if exc is not None and cause is not None:
+        if exc is not None and has_raised:
             self._ask_for_cause(exc)
-        elif self._verdict[0] == "running":
-            cause = "it left before the job had ended"
-        is_ignorable = self._expendable and self._verdict[0] == "finished"
-        if cause is not None and is_ignorable:
+        is_needless = has_raised and self.expendable and self._verdict[0] == "finished"
+        if is_needless:
             logger.info("the job is finished, %s ends: %s", self.who, cause)
-        elif cause is not None:
-            self._fail(cause)
+        elif has_raised or self._verdict[0] == "running":
+            self._fail(cause or "it left before the job had ended")
         self._leave()
+        if self._verdict[0] == "finished":  # no signal makes that a failure
+            self._signals.ignore()
         self._signals.__exit__()
         state, reason = self._verdict
         is_own = has_raised and reason.startswith(f"{self.who}: ")
         if state == "failed" and not is_own and failures.may_be_consequence(exc):
             logger.debug("%s raised as the job had failed", self.who, exc_info=exc)
             raise SystemExit(1)  # without a traceback
-        return cause is not None and is_ignorable
+        return is_needless
 
     def _hear(self, name: str) -> None:
         """Make the process end, in the thread that receives signals."""
         self._ask_for_verdict()
         self._has_asked = True
+        if self._verdict[0] == "finished":
+            self.ended.set()
         deadline = time.monotonic() + self._timings.grace_s
         while time.monotonic() < deadline:
             if self.ended.is_set() or self._leaving.wait(_RETRY_S):
                 return
             if self._is_deferred:  # interrupt the main thread again
-                signal.pthread_kill(self._main_thread, signal.Signals[name])
+                self._signals.interrupt(signal.Signals[name])
         self._ask_for_verdict()
         if self._verdict[0] == "running":
             self._fail(f"ended from outside ({name})")
@@ -410,11 +359,12 @@ class JobMember:
         state, _ = self._verdict
         if state == "running":
             why = f"ended from outside ({signal.Signals(number).name})"
-            is_ctrl_c = number == signal.SIGINT
-            raise KeyboardInterrupt(why) if is_ctrl_c else SystemExit(why)
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt(why)
+            sys.exit(why)
         if state == "failed":
             raise SystemExit(1)
-        if self._expendable and not self._waiting.is_set():
+        if self.expendable and not self._waiting.is_set():
             raise SystemExit(0)
 
     def _fail(self, reason: str) -> None:
@@ -428,6 +378,10 @@ class JobMember:
         self._end("failed", reason, is_known=False)
 
     def _leave(self) -> None:
+        """Say goodbye; of a finished job, when all trainers have left."""
+        self._waiting.set()  # not to be interrupted any more
+        if self._verdict[0] == "finished":
+            self.ended.wait(self._timings.finish_s)
         self._leaving.set()
         self._beating.join(_LEAVE_TIMEOUT_S)
 
@@ -483,8 +437,13 @@ class JobMember:
                     self.book.increase(COMPILING)
                 state, reason = self.book.state()
                 self._num_beats += 1
-                self._end(state, reason)
-                self._leaving.wait(self._timings.heartbeat_s)
+                is_first = self._replica[0] == "trainer"  # to leave a finished job
+                if state == "finished" and not is_first and not self.book.is_over():
+                    self._note(state, reason)
+                    self._leaving.wait(_RETRY_S)
+                else:
+                    self._end(state, reason)
+                    self._leaving.wait(self._timings.heartbeat_s)
             self.record.leave()
         except JobError as exc:
             self._fail_alone(f"{self.who} lost the coordinator: {exc}")
@@ -513,7 +472,7 @@ class JobMember:
             silent_ticks += 1
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
-            if os.getppid() != self._parent:
+            if self.watches_parent and os.getppid() != self._parent:
                 self._fail_alone(f"{self.who} lost the process that started it")
             elif silent_ticks * tick_s > timings.silent_s:
                 silent = f"no answer of the coordinator for {timings.silent_s:g} s"
@@ -526,43 +485,19 @@ class JobMember:
         """Make this process end within its time, now that the job has ended."""
         has_failed = self._verdict[0] == "failed"
         seconds, status = self._timings.finish_s, 1
-        if has_failed or (self._expendable and not self._waiting.is_set()):
+        if has_failed or (self.expendable and not self._waiting.is_set()):
             seconds, status = self._timings.grace_s, int(has_failed)
             if not has_failed:
                 logger.info("the job is finished, %s is not needed any more", self.who)
             if not self._leaving.wait(_VOLUNTARY_S if has_failed else 0):
-                signal.pthread_kill(self._main_thread, signal.SIGTERM)
+                self._signals.interrupt(signal.SIGTERM)
         time.sleep(seconds)  # it should have ended by itself then
+        if not has_failed and self._leaving.is_set():  # what is slow is Python's end
+            status = 0
         late = f"{self.who} did not end within {seconds:g} s of the job's end"
         logger.warning("%s, and is ended with status %d", late, status)
         self._leave()
         os._exit(status)
-
-
-def _is_coordinator(pid: int) -> bool:
-    try:
-        return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def _read_stat(pid: int) -> tuple[str, int, str]:
-    """Return state ("X": there is no such process), parent and start of a process."""
-    try:
-        # "pid (name) state parent ...", where the name may hold any character.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", 0, ""
-    return fields[0], int(fields[1]), fields[19]
-
-
-def _process_table() -> str:
-    """Name this host's boot and the process namespace in it; empty off Linux."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
 
 
 def _parse(text: str) -> ProcessIdentity:

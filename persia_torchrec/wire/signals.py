@@ -20,6 +20,7 @@ from typing import Self
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 2.0
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class EndSignals:
@@ -27,8 +28,10 @@ class EndSignals:
 
     A thread of its own calls ``react`` with the signal's name, as ``"SIGTERM"``, and
     the main thread calls ``handler``, as soon as possible. Outside of the block, and in
-    a child that is forked within it, the previous handlers hold. SIGINT stays ignored
-    where it was, as by a shell for a command in the background.
+    a child that is forked within it, the previous handlers hold. A signal that was
+    ignored stays so, as SIGINT by a shell for a command in the background, and one for
+    which a script has a handler of its own is that one's; in a block that another
+    thread enters, both signals stay as they are.
     """
 
     def __init__(
@@ -41,13 +44,16 @@ class EndSignals:
         self._handler = handler
         self._is_set = False
         self._held = threading.local()  # signal mask of a thread that forks
+        is_main = threading.current_thread() is threading.main_thread()
         self._numbers = [
             number
             for number in (signal.SIGTERM, signal.SIGINT)
-            if signal.getsignal(number) is not signal.SIG_IGN
+            if is_main and signal.getsignal(number) in _DEFAULTS
         ]
 
     def __enter__(self) -> Self:
+        if not self._numbers:
+            return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(
@@ -65,9 +71,20 @@ class EndSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-        os.close(self._writer)  # which ends the thread
-        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._is_set:
+            self._restore()
+            os.close(self._writer)  # which ends the thread
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Have the main thread call the handler, if it is there."""
+        if number in self._numbers:
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def ignore(self) -> None:
+        """Ignore the signals from now on, and after the block; the main thread does."""
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
 
     def _restore(self) -> None:
         """Restore the previous handlers, once."""

@@ -144,7 +144,7 @@ def _connect(
 ) -> EmbeddingClient | None:
     """Connect to the servers; None if the process must end before they are ready."""
     if isinstance(life, JobMember):
-        servers = life.book.addresses("server", timeout_s=timeouts.DISCOVERY_S)
+        servers = life.book.addresses("server")
         if not flags.learn_tables:  # the trainers create the tables
             return EmbeddingClient.connect(
                 servers, timeout_s=timeouts.REQUEST_S, greeting=life.greeting

@@ -56,7 +56,9 @@ def tell_slots(book: AddressBook, path: Path, *, warns: bool = True) -> Embeddin
     return schema
 
 
-def ask_for_slots(store: tuple[str, int, str], *, timeout_s: float) -> EmbeddingSchema:
+def ask_for_slots(
+    store: tuple[str, int, str], *, timeout_s: float | None = None
+) -> EmbeddingSchema:
     """Return the slots that the embedding workers of a job have told."""
     with closing(AddressBook.join(*store)) as book:
         (text,) = book.ask([_NOTE], timeout_s=timeout_s)
@@ -140,19 +142,21 @@ def _wait(attempt: Callable[[], None], ending: threading.Event) -> bool:
 
     A ConfigError, which no waiting mends, is raised at once.
     """
-    deadline, logged = time.monotonic() + timeouts.READY_S, ""
-    while not ending.is_set():
-        try:
-            attempt()
-            return True
-        except PersiaError as exc:
-            if isinstance(exc, ConfigError) or time.monotonic() >= deadline:
-                raise
-            if type(exc).__name__ != logged:
-                logged = type(exc).__name__
-                logger.info("waiting for the embedding servers: %s", exc)
-        ending.wait(_RETRY_S)
-    return False
+    deadline, logged, line = time.monotonic() + timeouts.READY_S, "", ""
+    with timeouts.saying(logger, lambda: line):
+        while not ending.is_set():
+            try:
+                attempt()
+                return True
+            except PersiaError as exc:
+                if isinstance(exc, ConfigError) or time.monotonic() >= deadline:
+                    raise
+                line = f"waiting for the embedding servers: {exc}"
+                if type(exc).__name__ != logged:
+                    logged = type(exc).__name__
+                    logger.info("%s", line)
+            ending.wait(_RETRY_S)
+        return False
 
 
 def require_dims(client: EmbeddingClient, schema: EmbeddingSchema) -> None:

@@ -93,6 +93,7 @@ def test_every_role_has_the_address_of_the_job_and_its_index():
             "PERSIA_STORE_PORT": "29400",
             "PERSIA_STORE_HOST_ENV": "${rank0_env}",
             "PERSIA_JOB_ID": "${app_id}",
+            "PERSIA_JOIN_TIMEOUT_S": "600",
             "REPLICA_INDEX": "${replica_id}",
             "REPLICA_SIZE": str(role.num_replicas),
             "PERSIA_EMBEDDING_CONFIG": "embedding.yml",
@@ -100,6 +101,12 @@ def test_every_role_has_the_address_of_the_job_and_its_index():
             "PYTHONUNBUFFERED": "1",
             "LOG_LEVEL": "DEBUG",
         }
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_every_role_is_told_how_long_a_start_may_take(name):
+    for role in load(name)(**COMPONENTS[name], join_timeout_s=2.5).roles:
+        assert role.env["PERSIA_JOIN_TIMEOUT_S"] == "2.5"
 
 
 def test_no_two_roles_share_their_variables():
@@ -159,6 +166,7 @@ def test_a_single_role_has_the_host():
         ({"data_loaders": -1}, "data_loaders must be >= 1"),
         ({"nn_workers": 0}, "nn_workers must be >= 1"),
         ({"nn_worker_gpus": -1}, "nn_worker_gpus must be >= 0"),
+        ({"join_timeout_s": 0}, r"join_timeout_s must be > 0\. Received: 0"),
         ({"port": 65_536}, r"\[1, 65535\]\. Received: 65536"),
         ({"nn_worker": ""}, "nn_worker must name a file"),
         ({"data_loader": " "}, "data_loader must name a file"),

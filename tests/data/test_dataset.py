@@ -35,6 +35,7 @@ class Numbered(IterableDataset):
 def book(monkeypatch):
     book = AddressBook.host(0, loopback=True)
     monkeypatch.setenv("PERSIA_STORE_PORT", str(book.port))
+    monkeypatch.setenv("PERSIA_MEMBER", str(book.port))  # it has no coordinator
     yield book
     book.close()
 

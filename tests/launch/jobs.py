@@ -5,7 +5,7 @@ from pathlib import Path
 
 from persia_torchrec import timeouts
 from persia_torchrec.launch import coordinator, script
-from persia_torchrec.wire import membership
+from persia_torchrec.wire import processes
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
 
@@ -41,9 +41,8 @@ class Job:
         arguments += ["--silent-s", "20", "--linger-s", "0", *options]
         for role, count in counts.items():
             arguments += [f"--num-{role}s", str(count)]
-        self.coordinator = processes.start(
-            "coordinator", coordinator.main, arguments, env=env
-        )
+        name = f"coordinator-{self.port}"
+        self.coordinator = processes.start(name, run_coordinator, arguments, env=env)
 
     def start(
         self,
@@ -73,13 +72,13 @@ class Job:
         return self.processes.folder
 
 
+def run_coordinator(arguments: Sequence[str]) -> int:
+    """Run a coordinator that says soon what it waits for."""
+    timeouts.SAY_S = 0.2
+    return coordinator.main(arguments)
+
+
 def run_on_another_host(arguments: Sequence[str]) -> int:
     """Run a script whose process no other process finds in its table."""
-    membership._process_table = lambda: "the table of another host"
-    return script.main(arguments)
-
-
-def run_with_a_short_rendezvous(arguments: Sequence[str]) -> int:
-    """Run a script that does not wait for the other trainers of the job."""
-    timeouts.RENDEZVOUS_S = 0.1
+    processes._process_table = lambda: "the table of another host"
     return script.main(arguments)

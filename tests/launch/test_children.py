@@ -10,9 +10,11 @@ import pytest
 from persia_torchrec.errors import JobError
 from persia_torchrec.launch import children
 from persia_torchrec.launch.children import Children, Watch
+from persia_torchrec.wire import address_book
 from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.membership import MemberRecord
 from tests.ports import draw_port
-from tests.processes import wait_until
+from tests.processes import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -68,4 +70,25 @@ def test_a_job_whose_coordinator_is_gone_has_failed(job):
         watch = other_thread.submit(Watch, book, job).result()
     wait_until(watch.disarm, "the watch finds the failure")
     assert watch.stop().startswith("the coordinator is gone: ")
+    book.close()
+
+
+def test_the_verdict_of_a_job_is_the_status_of_its_coordinator(job, monkeypatch):
+    """A coordinator that is slow to answer, or to end, has not failed."""
+    monkeypatch.setattr(address_book, "_ANSWER_S", 0.1)
+    port = draw_port()
+    flags = ["--heartbeat-s", "0.1", "--num-trainers", "1"]
+    flags += ["--leave-timeout-s", "0.1", "--linger-s", "0"]
+    process = start_coordinator(job, "--port", str(port), *flags)
+    book = AddressBook.join("localhost", port, look=job.require_none_failed)
+    watch = Watch(book, job)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(JobError):
+        book.state()
+    assert watch._find_failure() is None
+    os.kill(process.pid, signal.SIGCONT)
+    MemberRecord(book, "trainer", 0).report_done()
+    assert job.wait_for_coordinator(DEADLINE_S) == 0
+    assert watch._find_failure() is None
+    assert watch.stop() is None
     book.close()

@@ -141,12 +141,23 @@ def test_the_coordinator_is_given_the_number_of_processes_per_role():
         "-m persia_torchrec.launch.coordinator --port 29400 --num-servers 1 "
         "--num-workers 1 --num-loaders 1 --num-trainers 1"
     )
-    counts = ["--embedding-parameter-servers", "4", "--embedding-workers", "3"]
+    assert env.join_timeout_s() == 600
+    counts = [
+        "--join-timeout-s",
+        "3",
+        "--embedding-parameter-servers",
+        "4",
+        "--embedding-workers",
+        "3",
+    ]
     counts += ["--data-loaders", "0", "--nn-workers", "2", "--port", "1234"]
     assert becomes("coordinator", *counts) == (
         "-m persia_torchrec.launch.coordinator --port 1234 --num-servers 4 "
         "--num-workers 3 --num-loaders 0 --num-trainers 2"
     )
+    assert env.join_timeout_s() == 3  # the process reads it there
+    becomes("data-loader", "load.py")
+    assert env.join_timeout_s() == 3
 
 
 def test_a_job_is_on_this_machine_unless_a_host_is_named(monkeypatch, capsys):
@@ -171,6 +182,7 @@ def test_a_verbose_launcher_shows_what_it_starts(monkeypatch, capsys):
     [
         (["nn-worker"], "FILE, or PERSIA_NN_WORKER_ENTRY, must name the file"),
         (["data-loader"], "FILE, or PERSIA_DATALOADER_ENTRY, must name the file"),
+        (["coordinator", "--join-timeout-s", "0"], "(--join-timeout-s) must be a numb"),
         (["embedding-worker"], "--embedding-config, or PERSIA_EMBEDDING_CONFIG, must"),
         (
             ["embedding-parameter-server", "--embedding-config", "e.yml"],

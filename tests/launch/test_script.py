@@ -5,7 +5,7 @@ import pytest
 
 from persia_torchrec.launch import script
 from persia_torchrec.launch.script import run_script
-from tests.launch.jobs import Job, run_with_a_short_rendezvous
+from tests.launch.jobs import Job
 from tests.processes import Processes
 
 multiprocess = pytest.mark.multiprocess
@@ -93,7 +93,7 @@ def test_a_trainer_has_the_rank_that_torchrun_gives_it(processes):
 @multiprocess
 def test_a_trainer_that_finds_no_other_ends_the_job(processes):
     job = Job(processes, "--leave-timeout-s", "0.1", trainer=2)
-    trainer = job.start("trainer", TELL, main=run_with_a_short_rendezvous)
+    trainer = job.start("trainer", TELL, env={"PERSIA_JOIN_TIMEOUT_S": "0.5"})
     for running in (trainer, job.coordinator):
         assert running.status() == 1
         assert "trainer/1/host" in running.output()

@@ -206,7 +206,7 @@ def test_a_file_of_an_earlier_job_is_refused(tmp_path, monkeypatch, job):
 def test_a_file_that_trainer_0_does_not_make_is_waited_for_in_time(
     tmp_path, monkeypatch, job
 ):
-    monkeypatch.setattr("persia_torchrec.timeouts.RENDEZVOUS_S", 0.1)
+    monkeypatch.setenv("PERSIA_JOIN_TIMEOUT_S", "0.1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     option = DDPOption("file", "gloo", sync_file=str(tmp_path / "sync file"))

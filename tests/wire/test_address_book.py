@@ -101,6 +101,38 @@ def test_an_address_without_a_listener_is_reported_within_the_deadline():
         AddressBook.join("127.0.0.1", port, timeout_s=0.5)
 
 
+def test_a_port_that_is_held_without_a_listener_is_not_waited_for():
+    """As the coordinator cannot listen there, and has ended."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        with pytest.raises(DiscoveryError, match="holds the port, and does not listen"):
+            AddressBook.join("127.0.0.1", port, timeout_s=TIMEOUT_S)
+
+
+def test_a_long_wait_says_what_it_waits_for(host, monkeypatch, caplog):
+    monkeypatch.setattr(timeouts, "SAY_S", 0.01)
+    caplog.set_level("INFO")
+    host.register("server", 0, 2, "tcp://127.0.0.1:1")
+    port = draw_port()
+    for wait in (
+        lambda: host.addresses("server", timeout_s=0.2),
+        lambda: host.addresses("worker", timeout_s=0.2),
+        lambda: host.ask(["trainer/1/host"], timeout_s=0.2),
+        lambda: AddressBook.join("127.0.0.1", port, timeout_s=0.3),
+    ):
+        with pytest.raises(DiscoveryError):
+            wait()
+    assert {
+        "1 of 2 roles: waiting for server 1",
+        "1 of 1 roles: waiting for any worker",
+        "1 of 1 notes: waiting for trainer 1 host",
+        f"waiting for the coordinator at 127.0.0.1:{port}",
+    } <= set(caplog.messages)
+    many = [f"server {index}" for index in range(13)]
+    assert timeouts.waiting_for(many, 14).endswith("server 11, ...")
+
+
 def test_another_service_at_the_address_is_reported_within_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         port = somebody.getsockname()[1]

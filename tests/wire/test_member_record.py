@@ -10,9 +10,10 @@ import pytest
 from msgspec import structs
 
 from persia_torchrec.errors import JobError, JobMismatchError
-from persia_torchrec.wire import membership as membership_module
+from persia_torchrec.wire import processes as processes_module
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord, ProcessIdentity, Siblings
+from persia_torchrec.wire.membership import MemberRecord
+from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from tests.processes import DEADLINE_S
 
 SILENT_S = 10.0
@@ -208,8 +209,8 @@ def test_a_coordinator_that_has_ended_is_not_waited_for(monkeypatch):
     monkeypatch.setenv("TORCHX_JOB_ID", "local_cwd://x/y")
     monkeypatch.setenv("PERSIA_STORE_HOST_ENV", "HOST")
     monkeypatch.setattr(os, "getppid", os.getpid)  # the siblings: own children
-    monkeypatch.setattr(membership_module, "_LOOK_S", 3600)  # the list is an old one
-    monkeypatch.setattr(membership_module, "_GONE_S", 0)
+    monkeypatch.setattr(processes_module, "_LOOK_S", 3600)  # the list is an old one
+    monkeypatch.setattr(processes_module, "_GONE_S", 0)
     siblings = Siblings()
     command = [sys.executable, "-S", "-c", "input()"]
     with subprocess.Popen([*command, "persia_torchrec.launch.coordinator"]) as child:

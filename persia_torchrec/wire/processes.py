@@ -1,0 +1,129 @@
+"""Processes of this host, as their kernel knows them: by number and time of start.
+
+A number alone says little: a later process may have it. Where ``/proc`` is missing, or
+a process is of another host, nothing is known of its end.
+"""
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from persia_torchrec import env
+from persia_torchrec.errors import JobError
+
+_COORDINATOR = b"persia_torchrec.launch.coordinator"
+_LOOK_S = 0.5
+_GONE_S = 1.5  # of a missing sibling: a process table is not read atomically
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process; a later one of the same number has another identity."""
+
+    pid: int
+    process_table: str  # boot and process namespace of its host; empty: it has none
+    start: str  # time, in the table's own unit
+    nonce: str  # unique text, where the table tells nothing
+
+    @classmethod
+    def of_this_process(cls) -> "ProcessIdentity":
+        """Return a new identity of this process."""
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity":
+        """Return a new identity of a process of this host."""
+        return cls(pid, _process_table(), _read_stat(pid)[2], uuid.uuid4().hex)
+
+    def has_ended(self) -> bool:
+        """Return whether the process is known to have ended: one of this host."""
+        return self.is_running() is False
+
+    def kill(self) -> bool:
+        """Send SIGKILL to the process if it is of this host; return whether it was."""
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            if self.is_running():
+                descriptor = os.pidfd_open(self.pid)
+                stack.callback(os.close, descriptor)
+                # The descriptor holds the process that is checked: its number may not.
+                if self.is_running():
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    return True
+        return False
+
+    def is_running(self) -> bool | None:
+        """Return whether it is, or None for a process that is not of this host."""
+        if not self.process_table or self.process_table != _process_table():
+            return None
+        state, _, start = _read_stat(self.pid)
+        return state not in "ZX" and start == self.start
+
+
+class Siblings:
+    """The children of this process's parent, known in a local job that torchx runs."""
+
+    def __init__(self) -> None:
+        is_known = env.is_one_local_app() and Path("/proc/self/stat").exists()
+        self._parent = os.getppid() if is_known else None
+        self._next_look = 0.0
+        self._pids: set[int] = set()
+        self._gone_since: float | None = None
+
+    def running(self) -> set[int] | None:
+        """Return the running processes, as of half a second ago; None: not known."""
+        if self._parent is None:
+            return None
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._pids = set()
+            for entry in Path("/proc").glob("[0-9]*"):
+                state, parent, _ = _read_stat(int(entry.name))
+                if parent == self._parent and state not in "ZX":
+                    self._pids.add(int(entry.name))
+        return self._pids
+
+    def require_coordinator(self) -> None:
+        """Raise JobError once the coordinator is known to have ended; call it often."""
+        pids = self.running()
+        if pids is None or any(map(_is_coordinator, pids)):
+            self._gone_since = None
+            return
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        if now - self._gone_since > _GONE_S:
+            raise JobError(
+                "The job's coordinator must run until the others have left. Received: "
+                f"none among the processes that process {self._parent} has started. "
+                "It has ended; see its log."
+            )
+
+
+def _is_coordinator(pid: int) -> bool:
+    try:
+        return _COORDINATOR in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _read_stat(pid: int) -> tuple[str, int, str]:
+    """Return state ("X": there is no such process), parent and start of a process."""
+    try:
+        # "pid (name) state parent ...", where the name may hold any character.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0, ""
+    return fields[0], int(fields[1]), fields[19]
+
+
+def _process_table() -> str:
+    """Name this host's boot and the process namespace in it; empty off Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
