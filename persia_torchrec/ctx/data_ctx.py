@@ -13,6 +13,7 @@ from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.lookup.slots import build_bags
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.direct_start import join_job
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class DataCtx(BaseCtx):
                 f"REPLICA_INDEX must be in [0, {self._num_loaders}), below "
                 f"REPLICA_SIZE. Received: {self._loader}."
             )
+        join_job("loader", self._loader, self._num_loaders, store)
         with contextlib.closing(AddressBook.join(*store)) as book:
             workers, trainers = book.addresses("worker"), book.addresses("trainer")
         self._workers = RemoteWorkers(workers, greeting=book.greeting)

@@ -23,6 +23,7 @@ from persia_torchrec.embedding import data
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
 from persia_torchrec.errors import ConfigError, DataflowError
 from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.direct_start import join_job
 from persia_torchrec.wire.ports import local_address
 
 T = TypeVar("T")
@@ -141,6 +142,7 @@ class StreamingDataset(IterableDatasetBase):
             "A StreamingDataset", ", or use an IterableDataset"
         )
         rank, world_size = env.get_rank(), env.get_world_size()
+        join_job("trainer", rank, world_size, store)
         inbox = Inbox(self.buffer_size, rank, world_size)
         with contextlib.closing(AddressBook.join(*store)) as book:
             service = inbox.listen(local_address(store.host), book.greeting)

@@ -48,6 +48,7 @@ from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training import data_parallel
 from persia_torchrec.training.checkpoint import ContextCheckpoints
 from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.direct_start import join_job
 from persia_torchrec.wire.pushgateway import push_metrics
 from persia_torchrec.worker.serving import ask_for_slots
 
@@ -161,6 +162,8 @@ class Engine:
         self.device = device
         self._tables = tables
         self._settings: LookupSettings | None = None
+        store = env.require_job_store("A training context")
+        join_job("trainer", env.get_rank(), env.get_world_size(), store)
         schema, metrics = _slots(), MetricsSettings()
         gateway, path = env.metrics_gateway(), env.global_config_path()
         if gateway is not None and path is not None:  # else it is not read
