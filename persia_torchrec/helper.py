@@ -151,8 +151,8 @@ class PersiaServiceCtx:
                 self._children.finish()
                 status = self._children.wait_for_coordinator(self._timeout_s)
                 failure = self._watch.stop() or f"the coordinator's status is {status}"
-                if status == 0:
-                    failure = None  # it is the job's verdict
+                if status == 0 or self._watch.is_finished:  # the job's verdict
+                    failure = None
             if failure is not None:
                 raise JobError(f"The job failed: {failure}") from exc
 

@@ -109,6 +109,7 @@ class Watch:
         self._children = children
         self._lock = threading.Lock()
         self._failure: str | None = None  # guarded by _lock
+        self.is_finished = False  # whether the job has, as far as is known
         # Guarded by _lock.
         self._interrupts = threading.current_thread() is threading.main_thread()
         self._stopping = threading.Event()
@@ -143,13 +144,14 @@ class Watch:
             state, reason = self._book.state()
             if state == "running" and (failure := self._children.find_failed()):
                 state, reason = self._book.state()  # it may have finished meanwhile
-                return failure if state == "running" else reason or None
+                reason = reason if state != "running" else failure
+            self.is_finished = state == "finished"
+            return reason or None
         except JobError as exc:
             # One that is slow, or about to end, is not gone.
-            if self._children.coordinator_status():
+            if self._children.coordinator_status() and not self.is_finished:
                 return f"the coordinator is gone: {exc}"
             return None
-        return reason or None
 
 
 def _wait(process: Process, timeout_s: float | None) -> int | None:

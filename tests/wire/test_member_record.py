@@ -14,7 +14,7 @@ from persia_torchrec.wire import processes as processes_module
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.membership import MemberRecord
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
-from tests.processes import DEADLINE_S
+from tests.processes import DEADLINE_S, wait_until
 
 SILENT_S = 10.0
 
@@ -138,6 +138,17 @@ def test_a_member_of_another_host_whose_connection_is_lost_is_replaced_at_once(b
     record = MemberRecord(book, "server", 0)
     record.register(3600)
     assert record.process().process_table != "another boot"
+
+
+def test_a_member_of_another_host_is_gone_with_its_connection(book):
+    other = AddressBook.join("localhost", book.port)
+    own = ProcessIdentity.of_this_process()
+    holder = structs.replace(own, process_table="another boot")
+    other.claim("member/server/0", msgspec.json.encode(holder).decode())
+    record = MemberRecord(book, "server", 0)
+    assert not record.is_gone(holder)
+    other.close()
+    wait_until(lambda: record.is_gone(holder), "its process has ended")
 
 
 def test_a_member_that_left_a_finished_job_is_not_replaced(book):

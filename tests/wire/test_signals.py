@@ -41,3 +41,19 @@ def fork_a_child_that_leaves():
 def test_a_forked_child_leaves_the_block_with_the_previous_handlers(tmp_path):
     with Processes(tmp_path) as processes:
         assert processes.start("process", fork_a_child_that_leaves).status() == 3
+
+
+def handle_by_itself():
+    heard = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("script"))
+    with EndSignals(heard.append) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.ignore()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert heard == ["script"]
+
+
+def test_the_handler_of_a_script_stays_and_what_is_ignored_ends_nothing(tmp_path):
+    with Processes(tmp_path) as processes:
+        process = processes.start("process", handle_by_itself)
+        assert process.status() == 0, process.output()
