@@ -6,6 +6,7 @@ and prints ``test AUC 0.xxxxxx``.
 Environment:
     REPRODUCIBLE: 1 to train on the batches in the order in which they were numbered.
     EMBEDDING_STALENESS: batches looked up whose update is not yet applied, at most.
+    SEED: of the dense model's first weights.
     PERSIA_CKPT_DIR: folder that gets a checkpoint at the end.
     ADULT_LOSS_FILE: where rank 0 writes the loss of every step, one per line.
 """
@@ -32,6 +33,7 @@ from persia_torchrec.utils import setup_seed
 
 REPRODUCIBLE = bool(int(os.environ.get("REPRODUCIBLE", "0")))
 EMBEDDING_STALENESS = int(os.environ.get("EMBEDDING_STALENESS", "10"))
+SEED = int(os.environ.get("SEED", "3"))
 CHECKPOINT_DIR = os.environ.get("PERSIA_CKPT_DIR")
 LOSS_FILE = os.environ.get("ADULT_LOSS_FILE")
 
@@ -83,7 +85,7 @@ def main() -> None:
     level = logging.WARNING if data.is_made_up else logging.INFO
     logger.log(level, "data: %s", data.source)
 
-    setup_seed(3)
+    setup_seed(SEED)
     model = DNN()
     device_id = None
     if torch.cuda.is_available():

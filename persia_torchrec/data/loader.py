@@ -2,8 +2,9 @@
 
     dataset -> begin the pull -> wait until the trainer asks -> batch
 
-A batch's pull begins as soon as the dataset has it, up to ``forward_buffer_size``
-batches before the trainer asks for it, and within the staleness bound. PERSIA's
+A batch's pull begins when the dataset has it, up to ``forward_buffer_size`` batches
+before the trainer asks for it: within the staleness bound, and not earlier than hides
+it behind the training (``pipeline/staleness.py``). PERSIA's
 ``DataLoader`` is given no context: it belongs to the one that is entered. That is the
 only thing in this package that is known without being passed on.
 """
@@ -183,6 +184,7 @@ class LookupSettings(NamedTuple):
     forward_buffer_size: int
     num_workers: int
     embedding_staleness: int | None
+    pulls_late: bool = False
 
 
 entered: list[Any] = []
@@ -223,7 +225,7 @@ class DataLoader:
             Together with ``embedding_staleness=1`` two runs are equal to the last bit.
         embedding_staleness: training batches that may be between lookup and update, at
             least 1; 1 is the schedule without stale rows. None: as many as the buffers
-            hold.
+            hold. Unless ``reproducible``, no more are than hide the lookups.
     """
 
     def __init__(
@@ -246,7 +248,10 @@ class DataLoader:
         self._reproducible = reproducible
         num_workers = 1 if reproducible else num_workers
         self._settings = LookupSettings(
-            forward_buffer_size, num_workers, embedding_staleness
+            forward_buffer_size,
+            num_workers,
+            embedding_staleness,
+            pulls_late=not reproducible,
         )
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:

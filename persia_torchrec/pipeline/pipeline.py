@@ -132,6 +132,7 @@ class PrefetchedBatch(Generic[Handle]):
                 self, pipeline.give_up, self.handle, permit, is_forgotten=True
             )
             self._give_up.atexit = False
+            pipeline.semaphore.arrived(permit)
         self.arrived.set()
 
 
@@ -240,12 +241,16 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self.set_staleness(staleness)
         self._thread.start()
 
-    def set_staleness(self, staleness: int) -> None:
-        """Change the bound when the pushes so far are applied, and no batch is open."""
+    def set_staleness(self, staleness: int, *, pulls_late: bool = False) -> None:
+        """Change the bound when the pushes so far are applied, and no batch is open.
+
+        ``pulls_late`` keeps no more batches in flight than hide the pulls.
+        """
         if staleness < 0:
             raise ConfigError(f"staleness must be >= 0. Received: {staleness}.")
         self.flush()
-        self.semaphore.resize(max(staleness, 1), _SETTLE_S)
+        num = max(staleness, 1)
+        self.semaphore.resize(num, _SETTLE_S, pulls_late=pulls_late)
         self.waits_for_ack = staleness == 0
 
     def set_trainers(self, trainers: Trainers) -> None:

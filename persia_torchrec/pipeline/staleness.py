@@ -11,15 +11,22 @@ from when it waits for it until it pushes it. When it waits for one more and hol
 that are out, only it could give a permit back: so this batch proceeds without waiting,
 and sees the rows before the updates of the others, as it would if tables were local.
 
+A semaphore that pulls late keeps fewer batches in flight than there are permits: the
+fewest that hide the pulls behind the training, by what was measured. Rows are then less
+stale, and steps take no longer.
+
 What users forget (backward passes, capacity, finite gradients) is logged, once or when
 it has grown, not for each batch.
 """
 
 import logging
+import math
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
-from operator import add
+from operator import add, itemgetter
+from statistics import fmean
 
 import msgspec
 
@@ -35,6 +42,10 @@ _MAX_DROPPED_AT_FIRST, _MAX_DROPPED = 8, 64
 # Updates after which the fraction of evicted rows is checked, and that to be logged.
 _WINDOW_UPDATES, _EVICTED_FRACTION = 32, 0.01
 
+# Batches by which the number in flight is chosen, and the fraction of its time that the
+# trainer may wait for their rows.
+_MEASURED_BATCHES, _WAITING = 16, 1 / 32
+
 CLOSED = "The embedding pipeline is closed."
 
 
@@ -44,6 +55,9 @@ class Permit:
     holder: int | None = None
     was_held = False
     has_left = False
+    was_taken = False
+    asked_s: float | None = None
+    arrived_s: float | None = None
 
     def let_go(self) -> None:
         """Note that the batch is pushed or dropped; finalizers call it: no lock."""
@@ -54,19 +68,27 @@ class Permit:
 class StalenessSemaphore:
     """The permits of one stream of batches. Any thread may call any method.
 
-    ``num`` batches may be between pull and acknowledgement.
+    ``num`` batches may be between pull and acknowledgement. ``clock`` gives seconds.
     """
 
-    def __init__(self, num: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        num: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._num = num  # guarded by _changed
         self._timeout_s = timeout_s
+        self._clock = clock
         self._changed = threading.Condition()
         self._out: set[Permit] = set()  # guarded by _changed
+        self._asked: set[Permit] = set()  # of these none is out. guarded by _changed
+        self._depth: Depth | None = None  # guarded by _changed
         self._is_closed = False  # guarded by _changed
         names = "num_lookups", "num_waited", "num_lacking"
         self._counts = dict.fromkeys(names, 0)  # guarded by _changed
 
-    def resize(self, num: int, timeout_s: float) -> None:
+    def resize(self, num: int, timeout_s: float, *, pulls_late: bool = False) -> None:
         """Change how many permits there are; a ConfigError unless all come back."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._out, timeout_s):
@@ -75,6 +97,7 @@ class StalenessSemaphore:
                     f"Received: {len(self._out)} batches without acknowledgement."
                 )
             self._num = num
+            self._depth = Depth(num) if pulls_late and num > 1 else None
 
     def counts(self) -> dict[str, int]:
         """Return what a :class:`TrainingSummary` says of lookups."""
@@ -84,30 +107,42 @@ class StalenessSemaphore:
     def take(self, permit: Permit) -> None:
         """Wait until a batch may be pulled."""
         with self._changed:
-            is_full = len(self._out) >= self._num
-            must_wait = is_full and not self._has_one_for(permit)
-            may_take = not must_wait or self._changed.wait_for(
-                lambda: self._is_closed or self._has_one_for(permit), self._timeout_s
+            must_wait = not self._has_one_for(permit)
+            may_take = self._changed.wait_for(
+                lambda: self._is_closed or self._may_take(permit), self._timeout_s
             )
             if self._is_closed:
                 raise PersiaError(CLOSED)
             if not may_take:
                 raise StalenessError(
-                    f"{self._num} batches have been pulled and not updated for "
-                    f"{self._timeout_s:g} s, as many as the staleness bound allows. "
+                    f"{len(self._out)} batches have been pulled and not updated for "
+                    f"{self._timeout_s:g} s, as many as may be under way. "
                     "Does every training batch get its backward pass?"
                 )
             self._counts["num_lookups"] += 1
             self._counts["num_waited"] += must_wait
             self._counts["num_lacking"] += len(self._out)
             self._out.add(permit)
+            self._asked.discard(permit)
+            permit.was_taken = True
 
     def hold(self, permit: Permit) -> None:
         """Note that the calling thread waits for a batch, and will push it."""
         if not permit.has_left:
             permit.holder, permit.was_held = threading.get_ident(), True
             with self._changed:
+                if permit.asked_s is None:
+                    permit.asked_s = self._clock()
+                    if not permit.was_taken:
+                        self._asked.add(permit)
+                    self._measure(permit)
                 self._changed.notify_all()
+
+    def arrived(self, permit: Permit) -> None:
+        """Note that the rows of a batch are here."""
+        with self._changed:
+            permit.arrived_s = self._clock()
+            self._measure(permit)
 
     def give_back(self, permit: Permit) -> None:
         """Let another batch be pulled; may be called twice."""
@@ -121,12 +156,86 @@ class StalenessSemaphore:
             self._is_closed = True
             self._changed.notify_all()
 
+    def _measure(self, permit: Permit) -> None:
+        if self._depth and permit.asked_s is not None and permit.arrived_s is not None:
+            self._depth.measure(permit.asked_s, permit.arrived_s)
+            self._changed.notify_all()
+
+    def _may_take(self, permit: Permit) -> bool:
+        """Return whether a batch may be pulled now, or later as the pulls are late.
+
+        Where a thread waits for a batch, and no permit is on its way back, only the
+        bound counts: the thread may need several batches before it pushes one.
+        """
+        if self._depth is not None and len(self._out) >= self._depth.num:
+            returns = any(out.has_left for out in self._out)
+            return bool(self._asked) and not returns and self._has_one_for(permit)
+        return self._has_one_for(permit)
+
     def _has_one_for(self, permit: Permit) -> bool:
         """Return whether one is left, or its thread holds the batches of all others."""
         thread = permit.holder
         return len(self._out) < self._num or (
             thread is not None and all(out.holder == thread for out in self._out)
         )
+
+
+class Depth:
+    """The fewest batches in flight that hide the pulls behind the training.
+
+    After every 16 batches or so it is checked. Where the trainer waits for rows, one
+    more is tried, and kept if it brings at least half of what it can: with ``n + 1`` in
+    flight a step takes ``n / (n + 1)`` of its time, until nothing is left to wait for.
+    If not, servers or cores are busy, and more in flight would only wait elsewhere. The
+    next try then comes after twice as many batches, or when steps take half as long
+    again. Where rows lie ready for a step, one fewer is enough.
+
+    Attributes:
+        num: the number, in ``[2, most]``.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.num = 2
+        self._most = most
+        self._began_s = math.nan  # when the trainer had the latest batch
+        self._num_settling = self.num
+        # Of each batch: the step before it, how long its rows were waited for, and how
+        # long they would have been with one fewer in flight.
+        self._measured: list[tuple[float, float, float]] = []
+        self._wanted_s: float | None = None  # of a step, to keep one more
+        self._rejected_s = math.inf
+        self._pause = self._next_pause = 1
+
+    def measure(self, asked_s: float, arrived_s: float) -> None:
+        """Take in a batch that the trainer has, in the order in which it asks."""
+        late_s, step_s = arrived_s - asked_s, asked_s - self._began_s
+        self._measured.append((step_s, max(late_s, 0.0), max(late_s + step_s, 0.0)))
+        self._began_s = max(asked_s, arrived_s)
+        # Waits come in rounds of as many batches as are in flight.
+        num_measured = -(-_MEASURED_BATCHES // self.num) * self.num + 1
+        if len(self._measured) == self._num_settling + num_measured:
+            # Without the longest step: an evaluation, or a compilation, is none.
+            measured = sorted(self._measured[self._num_settling :], key=itemgetter(0))
+            self._measured.clear()
+            self._choose(*map(fmean, zip(*measured[:-1], strict=True)))
+
+    def _choose(self, stepped_s: float, waited_s: float, with_fewer_s: float) -> None:
+        took_s = stepped_s + waited_s
+        wanted_s, self._wanted_s = self._wanted_s, None
+        allowed_s, previous = took_s * _WAITING, self.num
+        if wanted_s is not None and took_s > wanted_s:
+            self.num -= 1
+            self._rejected_s = took_s
+            self._next_pause *= 2
+            self._pause = self._next_pause
+        elif with_fewer_s <= allowed_s and self.num > 2:
+            self.num -= 1
+        elif waited_s > allowed_s and self.num < self._most:
+            self._pause -= 1
+            if self._pause <= 0 or took_s > 1.5 * self._rejected_s:
+                self.num += 1
+                self._wanted_s = took_s - min(took_s / self.num, waited_s) / 2
+        self._num_settling = self.num if self.num != previous else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

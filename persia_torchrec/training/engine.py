@@ -333,7 +333,8 @@ class Engine:
             staleness = settings.embedding_staleness
             if staleness is None:
                 staleness = settings.forward_buffer_size + self.backward_buffer_size
-            self.pipeline.set_staleness(staleness)
+            late = settings.pulls_late
+            self.pipeline.set_staleness(staleness, pulls_late=late)
             self.pipeline.training.set_num_threads(settings.num_workers)
             self._settings = settings
 

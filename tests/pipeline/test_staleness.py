@@ -1,7 +1,14 @@
+import heapq
+import itertools
 import threading
 import time
+from collections import deque
+from contextlib import suppress
+from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from persia_torchrec.errors import ConfigError, PersiaError, StalenessError
 from persia_torchrec.pipeline.staleness import Permit, StalenessSemaphore
@@ -165,3 +172,120 @@ def test_a_permit_that_never_came_is_no_lookup():
     with pytest.raises(StalenessError):
         take(permits)
     assert counts(permits) == (1, 0, 0)
+
+
+class Training:
+    """A trainer and its servers, on a clock that moves from event to event.
+
+    The rows of a batch come ``pull_s`` after their pull has begun, its acknowledgement
+    ``ack_s`` after its step, which takes ``step_s``. Data are always ready. A server
+    that ``is_serial`` pulls one batch at a time.
+    """
+
+    def __init__(self, most, *, pull_s, step_s, ack_s):
+        self.most, self.pull_s, self.step_s, self.ack_s = most, pull_s, step_s, ack_s
+        self.is_serial, self.free_s = False, 0.0
+        self.now_s, self.events, self.order = 0.0, [], itertools.count()
+        self.permits = StalenessSemaphore(1, 0, clock=lambda: self.now_s)
+        self.permits.resize(most, 0, pulls_late=True)
+        self.waiting, self.in_flight, self.depths = deque(), set(), []
+
+    def train(self, num_steps, at_once=1):
+        """Return how long steps waited; each asks for its batches, the last first."""
+        batches = [Permit() for _ in range(num_steps * at_once)]
+        self.waiting.extend(batches)
+        waits_s = []
+        for first in range(0, len(batches), at_once):
+            began_s, of_step = self.now_s, batches[first : first + at_once]
+            for permit in reversed(of_step):
+                self.permits.hold(permit)
+                self.go_on(lambda permit=permit: permit.arrived_s is not None)
+            waits_s.append(self.now_s - began_s)
+            is_done = threading.Event()
+            self.after(self.step_s, is_done.set)
+            self.go_on(is_done.is_set)
+            for permit in of_step:
+                permit.let_go()
+                self.after(self.ack_s, partial(self.acknowledge, permit))
+        return waits_s
+
+    def after(self, seconds, do):
+        heapq.heappush(self.events, (self.now_s + seconds, next(self.order), do))
+
+    def go_on(self, is_over):
+        self.pull()
+        while not is_over():
+            assert self.events, "nothing more happens"
+            self.now_s, _, do = heapq.heappop(self.events)
+            do()
+            self.pull()
+
+    def pull(self):
+        with suppress(StalenessError):  # not yet
+            while self.waiting:
+                self.permits.take(self.waiting[0])
+                permit = self.waiting.popleft()
+                self.in_flight.add(permit)
+                self.depths.append(len(self.in_flight))
+                assert self.depths[-1] <= self.most
+                waits_s = max(self.free_s - self.now_s, 0) if self.is_serial else 0
+                self.free_s = self.now_s + waits_s + self.pull_s
+                arrive = partial(self.permits.arrived, permit)
+                self.after(waits_s + self.pull_s, arrive)
+
+    def acknowledge(self, permit):
+        self.in_flight.discard(permit)
+        self.permits.give_back(permit)
+
+
+latencies_s = st.floats(0.0, 8.0)
+steps_s = st.floats(0.1, 10.0)
+
+
+@settings(max_examples=20)
+@given(latencies_s, steps_s, latencies_s, st.integers(2, 20))
+def test_the_fewest_batches_that_hide_the_pulls_are_in_flight(
+    pull_s, step_s, ack_s, most
+):
+    training = Training(most, pull_s=pull_s, step_s=step_s, ack_s=ack_s)
+    training.train(600)
+    waits_s, depth = training.train(100), sorted(training.depths[-100:])[50]
+    assert depth == most or sum(waits_s[20:]) <= 8 * step_s
+    assert depth == 2 or (depth - 2) * step_s <= (pull_s + ack_s) * 1.01
+
+
+@settings(max_examples=10)
+@given(st.floats(1.0, 10.0), latencies_s)
+def test_few_are_in_flight_where_more_would_only_wait_at_the_servers(slower, ack_s):
+    training = Training(20, pull_s=slower, step_s=1, ack_s=ack_s)
+    training.is_serial = True
+    training.train(1000)
+    depth = sorted(training.depths[-100:])[50]
+    assert (depth - 3) * slower <= 1 + ack_s
+
+
+@given(
+    st.lists(st.tuples(latencies_s, steps_s, latencies_s), min_size=1, max_size=30),
+    st.integers(2, 12),
+    st.data(),
+)
+def test_no_latency_makes_training_stop_or_the_bound_be_exceeded(times, most, data):
+    at_once = data.draw(st.integers(1, most))
+    training = Training(most, pull_s=0, step_s=1, ack_s=0)
+    for training.pull_s, training.step_s, training.ack_s in times:
+        training.train(3, at_once)
+
+
+def test_more_are_in_flight_when_latency_rises_and_fewer_when_it_fell():
+    training = Training(20, pull_s=0.4, step_s=1, ack_s=0.4)
+    training.train(100)
+    assert max(training.depths) == 2
+    training.pull_s = 5.4
+    training.train(60)
+    assert training.depths[-1] > 2
+    training.train(240)
+    assert training.depths[-1] == 7
+    assert sum(training.train(100)[20:]) == 0
+    training.pull_s = 0.4
+    training.train(200)
+    assert training.depths[-1] == 2
