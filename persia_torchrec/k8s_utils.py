@@ -13,10 +13,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from persia_torchrec import env
 from persia_torchrec.config.yaml_file import parse_documents, read_section, read_text
@@ -25,6 +25,7 @@ from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.launch import roles
 
 PORT = 29400  # of the address book: each pod has an IP address of its own
+NO_NATS = "There is no NATS: roles meet at the coordinator, which torchx starts too."
 CPU_IMAGE, CUDA_IMAGE = "persia-torchrec:cpu", "persia-torchrec:cuda"
 
 INSTEAD = {
@@ -39,20 +40,28 @@ INSTEAD = {
 """PERSIA's commands, and what to use in their place."""
 
 
+class Variable(Struct, frozen=True, kw_only=True, rename="camel"):
+    """One of the environment: text, as Kubernetes wants it."""
+
+    name: str
+    value: str | None = None
+    value_from: dict[str, Any] | None = None
+
+
 class Block(Struct, frozen=True, kw_only=True, rename="camel"):
     """One role of a PersiaJob."""
 
-    replicas: int
+    replicas: roles.Count
     resources: dict[str, dict[str, Any] | None] | None = None
     volume_mounts: list[dict[str, Any]] | None = None
-    env: list[dict[str, Any]] | None = None
+    env: list[Variable] | None = None
     image: str | None = None
 
 
 class NNWorkerBlock(Block, frozen=True, kw_only=True, rename="camel"):
     """``nnWorker``: pods with several processes each."""
 
-    nproc_per_node: int
+    nproc_per_node: Annotated[int, Meta(ge=1)]
 
 
 class PersiaEnv(Struct, frozen=True, kw_only=True, rename="PERSIA_{}".format):
@@ -70,7 +79,7 @@ class Spec(Struct, frozen=True, kw_only=True, rename="camel"):
     persia_env: PersiaEnv
     enable_metrics: bool | None = None
     volumes: list[dict[str, Any]] | None = None
-    env: list[dict[str, Any]] | None = None
+    env: list[Variable] | None = None
     log_level: str | None = None
     embedding_parameter_server: Block | None = None
     embedding_worker: Block | None = None
@@ -197,7 +206,7 @@ class Converted:
             if kind == "PersiaJob":
                 jobs.append(read_section(PersiaJob, document, KeyPath(path)))
             elif kind == "NatsCluster":
-                self.left[kind] = "There is no NATS: roles meet at the coordinator."
+                self.left[kind] = NO_NATS
             elif kind is not None:
                 self.left[str(kind)] = "It is no part of the job: use kubectl."
         if len(jobs) != 1:
@@ -218,18 +227,16 @@ class Converted:
         found = {}
         for volume in volumes:
             name = str(volume.get("name"))
-            claim, host = volume.get("persistentVolumeClaim"), volume.get("hostPath")
-            if claim:
-                found[name] = str(claim.get("claimName"))
-                if claim.get("readOnly"):
-                    found[name] += ":ro"
-            elif host:
-                found[name] = str(host.get("path"))
-            else:
-                self.left[f"spec.volumes.{name}"] = (
-                    "torchx mounts claims and paths of the host only. /dev/shm is "
-                    "memory, without a limit, in each pod."
-                )
+            match volume:
+                case {"persistentVolumeClaim": {"claimName": str(claim), **rest}}:
+                    found[name] = f"{claim}:ro" if rest.get("readOnly") else claim
+                case {"hostPath": {"path": str(path)}}:
+                    found[name] = path
+                case _:
+                    self.left[f"spec.volumes.{name}"] = (
+                        "torchx mounts claims and paths of the host only. /dev/shm is "
+                        "memory, without a limit, in each pod."
+                    )
         return found
 
     def _add_all(self, spec: Spec) -> None:
@@ -339,18 +346,18 @@ class Converted:
                 volumes.append(f"{source}:{to}{':ro' if is_read_only else ''}")
         return volumes
 
-    def _read_env(
-        self, path: str, entries: list[dict[str, Any]] | None
-    ) -> dict[str, str]:
+    def _read_env(self, path: str, entries: list[Variable] | None) -> dict[str, str]:
         variables = {}
         for entry in entries or []:
-            name, value = str(entry.get("name")), str(entry.get("value") or "")
+            name, value = entry.name, entry.value or ""
             at = f"{path}.env.{name}"
-            if name in env.REFUSED:
+            if name == "PERSIA_NATS_URL":
+                self.left[at] = NO_NATS
+            elif name in env.REFUSED:
                 self.left[at] = env.REFUSED[name][1]
             elif name in self._reserved:
                 self.left[at] = "The job sets it itself."
-            elif "valueFrom" in entry:
+            elif entry.value_from is not None:
                 self.left[at] = "torchx passes on values only, no references."
             elif "," in value:
                 self.left[at] = "A value must hold no comma, where Slurm cuts it."

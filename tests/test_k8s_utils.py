@@ -32,6 +32,7 @@ spec:
     - {name: data, persistentVolumeClaim: {claimName: clicks-2026, readOnly: true}}
     - {name: disk, hostPath: {path: /mnt/ssd}}
     - {name: cache, emptyDir: {}}
+    - {name: slip, persistentVolumeClaim: clicks-2026}
   embeddingParameterServer:
     replicas: 2
     image: registry/ads:3
@@ -143,13 +144,13 @@ def test_what_is_not_carried_over_is_named(tmp_path, capsys):
         *("NatsCluster", "ConfigMap", "metadata.name", "metadata.labels"),
         *(f"spec.env.{name}" for name in ("PERSIA_NATS_URL", "NICS", "NODE")),
         *("spec.env.REPLICA_INDEX", "spec.enableMetrics", "spec.restartPolicy"),
-        *("spec.imagePullPolicy", "spec.volumes.cache"),
+        *("spec.imagePullPolicy", "spec.volumes.cache", "spec.volumes.slip"),
         f"{server}.resources.ephemeral-storage",
         f"{server}.volumeMounts.cache",
         "spec.embeddingWorker.resources.requests",
         *(f"{trainer}.{key}" for key in ("image", "nprocPerNode", "volumeMounts.data")),
     }
-    assert "PERSIA_STORE_PORT" in left["spec.env.PERSIA_NATS_URL"]
+    assert left["spec.env.PERSIA_NATS_URL"] == left["NatsCluster"]
     assert "4 NN workers" in left["spec.nnWorker.nprocPerNode"]
     assert "subPath" in left["spec.nnWorker.volumeMounts.data"]
 
@@ -177,6 +178,13 @@ def test_a_job_without_loaders_and_images_is_converted(tmp_path, capsys):
             "embeddingWorker must have replicas",
         ),
         ("nprocPerNode: 1", "nprocPerNode: x", "nprocPerNode must be an integer"),
+        ("nprocPerNode: 1", "nprocPerNode: 0", "nprocPerNode must be >= 1"),
+        ("{replicas: 1}", "{replicas: -1}", "replicas must be >= 0"),
+        (
+            "  embeddingWorker",
+            "  env: [{name: SEED, value: 3}]\n  embeddingWorker",
+            r"spec\.env\S*value must be a string.*3",
+        ),
         (", nprocPerNode: 1", "", "nnWorker must have the key 'nprocPerNode'"),
         ("    PERSIA_NN_WORKER_ENTRY: train.py\n", "", "ENTRY must name a script"),
         (
