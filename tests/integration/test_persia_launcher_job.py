@@ -32,21 +32,31 @@ trainer: nn-worker {{example}}/train.py --nproc-per-node 1 --nnodes 1 --node-ran
 """
 
 
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    nowhere = "http://127.0.0.1:9"  # so that the rows of the example are made up
+    return {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+
+
+def read_auc(log: str) -> float:
+    found = re.search(r"test AUC (0\.\d+)", log)
+    assert found is not None, log
+    return float(found[1])
+
+
 class Job:
     """The processes of a job; leaves none behind."""
 
     def __init__(self, folder: Path, lines: str) -> None:
         self._folder = folder
-        nowhere = "http://127.0.0.1:9"  # so that the rows of the example are made up
-        self._environment = {
-            "PATH": os.defpath,
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(folder),
-            "HTTP_PROXY": nowhere,
-            "HTTPS_PROXY": nowhere,
-            "OMP_NUM_THREADS": "1",
-            "PERSIA_STORE_PORT": str(draw_port()),
-        }
+        self._environment = environment(folder, PERSIA_STORE_PORT=str(draw_port()))
         self._started: dict[str, subprocess.Popen[bytes]] = {}
         for line in lines.strip().splitlines():
             name, _, command = line.partition(": ")
@@ -85,8 +95,26 @@ def test_six_processes_started_by_hand_train_the_example(tmp_path):
         names = [line.partition(":")[0] for line in lines.strip().splitlines()]
         status = {name: job.ends(name) for name in reversed(names)}
         assert status == dict.fromkeys(names, 0), job.log("coordinator")
-    found = re.search(r"test AUC (0\.\d+)", job.log("trainer"))
-    assert found is not None, job.log("trainer")
-    assert float(found[1]) > 0.85
+    assert read_auc(job.log("trainer")) > 0.85
     for name, port in zip(("server0", "server1", "worker"), ports, strict=True):
         assert f"ready tcp://127.0.0.1:{port}" in job.log(name)
+
+
+def test_honcho_runs_the_procfile_without_a_traceback(tmp_path):
+    (tmp_path / "env").write_text(f"PERSIA_STORE_PORT={draw_port()}\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "honcho", "-e", f".env,{tmp_path / 'env'}", "start"],
+        cwd=EXAMPLE,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as honcho:
+        try:
+            output, _ = honcho.communicate(timeout=DEADLINE_S)
+        finally:
+            honcho.terminate()  # it ends the processes then, if it has not ended
+    assert honcho.returncode == 0, output
+    assert "Traceback" not in output
+    assert output.count("ready tcp://127.0.0.1:") == 5  # servers and embedding workers
+    assert read_auc(output) > 0.85
