@@ -67,6 +67,8 @@ class ChangeJournal:
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
+        # In a memory file, the list was that of another process.
+        tally[memory.LEFT_AT] = tally[memory.LEFT_ROOM] = 0
         self._left: Words = np.empty((0, 2), dtype=np.uint64)
         self.changes = Changes()
         self.is_on = False

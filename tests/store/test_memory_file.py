@@ -332,6 +332,22 @@ def test_a_full_file_system_fails_the_request_and_no_more(small_tmpfs):
     assert np.array_equal(store.read(0, ids[:2000]), rows[:2000])
 
 
+def test_what_another_process_noted_of_changes_is_forgotten(path):
+    store = store_of(path=path)
+    store.add_tables(TABLES)
+    store.journal.begin()
+    run(store, 0)
+    store.memory.close(is_clean=False)
+    store = store_of(path=path)
+    address, room = store.tally[[memory.LEFT_AT, memory.LEFT_ROOM]]
+    assert address == room == 0
+    run(store, 1)
+    store.journal.begin()
+    assert store.journal.is_empty
+    store.remove(0, ids_of(*range(400)))
+    check_store(store)
+
+
 def test_a_hint_beyond_what_is_allocated_is_no_row(path):
     store = store_of(path=path)
     store.add_tables(TABLES)
