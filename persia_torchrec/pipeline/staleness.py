@@ -20,12 +20,12 @@ it has grown, not for each batch.
 """
 
 import logging
-import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
-from operator import add, itemgetter
+from operator import add
 from statistics import fmean
 
 import msgspec
@@ -42,9 +42,9 @@ _MAX_DROPPED_AT_FIRST, _MAX_DROPPED = 8, 64
 # Updates after which the fraction of evicted rows is checked, and that to be logged.
 _WINDOW_UPDATES, _EVICTED_FRACTION = 32, 0.01
 
-# Batches by which the number in flight is chosen, and the fraction of its time that the
-# trainer may wait for their rows.
-_MEASURED_BATCHES, _WAITING = 16, 1 / 32
+# Batches by which the number in flight is chosen. Together they may make the trainer
+# wait for one of its steps: for 3 % of the time.
+_MEASURED_BATCHES, _LATE_STEPS = 32, 1
 
 CLOSED = "The embedding pipeline is closed."
 
@@ -55,7 +55,7 @@ class Permit:
     holder: int | None = None
     was_held = False
     has_left = False
-    was_taken = False
+    num_in_flight = 0  # with its own, when it was taken
     asked_s: float | None = None
     arrived_s: float | None = None
 
@@ -124,7 +124,7 @@ class StalenessSemaphore:
             self._counts["num_lacking"] += len(self._out)
             self._out.add(permit)
             self._asked.discard(permit)
-            permit.was_taken = True
+            permit.num_in_flight = len(self._out)
 
     def hold(self, permit: Permit) -> None:
         """Note that the calling thread waits for a batch, and will push it."""
@@ -133,7 +133,7 @@ class StalenessSemaphore:
             with self._changed:
                 if permit.asked_s is None:
                     permit.asked_s = self._clock()
-                    if not permit.was_taken:
+                    if not permit.num_in_flight:
                         self._asked.add(permit)
                     self._measure(permit)
                 self._changed.notify_all()
@@ -158,7 +158,8 @@ class StalenessSemaphore:
 
     def _measure(self, permit: Permit) -> None:
         if self._depth and permit.asked_s is not None and permit.arrived_s is not None:
-            self._depth.measure(permit.asked_s, permit.arrived_s)
+            num = permit.num_in_flight
+            self._depth.measure(num, permit.asked_s, permit.arrived_s)
             self._changed.notify_all()
 
     def _may_take(self, permit: Permit) -> bool:
@@ -183,59 +184,39 @@ class StalenessSemaphore:
 class Depth:
     """The fewest batches in flight that hide the pulls behind the training.
 
-    After every 16 batches or so it is checked. Where the trainer waits for rows, one
-    more is tried, and kept if it brings at least half of what it can: with ``n + 1`` in
-    flight a step takes ``n / (n + 1)`` of its time, until nothing is left to wait for.
-    If not, servers or cores are busy, and more in flight would only wait elsewhere. The
-    next try then comes after twice as many batches, or when steps take half as long
-    again. Where rows lie ready for a step, one fewer is enough.
+    A batch whose pull began as one of ``n`` in flight, and whose rows came ``late_s``
+    seconds after the trainer asked for them, needed ``n + late_s / step_s``: with one
+    more in flight a pull begins a step earlier. Rows that lay ready were late by a
+    negative time. More than a step does not count: one outlier tells little.
 
     Attributes:
-        num: the number, in ``[2, most]``.
+        num: the number, in ``[2, most]``: the smallest with which the last 32 batches
+            would have been late by one step, all together.
     """
 
     def __init__(self, most: int) -> None:
         self.num = 2
         self._most = most
-        self._began_s = math.nan  # when the trainer had the latest batch
-        self._num_settling = self.num
-        # Of each batch: the step before it, how long its rows were waited for, and how
-        # long they would have been with one fewer in flight.
-        self._measured: list[tuple[float, float, float]] = []
-        self._wanted_s: float | None = None  # of a step, to keep one more
-        self._rejected_s = math.inf
-        self._pause = self._next_pause = 1
+        self._needs = deque[float](maxlen=_MEASURED_BATCHES)
+        self._steps_s = deque[float](maxlen=_MEASURED_BATCHES)
+        self._began_s: float | None = None  # when the trainer had the latest batch
 
-    def measure(self, asked_s: float, arrived_s: float) -> None:
+    def measure(self, num: int, asked_s: float, arrived_s: float) -> None:
         """Take in a batch that the trainer has, in the order in which it asks."""
-        late_s, step_s = arrived_s - asked_s, asked_s - self._began_s
-        self._measured.append((step_s, max(late_s, 0.0), max(late_s + step_s, 0.0)))
-        self._began_s = max(asked_s, arrived_s)
-        # Waits come in rounds of as many batches as are in flight.
-        num_measured = -(-_MEASURED_BATCHES // self.num) * self.num + 1
-        if len(self._measured) == self._num_settling + num_measured:
-            # Without the longest step: an evaluation, or a compilation, is none.
-            measured = sorted(self._measured[self._num_settling :], key=itemgetter(0))
-            self._measured.clear()
-            self._choose(*map(fmean, zip(*measured[:-1], strict=True)))
-
-    def _choose(self, stepped_s: float, waited_s: float, with_fewer_s: float) -> None:
-        took_s = stepped_s + waited_s
-        wanted_s, self._wanted_s = self._wanted_s, None
-        allowed_s, previous = took_s * _WAITING, self.num
-        if wanted_s is not None and took_s > wanted_s:
-            self.num -= 1
-            self._rejected_s = took_s
-            self._next_pause *= 2
-            self._pause = self._next_pause
-        elif with_fewer_s <= allowed_s and self.num > 2:
-            self.num -= 1
-        elif waited_s > allowed_s and self.num < self._most:
-            self._pause -= 1
-            if self._pause <= 0 or took_s > 1.5 * self._rejected_s:
+        if self._began_s is not None:
+            self._steps_s.append(asked_s - self._began_s)
+            # Without the longest: an evaluation, or a compilation, is no step.
+            num_steps = len(self._steps_s) - len(self._steps_s) // 8
+            step_s = max(fmean(sorted(self._steps_s)[:num_steps]), 1e-6)
+            self._needs.append(num + min((arrived_s - asked_s) / step_s, 1.0))
+            while self.num > 2 and self._late_steps(self.num - 1) <= _LATE_STEPS:
+                self.num -= 1
+            while self.num < self._most and self._late_steps(self.num) > _LATE_STEPS:
                 self.num += 1
-                self._wanted_s = took_s - min(took_s / self.num, waited_s) / 2
-        self._num_settling = self.num if self.num != previous else 0
+        self._began_s = max(asked_s, arrived_s)
+
+    def _late_steps(self, num: int) -> float:
+        return sum([need - num for need in self._needs if need > num])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

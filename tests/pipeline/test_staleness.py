@@ -178,13 +178,11 @@ class Training:
     """A trainer and its servers, on a clock that moves from event to event.
 
     The rows of a batch come ``pull_s`` after their pull has begun, its acknowledgement
-    ``ack_s`` after its step, which takes ``step_s``. Data are always ready. A server
-    that ``is_serial`` pulls one batch at a time.
+    ``ack_s`` after its step, which takes ``step_s``. Data are always ready.
     """
 
     def __init__(self, most, *, pull_s, step_s, ack_s):
         self.most, self.pull_s, self.step_s, self.ack_s = most, pull_s, step_s, ack_s
-        self.is_serial, self.free_s = False, 0.0
         self.now_s, self.events, self.order = 0.0, [], itertools.count()
         self.permits = StalenessSemaphore(1, 0, clock=lambda: self.now_s)
         self.permits.resize(most, 0, pulls_late=True)
@@ -228,10 +226,7 @@ class Training:
                 self.in_flight.add(permit)
                 self.depths.append(len(self.in_flight))
                 assert self.depths[-1] <= self.most
-                waits_s = max(self.free_s - self.now_s, 0) if self.is_serial else 0
-                self.free_s = self.now_s + waits_s + self.pull_s
-                arrive = partial(self.permits.arrived, permit)
-                self.after(waits_s + self.pull_s, arrive)
+                self.after(self.pull_s, partial(self.permits.arrived, permit))
 
     def acknowledge(self, permit):
         self.in_flight.discard(permit)
@@ -242,26 +237,16 @@ latencies_s = st.floats(0.0, 8.0)
 steps_s = st.floats(0.1, 10.0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=25)
 @given(latencies_s, steps_s, latencies_s, st.integers(2, 20))
 def test_the_fewest_batches_that_hide_the_pulls_are_in_flight(
     pull_s, step_s, ack_s, most
 ):
     training = Training(most, pull_s=pull_s, step_s=step_s, ack_s=ack_s)
-    training.train(600)
+    training.train(200)
     waits_s, depth = training.train(100), sorted(training.depths[-100:])[50]
     assert depth == most or sum(waits_s[20:]) <= 8 * step_s
     assert depth == 2 or (depth - 2) * step_s <= (pull_s + ack_s) * 1.01
-
-
-@settings(max_examples=10)
-@given(st.floats(1.0, 10.0), latencies_s)
-def test_few_are_in_flight_where_more_would_only_wait_at_the_servers(slower, ack_s):
-    training = Training(20, pull_s=slower, step_s=1, ack_s=ack_s)
-    training.is_serial = True
-    training.train(1000)
-    depth = sorted(training.depths[-100:])[50]
-    assert (depth - 3) * slower <= 1 + ack_s
 
 
 @given(
@@ -282,8 +267,6 @@ def test_more_are_in_flight_when_latency_rises_and_fewer_when_it_fell():
     assert max(training.depths) == 2
     training.pull_s = 5.4
     training.train(60)
-    assert training.depths[-1] > 2
-    training.train(240)
     assert training.depths[-1] == 7
     assert sum(training.train(100)[20:]) == 0
     training.pull_s = 0.4
