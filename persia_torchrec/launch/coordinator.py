@@ -273,11 +273,12 @@ class Coordinator:
     def _remaining(self) -> list[_Member]:
         """Return the members that have not left.
 
-        Also one that has yet to join: it would look for a closed address book.
+        Also one that has yet to join: it would look for a closed address book. But a
+        supervisor that ends this process ends that one too.
         """
         remaining = [member for member in self._members if member.ending() is None]
         absent = self._absent()
-        if self._lacks_a_process(len(absent)):
+        if self._end_signal or self._lacks_a_process(len(absent)):
             remaining = [m for m in remaining if m not in absent]
         return remaining
 

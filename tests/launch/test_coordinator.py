@@ -188,6 +188,18 @@ def test_a_signal_to_the_coordinator_ends_the_job(processes, number):
 
 
 @multiprocess
+def test_a_coordinator_that_its_supervisor_ends_waits_for_none_who_never_came(
+    processes,
+):
+    job = Job(processes, "--leave-timeout-s", "3600", loader=1, trainer=1)
+    assert job.start("loader", "raise ValueError('no data')").status() == 1
+    job.coordinator.has_printed("all its processes end")
+    job.coordinator.send(signal.SIGTERM)
+    assert job.coordinator.status() == 1
+    assert "job failed: loader 0: ValueError: no data" in job.coordinator.output()
+
+
+@multiprocess
 def test_a_job_ends_with_the_process_that_started_its_coordinator(processes):
     command = [sys.executable, "-m", "persia_torchrec.launch.coordinator"]
     flags = ["--port", str(draw_port()), "--num-trainers", "1", "--heartbeat-s", "0.1"]
