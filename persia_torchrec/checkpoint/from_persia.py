@@ -20,9 +20,9 @@ The rows of a file are in the order of eviction. How far down its list a row sta
 taken for its age, and the lists are merged by age: in 65536 steps, within which each
 table keeps the order of a file.
 
-A file is read twice, first for its links, then for its rows. In memory are 9 bytes a
-slot of one file, which is less than the file, and 8 bytes a row of one server, by which
-an id that comes twice is found.
+A file is read twice, first for its links, then for its rows. In memory are 9 bytes per
+slot of one file, which is less than the file, and 8 bytes per row of one server, by
+which an id that comes twice is found.
 """
 
 import io
@@ -64,7 +64,7 @@ _OPTIMIZERS: dict[str, Optimizer] = {
     "adam": Adam(),
 }
 _DONE = "embedding_dump_done"
-_PLACE_BITS = 16
+_IN_AGE_BITS = 16
 _NUM_AGES = 2**16
 
 
@@ -241,9 +241,9 @@ def _convert_server(
         written = writer.end()
     ids.sort()
     for id_ in ids[1:][ids[1:] == ids[:-1]][:1].tolist():
-        places = [place for file in files for place in file.places(id_, form)]
+        found = [where for file in files for where in file.find_id(id_, form)]
         raise CheckpointError(
-            f"An id must have one row. Received: id {id_} at {' and at '.join(places)}."
+            f"An id must have one row. Received: id {id_} at {' and at '.join(found)}."
         )
     capacity = sum(file.num_slots - 1 for file in files)  # PERSIA has one to spare
     last_tick = _NUM_AGES * len(head.tables)
@@ -256,10 +256,10 @@ def _uses(chunk: Chunk, ranks_S: Ranks, num_rows: int, num_tables: int) -> Words
     A tick is of one table: within an age, each table has its own.
     """
     ranks_N = ranks_S[chunk.slots].astype(np.uint64)
-    places_N = (ranks_N << np.uint64(32)) // np.uint64(max(num_rows, 1))
-    ages_N = places_N >> np.uint64(_PLACE_BITS)
+    fractions_N = (ranks_N << np.uint64(32)) // np.uint64(max(num_rows, 1))
+    ages_N = fractions_N >> np.uint64(_IN_AGE_BITS)
     ticks_N = ages_N * np.uint64(num_tables) + chunk.tables + np.uint64(1)
-    positions_N = places_N & np.uint64(2**_PLACE_BITS - 1)
+    positions_N = fractions_N & np.uint64(2**_IN_AGE_BITS - 1)
     return (ticks_N << np.uint64(POSITION_BITS)) | positions_N
 
 

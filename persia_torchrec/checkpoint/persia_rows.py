@@ -255,7 +255,7 @@ class RowFile:
             )
         return ranks_S
 
-    def places(self, id_: int, form: Form) -> list[str]:
+    def find_id(self, id_: int, form: Form) -> list[str]:
         """Return where an id is in the file."""
         return [
             f"{self.path} byte {chunk.byte_of(n)}"

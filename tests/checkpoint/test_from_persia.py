@@ -355,7 +355,7 @@ def test_an_id_of_another_server_is_refused(dumped):
     refused(folder, config, rf"{files[1]} .* byte \d+: id \d+, which is of another")
 
 
-def test_an_id_that_comes_twice_is_refused_with_both_places(dumped):
+def test_an_id_that_comes_twice_is_rejected_with_both_offsets(dumped):
     folder, config, rows, _ = dumped
     both = [*rows, rows[7]]
     other = folder.parent / "twice"

@@ -239,7 +239,10 @@ def test_a_process_with_another_size_of_its_role_ends_alone(book, processes):
     book.claim_size("server", 0, 2)  # as the coordinator was told
     second = processes.start("second", members.serve, book.port)
     assert second.status() == 1
-    assert "Received: 1 from server 0, 2 from another" in second.output()
+    assert (
+        "Received: 1 from server 0, 2 from another. Start 2, or tell the coordinator 1."
+        in second.output()
+    )
     assert book.state() == ("running", "")
     assert MemberRecord(book, "server", 0).process() is None
 
