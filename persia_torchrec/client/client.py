@@ -345,10 +345,12 @@ class EmbeddingClient:
         )
         return Metadata(*np.ascontiguousarray(columns.view(np.uint32).T))
 
-    def counters(self) -> list[dict[str, int]]:
+    def counters(self, timeout_s: float | None = None) -> list[dict[str, int]]:
         """Return each server's counters: rows, hits, misses, evictions and others."""
-        numbers = dict[str, int]
-        return self._servers.ask(Kind.COUNTERS, None, "counters", answer=numbers)
+        what, numbers = "counters", dict[str, int]
+        return self._servers.ask(
+            Kind.COUNTERS, None, what, answer=numbers, timeout_s=timeout_s
+        )
 
     def staleness(self) -> npt.NDArray[np.int64]:
         """Return how stale rows were: element k counts gradients of staleness k.
@@ -362,9 +364,9 @@ class EmbeddingClient:
                 histogram[int(name.removeprefix(_STALENESS))] += num
         return np.array([histogram[k] for k in range(max(histogram) + 1)])
 
-    def num_rows(self) -> list[int]:
+    def num_rows(self, timeout_s: float | None = None) -> list[int]:
         """Return how many rows each server holds."""
-        return [counters["rows"] for counters in self.counters()]
+        return [counters["rows"] for counters in self.counters(timeout_s)]
 
     def clear(self) -> None:
         """Drop all rows of all tables on all servers; the tables stay known."""

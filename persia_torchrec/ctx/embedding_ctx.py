@@ -316,10 +316,10 @@ class ReadOnlyEmbeddings(SlotsReader):
         )
         self.checkpoints = checkpoint.ContextCheckpoints(self.client, self.flush)
 
-    def hello(self) -> LookupHello:
+    def hello(self, timeout_s: float | None = None) -> LookupHello:
         """Return slots and rows; raise ConfigError if there are no tables yet."""
         try:
-            return super().hello()
+            return super().hello(timeout_s)
         except RemoteError as exc:
             if self.client.learn_tables():
                 raise
@@ -330,10 +330,10 @@ class ReadOnlyEmbeddings(SlotsReader):
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until the servers answer, and the workers too once there are tables."""
 
-        def ask() -> LookupHello:
+        def ask(timeout_s: float) -> LookupHello:
             if self.client.learn_tables():
-                return self.hello()
-            return LookupHello((), tuple(self.client.num_rows()))
+                return self.hello(timeout_s)
+            return LookupHello((), tuple(self.client.num_rows(timeout_s)))
 
         wait_until_ready(ask, timeout_s)
 

@@ -62,13 +62,19 @@ class LookupHello:
     num_rows: tuple[int, ...]
 
 
-def wait_until_ready(ask: Callable[[], LookupHello], timeout_s: float) -> LookupHello:
-    """Ask a lookup whether it is ready until it is; it raises why it is not."""
+def wait_until_ready(
+    ask: Callable[[float], LookupHello], timeout_s: float
+) -> LookupHello:
+    """Ask a lookup whether it is ready until it is; it raises why it is not.
+
+    ``ask`` is given how many seconds it has.
+    """
     deadline, why = time.monotonic() + timeout_s, "no answer yet"
     with timeouts.saying(logger, lambda: f"waiting for the embeddings: {why}"):
         while True:
             try:
-                return ask()
+                left_s = max(deadline - time.monotonic(), _RETRY_S)
+                return ask(min(left_s, timeouts.REQUEST_S))
             except PersiaError as exc:
                 why = str(exc)
                 if time.monotonic() >= deadline:
@@ -234,10 +240,10 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
         features = sharded_lookup.BatchFeatures(specs, self.group(specs))
         return features, selected, places
 
-    def hello(self) -> LookupHello:
+    def hello(self, timeout_s: float | None = None) -> LookupHello:
         """Tell all slots, and how many rows the servers hold."""
         slots = tuple(
             Slot(name=feature.name, dim=dim, num_places=feature.num_places)
             for feature, dim in zip(self.features, self.dims(), strict=True)
         )
-        return LookupHello(slots, tuple(self.client.num_rows()))
+        return LookupHello(slots, tuple(self.client.num_rows(timeout_s)))

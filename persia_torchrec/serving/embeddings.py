@@ -61,9 +61,9 @@ class SlotsReader:
         self._num_threads = 1  # guarded by _lock
         self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
 
-    def hello(self) -> slots.LookupHello:
+    def hello(self, timeout_s: float | None = None) -> slots.LookupHello:
         """Return slots and rows; raise PersiaError if something is not ready."""
-        hello = self._lookup.hello()
+        hello = self._lookup.hello(timeout_s)
         self._slots = hello.slots
         return hello
 
