@@ -13,7 +13,7 @@ and sees the rows before the updates of the others, as it would if tables were l
 
 A semaphore that pulls late keeps fewer batches in flight than there are permits: the
 fewest that hide the pulls behind the training, by what was measured. Rows are then less
-stale, and steps take no longer.
+stale, and steps take no longer. It delays only batches that nobody waits for.
 
 What users forget (backward passes, capacity, finite gradients) is logged, once or when
 it has grown, not for each batch.
@@ -163,15 +163,10 @@ class StalenessSemaphore:
             self._changed.notify_all()
 
     def _may_take(self, permit: Permit) -> bool:
-        """Return whether a batch may be pulled now, or later as the pulls are late.
-
-        Where a thread waits for a batch, and no permit is on its way back, only the
-        bound counts: the thread may need several batches before it pushes one.
-        """
-        if self._depth is not None and len(self._out) >= self._depth.num:
-            returns = any(out.has_left for out in self._out)
-            return bool(self._asked) and not returns and self._has_one_for(permit)
-        return self._has_one_for(permit)
+        """Return whether a batch may be pulled now; later if nobody waits for one."""
+        if self._depth is None or self._asked:
+            return self._has_one_for(permit)
+        return len(self._out) < self._depth.num
 
     def _has_one_for(self, permit: Permit) -> bool:
         """Return whether one is left, or its thread holds the batches of all others."""

@@ -58,7 +58,8 @@ class TestLookups:
         with job.train_ctx(threadpool_worker_size=threadpool_worker_size) as ctx:
             gate.close()
             waiting = Looping(ctx, loader(num_workers, embedding_staleness=8))
-            assert gate.holds_just(at_once)
+            # More than two are under way only if two do not hide the lookups.
+            assert gate.holds_just(min(at_once, 2))
             gate.open()
             assert waiting.num_batches() == len(TWELVE)
 
