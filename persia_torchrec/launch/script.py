@@ -78,7 +78,8 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
                 raise SystemExit(str(exc)) from exc
         work()
         if not member.ended.is_set():
-            logger.info("%s: %s has ended, waiting for the job", member.who, script)
+            work_name = "the block" if is_proxy else script
+            logger.info("%s: %s has ended, waiting for the job", member.who, work_name)
         member.record.report_done()
         try:
             member.wait_for_end()
