@@ -13,7 +13,7 @@ and sees the rows before the updates of the others, as it would if tables were l
 
 A semaphore that pulls late keeps fewer batches in flight than there are permits: the
 fewest that hide the pulls behind the training, by what was measured. Rows are then less
-stale, and steps take no longer. It delays only batches that nobody waits for.
+stale, and steps take no longer. Batches that a thread waits for are never delayed.
 
 What users forget (backward passes, capacity, finite gradients) is logged, once or when
 it has grown, not for each batch.
@@ -107,8 +107,9 @@ class StalenessSemaphore:
     def take(self, permit: Permit) -> None:
         """Wait until a batch may be pulled."""
         with self._changed:
-            must_wait = not self._has_one_for(permit)
-            may_take = self._changed.wait_for(
+            is_full = len(self._out) >= self._num
+            must_wait = is_full and not self._has_one_for(permit)
+            may_take = not (must_wait or self._depth) or self._changed.wait_for(
                 lambda: self._is_closed or self._may_take(permit), self._timeout_s
             )
             if self._is_closed:
@@ -131,7 +132,7 @@ class StalenessSemaphore:
         if not permit.has_left:
             permit.holder, permit.was_held = threading.get_ident(), True
             with self._changed:
-                if permit.asked_s is None:
+                if self._depth is not None and permit.asked_s is None:
                     permit.asked_s = self._clock()
                     if not permit.num_in_flight:
                         self._asked.add(permit)
@@ -140,9 +141,10 @@ class StalenessSemaphore:
 
     def arrived(self, permit: Permit) -> None:
         """Note that the rows of a batch are here."""
-        with self._changed:
-            permit.arrived_s = self._clock()
-            self._measure(permit)
+        if self._depth is not None:
+            with self._changed:
+                permit.arrived_s = self._clock()
+                self._measure(permit)
 
     def give_back(self, permit: Permit) -> None:
         """Let another batch be pulled; may be called twice."""
@@ -157,13 +159,13 @@ class StalenessSemaphore:
             self._changed.notify_all()
 
     def _measure(self, permit: Permit) -> None:
-        if self._depth and permit.asked_s is not None and permit.arrived_s is not None:
-            num = permit.num_in_flight
-            self._depth.measure(num, permit.asked_s, permit.arrived_s)
+        asked_s, arrived_s = permit.asked_s, permit.arrived_s
+        if self._depth and asked_s is not None and arrived_s is not None:
+            self._depth.measure(permit.num_in_flight, asked_s, arrived_s)
             self._changed.notify_all()
 
     def _may_take(self, permit: Permit) -> bool:
-        """Return whether a batch may be pulled now; later if nobody waits for one."""
+        """Return whether a batch may be pulled now; not if none is waited for yet."""
         if self._depth is None or self._asked:
             return self._has_one_for(permit)
         return len(self._out) < self._depth.num

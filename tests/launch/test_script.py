@@ -82,7 +82,8 @@ def test_trainers_of_one_machine_have_different_local_ranks(processes):
 @multiprocess
 def test_a_trainer_has_the_rank_that_torchrun_gives_it(processes):
     """Its replica index is that of its machine."""
-    job = Job(processes, trainer=1)
+    # The coordinator waits for torchrun, too: here this process, which does not end.
+    job = Job(processes, "--leave-timeout-s", "0.5", trainer=1)
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1"}
     index_of_machine = {"REPLICA_INDEX": "3", "REPLICA_SIZE": "4"}
     trainer = job.start("trainer", TELL, env={**torchrun, **index_of_machine})

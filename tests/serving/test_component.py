@@ -65,12 +65,15 @@ def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained)
     assert "the job is finished" in ended.logs["coordinator 0"]
 
 
-def test_a_missing_checkpoint_ends_all_roles_and_every_log_says_why(tmp_path, trained):
+def test_a_missing_checkpoint_ends_all_roles_and_each_says_which_failed(
+    tmp_path, trained
+):
     arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]
     arguments += [str(draw_port())]
     with serve(tmp_path, trained, *arguments) as job:
         ended = job.wait()
     assert ended.status == 1
     assert set(ended.logs) == {"coordinator 0", "server 0", "worker 0", "predictor 0"}
-    for name in ("coordinator 0", "server 0", "worker 0"):
+    for name in ("coordinator 0", "server 0"):
         assert "must be a checkpoint, or hold one" in ended.logs[name], name
+    assert "server 0 has failed" in ended.logs["worker 0"]

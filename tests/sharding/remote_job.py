@@ -96,9 +96,9 @@ class PatientClient(EmbeddingClient):
         self.wait_for_lookups()
         return super().read_numbers(*args)
 
-    def counters(self):
+    def counters(self, timeout_s=None):
         self.wait_for_lookups()
-        return super().counters()
+        return super().counters(timeout_s)
 
     def wait_for_lookups(self) -> None:
         """Wait for all lookups but those that wait for a permit themselves."""

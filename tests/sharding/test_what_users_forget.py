@@ -99,8 +99,8 @@ def test_flush_logs_the_staleness(job, logged):
         loop.sharder.flush()  # has nothing more to tell
     told = logged(logging.INFO, "sharding.remote_tables")
     summary = loop.sharder.summary()
-    assert [args[0] for args in told] == [5, 12]
-    assert told[1][1:3] == (summary.mean_staleness, 2)
+    assert [args[1] for args in told] == [5, 12]
+    assert told[1][2:4] == (summary.mean_staleness, 2)
     assert 10 / 12 <= summary.mean_staleness <= 2  # all but the first of each
     loop.sharder.close()
     assert logged(logging.WARNING, "sharding.remote_tables") == []
