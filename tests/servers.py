@@ -10,7 +10,7 @@ import numpy as np
 
 from persia_torchrec.client.client import EmbeddingClient, Reply
 from persia_torchrec.client.codec import PushOutcome
-from persia_torchrec.errors import WireError
+from persia_torchrec.errors import JobError, WireError
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
@@ -142,7 +142,7 @@ def once_the_port_is_free(listen: Callable[[], T]) -> T:
     while True:
         try:
             return listen()
-        except WireError:
+        except (WireError, JobError):  # the second of an address book
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
