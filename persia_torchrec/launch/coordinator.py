@@ -32,7 +32,6 @@ logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __ma
 
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
-
 _START_S = 5.0  # within which torchx has started all roles
 
 

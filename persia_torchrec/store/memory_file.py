@@ -224,7 +224,9 @@ class MemoryFile:
         if os.fstat(self._file).st_blksize >= _HUGE_PAGE:
             return True
         name = str(Path(f"/proc/self/fd/{self._file}").readlink())
-        return name.startswith("/memfd:") and "[advise]" in _SHMEM_ENABLED.read_text()
+        if not name.startswith("/memfd:") or not _SHMEM_ENABLED.exists():
+            return False
+        return "[advise]" in _SHMEM_ENABLED.read_text()
 
     def _make(self, capacity_rows: int, num_classes: int) -> None:
         """Write the header of an empty file, or of one that was not finished."""
