@@ -2,15 +2,13 @@
 
 import gzip
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from examples.dlrm import criteo
-from tests.processes import DEADLINE_S, Processes, run_script
+from tests.processes import Processes, run_script
 
 FOLDER = Path(criteo.__file__).parent
 README = (FOLDER / "README.md").read_text()
@@ -82,8 +80,10 @@ def test_made_up_lines_are_the_same_each_time_and_can_be_read(tmp_path):
 
 def test_made_up_lines_are_written_to_a_file(tmp_path):
     file = tmp_path / "made_up.tsv"
-    script = [sys.executable, str(FOLDER / "criteo.py"), str(file), "--rows", "30"]
-    subprocess.run(script, check=True, timeout=DEADLINE_S)
+    with Processes(tmp_path) as processes:
+        arguments = [str(file), "--rows", "30"]
+        script = processes.start("made_up", run_script, FOLDER / "criteo.py", *arguments)
+        assert script.status() == 0, script.output()
     assert file.read_bytes().splitlines(keepends=True) == list(
         criteo.generate_lines(30, seed=0)
     )
@@ -102,19 +102,21 @@ def test_the_readme_shows_what_differs_from_plain_torchrec():
         assert changed[1:].strip() in code, changed
 
 
-def read_auc(output):
-    return float(re.search(r"^test AUC ([0-9.]+)$", output, re.MULTILINE).group(1))
+def auc_of_training(folder, *arguments):
+    """Run the example; return the AUC that it prints."""
+    arguments = ["--batch-size", "256", "--lr", "0.2", *arguments]
+    with Processes(folder) as processes:
+        script = processes.start("train", run_script, FOLDER / "train.py", *arguments)
+        assert script.status() == 0, script.output()
+    printed = re.search(r"^test AUC ([0-9.]+)$", script.output(), re.MULTILINE)
+    return float(printed.group(1))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--dcn"], ["--plain"]])
 def test_the_example_learns_from_made_up_data(settings, tmp_path):
-    arguments = ["--rows", "12000", "--batch-size", "256", "--lr", "0.2", *settings]
-    with Processes(tmp_path) as processes:
-        script = processes.start("train", run_script, FOLDER / "train.py", *arguments)
-        assert script.status() == 0, script.output()
-    assert read_auc(script.output()) > 0.7
+    assert auc_of_training(tmp_path, "--rows", "12000", *settings) > 0.7
 
 
 @pytest.mark.multiprocess
@@ -122,12 +124,4 @@ def test_the_example_learns_from_made_up_data(settings, tmp_path):
 def test_the_example_reads_files(tmp_path):
     file = tmp_path / "train.txt"
     file.write_bytes(b"".join(criteo.generate_lines(12_000, seed=3)))
-    command = [sys.executable, str(FOLDER / "train.py"), "--train", str(file)]
-    done = subprocess.run(
-        [*command, "--batch-size", "256", "--lr", "0.2"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert read_auc(done.stdout) > 0.65
+    assert auc_of_training(tmp_path, "--train", str(file)) > 0.65

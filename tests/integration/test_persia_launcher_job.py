@@ -15,7 +15,7 @@ from tests.processes import DEADLINE_S
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-def test_honcho_runs_the_procfile_without_a_traceback(tmp_path):
+def test_honcho_runs_the_procfile_without_a_traceback_on_made_up_rows(tmp_path):
     (tmp_path / "env").write_text(f"PERSIA_STORE_PORT={draw_port()}\n")
     nowhere = "http://127.0.0.1:9"  # so that the rows of the example are made up
     with subprocess.Popen(
@@ -40,6 +40,10 @@ def test_honcho_runs_the_procfile_without_a_traceback(tmp_path):
     assert honcho.returncode == 0, output
     assert "Traceback" not in output
     assert output.count("ready tcp://127.0.0.1:") == 5  # servers and embedding workers
+    made_up = [line for line in output.splitlines() if "data: made-up rows" in line]
+    assert all("WARNING" in x and "no network" in x for x in made_up), made_up
+    of_roles = [re.search("loader|trainer", line)[0] for line in made_up]
+    assert sorted(of_roles) == ["loader", "loader", "trainer", "trainer"]
     found = re.search(r"trainer.* test AUC (0\.\d+)", output)
     assert found is not None, output
     assert float(found[1]) > 0.85
