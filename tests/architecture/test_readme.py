@@ -1,14 +1,11 @@
 """Every command of the README is run: here, in another test, or by `make test`."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import DEADLINE_S, Processes, run_script
+from tests.processes import Processes, run_script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -30,14 +27,19 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def run(script, folder):
+    """Run a script from the root of the repository; return its output."""
+    with Processes(folder) as processes:
+        running = processes.start("script", run_script, script, cwd=ROOT)
+        assert running.status() == 0, running.output()
+    return running.output()
+
+
 def run_block(block, folder):
     """Run an example of the README; return its output."""
     script = folder / "block.py"
     script.write_text(block)
-    with Processes(folder) as processes:
-        running = processes.start("block", run_script, script, cwd=ROOT)
-        assert running.status() == 0, running.output()
-    return running.output()
+    return run(script, folder)
 
 
 @pytest.mark.multiprocess
@@ -59,18 +61,9 @@ def test_the_example_of_settings_runs_as_it_stands(tmp_path):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_the_quickstart_learns():
-    result = subprocess.run(
-        [sys.executable, "examples/quickstart.py"],
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        capture_output=True,
-        timeout=DEADLINE_S,
-    )
-    assert result.returncode == 0, result.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+),", result.stdout)]
+def test_the_quickstart_learns(tmp_path):
+    output = run(ROOT / "examples/quickstart.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+),", output)]
     assert losses[-1] < 0.2 < 0.6 < losses[0]
 
 

@@ -82,7 +82,9 @@ def test_made_up_lines_are_written_to_a_file(tmp_path):
     file = tmp_path / "made_up.tsv"
     with Processes(tmp_path) as processes:
         arguments = [str(file), "--rows", "30"]
-        script = processes.start("made_up", run_script, FOLDER / "criteo.py", *arguments)
+        script = processes.start(
+            "made_up", run_script, FOLDER / "criteo.py", *arguments
+        )
         assert script.status() == 0, script.output()
     assert file.read_bytes().splitlines(keepends=True) == list(
         criteo.generate_lines(30, seed=0)

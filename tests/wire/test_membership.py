@@ -202,7 +202,8 @@ def test_a_signal_that_the_main_thread_loses_ends_a_member_of_a_failed_job(
 
 
 def test_an_exception_of_an_expendable_member_after_the_end_is_ignored(book, processes):
-    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60).publish(book)
+    # The next heartbeat is due in 30 s: finish_s ends the wait of one that leaves.
+    dataclasses.replace(QUICK, heartbeat_s=30, silent_s=60, finish_s=0.5).publish(book)
     member = processes.start("member", members.fail_after_the_end, book.port)
     member.has_printed("serving")
     book.finish()

@@ -17,6 +17,7 @@ from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 
 EVERY_SECOND = MetricsSettings(job_name="adult", push_interval_seconds=1)
+OFTEN = MetricsSettings(job_name="adult", push_interval_seconds=0.1)
 LOGGER = "persia_torchrec.wire.pushgateway"
 
 
@@ -140,7 +141,7 @@ def test_a_gateway_that_refuses_is_logged_at_most_once_per_minute(refusing, capl
         num_read += 1
         return three()
 
-    stop = push(read=read)
+    stop = push(OFTEN, read)
     wait_until(lambda: num_read >= 3, "three pushes")
     stop()
     assert len(warnings_of(caplog)) == 1
@@ -156,7 +157,7 @@ def test_a_gateway_that_answers_with_an_error_is_logged(gateway, caplog):
 def test_pushes_resume_when_the_gateway_is_back(gateway, caplog):
     gateway.status = 503
     with caplog.at_level(logging.INFO, LOGGER):
-        stop = push()
+        stop = push(OFTEN)
         gateway.wait(1)
         gateway.status = 200
         gateway.wait(2)
@@ -176,7 +177,7 @@ def test_an_error_while_reading_metrics_does_not_end_the_pushes(gateway, caplog)
             raise KeyError("rows")
         return three()
 
-    stop = push(read=read)
+    stop = push(OFTEN, read)
     gateway.wait(1)
     stop()
     assert "KeyError" in caplog.text
@@ -185,7 +186,7 @@ def test_an_error_while_reading_metrics_does_not_end_the_pushes(gateway, caplog)
 def test_a_gateway_that_hangs_delays_no_caller(hanging, monkeypatch, caplog):
     monkeypatch.setattr(gateway_module, "PUSH_TIMEOUT_S", 0.2)
     monkeypatch.setattr(gateway_module, "LAST_PUSH_TIMEOUT_S", 0.2)
-    stop = push()
+    stop = push(OFTEN)
     wait_until(lambda: warnings_of(caplog), "a warning")
     assert "timed out" in caplog.text
     stop()
