@@ -3,6 +3,7 @@
 ``pytest --hypothesis-profile=nightly`` searches longer and with new random numbers.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -48,6 +49,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not (is_worker or session.config.option.collectonly):
         warm_up_store()
         warm_up_worker()
+
+
+def pytest_collection() -> None:
+    """Import all test modules without garbage collections, which find nothing there."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported out of the garbage collections during the tests.
+
+    TorchRec alone has a million objects, of which each full one would visit each.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

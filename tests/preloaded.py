@@ -3,6 +3,7 @@
 TorchRec, the mains of all roles, and the compiled loops, loaded from numba's cache.
 """
 
+import gc
 import logging
 
 import persia_torchrec.ctx
@@ -21,3 +22,6 @@ precision.warm_up()
 
 # TorchRec sets up the root logger while it is imported; the mains of roles do, too.
 logging.root.handlers.clear()
+
+# No garbage collection of a process of a test visits what is imported.
+gc.freeze()
