@@ -309,6 +309,16 @@ def step_dumps(monkeypatch):
     return slices
 
 
+def copy_some(task, slices):
+    """Let slices go on until each server has copied some, in whichever order."""
+
+    def has_progressed():
+        slices.release()
+        return task.progress > 0
+
+    wait_for(has_progressed)
+
+
 def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
     slices = step_dumps(monkeypatch)
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
@@ -338,8 +348,7 @@ def test_one_dump_at_a_time_and_the_first_is_not_disturbed(servers, path, monkey
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
-    slices.release(1000)
-    wait_for(lambda: task.progress > 0)
+    copy_some(task, slices)
     with pytest.raises(RemoteError, match="one checkpoint at a time"):
         servers.client(job.running).checkpoints.dump(path)
     slices.release(50_000)
@@ -352,8 +361,7 @@ def test_a_dump_that_is_ended_early_is_not_complete(servers, path, monkeypatch, 
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
-    slices.release(1000)
-    wait_for(lambda: task.progress > 0)
+    copy_some(task, slices)
     if end == "cancel":
         task.cancel()
         message = "It was cancelled"
@@ -374,8 +382,7 @@ def test_a_server_that_stops_during_a_dump_fails_it(servers, path, monkeypatch):
     job = Job(servers, 2, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
-    slices.release(1000)
-    wait_for(lambda: task.progress > 0)
+    copy_some(task, slices)
     job.running[0].stop()
     with pytest.raises(ServerError, match="embedding server 0"):
         task.wait(DEADLINE_S)
