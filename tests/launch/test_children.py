@@ -75,20 +75,25 @@ def test_a_job_whose_coordinator_is_gone_has_failed(job):
 
 def test_the_verdict_of_a_job_is_the_status_of_its_coordinator(job, monkeypatch):
     """A coordinator that is slow to answer, or to end, has not failed."""
-    monkeypatch.setattr(address_book, "_ANSWER_S", 0.1)
     port = draw_port()
     flags = ["--heartbeat-s", "0.1", "--num-trainers", "1"]
     flags += ["--leave-timeout-s", "0.1", "--linger-s", "0"]
     process = start_coordinator(job, "--port", str(port), *flags)
     book = AddressBook.join("localhost", port, look=job.require_none_failed)
     watch = Watch(book, job)
-    os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(JobError):
-        book.state()
-    assert watch._find_failure() is None
-    os.kill(process.pid, signal.SIGCONT)
-    MemberRecord(book, "trainer", 0).report_done()
-    assert job.wait_for_coordinator(DEADLINE_S) == 0
-    assert watch._find_failure() is None
-    assert watch.stop() is None
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # it is stopped
+        with monkeypatch.context() as patch:
+            patch.setattr(address_book, "_ANSWER_S", 0.1)
+            with pytest.raises(JobError):
+                book.state()
+            assert watch._find_failure() is None
+        os.kill(process.pid, signal.SIGCONT)
+        MemberRecord(book, "trainer", 0).report_done()
+        assert job.wait_for_coordinator(DEADLINE_S) == 0
+        assert watch._find_failure() is None
+    finally:
+        failure = watch.stop()
+    assert failure is None
     book.close()
