@@ -65,6 +65,10 @@ class DataflowError(PersiaError):
     """A batch did not get from the data loader to the trainer."""
 
 
+class LostBatchError(DataflowError):
+    """An embedding worker lacks what it had of a batch, as one that has restarted."""
+
+
 class JobMismatchError(PersiaError):
     """The address belongs to another job, which continues, or the index is taken."""
 

@@ -26,7 +26,7 @@ from persia_torchrec.wire.messages import Frames, Header, Kind
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.processes import Processes, wait_until
-from tests.servers import DEADLINE_S, Servers, ids_of
+from tests.servers import DEADLINE_S, Servers, ids_of, once_the_port_is_free
 
 Answer = Callable[[Header, Frames], Frames]
 
@@ -55,6 +55,7 @@ class LocalJob:
         forward_buffer_size: int = 1000,
         gate: "Gate | None" = None,
         greeting: Greeting | None = None,
+        recovery_s: float = 0.0,
         **server_settings: object,
     ) -> None:
         self._monkeypatch = monkeypatch
@@ -66,6 +67,8 @@ class LocalJob:
         self.schema = load_embedding_config(path)
         self.book = AddressBook.host(0, loopback=True)
         self._stack.callback(self.book.close)
+        if recovery_s:
+            self.book.tell_recovery(recovery_s)
         cluster = self._stack.enter_context(Servers())
         self._greeting = greeting or self.book.greeting
         self.servers = cluster.start(
@@ -75,26 +78,38 @@ class LocalJob:
             self.book.register("server", shard, num_servers, server.address)
         self.workers: list[Service] = []
         self.buffers: list[IdBuffer] = []
+        self._buffer_size = forward_buffer_size
+        self.client = cluster.client(self.servers)
         for index in range(num_workers):
-            self.client = cluster.client(self.servers)
-            self._start_worker(index, num_workers, self.client, forward_buffer_size)
+            if index:
+                self.client = cluster.client(self.servers)
+            self._start_worker(self.client)
+            self.book.register("worker", index, num_workers, self.workers[-1].address)
         self._set("PERSIA_STORE_PORT", self.book.port)
         self._set("PERSIA_MEMBER", self.book.port)  # its contexts join nothing
         self._set("PERSIA_EMBEDDING_CONFIG", path)
 
-    def _start_worker(
-        self, index: int, size: int, client: EmbeddingClient, buffer_size: int
-    ) -> None:
-        buffer = IdBuffer(buffer_size, expires_s=60)
+    def _start_worker(self, client: EmbeddingClient, port: int = 0) -> None:
+        buffer = IdBuffer(self._buffer_size, expires_s=60)
         worker = SlotsLookup(client, build_features(self.schema))
         answer = self._gate.before(WorkerProcess(worker, buffer).answer)
         service = Service(
-            "embedding worker", answer, num_threads=16, greeting=self._greeting
+            *("embedding worker", answer),
+            port=port,
+            num_threads=16,
+            greeting=self._greeting,
         )
         self._stack.callback(service.close)
-        self.book.register("worker", index, size, service.address)
         self.workers.append(service)
         self.buffers.append(buffer)
+
+    def restart_worker(self) -> None:
+        """End the first worker, with all that it has; it is the last one then."""
+        self.buffers.pop(0)
+        ended = self.workers.pop(0)
+        ended.close()
+        port = int(ended.address.rpartition(":")[2])
+        once_the_port_is_free(lambda: self._start_worker(self.client, port))
 
     def __enter__(self) -> Self:
         return self

@@ -1,24 +1,36 @@
-"""The data loader's context: batches on their way to workers and trainers."""
+"""The data loader's context: batches on their way to workers and trainers.
+
+    ids  --> embedding worker --> trained: the NN worker says so, and they are dropped
+     `- kept here until then ----> lost with the worker: sent again, there or to another
+
+Where something starts the processes of a job again, a thread asks the NN workers what
+has become of the batches, and sends the ids again that a worker has lost.
+"""
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.ctx.base_ctx import BaseCtx
-from persia_torchrec.data.stream import BatchSender
-from persia_torchrec.embedding.data import PersiaBatch
+from persia_torchrec.data.stream import BatchSender, Position
+from persia_torchrec.embedding.data import NO_WORKER, Origin, PersiaBatch
 from persia_torchrec.errors import ConfigError, DataflowError
+from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.slots import build_bags
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.direct_start import join_job
+from persia_torchrec.wire.messages import Frames
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.002
 _LAST_RETRY_S = 0.5
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.2
 
 
 class DataCtx(BaseCtx):
@@ -28,6 +40,12 @@ class DataCtx(BaseCtx):
     when it first iterates over its ``StreamingDataset``. A process that no launcher has
     started becomes a member of its job here. Leaving the block without an exception
     tells the trainers that this loader has no more batches.
+
+    A process that is started again runs its script from the start. Batches are counted
+    over all processes of the loader: the first ones, which have arrived, are not sent
+    again. A script that does not make the same batches in each run asks ``position``
+    where to continue. Where processes are started again, leaving the block waits until
+    all batches are trained.
 
     Args:
         threadpool_worker_size: how many messages may be on their way at once, at least
@@ -49,43 +67,210 @@ class DataCtx(BaseCtx):
                 f"REPLICA_SIZE. Received: {self._loader}."
             )
         join_job("loader", self._loader, self._num_loaders, store)
-        with contextlib.closing(AddressBook.join(*store)) as book:
-            workers, trainers = book.addresses("worker"), book.addresses("trainer")
-        self._workers = RemoteWorkers(workers, greeting=book.greeting)
-        self._sender = BatchSender(
-            trainers, self._loader, self._num_loaders, book.greeting
-        )
-        self._num_sent = 0
+        self._closing = threading.Event()
+        with contextlib.ExitStack() as stack:
+            self._book = book = stack.enter_context(
+                contextlib.closing(AddressBook.join(*store))
+            )
+            workers, self._trainers = map(book.addresses, ("worker", "trainer"))
+            recovery_s, greeting = book.recovery_s, book.greeting
+            self._workers = RemoteWorkers(
+                workers, greeting=greeting, recovery_s=recovery_s
+            )
+            stack.callback(self._workers.close)
+            self._sender = BatchSender(
+                self._trainers, self._loader, self._num_loaders, greeting
+            )
+            stack.callback(self._sender.close)
+            self._sender.recovery_s, self._sender.look = recovery_s, self._look_for
+            self._sender.begin()
+            stack.callback(self._closing.set)
+            self._connections = stack.pop_all()
+        self._num_sent = self._num_skipped = self._num_different = 0
+        self._lock = threading.Lock()
+        # Ids of batches that are not trained yet, by number. guarded by _lock
+        self._kept: dict[int, Frames] = {}
+        self._error: BaseException | None = None
+        if recovery_s:
+            threading.Thread(
+                target=self._send_lost, name="lost batches", daemon=True
+            ).start()
+
+    @property
+    def position(self) -> int:
+        """How many batches of this loader had arrived when it connected; 0 at first.
+
+        A script that asks before it sends continues there: it makes the batches
+        behind them, and ``send_data`` numbers the first one ``position + 1``.
+        """
+        position = self._sender.position()
+        self._num_sent = self._num_sent or position
+        return position
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
         """Send a batch; waits while the buffers of worker or trainer are full.
 
         The ids go to one of the embedding workers in turn, the rest to the trainer
-        ``batch_id % number of trainers``. Sets the batch's ``batch_id``.
+        ``batch_id % number of trainers``. Sets the batch's ``batch_id``. A batch that
+        has arrived from an earlier process of this loader is not sent.
 
         Raises:
-            DataflowError: a buffer stayed full for 15 minutes.
+            DataflowError: a buffer stayed full for 15 minutes, or an NN worker was
+                started again, which needs batches that are gone here.
         """
-        worker = self._num_sent % self._workers.num_workers
-        batch_id = self._num_sent * self._num_loaders + self._loader
-        persia_batch.batch_id = batch_id
+        if self._error is not None:
+            raise self._error
+        number = self._num_sent + 1
+        persia_batch.batch_id = self._sender.batch_id(number)
         bags = build_bags({f.name: f for f in persia_batch.id_type_features})
+        if self._sender.had_arrived(number):
+            self._skip(number, bags)
+        else:
+            self._send(number, encode_bags(bags), persia_batch)
+        self._num_sent = number
+
+    def _send(self, number: int, ids: Frames, batch: PersiaBatch) -> None:
         deadline = time.monotonic() + timeouts.SEND_BATCH_S
-        waits = _waits("embedding worker", deadline)
-        while (ref := self._workers.buffer(worker, self._loader, bags)) is None:
-            time.sleep(next(waits))
-        trainer = batch_id % self._sender.num_trainers
+        worker = self._leave_ids(number, ids, deadline)
+        checksum = 0
+        if self._workers.recovery_s:
+            checksum = _checksum(ids)
+            with self._lock:
+                self._kept[number] = ids
         waits = _waits("trainer", deadline)
-        while not self._sender.send(trainer, persia_batch, worker, ref):
+        while True:
+            position = self._sender.send(number, batch, worker, checksum)
+            self._note(self._sender.trainer_of(number), position)
+            if position.has_room:
+                return
             time.sleep(next(waits))
-        self._num_sent += 1
+
+    def _skip(self, number: int, bags: Mapping[str, Bags]) -> None:
+        """Do not send a batch that has arrived; keep its ids if it is not trained."""
+        self._num_skipped += 1
+        known = self._sender.known[self._sender.trainer_of(number)]
+        checksum = known.checksums.get(number, 0)
+        if not self._workers.recovery_s or not (checksum or number in known.open):
+            return
+        ids = encode_bags(bags)
+        if number in known.open:
+            with self._lock:
+                self._kept[number] = ids
+        if checksum not in (0, _checksum(ids)):
+            self._num_different += 1
+            if self._num_different == 1:
+                logger.warning(
+                    "batch %d of data loader %d has arrived with other ids than its "
+                    "script has made now, and is not sent. A script that does not make "
+                    "the same batches in each run must continue at DataCtx.position.",
+                    *(number, self._loader),
+                )
+
+    def _leave_ids(
+        self, number: int, ids: Frames, deadline: float, *, again: bool = False
+    ) -> int:
+        """Leave the ids of a batch with a worker that has room; return which."""
+        workers, start = self._workers, self._sender.start
+        first = (number - 1) % workers.num_workers
+        waits = _waits("embedding worker", deadline)
+
+        def leave(worker: int) -> int | None:
+            origin = Origin(self._loader, number, worker)
+            is_kept = workers.buffer(worker, origin, ids, start=start, again=again)
+            return worker if is_kept else None
+
+        while (worker := workers.insist(first, leave)) is None:
+            time.sleep(next(waits))
+        return worker
+
+    def _note(self, trainer: int, position: Position) -> None:
+        """Drop the ids of batches that a trainer has trained."""
+        with self._lock:
+            for number in [*self._kept]:
+                is_its = self._sender.trainer_of(number) == trainer
+                has_arrived = is_its and number <= position.arrived
+                if has_arrived and number not in position.open:
+                    del self._kept[number]
+
+    def _send_lost(self) -> None:
+        """Send ids again that embedding workers have lost, until the end."""
+        wait_s = _LAST_LOOK_S
+        moved: dict[int, int] = {}
+        try:
+            while not self._closing.wait(0 if moved else wait_s):
+                lost = self._look(moved)
+                wait_s = _FIRST_LOOK_S if lost else min(2 * wait_s, _LAST_LOOK_S)
+                deadline = time.monotonic() + timeouts.SEND_BATCH_S
+                moved = {
+                    number: self._leave_ids(number, ids, deadline, again=True)
+                    if ids
+                    else NO_WORKER
+                    for number, ids in lost.items()
+                }
+                if moved:
+                    logger.info("sent the ids of batches again: %s", [*moved])
+        except BaseException as exc:  # noqa: BLE001  # raised by the script's thread
+            if not self._closing.is_set():
+                self._error = exc
+
+    def _look(self, moved: dict[int, int]) -> dict[int, Frames]:
+        """Tell the trainers where ids have gone; return those that are lost.
+
+        Nothing is left of a batch that an earlier process has sent, and that the script
+        does not make again.
+        """
+        lost: dict[int, Frames] = {}
+        for trainer in range(self._sender.num_trainers):
+            trainer_of = self._sender.trainer_of
+            own = {n: w for n, w in moved.items() if trainer_of(n) == trainer}
+            position = self._sender.move(trainer, own)
+            self._note(trainer, position)
+            with self._lock:
+                for number in position.lost:
+                    if number in self._kept or number <= self._num_sent:
+                        lost[number] = self._kept.get(number, [])
+        return lost
+
+    def _look_for(self, trainer: int) -> None:
+        """Raise DataflowError if a trainer is at another address now."""
+        address = self._book.peek(f"address/trainer/{trainer}")
+        if address != self._trainers[trainer]:
+            raise DataflowError(
+                f"NN worker {trainer} must be the one that this data loader has sent "
+                "its batches to. Received: it was started again. Start the data loader "
+                "again, too: it continues where the NN workers do."
+            )
 
     @contextlib.contextmanager
     def _block(self) -> Iterator[None]:
-        with contextlib.closing(self._workers), contextlib.closing(self._sender):
+        with self._connections:
             yield
             self._sender.end()
-            logger.info("data loader sent batches=%d", self._num_sent)
+            self._await_training()
+            logger.info(
+                "data loader sent batches=%d, of which had arrived before=%d, with "
+                "other ids=%d",
+                *(self._num_sent, self._num_skipped, self._num_different),
+            )
+
+    def _await_training(self) -> None:
+        """Wait until no batch is kept any more; the end of the job interrupts it."""
+
+        def what() -> str:
+            return f"waiting until {len(self._kept)} batches are trained"
+
+        with timeouts.saying(logger, what):
+            while self._kept:
+                if self._error is not None:
+                    raise self._error
+                time.sleep(_FIRST_LOOK_S)
+
+
+def _checksum(ids: Frames) -> int:
+    value = 0
+    for frame in ids:
+        value = zlib.crc32(frame, value)
+    return value or 1  # 0: none
 
 
 def _waits(where: str, deadline: float) -> Iterator[float]:

@@ -311,9 +311,8 @@ class ReadOnlyEmbeddings(SlotsReader):
 
     def __init__(self, device: torch.device) -> None:
         self.client, self._workers = connect_to_job()
-        super().__init__(
-            self._workers, device, timeout_s=2 * timeouts.TRAINING_REQUEST_S
-        )
+        timeout_s = 2 * timeouts.TRAINING_REQUEST_S + self._workers.recovery_s
+        super().__init__(self._workers, device, timeout_s=timeout_s)
         self.checkpoints = checkpoint.ContextCheckpoints(self.client, self.flush)
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:

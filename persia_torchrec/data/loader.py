@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -128,8 +128,13 @@ class StreamingDataset(IterableDatasetBase):
     """What data loader processes send to this trainer; one pass, until all have ended.
 
     The trainer begins to listen, and registers with the job, on the first pass.
+
+    Attributes:
+        trained: by data loader, the ``batch_id`` of its last batch that this trainer
+            need not be sent, as it was trained on before a restart.
     """
 
+    trained: Mapping[int, int] = {}
     _is_iterated = False
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
@@ -144,7 +149,7 @@ class StreamingDataset(IterableDatasetBase):
         )
         rank, world_size = env.get_rank(), env.get_world_size()
         join_job("trainer", rank, world_size, store)
-        inbox = Inbox(self.buffer_size, rank, world_size)
+        inbox = Inbox(self.buffer_size, rank, world_size, self.trained)
         with contextlib.closing(AddressBook.join(*store)) as book:
             service = inbox.listen(local_address(store.host), book.greeting)
             self._is_iterated = True
@@ -153,7 +158,8 @@ class StreamingDataset(IterableDatasetBase):
         def take_all() -> Iterator[ReferencedBatch]:
             while (batch := inbox.take(timeout_s, in_order=in_order)) is not None:
                 yield batch
-            service.close()
+            if not book.recovery_s:  # else data loaders ask what is trained
+                service.close()
 
         return take_all()
 

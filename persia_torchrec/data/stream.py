@@ -1,54 +1,104 @@
 """How a batch gets from a data loader to a trainer.
 
-The ids have gone to an embedding worker; what is left of the batch, and the reference
-under which its ids wait there, goes to the trainer whose turn it is:
+The ids have gone to an embedding worker; what is left of the batch, and the number of
+that worker, goes to the trainer whose turn it is:
 
-    BATCH         header: stream = loader, batch = number of the batch, flags = loaders
-                  1: JSON [worker, loader, reference]
+    BATCH         1: JSON [worker, checksum of the ids]
                   2: the rest of the batch (embedding/data.py)
-    END_OF_DATA   header: stream = loader, flags = loaders
-                  1: JSON null
+    END_OF_DATA   1: JSON null
+    POSITION      1: JSON {number: worker}: which batches had lost their ids, and who
+                     has them again; at first null
 
-The reply to BATCH is JSON true, or false when the trainer's buffer stays full for a
-moment: the loader then sends the batch again. The trainer keeps a bounded queue per
-loader, so that one that is ahead takes no room of one that is behind. A loader numbers
-its batches ``loader + n * num_loaders``, so that the next one in the order of the
-numbers (``in_order``) is always at the head of a known queue.
+In each header stream is the loader, batch the number of the batch among those of the
+loader, from 1, flags the number of loaders, and incarnation says which start of the
+loader it is. The reply is a ``Position``: what has become of the loader's batches.
+
+A loader that is started again begins with POSITION; its numbers begin at 1, and batches
+that have arrived are not sent again. It keeps the ids of a batch until the batch is
+trained, in case the embedding worker loses them.
+
+The trainer keeps a bounded queue per loader, so that one that is ahead takes no room of
+one that is behind; a loader whose queue stays full for a moment sends the batch again.
+In the order of all batches, number n of a loader is ``loader + (n - 1) * num_loaders``:
+the next one in this order (``in_order``) is always at the head of a known queue.
 """
 
+import secrets
 import threading
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from persia_torchrec.embedding import data
-from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
-from persia_torchrec.errors import DataflowError, FrameError
+from persia_torchrec.embedding.data import Origin, PersiaBatch, ReferencedBatch
+from persia_torchrec.errors import DataflowError, FrameError, RemoteError, ServerError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json, encode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.wire.transport import Connections
 
 _PUT_TIMEOUT_S = 0.5
+_RETRY_S = 0.2
 _MAX_LOADERS_AT_ONCE = 16
+_NUM_CHECKSUMS = 64  # of the latest batches of each loader
 
 _Queue = deque[ReferencedBatch | None]
+
+
+class Position(msgspec.Struct, kw_only=True):
+    """What a trainer says of the batches of a data loader that are its own.
+
+    Attributes:
+        arrived: number of the last one that has arrived; they come in their order.
+        open: numbers of those that have arrived, and are not trained yet.
+        lost: of these, whose ids an embedding worker has lost.
+        checksums: numbers of the latest, and checksums of their ids; only for POSITION.
+        has_room: whether there was room for the batch.
+    """
+
+    arrived: int
+    open: list[int]
+    lost: list[int]
+    checksums: dict[int, int] = {}
+    has_room: bool = True
+
+
+class _Loader:
+    """What has come from one data loader; guarded by the lock of the inbox."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.arrived = 0
+        self.queue: _Queue = deque()
+        self.open: dict[int, Origin] = {}
+        self.checksums = deque[tuple[int, int]](maxlen=_NUM_CHECKSUMS)
+        self.has_ended = False
 
 
 class Inbox:
     """The trainer's end: queues of ``capacity`` batches, one per loader.
 
     Any thread may call any method. Trainer ``rank`` gets the batches
-    ``rank + n * world_size``.
+    ``rank + n * world_size``. Those up to ``trained``, by loader, have been there.
     """
 
-    def __init__(self, capacity: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        rank: int,
+        world_size: int,
+        trained: Mapping[int, int] = {},  # only read
+    ) -> None:
         self._capacity = capacity
         self._world_size = world_size
         self._changed = threading.Condition()
-        self._queues: dict[int, _Queue] = {}  # guarded by _changed
-        self._ended: set[int] = set()  # guarded by _changed
+        self._loaders = defaultdict[int, _Loader](_Loader)  # guarded by _changed
         self._num_loaders: int | None = None  # guarded by _changed
-        self._next_batch = rank  # guarded by _changed
+        self._trained = dict(trained)
+        last_batch = max(trained.values(), default=rank - world_size)
+        self._next_batch = last_batch + world_size  # guarded by _changed
 
     def listen(self, host: str, greeting: Greeting = NO_JOB) -> Service:
         """Take what data loaders of a job send, until the service is closed."""
@@ -60,27 +110,64 @@ class Inbox:
             greeting=greeting,
         )
 
-    def put(
-        self, loader: int, num_loaders: int, batch: ReferencedBatch, timeout_s: float
-    ) -> bool:
-        """Add a batch; return whether there was room for it within ``timeout_s``."""
+    def begin(self, header: Header) -> None:
+        """Note which start of a loader sends from now on."""
         with self._changed:
-            self._learn(num_loaders)
-            waiting = self._queues.setdefault(loader, deque())
-            has_room = self._changed.wait_for(
-                lambda: len(waiting) < self._capacity, timeout_s
-            )
-            if has_room:
-                waiting.append(batch)
-                self._changed.notify_all()
-        return has_room
+            self._loaders[header.stream].start = header.incarnation
 
-    def end(self, loader: int, num_loaders: int) -> None:
+    def put(
+        self,
+        header: Header,
+        batch: ReferencedBatch,
+        timeout_s: float,
+        checksum: int = 0,
+    ) -> bool:
+        """Add a batch; return whether there was room for it within ``timeout_s``.
+
+        One that has arrived is not added again.
+        """
+        number = header.batch
+        with self._changed:
+            loader = self._find(header)
+            self._changed.wait_for(
+                lambda: number <= loader.arrived or len(loader.queue) < self._capacity,
+                timeout_s,
+            )
+            self._find(header)  # the loader may have started again meanwhile
+            if number > loader.arrived and len(loader.queue) < self._capacity:
+                loader.arrived = number
+                loader.open[number] = batch.origin
+                loader.checksums.append((number, checksum))
+                loader.queue.append(batch)
+                self._changed.notify_all()
+            return number <= loader.arrived
+
+    def end(self, header: Header) -> None:
         """Note that a loader has no more batches."""
         with self._changed:
-            self._learn(num_loaders)
-            self._ended.add(loader)
+            self._find(header).has_ended = True
             self._changed.notify_all()
+
+    def move(self, header: Header, moved: Mapping[int, int]) -> None:
+        """Note which workers have the ids of a loader's batches again."""
+        with self._changed:
+            loader = self._find(header)
+            for number, worker in moved.items():
+                if number in loader.open:
+                    loader.open[number].move(worker)
+
+    def position(self, header: Header) -> Position:
+        """Return what has become of the batches of a loader."""
+        with self._changed:
+            loader = self._find(header)
+            numbers = [n for n, origin in loader.open.items() if origin.is_settled]
+            for number in numbers:
+                del loader.open[number]
+            lost = [n for n, origin in loader.open.items() if origin.is_lost]
+            position = Position(arrived=loader.arrived, open=[*loader.open], lost=lost)
+            if header.kind is Kind.POSITION:
+                position.checksums = dict(loader.checksums)
+            return position
 
     def take(self, timeout_s: float, *, in_order: bool) -> ReferencedBatch | None:
         """Return the next batch, or None when all loaders have ended."""
@@ -91,57 +178,93 @@ class Inbox:
             if not queue:
                 raise DataflowError(
                     f"A data loader must send a batch within {timeout_s:g} s. "
-                    f"Received: nothing. Ended: {len(self._ended)} of "
+                    f"Received: nothing. Ended: {self._num_ended()} of "
                     f"{self._num_loaders or 'an unknown number of'} loaders."
                 )
             self._next_batch += self._world_size
             self._changed.notify_all()
             return queue.popleft()
 
-    def _learn(self, num_loaders: int) -> None:
+    def _find(self, header: Header) -> _Loader:
+        """Return the loader that has sent a message, which must be its last start."""
+        num_loaders, loader = header.flags, self._loaders[header.stream]
         if self._num_loaders not in (None, num_loaders):
             raise DataflowError(
                 f"Data loaders must agree on their number. Received: {num_loaders}, "
                 f"and {self._num_loaders} before."
             )
         self._num_loaders = num_loaders
+        last = self._trained.pop(header.stream, -1)
+        loader.arrived = max(loader.arrived, last // num_loaders + 1)
+        if header.incarnation != loader.start:
+            raise DataflowError(
+                f"A process of data loader {header.stream} must ask first which "
+                "batches have arrived, and be the last that did. Received: another "
+                "one, or this NN worker was started after it. Start the data loader "
+                "again."
+            )
+        return loader
+
+    def _num_ended(self) -> int:
+        return sum(loader.has_ended for loader in self._loaders.values())
 
     def _next_queue(self, *, in_order: bool) -> _Queue | None:
         """Return the queue to take from; at the end one of None."""
-        queues, num_loaders = self._queues, self._num_loaders or 0
-        if len(self._ended) == num_loaders > 0 and not any(queues.values()):
+        loaders, num_loaders = self._loaders, self._num_loaders or 0
+        queues = [loader.queue for loader in loaders.values()]
+        if self._num_ended() == num_loaders > 0 and not any(queues):
             return deque([None])
         if not in_order:  # the longest, so that no loader is kept waiting for long
-            return max(queues.values(), key=len, default=None)
+            return max(queues, key=len, default=None)
         # Once around, at most: when loaders and trainers have a common divisor, the
         # numbers of this trainer never come to some of the loaders.
         for _ in range(num_loaders):
-            loader = self._next_batch % num_loaders
-            if queues.get(loader):
-                return queues[loader]
-            if loader not in self._ended:
+            loader = loaders[self._next_batch % num_loaders]
+            if loader.queue:
+                return loader.queue
+            if not loader.has_ended:
                 return None
             # This loader had fewer batches: the number does not exist.
             self._next_batch += self._world_size
         return None
 
     def _receive(self, header: Header, frames: Frames) -> Frames:
-        loader, num_loaders = header.stream, header.flags
-        if header.kind is Kind.END_OF_DATA:
-            self.end(loader, num_loaders)
-            return [encode_json(None)]
-        if header.kind is not Kind.BATCH or len(frames) != 3:
+        has_room = True
+        if header.kind is Kind.POSITION:
+            moved: dict[int, int] | None = decode_json(frames, dict[int, int] | None)
+            if moved is None:
+                self.begin(header)
+            else:
+                self.move(header, moved)
+        elif header.kind is Kind.END_OF_DATA:
+            self.end(header)
+        elif header.kind is Kind.BATCH and len(frames) == 3:
+            worker, checksum = decode_json(frames[:2], tuple[int, int])
+            origin = Origin(header.stream, header.batch, worker)
+            # Copied: a frame is read-only, and torch wants memory that can be written.
+            batch = data.decode_rest(bytearray(frames[2]), origin)
+            has_room = self.put(header, batch, _PUT_TIMEOUT_S, checksum)
+        else:
             raise FrameError(f"A trainer answers no such message: {header}.")
-        worker, source, reference = decode_json(frames[:2], tuple[int, int, int])
-        # Copied: a frame is read-only, and torch wants memory that can be written.
-        batch = data.decode_rest(
-            bytearray(frames[2]), worker=worker, loader=source, reference=reference
-        )
-        return [encode_json(self.put(loader, num_loaders, batch, _PUT_TIMEOUT_S))]
+        position = self.position(header)
+        position.has_room = has_room
+        return [msgspec.json.encode(position)]
 
 
 class BatchSender:
-    """The data loader's end: sends batches to the trainers; addresses are by rank."""
+    """The data loader's end: sends batches to the trainers; addresses are by rank.
+
+    Any thread may call any method, after :meth:`begin`.
+
+    Attributes:
+        num_trainers: how many trainers there are.
+        start: tells this process from earlier ones of the same loader.
+        recovery_s: how long a message to a trainer that is away is sent again; ``look``
+            is called meanwhile with its rank, and raises if that is useless.
+        known: by trainer, what had become of earlier batches at :meth:`begin`.
+    """
+
+    recovery_s = 0.0
 
     def __init__(
         self,
@@ -153,17 +276,55 @@ class BatchSender:
     ) -> None:
         self._connections = Connections("trainer", addresses, greeting=greeting)
         self.num_trainers = len(addresses)
+        self.start = secrets.randbits(63)
+        self.look: Callable[[int], None] = lambda trainer: None
+        self.known: list[Position] = []
         self._loader = loader
         self._num_loaders = num_loaders
         self._timeout_s = timeout_s
+        self._closing = threading.Event()
+
+    def begin(self) -> None:
+        """Ask every trainer which batches of this loader have arrived."""
+        self.known = [
+            self._ask(trainer, Kind.POSITION, 0, [encode_json(None)])
+            for trainer in range(self.num_trainers)
+        ]
+
+    def position(self) -> int:
+        """Return up to which number all batches had arrived at :meth:`begin`."""
+        missing = (
+            number
+            for trainer, position in enumerate(self.known)
+            for number in range(
+                position.arrived + 1, position.arrived + self.num_trainers + 1
+            )
+            if self.trainer_of(number) == trainer
+        )
+        return min(missing) - 1
+
+    def had_arrived(self, number: int) -> bool:
+        """Return whether a batch had arrived at :meth:`begin`."""
+        return number <= self.known[self.trainer_of(number)].arrived
+
+    def batch_id(self, number: int) -> int:
+        """Return the number of a batch among those of all loaders, from 0."""
+        return (number - 1) * self._num_loaders + self._loader
+
+    def trainer_of(self, number: int) -> int:
+        """Return the rank of the trainer that a batch goes to."""
+        return self.batch_id(number) % self.num_trainers
 
     def send(
-        self, trainer: int, batch: PersiaBatch, worker: int, reference: int
-    ) -> bool:
-        """Send a batch but for its ids; return whether the trainer had room for it."""
-        origin = encode_json([worker, self._loader, reference])
-        frames: Frames = [origin, data.encode_rest(batch)]
-        return self._ask(trainer, Kind.BATCH, batch.batch_id or 0, frames) is True
+        self, number: int, batch: PersiaBatch, worker: int, checksum: int = 0
+    ) -> Position:
+        """Send a batch but for its ids; its trainer may have no room for it."""
+        frames: Frames = [encode_json([worker, checksum]), data.encode_rest(batch)]
+        return self._ask(self.trainer_of(number), Kind.BATCH, number, frames)
+
+    def move(self, trainer: int, moved: Mapping[int, int]) -> Position:
+        """Tell a trainer which workers have the ids of lost batches again."""
+        return self._ask(trainer, Kind.POSITION, 0, [encode_json(moved)])
 
     def end(self) -> None:
         """Tell every trainer that this loader has no more batches."""
@@ -172,11 +333,30 @@ class BatchSender:
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
+        self._closing.set()
         self._connections.close()
 
-    def _ask(self, trainer: int, kind: Kind, batch: int, frames: Frames) -> object:
-        header = Header(kind, stream=self._loader, batch=batch, flags=self._num_loaders)
-        reply = self._connections.submit(
-            trainer, header, frames, timeout_s=self._timeout_s, what="a batch"
+    def _ask(self, trainer: int, kind: Kind, number: int, frames: Frames) -> Position:
+        header = Header(
+            kind, 0, self.start, self._loader, number, flags=self._num_loaders
         )
-        return decode_json(reply.frames())
+        deadline_s: float | None = None
+        while True:
+            reply = self._connections.submit(
+                trainer, header, frames, timeout_s=self._timeout_s, what="a batch"
+            )
+            try:
+                return _read(reply.frames())
+            except ServerError as exc:
+                now_s = time.monotonic()
+                deadline_s = deadline_s or now_s + self.recovery_s
+                if isinstance(exc, RemoteError) or now_s >= deadline_s:
+                    raise
+                self.look(trainer)
+                if self._closing.wait(_RETRY_S):
+                    raise
+
+
+def _read(frames: Frames) -> Position:
+    position: Position = decode_json(frames, Position)
+    return position

@@ -34,6 +34,7 @@ import contextlib
 import math
 import operator
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -53,6 +54,9 @@ DTYPES = tuple(map(np.dtype, ("?", "i1", "i2", "i4", "i8", "u1", "f4", "f8")))
 
 MAGIC = b"PTRB"
 VERSION = 1
+
+NO_WORKER = -1
+"""In the place of a worker: none has the ids, and the data loader lacks them."""
 
 Ids = npt.NDArray[np.uint64]
 Lengths = npt.NDArray[np.int32]
@@ -308,26 +312,64 @@ _CLASSES: dict[str, tuple[type, ...]] = {
 }
 
 
+class Origin:
+    """Which batch of which data loader, and where its ids wait. Any thread may use it.
+
+    Attributes:
+        loader: number of the data loader.
+        number: of the batch among those of the loader, from 1.
+        worker: number of the embedding worker that has the ids; NO_WORKER: it is lost.
+        is_lost: whether that worker has lost them, so that the loader must send them.
+        is_settled: whether no process needs the ids any more.
+    """
+
+    def __init__(self, loader: int, number: int, worker: int) -> None:
+        self.loader, self.number, self.worker = loader, number, worker
+        self.is_lost = self.is_settled = False
+        self._changed = threading.Condition()
+
+    def lose(self, worker: int) -> None:
+        """Ask for the ids that a worker has lost, unless they have moved meanwhile."""
+        with self._changed:
+            self.is_lost = self.is_lost or worker == self.worker
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a worker has the ids; return whether one has in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.is_lost, timeout_s)
+
+    def move(self, worker: int) -> None:
+        """Note that a worker has the ids again, or that the loader lacks them."""
+        with self._changed:
+            self.worker, self.is_lost = worker, False
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Note that the batch is trained, or given up, or was only looked up."""
+        self.is_settled = True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferencedBatch:
     """A batch without its ids, which wait at an embedding worker.
 
     Attributes:
-        worker: number of that worker.
-        loader: number of the data loader that left the ids there.
-        reference: what the worker called them.
+        origin: which batch it is, and where its ids wait.
         batch_id: the batch's number among those of all data loaders.
     """
 
-    worker: int
-    loader: int
-    reference: int
+    origin: Origin
     batch_size: int
     non_id_type_features: tuple[NonIDTypeFeature, ...]
     labels: tuple[Label, ...]
     requires_grad: bool
     meta: bytes | None
     batch_id: int | None
+
+    @property
+    def loader(self) -> int:
+        """Number of the data loader that sent it."""
+        return self.origin.loader
 
 
 class _Ids(msgspec.Struct):
@@ -357,9 +399,7 @@ def encode_rest(batch: PersiaBatch) -> bytes:
     return _encode(batch, ())
 
 
-def decode_rest(
-    data: Buffer, *, worker: int, loader: int, reference: int
-) -> ReferencedBatch:
+def decode_rest(data: Buffer, origin: Origin) -> ReferencedBatch:
     """Read what :func:`encode_rest` wrote; the arrays are views of the bytes."""
     try:
         batch_id, features, rest = _decode(data)
@@ -367,9 +407,7 @@ def decode_rest(
         raise _invalid(exc) from exc
     if features:
         raise FrameError("The rest of a batch must be without ids.")
-    return ReferencedBatch(
-        worker=worker, loader=loader, reference=reference, batch_id=batch_id, **rest
-    )
+    return ReferencedBatch(origin=origin, batch_id=batch_id, **rest)
 
 
 def _invalid(exc: BatchError) -> FrameError:

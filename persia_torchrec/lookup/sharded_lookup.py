@@ -179,16 +179,20 @@ class ShardedLookup:
         """
         with self._timed("lookup_total_time_cost_sec"):
             with self._timed("lookup_preprocess_time_cost_sec"):
-                batch = self._route(bags, number)
-            with self._timed("lookup_rpc_time_cost_sec"):
-                rows = self.client.pull(
-                    batch.tables,
-                    batch=number,
-                    precision=self.precision,
-                    counts=batch.counts,
-                )
-            with self._timed("lookup_postprocess_time_cost_sec"):
-                return self.outputs_of(rows, batch), batch
+                batch = self.route(bags, number)
+            return self.fetch(batch), batch
+
+    def fetch(self, batch: RoutedBatch) -> Outputs:
+        """Fetch the rows of a batch; to do so twice changes no more than once."""
+        with self._timed("lookup_rpc_time_cost_sec"):
+            rows = self.client.pull(
+                batch.tables,
+                batch=batch.number,
+                precision=self.precision,
+                counts=batch.counts,
+            )
+        with self._timed("lookup_postprocess_time_cost_sec"):
+            return self.outputs_of(rows, batch)
 
     def push(self, batch: RoutedBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a training batch; returns before they are applied."""
@@ -220,7 +224,7 @@ class ShardedLookup:
             )
         return self._all, [bags[feature.key] for feature in self.features], ()
 
-    def _route(
+    def route(
         self, given: Mapping[str, Bags], number: BatchNumber | None
     ) -> RoutedBatch:
         """Make the ids unique per table, and group them by server; see :meth:`pull`."""

@@ -2,15 +2,26 @@
 
 ``RemoteWorkers`` pulls and pushes like a ``SlotsLookup`` in this process; only the
 work is done elsewhere. A batch whose ids a data loader has left with a worker is asked
-for by its reference there; other batches go to the workers round-robin.
+for by its loader and number; other batches go to the workers round-robin.
+
+Where something starts workers again (``recovery_s``), what one that ended has not
+answered is asked of it again, or of another one. FORWARD and BACKWARD need nothing but
+the ids of the batch: those of a data loader are sent by that again (see ``Origin``),
+and others come from here. A push keeps its stream and number, by which servers
+recognise what they have applied.
 """
 
 import itertools
+import logging
 import math
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,8 +29,16 @@ import numpy as np
 from persia_torchrec import timeouts
 from persia_torchrec.client.client import BatchNumber, Reply
 from persia_torchrec.client.servers import Peers
-from persia_torchrec.embedding.data import ReferencedBatch
-from persia_torchrec.errors import ConfigError, FrameError, PersiaError
+from persia_torchrec.embedding.data import NO_WORKER, Origin, ReferencedBatch
+from persia_torchrec.errors import (
+    ConfigError,
+    DataflowError,
+    FrameError,
+    LostBatchError,
+    PersiaError,
+    RemoteError,
+    ServerError,
+)
 from persia_torchrec.lookup.bags import Bags, encode_bags
 from persia_torchrec.lookup.sharded_lookup import Outputs
 from persia_torchrec.lookup.slots import LookupHello
@@ -28,9 +47,15 @@ from persia_torchrec.routing.shard import Positions
 from persia_torchrec.table import TableChange, TableSpec, changed_tables
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
-from persia_torchrec.wire.messages import Frames, Header, Kind, Precision
+from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, Precision
 from persia_torchrec.wire.precision import decode_floats, encode_floats
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_RETRY_S = 0.1
+_AVOID_S = 5.0  # how long a worker that has failed is asked after the others
 _FORWARD = "forward_client_time_cost_sec"
 _FORWARD_ERROR = "forward_error"
 _BACKWARD = "backward_client_time_cost_sec"
@@ -50,11 +75,13 @@ _HELPS = {
 class RemoteBatch:
     """A batch that an embedding worker has pulled, and waits for its gradient.
 
-    ``places`` are int32 ``(B, F)`` for each raw slot, see ``RawIds``.
+    ``places`` are int32 ``(B, F)`` for each raw slot, see ``RawIds``. ``source`` is
+    what another worker needs of it, if it may come to that.
     """
 
     worker: int
     number: BatchNumber
+    source: Origin | Mapping[str, Bags] | None = None
     places: tuple[Positions, ...] = ()
     slots: tuple[str, ...] = ()
 
@@ -70,17 +97,22 @@ class _Forwarded(msgspec.Struct):
     places: list[list[Size]]
 
 
-class _Buffered(msgspec.Struct):
-    """The JSON of a reply to BUFFER_IDS; no reference where the buffer is full."""
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A message that ends a batch, whose worker has ended, and the reply to come."""
 
-    reference: int | None
+    handle: RemoteBatch
+    header: Header
+    frames: Frames
+    reply: Reply
 
 
 class RemoteWorkers(Peers):
     """Connections to all embedding workers. Any thread may call any method.
 
     Embeddings and gradients travel at ``precision``. The workers must belong to the job
-    of ``greeting``, or to none.
+    of ``greeting``, or to none. Requests to one that has ended wait ``recovery_s``
+    seconds for it or for another one; 0: they fail.
 
     Attributes:
         num_workers: how many workers there are.
@@ -94,14 +126,24 @@ class RemoteWorkers(Peers):
         timeout_s: float = timeouts.REQUEST_S,
         precision: Precision = Precision.FP32,
         greeting: Greeting = NO_JOB,
+        recovery_s: float = 0.0,
     ) -> None:
         super().__init__("embedding worker", addresses, timeout_s, greeting)
         self.num_workers = len(addresses)
+        self.recovery_s = recovery_s
         self._precision = precision
         self.observed = Observations(_HELPS)
         self.observed.count(_FORWARD_ERROR, 0)
         self._num_direct = itertools.count()
         self._tables: dict[str, TableSpec] = {}
+        self._away: dict[int, float] = {}  # when it has failed last
+        self._closing = threading.Event()
+        # Bounded by the permits: each is a push in flight.
+        self._again: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
+        if recovery_s:
+            threading.Thread(
+                target=self._end_again, name="pushes again", daemon=True
+            ).start()
 
     def hello(self, timeout_s: float | None = None) -> LookupHello:
         """Ask all workers whether they and their servers are ready."""
@@ -124,8 +166,7 @@ class RemoteWorkers(Peers):
         body: Frames = [messages.encode_json([spec.to_json() for spec in specs])]
         for worker in range(self.num_workers):
             # One after the other: servers compile only once what the first one needs.
-            what = "adding tables"
-            self.send(worker, header, body, what, timeouts.ADD_TABLES_S).frames()
+            self.insist(worker, partial(self._add_tables, header, body), only=True)
         self._tables.update((spec.name, spec) for spec in specs)
 
     def change_tables(self, change: TableChange) -> None:
@@ -136,12 +177,69 @@ class RemoteWorkers(Peers):
         if changed := changed_tables(self._tables.values(), change):
             self.add_tables(changed)
 
-    def buffer(self, worker: int, loader: int, bags: Mapping[str, Bags]) -> int | None:
-        """Leave a batch's ids with a worker; None when the worker's buffer is full."""
-        header = Header(Kind.BUFFER_IDS, stream=loader)
-        reply = self.send(worker, header, encode_bags(bags), "ids")
-        told: _Buffered = self.read(worker, reply, _Buffered)
-        return told.reference
+    def buffer(
+        self,
+        worker: int,
+        batch: Origin,
+        frames: Frames,
+        *,
+        start: int = 0,
+        again: bool = False,
+    ) -> bool:
+        """Leave a batch's ids, as of ``encode_bags``, with a worker.
+
+        ``start`` tells one process of a data loader from another; ``again`` says that
+        the ids were lost. Returns False when the worker's buffer is full.
+        """
+        flags = messages.AGAIN if again else 0
+        loader, number = batch.loader, batch.number
+        header = Header(Kind.BUFFER_IDS, 0, start, loader, number, flags=flags)
+        reply = self.connections.submit(
+            worker, header, frames, timeout_s=self.timeout_s, what="ids"
+        )
+        is_kept: bool = self.read(worker, reply, bool)
+        return is_kept
+
+    def insist(
+        self,
+        worker: int,
+        ask: Callable[[int], T],
+        origin: Origin | None = None,
+        *,
+        only: bool = False,
+    ) -> T:
+        """Ask a worker, and others or itself again if it has ended meanwhile.
+
+        What is asked needs the ids of ``origin``, or that worker ``only``. Raises the
+        last error when no answer comes within ``recovery_s`` of the first one.
+        """
+        deadline_s: float | None = None
+        may_choose = origin is None and not only
+        worker = self._choose(worker) if may_choose else worker
+        while True:
+            try:
+                answer = ask(worker)
+            except PersiaError as exc:
+                now_s = time.monotonic()
+                deadline_s = deadline_s or now_s + self.recovery_s
+                left_s = deadline_s - now_s
+                if left_s <= 0 or self._closing.is_set() or not _is_away(exc):
+                    raise
+                if not isinstance(exc, RemoteError):
+                    self._note_away(worker, exc)
+                if origin is None:
+                    worker = self._choose(worker) if may_choose else worker
+                    if worker in self._away:
+                        self._closing.wait(min(_RETRY_S, left_s))
+                else:
+                    origin.lose(worker)
+                    if not origin.wait(left_s):
+                        raise
+                    worker = _worker_of(origin)
+            else:
+                if self._away.pop(worker, None) is not None:
+                    logger.warning("%s answers again", self.names[worker])
+                return answer
 
     def pull(
         self,
@@ -162,17 +260,25 @@ class RemoteWorkers(Peers):
         number: BatchNumber | None,
     ) -> tuple[Outputs, RemoteBatch]:
         assert number is None or number.share is None, "no joint steps through workers"
+        origin: Origin | None = None
+        kept: Origin | Mapping[str, Bags] | None
         if isinstance(source, ReferencedBatch):
-            worker = source.worker
-            origin = {"loader": source.loader, "reference": source.reference}
-            frames: Frames = [messages.encode_json(origin)]
+            kept = origin = source.origin
+            worker, frames = origin.worker, [_encode(origin)]
         else:
+            kept = source if self.recovery_s else None
             worker = next(self._num_direct) % self.num_workers
-            frames = [messages.encode_json(None), *encode_bags(source)]
+            frames = [_encode(None), *encode_bags(source)]
         flags = 0 if number is None else messages.TRAINING
-        number = number or BatchNumber(0, 0)
+        is_training, number = number is not None, number or BatchNumber(0, 0)
         header = self._header(Kind.FORWARD, number, flags)
-        reply = self.send(worker, header, frames, "lookup").frames()
+
+        def ask(worker: int) -> tuple[int, Frames]:
+            return worker, self.send(worker, header, frames, "lookup").frames()
+
+        worker, reply = self.insist(worker, ask, origin)
+        if origin is not None and not is_training:
+            origin.settle()
         told: _Forwarded = messages.decode_json(reply[:2], _Forwarded)
         first = 2 + len(told.outputs)
         sizes = list(map(len, reply[first:]))
@@ -193,14 +299,15 @@ class RemoteWorkers(Peers):
             messages.array_of(frame, np.int32).reshape(shape).copy()
             for frame, shape in zip(reply[first:], told.places, strict=True)
         )
-        return outputs, RemoteBatch(worker, number, places, told.slots)
+        return outputs, RemoteBatch(worker, number, kept, places, told.slots)
 
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""
         header = self._header(Kind.BACKWARD, handle.number)
         began_s = time.perf_counter()
-        frames: Frames = [encode_floats(grad, self._precision) for grad in grads]
-        reply = self.send(handle.worker, header, frames, "update")
+        frames = [_origin_of(handle)]
+        frames += [encode_floats(grad, self._precision) for grad in grads]
+        reply = self._end(handle, header, frames, "update")
 
         def observe(_: object) -> None:
             if reply.exception() is None:
@@ -212,9 +319,122 @@ class RemoteWorkers(Peers):
     def abandon(self, handle: RemoteBatch) -> list[Reply]:
         """Tell that a training batch gets no gradients."""
         header = self._header(Kind.ABANDON, handle.number)
-        nothing = [messages.encode_json(None)]
-        return [self.send(handle.worker, header, nothing, "giving up")]
+        return [self._end(handle, header, [_origin_of(handle)], "giving up")]
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self._closing.set()
+        self._again.put(None)
+        super().close()
+
+    def _end(
+        self, handle: RemoteBatch, header: Header, frames: Frames, what: str
+    ) -> Reply:
+        """Send the end of a batch; the reply comes when a worker has carried it out."""
+        reply = Reply(self.timeout_s + self.recovery_s, handle.worker, what)
+
+        def note(first: Future[tuple[Header, Frames]]) -> None:
+            # The thread of the connections calls it, which must not wait.
+            error = first.exception()
+            if error is None:
+                _settle(handle, reply, first.result())
+            elif not self.recovery_s or self._closing.is_set() or not _is_away(error):
+                reply.set_exception(error)
+            else:
+                if origin := _needed_of(handle, header):  # all that are lost, at once
+                    origin.lose(handle.worker)
+                self._again.put(_End(handle, header, frames, reply))
+
+        self.send(handle.worker, header, frames, what).add_done_callback(note)
+        return reply
+
+    def _end_again(self) -> None:
+        while (end := self._again.get()) is not None:
+            origin, worker = _needed_of(end.handle, end.header), end.handle.worker
+            try:
+                if origin is not None and origin.wait(self.recovery_s):
+                    worker = _worker_of(origin)
+                answer = self.insist(worker, partial(self._ask_end, end), origin)
+            except Exception as exc:  # noqa: BLE001  # raised by the next caller
+                end.reply.set_exception(exc)
+            else:
+                _settle(end.handle, end.reply, answer)
+
+    def _ask_end(self, end: _End, worker: int) -> tuple[Header, Frames]:
+        handle, frames, what = end.handle, end.frames, end.reply.what
+        is_push = end.header.kind is Kind.BACKWARD
+        if is_push and isinstance(handle.source, Mapping):
+            # Left there as a data loader would, whose batches are those of a stream.
+            origin = Origin(handle.number.stream, handle.number.batch, worker)
+            self.buffer(worker, origin, encode_bags(handle.source), again=True)
+            frames = [_encode(origin), *frames[1:]]
+        return self.send(worker, end.header, frames, what).result()
+
+    def _add_tables(self, header: Header, body: Frames, worker: int) -> Frames:
+        limit_s = timeouts.ADD_TABLES_S
+        return self.send(worker, header, body, "adding tables", limit_s).frames()
+
+    def _choose(self, worker: int) -> int:
+        """Return the worker, or the next that has not failed lately, if one is."""
+        now_s, num = time.monotonic(), self.num_workers
+        for other in range(worker, worker + num):
+            if now_s - self._away.get(other % num, -math.inf) > _AVOID_S:
+                return other % num
+        return (worker + 1) % num
+
+    def _note_away(self, worker: int, error: PersiaError) -> None:
+        is_new = worker not in self._away
+        self._away[worker] = time.monotonic()
+        if is_new:
+            logger.warning(
+                "%s Its batches continue through another one, or wait for it, for %g s "
+                "at most.",
+                *(error, self.recovery_s),
+            )
 
     def _header(self, kind: Kind, number: BatchNumber, flags: int = 0) -> Header:
         stream, batch, _ = number
         return Header(kind, 0, 0, stream, batch, self._precision, flags)
+
+
+def _is_away(error: BaseException) -> bool:
+    """Return whether a worker did not answer, or lacks what it had of a batch."""
+    if isinstance(error, RemoteError):
+        return error.kind == LostBatchError.__name__
+    return isinstance(error, ServerError)
+
+
+def _worker_of(origin: Origin) -> int:
+    """Return which worker has the ids of a data loader's batch."""
+    if origin.worker == NO_WORKER:
+        raise DataflowError(
+            f"The ids of batch {origin.number} of data loader {origin.loader} must be "
+            "with an embedding worker, or be made again by that loader's script. "
+            "Received: neither. The worker was restarted, and the script, too, which "
+            "continues at DataCtx.position: the batch is lost."
+        )
+    return origin.worker
+
+
+def _encode(origin: Origin | None) -> Frame:
+    """Return the frame that says which batch of which data loader is meant."""
+    if origin is None:
+        return messages.encode_json(None)
+    return messages.encode_json({"loader": origin.loader, "number": origin.number})
+
+
+def _needed_of(handle: RemoteBatch, header: Header) -> Origin | None:
+    """Return which ids of a data loader the end of a batch needs, if any."""
+    is_push = header.kind is Kind.BACKWARD
+    return handle.source if is_push and isinstance(handle.source, Origin) else None
+
+
+def _origin_of(handle: RemoteBatch) -> Frame:
+    source = handle.source
+    return _encode(source if isinstance(source, Origin) else None)
+
+
+def _settle(handle: RemoteBatch, reply: Reply, answer: tuple[Header, Frames]) -> None:
+    if isinstance(handle.source, Origin):
+        handle.source.settle()
+    reply.set_result(answer)

@@ -131,7 +131,7 @@ class SlotsSharder(CollectionSharder):
     ) -> SlotsPipeline:
         """Return the pipeline, its tables known to workers and servers."""
         self._workers.add_tables(spec.tables)
-        timeout_s = timeouts.TRAINING_REQUEST_S
+        timeout_s = timeouts.TRAINING_REQUEST_S + self._workers.recovery_s
         return BatchPipeline(self._workers, staleness=1, timeout_s=timeout_s)
 
 
@@ -359,7 +359,7 @@ def connect_to_job() -> tuple[EmbeddingClient, RemoteWorkers]:
         "greeting": book.greeting,
     }
     client = EmbeddingClient.connect(servers, **settings)
-    return client, RemoteWorkers(workers, **settings)
+    return client, RemoteWorkers(workers, recovery_s=book.recovery_s, **settings)
 
 
 def _slots() -> embedding_config.EmbeddingSchema:

@@ -16,6 +16,8 @@ on the job stands. The book is a store of strings by key, served by one thread:
     agent/<role>/<index>        identity of the torchrun process that started it
     beats/<role>/<index>        number of its heartbeats
     compiling                   number of heartbeats of processes that compile
+    job/recovery_s              how long its members wait for the coordinator; absent:
+                                it has no supervisor
     done/<role>/<index>         "1": the work of this member is done
     left/<role>/<index>         the member/ value of one that has left
     lost/<role>/<index>         the member/ value of one whose connection is lost
@@ -77,6 +79,7 @@ LOST_S = 1.0  # how long a member's connection is not there when it is lost
 _MEMBER, _LOST = "member/", "lost/"
 _JOB_ID = "job/id"
 _STATE = "job/state"
+_RECOVERY = "job/recovery_s"
 _FINISHING, _FINISHED = "finishing", "finished"
 _MAX_KEYS = 2**18
 _MAX_TEXT = 2**20
@@ -125,6 +128,7 @@ class AddressBook:
         self._address = address
         self._server: _BookServer | None = None
         self._is_closed = False
+        self.recovery_s = 0.0  # how long a request waits for the coordinator's return
         self._connection = Connections(
             "address book", [f"tcp://{address[0]}:{address[1]}"], greeting=greeting
         )
@@ -179,7 +183,8 @@ class AddressBook:
         book = cls((address, port), own, host)
         try:
             answer_s = min(max(deadline - time.monotonic(), 0.1), _JOIN_ANSWER_S)
-            (job_id_there,) = book._send(_Get([_JOB_ID]), answer_s, look)
+            keys = _Get([_JOB_ID, _RECOVERY])
+            job_id_there, recovery_s = book._send(keys, answer_s, look)
         except PersiaError as exc:
             book.close()
             if isinstance(exc, RemoteError) and exc.kind == JobMismatchError.__name__:
@@ -191,6 +196,7 @@ class AddressBook:
                 "Something else listens there, or another version of persia_torchrec."
             ) from exc
         book.greeting = Greeting(job_id_there or "")
+        book.recovery_s = float(recovery_s or 0)
         return book
 
     def close(self) -> None:
@@ -285,6 +291,10 @@ class AddressBook:
         """End the job as finished, unless it has ended already."""
         if self.claim(_STATE, _FINISHED) == _FINISHING:
             self.claim(_STATE, _FINISHED, _FINISHING)
+
+    def tell_recovery(self, recovery_s: float) -> None:
+        """Have members that join from now on wait for the coordinator's return."""
+        self.put(_RECOVERY, str(recovery_s))
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""

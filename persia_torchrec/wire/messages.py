@@ -13,7 +13,8 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
     40      4     precision of rows and gradients, see Precision
     44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
                   bit 2, the update is one trainer's share of a joint step; bit 3, the
-                  rows written carry optimizer state
+                  rows written carry optimizer state; bit 4, the ids that a data
+                  loader leaves with a worker were lost there
 
 The frames after it, by kind:
 
@@ -101,6 +102,7 @@ TRAINING = 1
 COUNTS = 2
 SHARE = 4
 STATE = 8
+AGAIN = 16
 METADATA_COLUMNS = 4
 MAX_MEMBER_CHARS = 500  # of each text of a JOIN
 
@@ -145,6 +147,7 @@ class Kind(IntEnum):
     PROGRESS = 22
     JOIN = 23
     BOOK = 24
+    POSITION = 25
 
     @classmethod
     def define(cls, name: str, number: int) -> "Kind":

@@ -1,40 +1,46 @@
-"""The requests to an embedding worker: messages in, pooled embeddings out.
+r"""The requests to an embedding worker: messages in, pooled embeddings out.
 
-    from a data loader   BUFFER_IDS  three frames of bags            -> {"reference"}
+    from a data loader   BUFFER_IDS  three frames of bags            -> true or false
     from any client      HELLO       nothing                         -> ``LookupHello``
     from a trainer       ADD_TABLES  JSON list of tables             -> null
-                         FORWARD     JSON {"loader", "reference"}    -> embeddings
+                         FORWARD     an origin                       -> embeddings
                                      or JSON null and three frames of bags
-                         BACKWARD    floats, a frame per output      -> outcome
-                         ABANDON     nothing                         -> outcome
+                         BACKWARD    an origin or null, then floats, -> outcome
+                                     a frame per output
+                         ABANDON     an origin or null               -> outcome
 
+An origin is JSON, {"loader", "number"}: a data loader, and a batch as it numbers them.
 Embeddings are, as JSON, {"slots", "outputs", "places"}: the slots of the batch, and the
 shapes of all arrays; then a frame of floats for each output, and a frame of int32 for
 the places of each raw slot, all in the order of the batch. In BUFFER_IDS the header's
-stream is the number of the data loader. BACKWARD is answered when the servers have
-applied the update, with the sum of their outcomes.
+stream is the number of the data loader, batch that of the batch, and incarnation says
+which start of the loader it is; the answer is false when the buffer is full. BACKWARD
+is answered when the servers have applied the update, with the sum of their outcomes.
 
 Between two messages about the same batch the worker keeps it, both times bounded:
 
-    data loader --ids--> IdBuffer --reference--> ...trainer asks for it... --> pulled
+    data loader --ids--> IdBuffer --origin--> ...trainer asks for it... --> pulled
     pulled --> AwaitingGradient --...trainer sends the gradient...--> pushed
+
+Each message may come twice, when its sender has not seen the answer. A worker that was
+restarted has nothing of both: a batch that it lacks is a ``LostBatchError``, the data
+loader sends its ids again, and they are all that the gradient needs.
 """
 
-import itertools
 import logging
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from persia_torchrec.client.client import BatchNumber
 from persia_torchrec.client.codec import PushOutcome
-from persia_torchrec.errors import DataflowError, FrameError
+from persia_torchrec.errors import DataflowError, FrameError, LostBatchError
 from persia_torchrec.lookup.bags import Bags, decode_bags
 from persia_torchrec.lookup.sharded_lookup import RoutedBatch
 from persia_torchrec.lookup.slots import SlotsLookup
@@ -46,13 +52,15 @@ from persia_torchrec.wire.precision import decode_floats, encode_floats
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN = 65536
+_MAX_KNOWN = 4096
+"""Batches that were taken, and outcomes, by which a second message is recognised."""
 
 
 class _Origin(msgspec.Struct):
-    """The JSON of a FORWARD of a batch whose ids wait here."""
+    """The JSON that says which batch of which data loader is meant."""
 
     loader: int
-    reference: int
+    number: int
 
 
 class IdBuffer:
@@ -72,88 +80,132 @@ class IdBuffer:
         self._expires_s = expires_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        # By loader. guarded by _lock
-        self._batches: dict[int, dict[int, tuple[float, dict[str, Bags]]]]
-        self._batches = defaultdict(dict)
+        # By loader and number: when it came, from which start of the loader, and bags.
+        self._batches: dict[int, dict[int, tuple[float, int, dict[str, Bags]]]]
+        self._batches = defaultdict(dict)  # guarded by _lock
+        # Start, loader and number of the latest. guarded by _lock
+        self._removed = OrderedDict[tuple[int, int, int], None]()
 
-    def put(self, loader: int, bags: dict[str, Bags]) -> int | None:
-        """Keep a batch; return its reference, or None when the buffer is full."""
+    def put(
+        self,
+        loader: int,
+        number: int,
+        bags: dict[str, Bags],
+        *,
+        start: int = 0,
+        again: bool = False,
+    ) -> bool:
+        """Keep a batch; return False when the buffer is full.
+
+        A batch that is here is replaced. One that was here, of the same ``start`` of
+        the loader, is not kept; but ``again``, as its trainer asks for it, it is,
+        however full the buffer.
+        """
         with self._lock:
             batches = self._batches[loader]
-            if len(batches) >= self._capacity:
-                latest = self._clock() - self._expires_s
-                expired = [n for n, (since, _) in batches.items() if since < latest]
-                for number in expired:
-                    del batches[number]
-                if not expired:
-                    return None
-                logger.warning(
-                    "dropped %d batches of data loader %d that no trainer asked for in "
-                    "%g s",
-                    *(len(expired), loader, self._expires_s),
-                )
-            reference = next(self._numbers)
-            batches[reference] = (self._clock(), bags)
-            return reference
+            if not again:
+                if (start, loader, number) in self._removed:
+                    return True
+                if number not in batches and not self._has_room(loader, batches):
+                    return False
+            batches[number] = (self._clock(), start, bags)
+            return True
 
-    def peek(self, loader: int, reference: int) -> dict[str, Bags]:
+    def peek(self, loader: int, number: int) -> dict[str, Bags]:
         """Return a batch and keep it, so that a failed pull can be tried again."""
         with self._lock:
-            entry = self._batches[loader].get(reference)
+            entry = self._batches[loader].get(number)
         if entry is None:
-            raise DataflowError(
-                f"Batch {reference} of data loader {loader} must be in this embedding "
-                "worker's buffer. It was never sent here, was taken before, or waited "
-                f"for more than buffered_data_expired_sec ({self._expires_s:g} s)."
+            raise LostBatchError(
+                f"Batch {number} of data loader {loader} must be in this embedding "
+                "worker's buffer. It was never sent here, was taken before, waited for "
+                f"more than buffered_data_expired_sec ({self._expires_s:g} s), or the "
+                "worker was restarted."
             )
-        return entry[1]
+        return entry[2]
 
-    def remove(self, loader: int, reference: int) -> None:
+    def remove(self, loader: int, number: int) -> None:
         """Forget a batch."""
         with self._lock:
-            self._batches[loader].pop(reference, None)
+            entry = self._batches[loader].pop(number, None)
+            if entry is not None:
+                self._removed[entry[1], loader, number] = None
+                if len(self._removed) > _MAX_KNOWN:
+                    self._removed.popitem(last=False)
 
     def __len__(self) -> int:
         with self._lock:
             return sum(len(batches) for batches in self._batches.values())
 
+    def _has_room(self, loader: int, batches: dict[int, Any]) -> bool:
+        if len(batches) < self._capacity:
+            return True
+        latest = self._clock() - self._expires_s
+        expired = [n for n, (since, *_) in batches.items() if since < latest]
+        for number in expired:
+            del batches[number]
+        if expired:
+            logger.warning(
+                "dropped %d batches of data loader %d that no trainer asked for in "
+                "%g s",
+                *(len(expired), loader, self._expires_s),
+            )
+        return bool(expired)
+
 
 class AwaitingGradient:
-    """Training batches that are pulled, and not yet updated. Thread-safe."""
+    """Training batches that are pulled, and not yet settled. Thread-safe.
+
+    It remembers the outcomes of the latest that are, for who asks again.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # None while a gradient is applied. guarded by _lock
-        self._batches: dict[BatchNumber, RoutedBatch | None] = {}
+        self._batches: dict[BatchNumber, RoutedBatch] = {}  # guarded by _lock
+        # Those under way, too. guarded by _lock
+        self._outcomes = OrderedDict[BatchNumber, Future[PushOutcome]]()
 
     def put(self, number: BatchNumber, batch: RoutedBatch) -> None:
-        """Keep a batch; refused if too many are open."""
+        """Keep a batch that is not settled yet; refused if too many are open."""
         with self._lock:
-            if len(self._batches) >= _MAX_OPEN:
+            if number in self._outcomes:  # a second message, which was late
+                return
+            if len(self._batches) >= _MAX_OPEN and number not in self._batches:
                 raise DataflowError(
                     f"At most {_MAX_OPEN} batches may wait for their gradient. Does "
                     "every training batch get its backward pass?"
                 )
             self._batches[number] = batch
 
-    @contextmanager
-    def taken(self, number: BatchNumber) -> Iterator[RoutedBatch]:
-        """Take a batch once; its update is applied when the block ends."""
+    def find(self, number: BatchNumber) -> RoutedBatch | None:
+        """Return a batch, or None if it is not kept."""
         with self._lock:
-            batch = self._batches.get(number)
-            if batch is not None:
-                self._batches[number] = None
-        if batch is None:
-            raise DataflowError(
-                f"Batch {number.batch} must have been pulled here for training, and "
-                "not been updated since."
-            )
+            return self._batches.get(number)
+
+    def settle(
+        self, number: BatchNumber, settle: Callable[[], PushOutcome]
+    ) -> PushOutcome:
+        """Settle a batch, once; return the outcome, also to who asks again.
+
+        After an error the batch is kept, and may be settled once more.
+        """
+        own: Future[PushOutcome] = Future()
+        with self._lock:
+            outcome = self._outcomes.setdefault(number, own)
+            if len(self._outcomes) > _MAX_KNOWN:
+                self._outcomes.popitem(last=False)
+        if outcome is not own:
+            return outcome.result()  # in time: requests to servers have deadlines
         try:
-            yield batch
-        finally:
+            own.set_result(settle())
+        except BaseException as exc:
             with self._lock:
-                del self._batches[number]
+                self._outcomes.pop(number, None)
+            own.set_exception(exc)
+            raise
+        with self._lock:
+            self._batches.pop(number, None)
+        return own.result()
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -174,26 +226,16 @@ class WorkerProcess:
 
     def answer(self, header: Header, frames: Frames) -> Frames:
         """Answer one message; the handler of a ``Service``."""
-        number = BatchNumber(header.stream, header.batch)
         match header.kind:
             case Kind.HELLO:
                 self.lookup.learn_tables()  # of a loaded checkpoint, with no trainer
                 return [msgspec.json.encode(self.lookup.hello())]
             case Kind.FORWARD:
-                return self._forward(header, number, frames)
-            case Kind.BACKWARD:
-                outcome = self._backward(header, number, frames)
-                return [msgspec.json.encode(outcome)]
-            case Kind.ABANDON:
-                with self.open.taken(number) as batch:
-                    replies = self.lookup.abandon(batch)
-                    outcome = PushOutcome.read(reply.frames() for reply in replies)
-                return [msgspec.json.encode(outcome)]
+                return self._forward(header, frames)
+            case Kind.BACKWARD | Kind.ABANDON:
+                return [msgspec.json.encode(self._settle(header, frames))]
             case Kind.BUFFER_IDS:
-                bags = decode_bags(frames[1:])
-                self.lookup.select(bags)
-                reference = self.buffer.put(header.stream, bags)
-                return [encode_json({"reference": reference})]
+                return [encode_json(self._keep_ids(header, frames))]
             case Kind.ADD_TABLES:
                 tables = decode_json(frames, list[dict[str, Any]])
                 self.lookup.add_tables([TableSpec.from_json(t) for t in tables])
@@ -204,18 +246,29 @@ class WorkerProcess:
                     "Is this the address of another role?"
                 )
 
-    def _forward(self, header: Header, number: BatchNumber, frames: Frames) -> Frames:
-        is_training = bool(header.flags & messages.TRAINING)
+    def _keep_ids(self, header: Header, frames: Frames) -> bool:
+        bags = decode_bags(frames[1:])
+        self.lookup.select(bags)
+        again = bool(header.flags & messages.AGAIN)
+        start, loader, number = header.incarnation, header.stream, header.batch
+        return self.buffer.put(loader, number, bags, start=start, again=again)
+
+    def _forward(self, header: Header, frames: Frames) -> Frames:
+        number = None
+        if header.flags & messages.TRAINING:
+            number = BatchNumber(header.stream, header.batch)
         origin: _Origin | None = decode_json(frames[:2], _Origin | None)
-        if origin is None:
-            bags = decode_bags(frames[2:])
+        batch = None if number is None else self.open.find(number)
+        if batch is not None:  # the message came before
+            outputs = self.lookup.fetch(batch)
         else:
-            bags = self.buffer.peek(origin.loader, origin.reference)
-        outputs, batch = self.lookup.pull(bags, number if is_training else None)
-        if is_training:
+            bags = decode_bags(frames[2:]) if origin is None else self._ids(origin)
+            self.lookup.learn_tables()  # which trainers tell once, maybe before a start
+            outputs, batch = self.lookup.pull(bags, number)
+        if number is not None:
             self.open.put(number, batch)
         if origin is not None:
-            self.buffer.remove(origin.loader, origin.reference)
+            self.buffer.remove(origin.loader, origin.number)
         described = {
             "slots": batch.slots,
             "outputs": [output.shape for output in outputs],
@@ -227,17 +280,48 @@ class WorkerProcess:
             *map(messages.bytes_of, batch.places),
         ]
 
-    def _backward(
-        self, header: Header, number: BatchNumber, frames: Frames
+    def _settle(self, header: Header, frames: Frames) -> PushOutcome:
+        number = BatchNumber(header.stream, header.batch)
+        origin: _Origin | None = decode_json(frames[:2], _Origin | None)
+
+        def settle() -> PushOutcome:
+            if header.kind is Kind.BACKWARD:
+                return self._update(header, number, origin, frames[2:])
+            replies = self.lookup.client.push([], [], number)
+            return PushOutcome.read(reply.frames() for reply in replies)
+
+        outcome = self.open.settle(number, settle)
+        if origin is not None:
+            self.buffer.remove(origin.loader, origin.number)
+        return outcome
+
+    def _update(
+        self,
+        header: Header,
+        number: BatchNumber,
+        origin: _Origin | None,
+        floats: Frames,
     ) -> PushOutcome:
-        with self.open.taken(number) as batch:
-            shapes = self.lookup.shapes(batch)
-            if len(frames) != 1 + len(shapes):
-                raise FrameError(
-                    f"BACKWARD has {1 + len(shapes)} frames. Received: {len(frames)}."
-                )
-            grads = tuple(
-                decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
-                for frame, shape in zip(frames[1:], shapes, strict=True)
+        batch = self.open.find(number)
+        if batch is None and origin is not None:  # pulled by a worker that has ended
+            ids = self._ids(origin)
+            self.lookup.learn_tables()
+            batch = self.lookup.route(ids, number)
+        if batch is None:
+            raise LostBatchError(
+                f"Batch {number.batch} must have been pulled here for training, or its "
+                "ids must be here."
             )
-            return self.lookup.update(batch, grads)
+        shapes = self.lookup.shapes(batch)
+        if len(floats) != len(shapes):
+            raise FrameError(
+                f"BACKWARD has {2 + len(shapes)} frames. Received: {2 + len(floats)}."
+            )
+        grads = tuple(
+            decode_floats(frame, math.prod(shape), header.precision).reshape(shape)
+            for frame, shape in zip(floats, shapes, strict=True)
+        )
+        return self.lookup.update(batch, grads)
+
+    def _ids(self, origin: _Origin) -> dict[str, Bags]:
+        return self.buffer.peek(origin.loader, origin.number)

@@ -5,6 +5,7 @@ import pytest
 from persia_torchrec import timeouts
 from persia_torchrec.ctx import DataCtx
 from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, DataflowError, RemoteError
 from tests.local_job import LocalJob, Sending, batch_of
 from tests.servers import DEADLINE_S
@@ -162,3 +163,83 @@ def test_a_loader_that_is_not_one_of_them_is_refused(job):
     message = r"REPLICA_INDEX must be in \[0, 2\).*Received: 2"
     with pytest.raises(ConfigError, match=message):
         job.data_ctx(index=2, size=2)
+
+
+FROM_ZERO = EmbeddingConfig((0, 0), weight_bound=0)
+
+
+@pytest.fixture
+def recovering_job(tmp_path, monkeypatch):
+    with LocalJob(tmp_path, monkeypatch, num_workers=2, recovery_s=DEADLINE_S) as job:
+        yield job
+
+
+def crash(data_ctx):
+    with pytest.raises(ZeroDivisionError), data_ctx:
+        raise ZeroDivisionError
+
+
+def times_trained(job):
+    return (-job.read("item", *range(NUM_BATCHES))).tolist()
+
+
+def test_ids_that_workers_lose_are_sent_again_and_trained_once(recovering_job, sending):
+    job = recovering_job
+    with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+        batches = iter(DataLoader(StreamingDataset(4), embedding_staleness=3))
+        sending.start(job.data_ctx(), share(0, 1))
+        for number, batch in enumerate(batches):
+            if number % 20 == 10:
+                job.restart_worker()
+            ctx.backward(ctx.forward(batch)[0].sum())
+    assert times_trained(job) == [[1.0] * 4] * NUM_BATCHES
+    assert [len(buffer) for buffer in job.buffers] == [0, 0]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_loader_that_starts_again_sends_what_has_not_arrived(
+    recovering_job, sending, asks
+):
+    job = recovering_job
+    with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+        batches = iter(DataLoader(StreamingDataset(4), embedding_staleness=3))
+        first, all_batches = job.data_ctx(), list(share(0, 1))
+        assert first.position == 0
+        for batch in all_batches[:3]:
+            first.send_data(batch)
+        crash(first)
+        if not asks:
+            job.restart_worker()  # some ids of what has arrived are lost, too
+        again = job.data_ctx()
+        position = again.position if asks else 0
+        assert position == 3 * asks
+        sending.start(again, all_batches[position:])
+        for batch in batches:
+            ctx.backward(ctx.forward(batch)[0].sum())
+    assert times_trained(job) == [[1.0] * 4] * NUM_BATCHES
+
+
+def test_other_ids_of_a_batch_that_has_arrived_are_reported(
+    recovering_job, sending, caplog
+):
+    job = recovering_job
+    with job.train_ctx(embedding_config=FROM_ZERO) as ctx, caplog.at_level("INFO"):
+        batches = iter(DataLoader(StreamingDataset(4), embedding_staleness=3))
+        first = job.data_ctx()
+        for batch in share(0, 1, num=2):
+            first.send_data(batch)
+        crash(first)
+        again = job.data_ctx()
+        others = [batch_of([n]) for n in (0, 7, 2)]
+        sending.start(again, others)
+        ids = [batch.batch_id for batch in batches if train_on(ctx, batch)]
+        sending.join()
+    assert sorted(ids) == [0, 1, 2]
+    assert times_trained(job)[:3] == [[1.0] * 4] * 3
+    assert "batch 2 of data loader 0 has arrived with other ids" in caplog.text
+    assert "batches=3, of which had arrived before=2, with other ids=1" in caplog.text
+
+
+def train_on(ctx, batch):
+    ctx.backward(ctx.forward(batch)[0].sum())
+    return True

@@ -9,6 +9,7 @@ from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.data import (
     IDTypeFeature,
+    Origin,
     PersiaBatch,
     decode_rest,
     encode_rest,
@@ -72,7 +73,7 @@ class SumOfRows(SumOfEmbeddings):
 def test_a_batch_whose_ids_wait_with_a_worker_is_refused(trained):
     _, _, addresses = trained
     data = bytearray(encode_rest(EVALUATION))
-    referenced = decode_rest(data, worker=0, loader=0, reference=1)
+    referenced = decode_rest(data, Origin(0, 1, 0))
     with (
         InferCtx(addresses) as infer,
         pytest.raises(BatchError, match="must have its ids"),

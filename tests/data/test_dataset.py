@@ -170,17 +170,15 @@ def test_a_trainer_is_known_once_it_begins_to_iterate(book, monkeypatch):
     dataset = StreamingDataset(4)
     assert book.peek("address/trainer/1") is None
     batches = dataset.batches(DEADLINE_S, in_order=True)
-    addresses = book.addresses("trainer", timeout_s=0)
-    theirs = BatchSender(
-        addresses, loader=0, num_loaders=1, greeting=Greeting("theirs")
-    )
+    addresses = 2 * book.addresses("trainer", timeout_s=0)[1:]
+    theirs = BatchSender(addresses, 0, 1, Greeting("theirs"))
     with pytest.raises(RemoteError, match="JobMismatchError"):
-        theirs.send(1, batch_of([1]), 0, 0)
+        theirs.begin()
     theirs.close()
-    sender = BatchSender(addresses, loader=0, num_loaders=1, greeting=book.greeting)
-    for number, batch in enumerate((batch_of([1]), batch_of([1], [2]))):
-        batch.batch_id = 2 * number + 1
-        assert sender.send(1, batch, 0, number)
+    sender = BatchSender(addresses, 0, 1, book.greeting)
+    sender.begin()
+    for number, batch in ((2, batch_of([1])), (4, batch_of([1], [2]))):
+        assert sender.send(number, batch, worker=0).has_room
     assert sizes([next(batches), next(batches)]) == [1, 2]
     sender.close()
 

@@ -1,4 +1,5 @@
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from persia_torchrec.embedding.data import (
     PersiaBatch,
     encode_rest,
 )
-from persia_torchrec.errors import RemoteError, ServerError
+from persia_torchrec.errors import DataflowError, RemoteError, ServerError
 from persia_torchrec.wire.messages import Header, Kind, encode_json
+from persia_torchrec.wire.service import Service
 from persia_torchrec.wire.transport import Connections
-from tests.servers import DEADLINE_S
+from tests.servers import DEADLINE_S, once_the_port_is_free
 
-ORIGIN = (2, 99)
+WORKER = 2
 
 
 class Trainers:
@@ -42,6 +44,7 @@ class Trainers:
             self.addresses, loader=loader, num_loaders=num_loaders, timeout_s=timeout_s
         )
         self._stack.callback(sender.close)
+        sender.begin()
         return sender
 
     def ask(self, header, *frames):
@@ -79,9 +82,10 @@ def batch_of(num_samples=3, batch_id=0, **more):
 
 def test_all_but_the_ids_arrives(trainers):
     sent = batch_of(batch_id=5, meta=b"\x00from a file")
-    assert trainers.sender().send(0, sent, *ORIGIN)
+    assert trainers.sender().send(6, sent, WORKER).has_room
     received = trainers.inboxes[0].take(DEADLINE_S, in_order=False)
-    assert (received.worker, received.loader, received.reference) == (2, 0, 99)
+    origin = received.origin
+    assert (origin.worker, origin.loader, origin.number) == (WORKER, 0, 6)
     rest = received
     assert (rest.batch_size, rest.batch_id, rest.meta) == (3, 5, b"\x00from a file")
     assert rest.requires_grad
@@ -96,7 +100,7 @@ def test_all_but_the_ids_arrives(trainers):
 
 
 def test_what_arrives_can_become_tensors_that_are_written_to(trainers):
-    trainers.sender().send(0, batch_of(), *ORIGIN)
+    trainers.sender().send(1, batch_of(), WORKER)
     received = trainers.inboxes[0].take(DEADLINE_S, in_order=False)
     for part in (*received.non_id_type_features, *received.labels):
         torch.from_numpy(part.data).zero_()
@@ -106,11 +110,11 @@ def test_a_full_trainer_says_so_and_takes_the_batch_later():
     with Trainers(capacity=1) as trainers:
         sender = trainers.sender()
         first, second = batch_of(batch_id=0), batch_of(batch_id=1)
-        assert sender.send(0, first, *ORIGIN)
-        assert not sender.send(0, second, *ORIGIN)
+        assert sender.send(1, first, WORKER).has_room
+        assert not sender.send(2, second, WORKER).has_room
         (inbox,) = trainers.inboxes
         assert inbox.take(DEADLINE_S, in_order=True).batch_id == 0
-        assert sender.send(0, second, *ORIGIN)
+        assert sender.send(2, second, WORKER).has_room
         assert inbox.take(DEADLINE_S, in_order=True).batch_id == 1
 
 
@@ -118,7 +122,7 @@ def test_every_trainer_learns_of_the_end_of_every_loader():
     with Trainers(2) as trainers:
         senders = [trainers.sender(loader, 2) for loader in range(2)]
         assert senders[1].num_trainers == 2
-        senders[1].send(1, batch_of(batch_id=1), *ORIGIN)
+        senders[1].send(1, batch_of(batch_id=1), WORKER)
         for sender in senders:
             sender.end()
         last = trainers.inboxes[1].take(DEADLINE_S, in_order=True)
@@ -130,27 +134,28 @@ def test_every_trainer_learns_of_the_end_of_every_loader():
 def test_loaders_that_disagree_on_their_number_are_refused(trainers):
     trainers.sender(0, 2).end()
     with pytest.raises(RemoteError, match=r"trainer 0 at .*Received: 3, and 2 before"):
-        trainers.sender(1, 3).end()
+        trainers.sender(1, 3)
 
 
 def test_a_trainer_that_is_gone_is_named(trainers):
     sender = trainers.sender(timeout_s=0.3)
     trainers.receivers[0].close()
     with pytest.raises(ServerError, match=r"trainer 0 at tcp://127\.0\.0\.1:\d+: a ba"):
-        sender.send(0, batch_of(), *ORIGIN)
+        sender.send(1, batch_of(), WORKER)
 
 
 @pytest.mark.parametrize(
     ("kind", "frames", "message"),
     [
         (Kind.LOOKUP, [b"null"], "answers no such message"),
-        (Kind.BATCH, [b"[0, 0, 0]"], "answers no such message"),
+        (Kind.BATCH, [b"[0, 0]"], "answers no such message"),
+        (Kind.POSITION, [b"[]"], "Frame 1"),
         (Kind.BATCH, [b"not JSON", b""], "Frame 1 must be JSON"),
-        (Kind.BATCH, [b"[0, 0]", b""], "Frame 1"),
+        (Kind.BATCH, [b"[0]", b""], "Frame 1"),
         (Kind.BATCH, [b"null", b""], "Frame 1"),
-        (Kind.BATCH, [b'[0, "a", 0]', b""], "Frame 1"),
-        (Kind.BATCH, [b"[0, 0, 0]", b""], "FrameError"),
-        (Kind.BATCH, [b"[0, 0, 0]", encode_rest(batch_of())[:-1]], "FrameError"),
+        (Kind.BATCH, [b'[0, "a"]', b""], "Frame 1"),
+        (Kind.BATCH, [b"[0, 0]", b""], "FrameError"),
+        (Kind.BATCH, [b"[0, 0]", encode_rest(batch_of())[:-1]], "FrameError"),
     ],
 )
 def test_a_malformed_batch_is_refused_and_leaves_the_inbox_empty(
@@ -162,3 +167,77 @@ def test_a_malformed_batch_is_refused_and_leaves_the_inbox_empty(
     assert raised.value.kind == "FrameError"
     trainers.ask(Header(Kind.END_OF_DATA, flags=1), encode_json(None))
     assert trainers.inboxes[0].take(DEADLINE_S, in_order=False) is None
+
+
+@pytest.mark.parametrize("num_trainers", [1, 2, 3])
+def test_a_loader_that_starts_again_knows_what_has_arrived(num_trainers):
+    with Trainers(num_trainers) as trainers:
+        sender = trainers.sender(1, 2)
+        assert sender.position() == 0
+        assert not sender.had_arrived(1)
+        for number in (1, 2, 3, 4):
+            batch = batch_of(batch_id=sender.batch_id(number))
+            sender.send(number, batch, WORKER, checksum=100 + number)
+        again = trainers.sender(1, 2)
+        assert again.position() == 4
+        assert [again.had_arrived(number) for number in (1, 4, 5)] == [
+            True,
+            True,
+            False,
+        ]
+        known = again.known[again.trainer_of(3)]
+        assert 3 in known.open
+        assert known.checksums[3] == 103
+        with pytest.raises(RemoteError, match="data loader 1 must ask first"):
+            sender.send(5, batch_of(batch_id=9), WORKER)
+
+
+def test_a_trainer_says_which_ids_are_lost_and_learns_where_they_are(trainers):
+    sender = trainers.sender()
+    for number in (1, 2):
+        sender.send(number, batch_of(batch_id=number - 1), WORKER)
+    first, second = [
+        trainers.inboxes[0].take(DEADLINE_S, in_order=True).origin for _ in range(2)
+    ]
+    first.settle()
+    second.lose(WORKER)
+    position = sender.move(0, {})
+    assert (position.arrived, position.open, position.lost) == (2, [2], [2])
+    assert sender.move(0, {2: 5}).lost == []
+    assert second.wait(0)
+    assert second.worker == 5
+
+
+def test_a_message_to_a_trainer_that_is_away_is_sent_again(trainers):
+    sender = trainers.sender()
+    port = int(trainers.addresses[0].rpartition(":")[2])
+    looked = []
+
+    def look(trainer):
+        if not looked:
+            looked.append(trainer)
+            answer = trainers.inboxes[0]._receive
+            listen = partial(Service, "batch receiver", answer, port=port)
+            trainers.receivers.append(once_the_port_is_free(listen))
+
+    sender.recovery_s, sender.look = DEADLINE_S, look
+    trainers.receivers[0].close()
+    assert sender.send(1, batch_of(), WORKER).has_room
+    assert looked == [0]
+    assert sender.send(1, batch_of(), WORKER).has_room
+    assert trainers.inboxes[0].take(0, in_order=True).batch_id == 0
+    with pytest.raises(DataflowError, match="Received: nothing"):
+        trainers.inboxes[0].take(0, in_order=True)
+    trainers.receivers[1].close()
+
+
+def test_a_message_is_not_sent_again_when_that_is_in_vain(trainers):
+    sender = trainers.sender()
+
+    def look(trainer):
+        raise DataflowError(f"NN worker {trainer} was started again")
+
+    sender.recovery_s, sender.look = DEADLINE_S, look
+    trainers.receivers[0].close()
+    with pytest.raises(DataflowError, match="NN worker 0 was started again"):
+        sender.send(1, batch_of(), WORKER)

@@ -12,6 +12,7 @@ from persia_torchrec.embedding.data import (
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
+    Origin,
     PersiaBatch,
     decode_rest,
 )
@@ -270,4 +271,4 @@ def test_padding_other_than_zeros_is_refused():
 )
 def test_bytes_that_are_not_the_rest_of_a_batch_are_refused(data, message):
     with pytest.raises(FrameError, match=message):
-        decode_rest(data, worker=0, loader=0, reference=0)
+        decode_rest(data, Origin(0, 1, 0))

@@ -1,19 +1,22 @@
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.embedding.data import ReferencedBatch
+from persia_torchrec.embedding.data import NO_WORKER, Origin, ReferencedBatch
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import (
     BatchError,
     ConfigError,
+    DataflowError,
     FrameError,
     RemoteError,
     ServerError,
 )
-from persia_torchrec.lookup.bags import Bags, FeatureSpec
+from persia_torchrec.lookup.bags import Bags, FeatureSpec, encode_bags
 from persia_torchrec.lookup.slots import SlotsLookup
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.table import TableSpec
@@ -21,7 +24,14 @@ from persia_torchrec.wire.messages import Precision, encode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from tests.lookup.one_feature import bags_of
-from tests.servers import DEADLINE_S, ids_of, missed, outcome_of
+from tests.processes import wait_until
+from tests.servers import (
+    DEADLINE_S,
+    ids_of,
+    missed,
+    once_the_port_is_free,
+    outcome_of,
+)
 
 TABLE = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
 FEATURE = FeatureSpec(name="item", key="item", table="item")
@@ -44,6 +54,19 @@ class Workers:
         remote = RemoteWorkers(addresses, **{"timeout_s": DEADLINE_S, **settings})
         self._remotes.append(remote)
         return remote
+
+    def end(self, worker):
+        """End a worker, with all that it has."""
+        self.services[worker].close()
+
+    def restart(self, worker):
+        """Start a worker that was ended, at the same address."""
+        client, buffer = self.clients[worker], IdBuffer(10, expires_s=60)
+        answer = WorkerProcess(SlotsLookup(client, [FEATURE]), buffer).answer
+        port = int(self.services[worker].address.rpartition(":")[2])
+        listen = partial(Service, "worker", answer, port=port)
+        self.services[worker] = once_the_port_is_free(listen)
+        self.buffers[worker] = buffer
 
     def rows(self, *numbers):
         return self.clients[0].read("item", ids_of(*numbers))
@@ -70,11 +93,16 @@ def remote(workers):
     return remote
 
 
-def waiting(worker, loader, reference):
+def waiting(origin):
     """Return a batch whose ids wait; what else it has does not matter."""
     rest = {"batch_size": 1, "non_id_type_features": (), "labels": ()}
     rest |= {"requires_grad": False, "meta": None, "batch_id": 0}
-    return ReferencedBatch(worker=worker, loader=loader, reference=reference, **rest)
+    return ReferencedBatch(origin=origin, **rest)
+
+
+def leave(remote, origin, bags, **more):
+    """Leave ids with the worker of a batch; return whether it has room."""
+    return remote.buffer(origin.worker, origin, encode_bags(bags), **more)
 
 
 def number(batch):
@@ -95,15 +123,20 @@ def test_batches_without_a_reference_go_to_the_workers_in_turn(workers, remote):
 
 
 def test_a_batch_is_asked_for_where_its_ids_wait(workers, remote):
-    other = remote.buffer(0, 5, bags_of([1], [2]))
-    reference = remote.buffer(1, 5, bags_of([7], [], [7, 8]))
+    other, origin = Origin(5, 1, worker=0), Origin(5, 2, worker=1)
+    assert leave(remote, other, bags_of([1], [2]))
+    assert leave(remote, origin, bags_of([7], [], [7, 8]))
     assert [len(buffer) for buffer in workers.buffers] == [1, 1]
-    (pooled,), handle = remote.pull(waiting(1, 5, reference), number(1))
+    (pooled,), handle = remote.pull(waiting(origin), number(1))
     assert handle.worker == 1
+    assert not origin.is_settled
     seven, eight = workers.rows(7, 8)
     np.testing.assert_allclose(pooled, [seven, 0 * seven, seven + eight], rtol=1e-6)
     assert [len(buffer) for buffer in workers.buffers] == [1, 0]
-    assert remote.pull(waiting(0, 5, other), None)[0][0].shape == (2, 2)
+    assert remote.pull(waiting(other), None)[0][0].shape == (2, 2)
+    assert other.is_settled
+    missed(remote.push(handle, (pooled,)))
+    assert origin.is_settled
 
 
 def test_what_was_pulled_can_be_written_to(remote):
@@ -155,32 +188,32 @@ def test_embeddings_and_gradients_may_travel_as_halves(workers, precision, toler
     np.testing.assert_allclose(before - workers.rows(1), grads, rtol=tolerance)
 
 
-def test_a_full_buffer_gives_no_reference(servers):
+def test_a_full_buffer_refuses(servers):
     client = servers.client(servers.start(1))
     workers = Workers([client], buffer_size=1)
     remote = workers.connect()
-    assert remote.buffer(0, 0, bags_of([1])) is not None
-    assert remote.buffer(0, 0, bags_of([1])) is None
+    assert leave(remote, Origin(0, 1, 0), bags_of([1]))
+    assert not leave(remote, Origin(0, 2, 0), bags_of([1]))
     workers.close()
 
 
 def test_a_refusal_names_the_worker_and_the_features(remote):
     message = r"embedding worker 1 at tcp://.*one of \['item'\].*unknown \['ad'\]"
     with pytest.raises(RemoteError, match=message) as raised:
-        remote.buffer(1, 0, bags_of([1], name="ad"))
+        leave(remote, Origin(0, 1, worker=1), bags_of([1], name="ad"))
     assert raised.value.kind == "BatchError"
 
 
 def test_bags_that_do_not_fit_are_refused_before_they_are_sent(remote):
     with pytest.raises(BatchError, match="Feature 'item': lengths must not be negati"):
-        remote.buffer(0, 0, {"item": Bags(ids_of(1), np.array([2], dtype=np.int32))})
+        remote.pull({"item": Bags(ids_of(1), np.array([2], dtype=np.int32))}, None)
 
 
-def test_an_unknown_reference_names_the_worker(remote):
+def test_an_unknown_batch_names_the_worker(remote):
     message = "embedding worker 1 at .*Batch 99 of data loader 4"
     with pytest.raises(RemoteError, match=message) as raised:
-        remote.pull(waiting(1, 4, 99), number(1))
-    assert raised.value.kind == "DataflowError"
+        remote.pull(waiting(Origin(4, 99, worker=1)), number(1))
+    assert raised.value.kind == "LostBatchError"
 
 
 def test_a_server_that_refuses_a_table_is_named_through_the_worker(remote):
@@ -246,7 +279,7 @@ def test_closing_twice_does_nothing(workers):
     remote.close()
     remote.close()
     with pytest.raises(ServerError, match="connections are closed"):
-        remote.buffer(0, 0, bags_of([1]))
+        leave(remote, Origin(0, 1, 0), bags_of([1]))
 
 
 def test_gradients_that_are_not_finite_are_counted_through_a_worker(remote):
@@ -275,3 +308,114 @@ def test_a_change_that_alters_nothing_asks_no_worker(workers, remote):
     before = added()
     remote.change_tables(lambda spec: spec)
     assert added() == before
+
+
+ONES = (np.ones((1, 2), dtype=np.float32),)
+
+
+class TestRecovery:
+    """Workers that end, and are started again at the same addresses."""
+
+    @pytest.fixture
+    def recovering(self, workers):
+        remote = workers.connect(recovery_s=DEADLINE_S)
+        remote.add_tables([TABLE])
+        return remote
+
+    def test_lookups_go_on_through_another_worker(self, workers, recovering):
+        workers.end(0)
+        turns = [
+            recovering.pull(bags_of([1]), number(batch))[1].worker for batch in (1, 2)
+        ]
+        assert turns == [1, 1]
+        workers.restart(0)
+
+    def test_a_lookup_waits_for_the_only_worker(self, servers):
+        workers = Workers([servers.client(servers.start(1))])
+        remote = workers.connect(recovery_s=DEADLINE_S)
+        remote.add_tables([TABLE])
+        workers.end(0)
+        with ThreadPoolExecutor(1) as pool:
+            pulled = pool.submit(remote.pull, bags_of([1]), number(1))
+            workers.restart(0)
+            _, handle = pulled.result(DEADLINE_S)
+        before = workers.rows(1)
+        missed(remote.push(handle, ONES))
+        np.testing.assert_allclose(before - workers.rows(1), ONES[0], rtol=1e-6)
+        workers.close()
+
+    @pytest.mark.parametrize("is_back", [True, False])
+    def test_gradients_go_to_a_worker_that_has_not_pulled(
+        self, workers, recovering, is_back
+    ):
+        _, handle = recovering.pull(bags_of([1]), number(1))
+        before = workers.rows(1)
+        workers.end(handle.worker)
+        if is_back:
+            workers.restart(handle.worker)
+        assert missed(recovering.push(handle, ONES)) == 0
+        np.testing.assert_allclose(before - workers.rows(1), ONES[0], rtol=1e-6)
+        assert [len(buffer) for buffer in workers.buffers] == [0, 0]
+
+    def test_a_batch_is_given_up_through_another_worker(self, workers, recovering):
+        _, handle = recovering.pull(bags_of([1]), number(1))
+        workers.end(handle.worker)
+        assert missed(recovering.abandon(handle)) == 0
+        counters = workers.clients[1].counters()
+        assert [of_server["open_batches"] for of_server in counters] == [0, 0]
+
+    def test_ids_of_a_loader_that_are_lost_are_waited_for(self, workers, recovering):
+        origin = Origin(4, 1, worker=0)
+        leave(recovering, origin, bags_of([1]))
+        workers.end(0)
+        workers.restart(0)
+
+        def find(worker):
+            wait_until(lambda: origin.is_lost, "the ids are asked for")
+            ids = encode_bags(bags_of([1]))
+
+            def leave_again(to):
+                recovering.buffer(to, origin, ids, again=True)
+                return to
+
+            origin.move(recovering.insist(worker, leave_again))
+
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(find, 1)
+            _, handle = recovering.pull(waiting(origin), number(1))
+            found.result(DEADLINE_S)
+            assert handle.worker == 1
+            before = workers.rows(1)
+            workers.end(1)
+            workers.restart(1)
+            found = pool.submit(find, 1)
+            missed(recovering.push(handle, ONES))
+            found.result(DEADLINE_S)
+        np.testing.assert_allclose(before - workers.rows(1), ONES[0], rtol=1e-6)
+        assert origin.is_settled
+
+    def test_the_wait_ends_in_the_error_that_began_it(self, workers):
+        remote = workers.connect(recovery_s=0.2)
+        remote.add_tables([TABLE])
+        for worker in range(2):
+            workers.end(worker)
+        with pytest.raises(ServerError, match=r"embedding worker \d at .*: lookup: "):
+            remote.pull(bags_of([1]), number(1))
+
+    def test_closing_ends_the_wait(self, workers, recovering):
+        for worker in range(2):
+            workers.end(worker)
+        with ThreadPoolExecutor(1) as pool:
+            pulled = pool.submit(recovering.pull, bags_of([1]), number(1))
+            recovering.close()
+            with pytest.raises(ServerError):
+                pulled.result(DEADLINE_S)
+
+    def test_ids_that_nobody_has_are_an_error(self, workers, recovering):
+        origin = Origin(4, 1, worker=0)
+        with ThreadPoolExecutor(1) as pool:
+            pulled = pool.submit(recovering.pull, waiting(origin), number(1))
+            wait_until(lambda: origin.is_lost, "the ids are asked for")
+            origin.move(NO_WORKER)
+            with pytest.raises(DataflowError, match="batch 1 of data loader 4 must be"):
+                pulled.result(DEADLINE_S)

@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.distributed import DDPOption
 from persia_torchrec.embedding import EmbeddingConfig
-from persia_torchrec.embedding.data import decode_rest, encode_rest
+from persia_torchrec.embedding.data import Origin, decode_rest, encode_rest
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError
+from persia_torchrec.lookup.bags import encode_bags
 from persia_torchrec.lookup.slots import build_bags
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.training.engine import Engine
@@ -69,9 +70,9 @@ def test_a_batch_is_pulled_from_where_its_ids_wait(job, engine):
     loader = RemoteWorkers([job.workers[0].address])
     batch = batch_of([1], [1, 2])
     bags = build_bags({feature.name: feature for feature in batch.id_type_features})
-    reference = loader.buffer(0, 4, bags)
-    data = bytearray(encode_rest(batch))
-    referenced = decode_rest(data, worker=0, loader=4, reference=reference)
+    origin = Origin(loader=4, number=1, worker=0)
+    assert loader.buffer(0, origin, encode_bags(bags))
+    referenced = decode_rest(bytearray(encode_rest(batch)), origin)
     pull = engine.start_pull(referenced, is_training=False)
     assert engine.embed(pull)["item"].tolist() == [[0.0] * 4] * 2
     assert len(job.buffers[0]) == 0

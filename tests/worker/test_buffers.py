@@ -1,5 +1,6 @@
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -7,10 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from persia_torchrec.client.client import BatchNumber
-from persia_torchrec.errors import DataflowError
+from persia_torchrec.client.codec import NOTHING, PushOutcome
+from persia_torchrec.errors import DataflowError, LostBatchError
 from persia_torchrec.lookup.bags import Bags
 from persia_torchrec.lookup.sharded_lookup import BatchFeatures, RoutedBatch
 from persia_torchrec.worker.process import AwaitingGradient, IdBuffer
+from tests.servers import DEADLINE_S
 
 CAPACITY = 3
 EXPIRES_S = 10.0
@@ -51,16 +54,15 @@ class BufferMachine(RuleBasedStateMachine):
         kept = self.kept[loader]
         if len(kept) == CAPACITY:
             latest = self.clock.now - EXPIRES_S
-            expired = [ref for ref, (since, _) in kept.items() if since < latest]
-            for reference in expired:
-                del kept[reference]
-                self.gone.append((loader, reference))
+            expired = [n for n, since in kept.items() if since < latest]
+            for number in expired:
+                del kept[number]
+                self.gone.append((loader, number))
         self.num_put += 1
-        reference = self.buffer.put(loader, bags_of(self.num_put))
-        assert (reference is None) == (len(kept) == CAPACITY)
-        if reference is not None:
-            assert all(reference not in others for others in self.kept.values())
-            kept[reference] = (self.clock.now, self.num_put)
+        is_kept = self.buffer.put(loader, self.num_put, bags_of(self.num_put))
+        assert is_kept == (len(kept) < CAPACITY)
+        if is_kept:
+            kept[self.num_put] = self.clock.now
 
     @rule(seconds=st.floats(0, EXPIRES_S))
     def wait(self, seconds):
@@ -70,20 +72,20 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data):
         loader = data.draw(st.sampled_from([n for n in (0, 1) if self.kept[n]]))
-        reference = data.draw(st.sampled_from(sorted(self.kept[loader])))
-        self.buffer.remove(loader, reference)
-        del self.kept[loader][reference]
-        self.gone.append((loader, reference))
+        number = data.draw(st.sampled_from(sorted(self.kept[loader])))
+        self.buffer.remove(loader, number)
+        del self.kept[loader][number]
+        self.gone.append((loader, number))
 
     @invariant()
     def holds_what_it_should(self):
         assert len(self.buffer) == sum(map(len, self.kept.values()))
         for loader, kept in self.kept.items():
-            for reference, (_, number) in kept.items():
-                assert number_of(self.buffer.peek(loader, reference)) == number
-        for loader, reference in self.gone[-3:]:
+            for number in kept:
+                assert number_of(self.buffer.peek(loader, number)) == number
+        for loader, number in self.gone[-3:]:
             with pytest.raises(DataflowError):
-                self.buffer.peek(loader, reference)
+                self.buffer.peek(loader, number)
 
 
 TestIdBuffer = BufferMachine.TestCase
@@ -98,66 +100,106 @@ def test_an_unknown_batch_is_named_with_what_may_have_happened():
 
 def test_a_batch_of_another_loader_is_not_found():
     buffer = IdBuffer(CAPACITY, EXPIRES_S)
-    reference = buffer.put(0, bags_of(1))
-    with pytest.raises(DataflowError):
-        buffer.peek(1, reference)
+    buffer.put(0, 1, bags_of(1))
+    with pytest.raises(LostBatchError):
+        buffer.peek(1, 1)
 
 
 def test_removing_what_is_gone_does_nothing():
     buffer = IdBuffer(CAPACITY, EXPIRES_S)
-    reference = buffer.put(0, bags_of(1))
-    buffer.remove(0, reference)
-    buffer.remove(0, reference)
-    buffer.remove(5, reference)
+    buffer.put(0, 1, bags_of(1))
+    buffer.remove(0, 1)
+    buffer.remove(0, 1)
+    buffer.remove(5, 1)
     assert len(buffer) == 0
 
 
 def test_a_batch_that_is_old_stays_while_there_is_room():
     clock = Clock()
     buffer = IdBuffer(CAPACITY, EXPIRES_S, clock)
-    reference = buffer.put(0, bags_of(1))
+    buffer.put(0, 1, bags_of(1))
     clock.now += 100 * EXPIRES_S
-    buffer.put(0, bags_of(2))
-    assert number_of(buffer.peek(0, reference)) == 1
+    buffer.put(0, 2, bags_of(2))
+    assert number_of(buffer.peek(0, 1)) == 1
 
 
-def test_threads_get_references_of_their_own():
+def test_threads_put_what_is_their_own():
     buffer = IdBuffer(1000, EXPIRES_S)
-    references = [[], [], []]
 
-    def put(mine):
-        mine.extend(buffer.put(0, bags_of(number)) for number in range(200))
+    def put(loader):
+        for number in range(200):
+            assert buffer.put(loader, number, bags_of(number))
 
-    threads = [threading.Thread(target=put, args=(mine,)) for mine in references]
+    threads = [threading.Thread(target=put, args=(loader,)) for loader in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set().union(*references)) == len(buffer) == 600
+    assert len(buffer) == 600
+
+
+def test_of_a_batch_that_comes_again_the_last_ids_are_kept():
+    buffer = IdBuffer(1, EXPIRES_S)
+    assert buffer.put(0, 7, bags_of(1))
+    assert buffer.put(0, 7, bags_of(2))
+    assert number_of(buffer.peek(0, 7)) == 2
+    buffer.remove(0, 7)
+    assert buffer.put(0, 7, bags_of(3))
+    with pytest.raises(LostBatchError):
+        buffer.peek(0, 7)
+    assert buffer.put(0, 7, bags_of(4), again=True)
+    assert number_of(buffer.peek(0, 7)) == 4
 
 
 def routed(number):
     return RoutedBatch(number, BatchFeatures([]), [], [], [], [], [], [], (), ())
 
 
-def test_a_batch_that_awaits_its_gradient_is_taken_once():
+def test_a_batch_that_awaits_its_gradient_is_settled_once():
     waiting = AwaitingGradient()
     first, other = BatchNumber(1, 1), BatchNumber(2, 1)
     batch = routed(first)
     waiting.put(first, batch)
     waiting.put(other, routed(other))
-    assert len(waiting) == 2
-    with waiting.taken(first) as taken:
-        assert taken is batch
+    assert waiting.find(first) is batch
+    outcomes = []
+
+    def settle():
         assert len(waiting) == 2  # its update is not yet applied
+        outcomes.append(PushOutcome(0, 0, 0, len(outcomes)))
+        return outcomes[-1]
+
+    assert waiting.settle(first, settle) is waiting.settle(first, settle)
+    assert len(outcomes) == len(waiting) == 1
+    waiting.put(first, batch)  # a lookup that was late
+    assert waiting.find(first) is None
+    assert waiting.find(other).number == other
+
+
+def test_who_asks_while_a_batch_is_settled_gets_the_same_outcome():
+    waiting, number = AwaitingGradient(), BatchNumber(1, 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def settle():
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        return NOTHING
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(waiting.settle, number, settle)
+        assert begun.wait(DEADLINE_S)
+        second = pool.submit(waiting.settle, number, pytest.fail)
+        go_on.set()
+        assert first.result(DEADLINE_S) is second.result(DEADLINE_S) is NOTHING
+
+
+def test_a_batch_whose_update_failed_is_kept():
+    waiting, number = AwaitingGradient(), BatchNumber(1, 1)
+    waiting.put(number, routed(number))
+    with pytest.raises(ZeroDivisionError):
+        waiting.settle(number, lambda: 1 // 0)
     assert len(waiting) == 1
-    with (
-        pytest.raises(DataflowError, match="Batch 1 must have been pulled here for"),
-        waiting.taken(first),
-    ):
-        pytest.fail("it was taken twice")
-    with waiting.taken(other) as taken:
-        assert taken.number == other
+    assert waiting.settle(number, lambda: NOTHING) is NOTHING
     assert len(waiting) == 0
 
 

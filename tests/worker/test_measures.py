@@ -200,8 +200,8 @@ def test_batches_that_wait_are_pushed(gateway, lookup):
         return process.answer(header, [header.encode(), *frames])
 
     with pushing_metrics(process, 2, every_second):
-        for loader in (0, 0, 1):
-            ask(Kind.BUFFER_IDS, *encode_bags(BATCH), stream=loader)
+        for loader, number in ((0, 1), (0, 2), (1, 1)):
+            ask(Kind.BUFFER_IDS, *encode_bags(BATCH), stream=loader, batch=number)
         for batch in (1, 2):
             origin = encode_json(None)
             ask(
@@ -236,7 +236,7 @@ def test_a_batch_is_stale_until_its_update_is_applied(lookup):
     outputs = process.answer(header, frames)[1:3]
     back = Header(Kind.BACKWARD, stream=9, batch=1)
     pushing = threading.Thread(
-        target=process.answer, args=(back, [back.encode(), *outputs])
+        target=process.answer, args=(back, [back.encode(), encode_json(None), *outputs])
     )
     pushing.start()
     assert applying.wait(DEADLINE_S)
