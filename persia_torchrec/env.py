@@ -13,6 +13,7 @@ empty variable counts as unset, for launchers that write out every variable.
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_MEMBER                              member that this process is, or works for
+    PERSIA_RESTARTS                            how often it started this one before
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
@@ -106,6 +107,9 @@ get_replica_size = partial(integer, "REPLICA_SIZE", 1)
 # start, when this module was imported; and that no check of a batch is left out.
 PERSIA_LAUNCHER_VERBOSE = text("PERSIA_LAUNCHER_VERBOSE") not in (None, "0")
 PERSIA_SKIP_CHECK_DATA = False
+
+# What a supervisor tells the process that it starts: see launch/supervisor.py.
+num_restarts = partial(integer, "PERSIA_RESTARTS", 0)
 
 # Paths, each None when unset.
 embedding_config_path = partial(text, "PERSIA_EMBEDDING_CONFIG")

@@ -46,7 +46,7 @@ class RequestTimeoutError(ServerError, TimeoutError):
 
 
 class NotReadyError(ServerError):
-    """The server is compiling its loops, and accepts requests afterwards."""
+    """The server compiles its loops, or restores its rows, and answers afterwards."""
 
 
 class RemoteError(ServerError):

@@ -23,6 +23,7 @@ from persia_torchrec.wire.transport import Listener
 
 _PARENT_CHECK_S = 1.0
 _POLL_MS = 100
+_NOT_READY = "compiling its loops, or restoring its rows."
 
 
 def run_service(name: str, serve: Callable[[], int | None], level: str = "INFO") -> int:
@@ -113,7 +114,7 @@ def refusing_requests(listener: Listener) -> Iterator[None]:
             message = listener.receive(_POLL_MS)
             if message is not None:
                 peer, header, _ = message
-                error = NotReadyError("compiling its loops.", server=listener.address)
+                error = NotReadyError(_NOT_READY, server=listener.address)
                 listener.send_error(peer, header.request, error)
 
     thread = threading.Thread(target=refuse, name="not ready", daemon=True)

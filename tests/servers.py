@@ -64,10 +64,16 @@ class RecordingStore(EmbeddingStore):
 
 
 class RunningServer:
-    """One server, in a thread."""
+    """One server, in a thread; something may be done with it before it serves."""
 
-    def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        greeting: Greeting = NO_JOB,
+        before: Callable[[EmbeddingServer], None] = lambda _: None,
+    ) -> None:
         self.server = EmbeddingServer(config, greeting)
+        before(self.server)
         self.address = self.server.address
         self._thread = threading.Thread(target=self.server.serve, name="server")
         self._thread.start()

@@ -55,7 +55,7 @@ class Folder:
 
     def make(self) -> bool:
         """Make the folder; return False if it existed before."""
-        with _named_errors("make", self.url):
+        with named_errors("make", self.url):
             if self._fs.exists(self._root):  # makedirs of HDFS does not tell
                 return False
             try:
@@ -71,7 +71,7 @@ class Folder:
     def names(self) -> list[str]:
         """Return the names of the files and folders in this one; none if missing."""
         self._fs.invalidate_cache()
-        with _named_errors("list", self.url):
+        with named_errors("list", self.url):
             try:
                 entries = self._fs.ls(self._root, detail=False)
             except FileNotFoundError:
@@ -86,7 +86,7 @@ class Folder:
     def file_size(self, name: str) -> int | None:
         """Return the bytes of a file; None if it is missing."""
         self._fs.invalidate_cache()
-        with _named_errors("look at", self.file_path(name)):
+        with named_errors("look at", self.file_path(name)):
             try:
                 return int(self._fs.size(self._within(name)))
             except FileNotFoundError:
@@ -120,16 +120,24 @@ class Folder:
     def remove(self, name: str) -> None:
         """Delete a file, if it exists."""
         with (
-            _named_errors("delete", self.file_path(name)),
+            named_errors("delete", self.file_path(name)),
             contextlib.suppress(FileNotFoundError),
         ):
             self._fs.rm_file(self._within(name))
+
+    def remove_all(self) -> None:
+        """Delete the folder and all that is in it, if it exists."""
+        with (
+            named_errors("delete", self.url),
+            contextlib.suppress(FileNotFoundError),
+        ):
+            self._fs.rm(self._root, recursive=True)
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to read it from the front."""
         with (
-            _named_errors("read", self.file_path(name)),
+            named_errors("read", self.file_path(name)),
             self._fs.open(self._within(name), "rb") as file,
         ):
             yield file
@@ -138,7 +146,7 @@ class Folder:
     def created(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to write it; it gets its name once the block has succeeded."""
         write = self._write_local if self._is_local else self._upload
-        with _named_errors("write", self.file_path(name)):
+        with named_errors("write", self.file_path(name)):
             yield from write(self._within(name))
 
     def _write_local(self, path: str) -> Iterator[IO[bytes]]:
@@ -182,7 +190,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def _named_errors(verb: str, path: str) -> Iterator[None]:
+def named_errors(verb: str, path: str) -> Iterator[None]:
     """Name the file in errors of the file system."""
     try:
         yield

@@ -15,11 +15,12 @@ Dimension key:
     R: rows of an increment that are of this server
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,8 +28,14 @@ import numpy.typing as npt
 
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.background import BackgroundTask
-from persia_torchrec.checkpoint.catalog import Base, Manifest
-from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.checkpoint.catalog import (
+    Base,
+    LogPosition,
+    Manifest,
+    SavedShard,
+    Segment,
+)
+from persia_torchrec.checkpoint.folder import Folder, named_errors
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileReader,
@@ -189,6 +196,9 @@ class ShardLoad(BackgroundTask):
         self._replaces = replaces
         self._logs = logs
         self._increments: list[tuple[Folder, int]] = []
+        self._end: LogPosition | None = None  # of the log of this server
+        self._files: list[tuple[SavedShard, IO[bytes]]] = []
+        self._opened = contextlib.ExitStack()
         self._num_read = self._num_to_read = 0
         self.result: Loaded | None = None
 
@@ -197,10 +207,11 @@ class ShardLoad(BackgroundTask):
         """What the store holds at the end, for a log of increments."""
         if self.result is None:
             return Base("empty")
-        is_exact = self._replaces and self._logs is None
-        if not is_exact or self.result.num_left_out:
+        if not self._replaces or self.result.num_left_out:
             return Base("unknown")
-        return Base("checkpoint", self._folder.url, self.manifest.created)
+        if not self._increments:
+            return Base("checkpoint", self._folder.url, self.manifest.created)
+        return Base("log", parent=self._end) if self._end else Base("unknown")
 
     @property
     def progress(self) -> float:
@@ -211,6 +222,18 @@ class ShardLoad(BackgroundTask):
 
     def check(self) -> None:
         """Read everything, and remember the uses of the rows of this server."""
+        try:
+            self._check()
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def cancel(self) -> None:
+        """Give up, and close the files."""
+        super().cancel()
+        self._opened.close()
+
+    def _check(self) -> None:
         manifest = self.manifest = Manifest.read(self._folder)
         _require_same_rows(self._folder.url, manifest.tables, self._store.tables)
         saved_names = {table.name for table in manifest.tables}
@@ -223,8 +246,11 @@ class ShardLoad(BackgroundTask):
             )
         if self._logs is not None:
             self._check_increments(self._logs)
-        self._files = self._target.select(manifest.shards)
-        self._num_to_read = 2 * sum(saved.size_bytes for saved in self._files)
+        files = self._target.select(manifest.shards)
+        self._num_to_read = 2 * sum(saved.size_bytes for saved in files)
+        for saved in files:  # open until they are loaded: they may be deleted meanwhile
+            opened = self._opened.enter_context(self._folder.opened(saved.file))
+            self._files.append((saved, opened))
         found = [_NO_ROWS]
         for table, rows, is_own_N in self._read_rows():
             uses = rows.uses[is_own_N]
@@ -235,11 +261,12 @@ class ShardLoad(BackgroundTask):
 
     def load(self) -> None:
         """Put the rows into the store, once checked; if that fails, leave it empty."""
-        try:
-            self._fill()
-        except BaseException:
-            self._store.clear()
-            raise
+        with self._opened:
+            try:
+                self._fill()
+            except BaseException:
+                self._store.clear()
+                raise
 
     def _fill(self) -> None:
         store = self._store
@@ -273,7 +300,7 @@ class ShardLoad(BackgroundTask):
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""
         manifest = self.manifest
-        end = catalog.find_end(catalog.find_logs(logs, {}), self._folder, manifest)
+        end = catalog.find_end(catalog.find_lines(logs, {}), self._folder, manifest)
         if end is None:
             raise CheckpointError(
                 f"{logs.url} must hold a log of every server that applies to "
@@ -281,28 +308,46 @@ class ShardLoad(BackgroundTask):
                 "some server. Load the checkpoint without increments."
             )
         known = [*(table.spec for table in manifest.tables), *self._store.tables]
-        for position in self._target.select(end.positions):
-            log, begin = logs.child(position.log), position.number
-            numbers = [n for n in catalog.list_increments(log) if n >= begin]
-            if numbers != list(range(begin, begin + len(numbers))):
-                raise CheckpointError(
-                    f"{log.url} must have all increments from {begin} on. "
-                    f"Received: {numbers}. Load the checkpoint without increments."
-                )
-            for number in numbers:
-                self.require_not_cancelled()
-                tables = Increment.read(log, number).head.tables
-                path = log.file_path(catalog.increment_name(number))
-                _require_same_rows(path, tables, known)
-                self._increments.append((log, number))
+        followed = list(zip(end.lines, end.positions, strict=True))
+        for line, position in self._target.select(followed):
+            for segment in line.segments(position):
+                self._check_segment(logs, segment, known)
+        if len(end.lines) == self._target.num_shards and self._increments:
+            log, number = self._increments[-1]
+            self._end = LogPosition(log.url.rpartition("/")[2], number + 1)
+
+    def _check_segment(
+        self, logs: Folder, segment: Segment, known: Sequence[TableSpec]
+    ) -> None:
+        """Read the increments of one log that follow the checkpoint."""
+        log, (_, begin, stop) = logs.child(segment.log), segment
+        numbers = [
+            number
+            for number in catalog.list_increments(log)
+            if number >= begin and (stop is None or number < stop)
+        ]
+        end = begin + len(numbers) if stop is None else stop
+        if numbers != list(range(begin, end)):
+            raise CheckpointError(
+                f"{log.url} must have all increments from {begin} on"
+                f"{'' if stop is None else f', before {stop}'}. Received: {numbers}. "
+                "Load the checkpoint without increments."
+            )
+        for number in numbers:
+            self.require_not_cancelled()
+            tables = Increment.read(log, number).head.tables
+            path = log.file_path(catalog.increment_name(number))
+            _require_same_rows(path, tables, known)
+            self._increments.append((log, number))
 
     def _read_rows(self) -> Iterator[tuple[int, RowColumns, Bools]]:
         """Yield of all blocks the table's index, rows, and which are this server's."""
         specs = [table.spec for table in self.manifest.tables]
         index_of = {spec.name: index for index, spec in enumerate(specs)}
-        for saved in self._files:
+        for saved, file in self._files:
             path = self._folder.file_path(saved.file)
-            with self._folder.opened(saved.file) as file:
+            with named_errors("read", path):
+                file.seek(0)
                 reader = RowFileReader(file, path, ShardHead)
                 _require_same_rows(path, reader.head.tables, specs, all_known=True)
                 previous = self._num_read

@@ -2,9 +2,10 @@
 
     python -m persia_torchrec.server --shard 0 --num-shards 2
 
-In a job the server registers in its address book, and ends with the job. With
-``--standalone`` it belongs to the process that started it, prints ``ready ADDRESS``,
-and ends with that process or by SIGTERM.
+In a job the server registers in its address book, and ends with the job. If it had
+registered before, and its memory is lost, it restores what was written of its rows.
+With ``--standalone`` it belongs to the process that started it, prints ``ready
+ADDRESS``, and ends with that process or by SIGTERM.
 
 With ``job_type: Infer`` in ``global_config.yml`` it does not belong to a job. It loads
 its shard of the checkpoint that the file names, however many servers wrote it, and
@@ -103,9 +104,24 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     ):
         precision.warm_up()
         warm_up()
+        _restore(server, life)
     life.call_at_end(server.stop)
     life.register(server.address)
     server.serve_and_push(tell_ready)
+
+
+def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
+    """Restore the rows of a server that had run before, if its memory was lost."""
+    config = server.config
+    address = run = updates = None
+    if isinstance(life, JobMember):
+        replica = f"server/{config.shard}"
+        address = life.book.peek(f"address/{replica}")
+        run = life.book.peek("note/checkpoint_dir")
+        updates = life.book.peek(f"progress/{replica}")
+    if env.num_restarts() or address is not None:
+        known_updates = None if updates is None else int(updates)
+        server.restore(config.resume_dir or run, known_updates)
 
 
 def _config(

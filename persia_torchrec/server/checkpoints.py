@@ -5,12 +5,15 @@
     load    a thread reads and checks the files; when told to, it takes the store over
             and fills it, and requests for rows are refused meanwhile
 
+A server that lost its memory restores what was written of it before it serves.
+
 A request begins something, or asks how far it has come, and is answered at once by the
 state of the task: ``phase`` is ``idle`` or that of the task; ``result``, at the end, a
 ``DumpResult`` or a ``Loaded``.
 """
 
 import contextlib
+import logging
 import queue
 import secrets
 import time
@@ -22,6 +25,7 @@ from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuB
 from persia_torchrec.checkpoint.catalog import DumpResult, LogPosition, SavedShard
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad, Target
+from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
 from persia_torchrec.errors import CheckpointError, StoreError
 from persia_torchrec.server.config import ServerConfig
@@ -29,6 +33,8 @@ from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.row_moves import RawRows, RowExport, split_by_table
 from persia_torchrec.wire.messages import ErrorReply, TaskState
+
+logger = logging.getLogger(__name__)
 
 _CPU_FRACTION = 0.05
 """Of a CPU that a dump takes while requests for rows arrive, its writing included."""
@@ -160,6 +166,41 @@ class Checkpoints:
         self._task = -1
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._increments = Increments(config, store, activity)
+        shard, num_shards = config.shard, config.num_shards
+        self._target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
+        self._lost: dict[str, int] = {}  # counters of a server that lost its memory
+
+    def restore(self, run: str | None, known_updates: int | None) -> None:
+        """Restore rows from the newest checkpoint and increments; say what is lost.
+
+        The store lost its memory. ``run`` is the folder of the job's checkpoints;
+        ``known_updates`` is the sum of the tables' steps, as it was known last.
+        """
+        config, store = self._config, self._store
+        folders = [
+            None if path is None else Folder(path)
+            for path in (run, config.incremental_dir)
+        ]
+        found = restore(store, self._target, *folders)
+        self._increments.next_log = found.base, found.history
+        lost = self._lost = {
+            "restored_rows": store.num_rows,
+            "restored_increments": found.num_increments,
+        }
+        if found.written_s is not None:
+            age_s = time.time() - found.written_s  # noqa: TID251  # of another process
+            lost["lost_ms"] = max(int(1000 * age_s), 0)
+        if known_updates is not None:
+            num = max(known_updates - sum(s.num_updates for s in store.states), 0)
+            lost["lost_updates"] = num
+            lost["lost_rows"] = int(num * found.rows_per_update)
+        numbers = ", ".join(f"{name}={number}" for name, number in lost.items())
+        logger.warning(
+            "embedding server %d lost its memory, and restored what was written of it: "
+            "%s, checkpoint=%s. What was not written is lost, and so are updates that "
+            "were not acknowledged. Training continues.",
+            *(config.shard, numbers, found.checkpoint or "none"),
+        )
 
     def handle(self, request: CheckpointRequest) -> TaskState:
         """Do what a client asks; return the state of the task."""
@@ -169,15 +210,17 @@ class Checkpoints:
         match request.do:
             case "dump":
                 self._require_idle()
+                self.cancel("another dump begins")
                 self._dump = ShardDump(Folder(request.folder), store, config)
                 self._dump.log = self._increments.begin_dump(request.folder)
-                self._load, self._task = None, request.task
+                self._task = request.task
             case "check":
                 self._require_idle()
-                shard, logs = (config.shard, config.num_shards), request.increments
+                self.cancel("another load begins")
+                logs = request.increments
                 self._load = ShardLoad(
                     Folder(request.folder),
-                    Target(*shard, store.capacity_rows, store.is_lfu),
+                    self._target,
                     store,
                     replaces=request.replace,
                     logs=None if logs is None else Folder(logs),
@@ -226,7 +269,7 @@ class Checkpoints:
         load, dump = self._load, self._dump
         if self.is_loading and load is not None and load.phase != "loading":
             self.is_loading = False
-            self._increments.begin_log(load.base)
+            self._increments.begin_log(load.base, f"{self._task:x}")
         idle_ms = self._increments.work(idle_ms)
         if dump is None or not dump.is_copying:
             self.is_active = self.is_loading or self._config.incremental_dir is not None
@@ -238,8 +281,8 @@ class Checkpoints:
         return self._budget.wait_ms(idle_ms, is_ready=not dump.chunks.full())
 
     def counters(self) -> dict[str, int]:
-        """Return what has been counted of increments."""
-        return self._increments.counters()
+        """Return what has been counted of increments, and of a lost memory."""
+        return {**self._increments.counters(), **self._lost}
 
     def _require_idle(self) -> None:
         task = self._dump or self._load

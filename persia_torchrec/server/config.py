@@ -37,6 +37,10 @@ class ServerConfig(ImportFlags):
     """File in which a server that trains keeps its rows and all that belongs to them: a
     server that is started with the file of a killed one continues with them. It stays
     when the server ends. None: memory that ends with the process."""
+    resume_dir: str | None = None
+    """Folder of the job's checkpoints. A server whose memory is lost restores its rows
+    from the newest complete one, and from the increments behind it [that in which the
+    trainers write checkpoints]"""
     update_queue_batches: int = 64
     """Updates that may wait. A full queue makes the trainers wait."""
     joint_update_bytes: int = 4 * 2**30

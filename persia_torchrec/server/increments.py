@@ -10,7 +10,8 @@ changed and the previous one is written, so a slow file system makes increments 
 and fewer; what waits is bounded. A failed write ends the log, and training continues: a
 new log starts after RETRY_S, once the blocked write has returned, and followers must
 reload from the next checkpoint. A load also ends the log; the next one can be followed
-from the checkpoint that was loaded.
+from the checkpoint that was loaded. A server that lost its memory continues the log
+that it has restored its rows from.
 
 Dimension key:
     U: ids of one table, each once
@@ -19,6 +20,7 @@ Dimension key:
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import sys
@@ -270,7 +272,10 @@ class IncrementWriter(BackgroundTask):
 
 
 class Increments:
-    """The logs of one server. The serving thread owns it."""
+    """The logs of one server. The serving thread owns it.
+
+    ``next_log`` is base and history of the one that :meth:`work` begins next.
+    """
 
     def __init__(
         self, config: ServerConfig, store: EmbeddingStore, activity: Activity
@@ -281,15 +286,15 @@ class Increments:
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._writer: IncrementWriter | None = None
         self._failed: IncrementWriter | None = None  # the last one that did
-        self._begin_s = float("inf")  # when the next log begins, if there is none
+        self._begin_s = -math.inf  # when the next log begins, if there is none
+        # Of rows in a memory file it is unknown which of them a log has.
+        self.next_log = Base("unknown" if store.states else "empty"), ""
         self._flushed_s = 0.0
         names = "increment_rows", "increment_bytes", "increment_logs_failed"
         self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
         if config.incremental_dir is not None:
             self._folder = Folder(config.incremental_dir)
             self._folder.make()
-            # Of rows in a memory file it is unknown which of them a log has.
-            self.begin_log(Base("unknown" if store.states else "empty"))
 
     def begin_dump(self, url: str) -> LogPosition | None:
         """Note that a dump into a folder begins; return the log's position, if any."""
@@ -303,18 +308,18 @@ class Increments:
     def suspend(self) -> None:
         """Close the log: a load is about to replace all rows."""
         self._store.journal.end()
-        self._begin_s = float("inf")
+        self._begin_s = math.inf
         if self._writer is not None:
             self._counts.update(self._writer.written)
             self._writer.cancel()
             self._writer = None
 
-    def begin_log(self, base: Base) -> None:
+    def begin_log(self, base: Base, history: str = "") -> None:
         """Begin a new log, if increments are written, on the current rows."""
         config = self._config
         if config.incremental_dir is None:
             return
-        log = Log.begin(config.shard, config.num_shards, base)
+        log = Log.begin(config.shard, config.num_shards, base, history)
         self._writer = IncrementWriter(self._folder, log, config)
         self._store.journal.begin()
         self._flushed_s = self._activity.clock()
@@ -330,7 +335,8 @@ class Increments:
             is_over = self._failed is None or self._failed.phase != "writing"
             if is_over and now_s >= self._begin_s:
                 self._failed = None
-                self.begin_log(Base("unknown"))
+                self.begin_log(*self.next_log)
+                self.next_log = Base("unknown"), ""
         elif writer.error is not None:
             self._fail(writer, writer.error)
         elif is_full and writer.inbox.full():

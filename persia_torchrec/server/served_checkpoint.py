@@ -5,11 +5,12 @@
       logs --next increments, checked -----------> queue --> applies them, in slices
 
 Lookups are answered once all increments that existed are applied. When an increment is
-missing or damaged, or the training continues from other rows, the follower reads a
+missing or damaged, or the training was rolled back to other rows, the follower reads a
 checkpoint from which it can continue, into another store, and lookups are answered
-meanwhile. Clients cannot change the rows, and no row expires, since training is what
-keeps a row alive. After a restart the server has the same incarnation as long as its
-tables are the same, so its clients need no restart.
+meanwhile. A log that continues another one is followed without that. Clients cannot
+change the rows, and no row expires, since training is what keeps a row alive. After a
+restart the server has the same incarnation as long as its tables are the same, so its
+clients need no restart.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from dataclasses import replace
 
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
-from persia_torchrec.checkpoint.catalog import Log, LogPosition, Manifest
+from persia_torchrec.checkpoint.catalog import Line, Log, LogPosition, Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import (
     Increment,
@@ -32,7 +33,7 @@ from persia_torchrec.checkpoint.load import (
     Target,
     apply_increment,
 )
-from persia_torchrec.errors import CheckpointError, PersiaError, StoreError
+from persia_torchrec.errors import CheckpointError, NotReadyError, PersiaError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 
@@ -71,6 +72,7 @@ class Follower(BackgroundTask):
         self._manifests: dict[str, Manifest] = {}
         self._retry_s: dict[str, float] = {}  # by URL of a checkpoint that failed
         self._positions: list[LogPosition] = []
+        self._allowed: set[str] = set()  # logs that follow the checkpoint that was read
         self._known_logs: dict[str, Log] = {}
         self.events: queue.Queue[FollowerEvent] = queue.Queue(_MAX_EVENTS)
         self.load: ShardLoad | None = None
@@ -79,11 +81,24 @@ class Follower(BackgroundTask):
         self.start("following", self._run, "followed")
 
     def _run(self) -> None:
-        self._created = self._read_checkpoint(self._folder)
+        self._created = self._read_first()
         if self._config.incremental_dir is None:
             self._send(None)
         else:
             self._follow(Folder(self._config.incremental_dir))
+
+    def _read_first(self) -> str:
+        """Read the checkpoint; the next one if it is deleted meanwhile."""
+        assert self._config.checkpoint is not None
+        while True:
+            try:
+                return self._read_checkpoint(self._folder)
+            except CheckpointError as exc:
+                latest = catalog.find_checkpoint(self._config.checkpoint)
+                if self.cancelled.is_set() or latest.url == self._folder.url:
+                    raise
+                logger.warning("%s Reading %s.", exc, latest.url)
+                self._folder = latest
 
     def _read_checkpoint(self, folder: Folder) -> str:
         """Read a checkpoint into a store, which is handed over; return its date."""
@@ -133,17 +148,15 @@ class Follower(BackgroundTask):
 
     def _poll(self, folder: Folder) -> bool:
         """Hand over the next increment of each log; return whether there was one."""
-        logs = catalog.latest_logs(catalog.find_logs(folder, self._known_logs))
-        followed = [position.log for position in self._positions]
-        is_other = [log.name for log in logs] not in ([], followed)
-        is_lost = is_other and not self._switch(logs)
+        lines = catalog.latest_lines(catalog.find_lines(folder, self._known_logs))
+        is_lost = not self._continue(lines) and not self._switch(lines)
         has_read = False
         for number in self._target.select(range(len(self._positions))):
             position = self._positions[number]
             try:
                 increment = _read_increment(folder, position)
             except CheckpointError as exc:
-                self.is_lost = not self._switch(logs, beyond=position)
+                self.is_lost = not self._switch(lines, beyond=position)
                 if self.is_lost:
                     raise
                 logger.warning("following %s: %s", folder.url, exc)
@@ -161,13 +174,29 @@ class Follower(BackgroundTask):
             )
         return has_read
 
-    def _switch(self, logs: Sequence[Log], beyond: LogPosition | None = None) -> bool:
-        """Continue in some logs; return whether a checkpoint leads past ``beyond``."""
-        start = catalog.find_start(logs, self._list_checkpoints())
+    def _continue(self, lines: Sequence[Line]) -> bool:
+        """Follow the logs that continue those that were read; return whether all do."""
+        if not lines:  # no other training has begun
+            return True
+        if len(lines) != len(self._positions):
+            return False
+        read = self._target.select(range(len(lines)))
+        positions = [
+            line.next_position(position, self._allowed)
+            for line, position in zip(lines, self._positions, strict=True)
+        ]
+        for number in read:
+            if (position := positions[number]) is None:
+                return False
+            self._positions[number] = position
+        return True
+
+    def _switch(self, lines: Sequence[Line], beyond: LogPosition | None = None) -> bool:
+        """Continue in some lines; return whether a checkpoint leads past ``beyond``."""
+        start = catalog.find_start(lines, self._list_checkpoints())
         if start is None:
             return False
-        numbers = {position.log: position.number for position in start.positions}
-        if beyond and numbers.get(beyond.log, beyond.number + 1) <= beyond.number:
+        if beyond is not None and start.leads_over(beyond):
             return False
         url = start.folder.url
         if self._positions or start.created != self._created:
@@ -181,8 +210,10 @@ class Follower(BackgroundTask):
                 logger.warning("continuing from %s: %s", url, exc)
                 return False
             self.num_reloads += 1
-        logger.info("following %s from %s", list(numbers), url)
+        logs = [position.log for position in start.positions]
+        logger.info("following %s from %s", logs, url)
         self._positions = list(start.positions)
+        self._allowed = {log.name for line in lines for log in line.logs}
         self._created = start.created
         return True
 
@@ -251,7 +282,7 @@ class ServedCheckpoint:
         names = "increments_put_in", "increment_rows_put_in", "increment_delay_ms"
         self._counts = Counter(dict.fromkeys(names, 0))
 
-    def not_loaded(self) -> StoreError:
+    def not_loaded(self) -> NotReadyError:
         """Return the error of lookups while ``is_loading``."""
         load = None if self._follower is None else self._follower.load
         progress = 0.0 if load is None else load.progress
@@ -261,7 +292,8 @@ class ServedCheckpoint:
                 f"has loaded {self._folder.url}, and applies what the training has "
                 "changed since"
             )
-        return StoreError(f"The server {does}. Wait until it is ready.")
+        shard = f"embedding server {self._config.shard}"
+        return NotReadyError(f"It {does}. Wait until it is ready.", server=shard)
 
     def counters(self) -> dict[str, int]:
         """Return what has been applied of the training's increments."""

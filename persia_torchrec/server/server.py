@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError
+from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.metrics import ServerReadings, Snapshots
 from persia_torchrec.server.requests import KINDS
@@ -54,6 +55,15 @@ class EmbeddingServer:
         self.snapshots = Snapshots()
         self._num_since_sweep = 0
         self._must_sweep_on = False
+
+    def restore(self, run: str | None, known_updates: int | None = None) -> None:
+        """Restore the rows of a server that had run, unless its memory has them.
+
+        Before it serves; the arguments are those of ``Checkpoints.restore``.
+        """
+        tasks = self.shard.checkpoints
+        if isinstance(tasks, Checkpoints) and not self.shard.store.states:
+            tasks.restore(run, known_updates)
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:
         """Serve as :meth:`serve`, and push metrics if the environment says where."""

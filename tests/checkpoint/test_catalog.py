@@ -12,6 +12,7 @@ from persia_torchrec.checkpoint.catalog import (
     SavedShard,
     begin_checkpoint,
     complete_checkpoints,
+    delete_older,
     find_checkpoint,
     merge_tables,
 )
@@ -189,3 +190,23 @@ def test_a_table_has_the_step_of_the_server_that_has_counted_most():
         [saved(B, 6), saved(A, 2)],
     ]
     assert merge_tables(servers) == (saved(A, 4), saved(B, 7))
+
+
+def test_older_checkpoints_are_deleted_once_the_newer_ones_are_complete(path):
+    run = Folder(path)
+    folders = [begin_checkpoint(path) for _ in range(5)]
+    for number in (0, 1, 3):  # the third was given up, the fifth is not complete yet
+        manifest_of(folders[number]).write(folders[number])
+    folders[2].write("rows", b"half")
+    folders[4].write("rows", b"half")
+    delete_older(run, 4)
+    assert len(list(complete_checkpoints(run))) == 3
+    delete_older(run, 2)
+    assert [f.url for f in complete_checkpoints(run)] == [
+        folders[number].url for number in (3, 1)
+    ]
+    assert folders[0].names() == []
+    assert folders[2].names() == ["rows"]
+    delete_older(run, 1)
+    assert folders[2].names() == []
+    assert folders[4].names() == ["rows"]

@@ -12,7 +12,7 @@ import pytest
 
 from persia_torchrec import Expiry
 from persia_torchrec.checkpoint.catalog import (
-    find_logs,
+    find_lines,
     increment_name,
     list_increments,
 )
@@ -98,6 +98,12 @@ def follow(servers, training, num_servers=1, run=None, **settings):
     return client
 
 
+def logs_in(folder):
+    """Return the folder of each log, the oldest first."""
+    lines = find_lines(Folder(folder), {})
+    return [Folder(folder).child(line.logs[0].name) for line in lines]
+
+
 def weights_of(client, table, dim, num_ids=60):
     split = client.split(np.arange(num_ids, dtype=np.uint64))
     [rows] = client.pull([(table, split)])
@@ -166,8 +172,7 @@ def test_evicted_rows_leave_the_followers_too(servers, tmp_path):
 
 def test_a_dump_deletes_what_the_complete_one_before_does_not_need(servers, training):
     def numbers():
-        logs = Folder(training.logs)
-        return [list_increments(logs.child(log.name)) for log in find_logs(logs, {})]
+        return [list_increments(log) for log in logs_in(training.logs)]
 
     for step in range(3):
         training.train(*range(20))
@@ -192,10 +197,9 @@ def test_a_missing_increment_is_noticed_and_repaired_by_the_next_checkpoint(
     wait_until(lambda: is_quiet(training), "all is written")
     training.train(*range(20))
     wait_until(lambda: is_quiet(training), "all is written")
-    logs = Folder(training.logs)
-    for log in find_logs(logs, {}):
-        first = list_increments(logs.child(log.name))[-2]
-        logs.child(log.name).remove(increment_name(first))
+    for log in logs_in(training.logs):
+        first = list_increments(log)[-2]
+        log.remove(increment_name(first))
     client = follow(servers, training)
     wait_until(
         lambda: client.counters()[0]["following_lost"] == 1, "the gap is noticed"
@@ -216,8 +220,7 @@ def test_a_gap_in_the_log_of_one_server_is_repaired(servers, training, shard):
     for _ in range(2):
         training.train(*range(20))
         wait_until(lambda: is_quiet(training), "all is written")
-    logs = Folder(training.logs)
-    log = logs.child(find_logs(logs, {})[shard].name)
+    log = logs_in(training.logs)[shard]
     log.remove(increment_name(list_increments(log)[-2]))
     client = follow(servers, training)
     wait_until(
@@ -333,10 +336,9 @@ def test_a_restart_without_all_increments_is_refused(servers, training):
         training.client.checkpoints.load(
             training.run, increments=training.folder / "elsewhere"
         )
-    logs = Folder(training.logs)
-    for log in find_logs(logs, {}):
-        number = list_increments(logs.child(log.name))[-2]
-        logs.child(log.name).remove(increment_name(number))
+    for log in logs_in(training.logs):
+        number = list_increments(log)[-2]
+        log.remove(increment_name(number))
     before = training.client.read("item", ids_of(*range(20)))
     with pytest.raises(PersiaError, match=r"must have all increments from \d+ on"):
         training.client.checkpoints.load(training.run, increments=training.logs)

@@ -126,4 +126,4 @@ def test_increments_after_a_start_with_rows_need_another_checkpoint(
         client.add_tables([SPEC])
         train(client, 0)
         server.stop()
-        assert [*catalog.find_logs(Folder(str(folder)), {})][-1].base.kind == kind
+        assert catalog.find_lines(Folder(str(folder)), {})[-1].logs[0].base.kind == kind
