@@ -13,6 +13,7 @@ SAY_S = 10.0  # between two lines about one wait
 
 READY_S = 600.0  # servers have loaded their checkpoint, the workers over them answer
 REQUEST_S = 60.0  # a server answers a worker, a worker an inference server
+AWAY_S = 10.0  # an embedding worker or server of inference is back, or another is asked
 TRAINING_REQUEST_S = 120.0  # a server or a worker answers a trainer
 ADD_TABLES_S = 120.0  # the servers have all tables; the first time they compile
 PERMIT_S = 3600.0  # a staleness permit is free: the trainer takes steps meanwhile

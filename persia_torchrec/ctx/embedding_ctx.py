@@ -282,7 +282,10 @@ class InferCtx(LookupCtx):
         addresses = [tcp_address(a) for a in embedding_worker_address_list]
         self._workers = RemoteWorkers(addresses, timeout_s=timeout_s)
         self.embeddings = SlotsReader(
-            self._workers, self._device, timeout_s=2 * timeout_s + 5
+            self._workers,
+            self._device,
+            timeout_s=2 * timeout_s + 5,
+            patience_s=min(timeout_s, timeouts.AWAY_S),
         )
 
     def wait_for_serving(self, timeout_s: float = timeouts.READY_S) -> None:
@@ -315,10 +318,12 @@ class ReadOnlyEmbeddings(SlotsReader):
         super().__init__(self._workers, device, timeout_s=timeout_s)
         self.checkpoints = checkpoint.ContextCheckpoints(self.client, self.flush)
 
-    def hello(self, timeout_s: float | None = None) -> LookupHello:
+    def hello(
+        self, timeout_s: float | None = None, *, of_any: bool = False
+    ) -> LookupHello:
         """Return slots and rows; raise ConfigError if there are no tables yet."""
         try:
-            return super().hello(timeout_s)
+            return super().hello(timeout_s, of_any=of_any)
         except RemoteError as exc:
             if self.client.learn_tables():
                 raise

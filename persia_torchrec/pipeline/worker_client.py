@@ -145,20 +145,31 @@ class RemoteWorkers(Peers):
                 target=self._end_again, name="pushes again", daemon=True
             ).start()
 
-    def hello(self, timeout_s: float | None = None) -> LookupHello:
-        """Ask all workers whether they and their servers are ready."""
-        what = "asking whether it is ready"
-        hellos: list[LookupHello] = self.ask(
-            Kind.HELLO, None, what, answer=LookupHello, timeout_s=timeout_s
-        )
-        for name, hello in zip(self.names, hellos, strict=True):
-            if hello.slots != hellos[0].slots:
+    def hello(
+        self, timeout_s: float | None = None, *, of_any: bool = False
+    ) -> LookupHello:
+        """Ask all workers whether they and their servers are ready.
+
+        With ``of_any``, it is enough that one of them is.
+        """
+        what, nothing = "asking whether it is ready", [messages.encode_json(None)]
+        replies = self.send_all(Header(Kind.HELLO), nothing, what, timeout_s)
+        hellos: dict[str, LookupHello] = {}
+        for worker, reply in enumerate(replies):
+            try:
+                hellos[self.names[worker]] = self.read(worker, reply, LookupHello)
+            except PersiaError:
+                if not of_any or (worker + 1 == len(replies) and not hellos):
+                    raise
+        first, *_ = hellos.values()
+        for name, hello in hellos.items():
+            if hello.slots != first.slots:
                 raise ConfigError(
                     "All embedding workers must have the same slots. Received: "
-                    f"{name} differs from {self.names[0]}. Give all of them the same "
+                    f"{name} differs from {next(iter(hellos))}. Give all the same "
                     "embedding_config.yml, and servers of one checkpoint."
                 )
-        return hellos[0]
+        return first
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make every worker, and through it every server, know the tables."""

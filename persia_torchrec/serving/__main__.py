@@ -53,6 +53,9 @@ class ServingFlags(ImportFlags):
     ``--follow-model``."""
     follow_model: bool = False
     """Load the dense model of each later checkpoint once it is complete."""
+    patience_s: float = timeouts.AWAY_S
+    """Seconds that a request waits for embedding workers, or their servers, that are
+    away, as one that is started again."""
     http: HttpConfig = field(default_factory=HttpConfig)
 
 
@@ -120,7 +123,7 @@ def _open_reader(
         )
     workers = RemoteWorkers(list(map(tcp_address, addresses)), greeting=greeting)
     stack.callback(workers.close)
-    reader = SlotsReader(workers)
+    reader = SlotsReader(workers, patience_s=flags.patience_s)
     reader.wait_until_ready(timeouts.READY_S)
     return reader
 

@@ -6,11 +6,12 @@ Ids take the same path as in training, so that equal rows give bit-identical emb
 import contextlib
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -20,7 +21,14 @@ from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config.embedding_config import EmbeddingSchema
 from persia_torchrec.data.loader import LookupSettings
 from persia_torchrec.embedding.data import PersiaBatch, ReferencedBatch
-from persia_torchrec.errors import BatchError, PersiaError, RequestTimeoutError
+from persia_torchrec.errors import (
+    BatchError,
+    NotReadyError,
+    PersiaError,
+    RemoteError,
+    RequestTimeoutError,
+    ServerError,
+)
 from persia_torchrec.lookup import slots
 from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.lookup.sharded_lookup import Outputs, RoutedBatch
@@ -29,7 +37,11 @@ from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.slot_tensors import Slots, slot_tensors
 from persia_torchrec.worker.serving import require_dims
 
+T = TypeVar("T")
+
 _CPU = torch.device("cpu")
+_RETRY_S = 0.05
+_AWAY = {ServerError.__name__, NotReadyError.__name__}  # of what a worker asks
 
 Pulled = tuple[Outputs, RoutedBatch | RemoteBatch]
 """The embeddings of a batch, on the CPU, and which of its slots they are for."""
@@ -39,7 +51,8 @@ class SlotsReader:
     """Looks batches up for inference. Any thread may call any method.
 
     ``status`` is for ``GET /health``; ``timeout_s`` for a batch of a ``DataLoader`` and
-    those before it. It does not close the lookup.
+    those before it. While a worker or a server is away, as one that is started again,
+    other workers are asked, for ``patience_s``. It does not close the lookup.
     """
 
     takes_references: ClassVar[bool] = False
@@ -51,19 +64,30 @@ class SlotsReader:
         device: torch.device = _CPU,
         status: Callable[[], Mapping[str, object]] = dict,
         timeout_s: float = timeouts.REQUEST_S,
+        patience_s: float = 0.0,
     ) -> None:
         self.device = device
         self.status = status
         self._lookup = lookup
         self._slots: tuple[slots.Slot, ...] | None = None
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._num_threads = 1  # guarded by _lock
         self._pool = ThreadPoolExecutor(1, "lookups")  # guarded by _lock
 
-    def hello(self, timeout_s: float | None = None) -> slots.LookupHello:
-        """Return slots and rows; raise PersiaError if something is not ready."""
-        hello = self._lookup.hello(timeout_s)
+    def hello(
+        self, timeout_s: float | None = None, *, of_any: bool = False
+    ) -> slots.LookupHello:
+        """Return slots and rows; raise PersiaError if something is not ready.
+
+        With ``of_any``, it is enough that one of the embedding workers is.
+        """
+        lookup = self._lookup
+        if of_any and isinstance(lookup, RemoteWorkers):
+            hello = lookup.hello(timeout_s, of_any=True)
+        else:
+            hello = lookup.hello(timeout_s)
         self._slots = hello.slots
         return hello
 
@@ -73,7 +97,7 @@ class SlotsReader:
 
     def all_slots(self) -> tuple[slots.Slot, ...]:
         """Return the slots; asks for them once."""
-        return self._slots or self.hello().slots
+        return self._slots or self._persist(partial(self.hello, of_any=True)).slots
 
     def look_up(self, batch: PersiaBatch | ReferencedBatch) -> Pulled:
         """Look a batch up, or raise BatchError or ServerError."""
@@ -88,7 +112,7 @@ class SlotsReader:
                 "A batch for inference must have its ids. Received: a batch of a "
                 "StreamingDataset, whose ids an embedding worker of a job holds."
             )
-        pulled: Pulled = self._lookup.pull(source, None)
+        pulled: Pulled = self._persist(lambda: self._lookup.pull(source, None))
         return pulled
 
     def to_tensors(self, pulled: Pulled) -> Slots:
@@ -138,6 +162,20 @@ class SlotsReader:
     def close(self) -> None:
         """Begin no further lookup. May be called twice."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _persist(self, ask: Callable[[], T]) -> T:
+        """Ask again while what is asked is away; each time it may be another worker."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return ask()
+            except ServerError as exc:
+                is_away = not isinstance(exc, RequestTimeoutError)
+                if isinstance(exc, RemoteError):
+                    is_away = exc.kind in _AWAY
+                if not is_away or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ class Predictor:
         """Return readiness, rows on the servers, model and uptime."""
         health: dict[str, object] = {"ready": True}
         try:
-            health["rows"] = sum(self.reader.hello().num_rows)
+            health["rows"] = sum(self.reader.hello(of_any=True).num_rows)
             health.update(self.reader.status())
         except PersiaError as exc:
             health = {"ready": False, "error": str(exc)}

@@ -95,7 +95,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import FrameError
+from persia_torchrec.errors import FrameError, RemoteError
 
 VERSION = 3
 TRAINING = 1
@@ -278,7 +278,8 @@ def decode_json(frames: Sequence[Frame], type_: Any = Any) -> Any:
 
 def error_frames(error: BaseException) -> Frames:
     """Return the frames after the header of an ERROR."""
-    return [msgspec.json.encode(ErrorReply(type(error).__name__, str(error)))]
+    kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
+    return [msgspec.json.encode(ErrorReply(kind, str(error)))]
 
 
 def encode_segments(tables: Sequence[TableIds]) -> Frames:

@@ -74,10 +74,13 @@ class InferenceJob:
             *arguments,
         )
 
-    def worker(self, name: str = "worker", config: Path | None = None) -> Running:
+    def worker(
+        self, name: str = "worker", config: Path | None = None, port: int = 0
+    ) -> Running:
         return self.processes.start(
             name,
             run_worker,
+            *("--port", str(port)),
             *("--embedding-config", str(config or self.embedding_config)),
             *("--global-config", str(self.path)),
         )
