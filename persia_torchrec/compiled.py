@@ -116,10 +116,11 @@ def compile_for(loop: Callable[..., Any], *arguments: object) -> None:
     A kernel that cannot be compiled is a ConfigError with the compiler's message.
     """
     dispatcher: Any = loop
-    if dispatcher.signatures:
+    signature = tuple(map(numba.typeof, arguments))
+    if signature in dispatcher.signatures:
         return
     try:
-        dispatcher.compile(tuple(map(numba.typeof, arguments)))
+        dispatcher.compile(signature)
     except NumbaError as exc:
         raise ConfigError(
             "A kernel must be made of what numba compiles: numbers, pointers, NumPy's "

@@ -108,6 +108,15 @@ def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
     builder.call(copy, [to, from_, num_bytes, is_volatile])
 
 
+@_emitted(types.void)
+def fence(builder: Any) -> None:
+    """Keep the compiler from moving reads and writes of memory across; no instruction.
+
+    Whoever reads the memory after this process was killed sees writes in this order.
+    """
+    builder.fence("seq_cst", "singlethread")
+
+
 @_emitted(types.void, types.uint64)
 def prefetch(builder: Any, address: Any) -> None:
     """Load the cache line at an address ahead of its use; any address is allowed."""

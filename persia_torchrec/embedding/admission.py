@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec.embedding import setting
-from persia_torchrec.embedding.kernel import GOLDEN, mulhi, prefetch, splitmix64
+from persia_torchrec.embedding.kernel import (
+    GOLDEN,
+    keep_words,
+    mulhi,
+    prefetch,
+    splitmix64,
+)
 
 Words = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
@@ -24,6 +30,7 @@ Links = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
 _ONE = np.uint64(1)
+_WORD_AT = np.uint64(2**64 - 8)  # rounds an address down to that of its word
 
 
 def _admit_drawn(
@@ -87,6 +94,7 @@ def count_in_bloom(
             new = least + min(counts_N[i], _LARGEST_BYTE)
             risen = np.uint8(min(new, _LARGEST_BYTE))
             for k in range(num_hashes):
+                keep_words(p[3], base + (offsets_K[k] & _WORD_AT), _ONE)
                 counters[offsets_K[k]] = max(counters[offsets_K[k]], risen)
             frequencies_N[i] = risen
     return frequencies_N
@@ -115,6 +123,10 @@ _CHUNK = 32
 _MOST = 2**32 - 1
 _CELL_BYTES = np.uint64(32)
 _HEAD_BYTES = np.uint64(4)
+_CELL_WORDS = np.uint64(4)
+_MOST_KEPT = 13
+"""Cells and heads that are kept for an id, at most: its own and its neighbours, when it
+is counted and when it is forgotten; those of the oldest, if that must leave."""
 
 
 def _admit_frequent(
@@ -133,6 +145,7 @@ def count_candidates(memory: Words, p: Words, ids_N: Words, counts_N: Counts) ->
     Return how often each was seen since it began to wait; at most ``2**32 - 1``.
     """
     cells, heads = _view(memory, p[1])
+    _keep_cell(0, memory, p)
     base = np.uint64(memory.ctypes.data)
     heads_base = base + _CELL_BYTES * (p[1] + _ONE)
     totals_N = np.empty(len(ids_N), dtype=np.int64)
@@ -147,14 +160,18 @@ def count_candidates(memory: Words, p: Words, ids_N: Words, counts_N: Counts) ->
             head = _find_head(ids_N[i], heads)
             cell = _find_cell(ids_N[i], heads[head], memory, cells)
             if cell == 0:
-                cell = _take_cell(memory, cells, heads, np.int64(p[1]))
+                cell = _take_cell(memory, cells, heads, p)
+                _keep_cell(cell, memory, p)
+                _keep_head(head, memory, p)
                 memory[4 * cell] = ids_N[i]
                 cells[cell, COUNT] = 0
                 cells[cell, CHAIN] = heads[head]
                 heads[head] = cell
             else:
-                _leave_ring(cell, cells)
+                _keep_cell(cell, memory, p)
+                _leave_ring(cell, memory, cells, p)
             newest = cells[0, OLDER]
+            _keep_cell(int(newest), memory, p)
             cells[cell, OLDER], cells[cell, NEWER] = newest, 0
             cells[newest, NEWER] = cells[0, OLDER] = cell
             total = min(int(cells[cell, COUNT]) + min(counts_N[i], _MOST), _MOST)
@@ -170,7 +187,7 @@ def forget_candidates(memory: Words, p: Words, ids_N: Words) -> None:
         first = heads[_find_head(ids_N[i], heads)]
         cell = _find_cell(ids_N[i], first, memory, cells)
         if cell != 0:
-            _leave(cell, memory, cells, heads)
+            _leave(cell, memory, cells, heads, p)
 
 
 def _view(memory: Words, max_rows: np.uint64) -> tuple[Links, Links]:
@@ -192,10 +209,10 @@ def _find_cell(id_: np.uint64, first: int, memory: Words, cells: Links) -> int:
     return cell
 
 
-def _take_cell(memory: Words, cells: Links, heads: Links, max_rows: np.int64) -> int:
+def _take_cell(memory: Words, cells: Links, heads: Links, p: Words) -> int:
     """Return a free cell; if there is none, that of the oldest candidate."""
-    if cells[0, FREE] == 0 and cells[0, USED] == max_rows:
-        _leave(int(cells[0, NEWER]), memory, cells, heads)
+    if cells[0, FREE] == 0 and cells[0, USED] == np.int64(p[1]):
+        _leave(int(cells[0, NEWER]), memory, cells, heads, p)
     cell = int(cells[0, FREE])
     if cell == 0:
         cells[0, USED] += np.uint32(1)
@@ -204,24 +221,44 @@ def _take_cell(memory: Words, cells: Links, heads: Links, max_rows: np.int64) ->
     return cell
 
 
-def _leave(cell: int, memory: Words, cells: Links, heads: Links) -> None:
-    """Take an id out of its chain and the ring, and put its cell on the free list."""
+def _leave(cell: int, memory: Words, cells: Links, heads: Links, p: Words) -> None:
+    """Take an id out of its chain and the ring, and put its cell on the free list.
+
+    Cell 0 is kept already.
+    """
+    _keep_cell(cell, memory, p)
     head = _find_head(memory[4 * cell], heads)
     before = int(heads[head])
     if before == cell:
+        _keep_head(head, memory, p)
         heads[head] = cells[cell, CHAIN]
     else:
         while int(cells[before, CHAIN]) != cell:
             before = int(cells[before, CHAIN])
+        _keep_cell(before, memory, p)
         cells[before, CHAIN] = cells[cell, CHAIN]
-    _leave_ring(cell, cells)
+    _leave_ring(cell, memory, cells, p)
     cells[cell, NEWER], cells[0, FREE] = cells[0, FREE], cell
 
 
-def _leave_ring(cell: int, cells: Links) -> None:
+def _leave_ring(cell: int, memory: Words, cells: Links, p: Words) -> None:
     older, newer = cells[cell, OLDER], cells[cell, NEWER]
+    _keep_cell(int(older), memory, p)
+    _keep_cell(int(newer), memory, p)
     cells[older, NEWER] = newer
     cells[newer, OLDER] = older
+
+
+def _keep_cell(cell: int, memory: Words, p: Words) -> None:
+    """Keep a cell that is about to change."""
+    address = np.uint64(memory.ctypes.data) + _CELL_BYTES * np.uint64(cell)
+    keep_words(p[2], address, _CELL_WORDS)
+
+
+def _keep_head(head: np.uint64, memory: Words, p: Words) -> None:
+    """Keep the head of a chain that is about to change, and its neighbour."""
+    heads = np.uint64(memory.ctypes.data) + _CELL_BYTES * (p[1] + _ONE)
+    keep_words(p[2], (heads + _HEAD_BYTES * head) & _WORD_AT, _ONE)
 
 
 @dataclass(frozen=True)
@@ -282,6 +319,10 @@ class AdmitFrequency(setting.Admission):
         """Return the words of the candidates and of the heads of their chains."""
         return 5 * (self.max_waiting_rows + 1)
 
+    def num_kept_bytes(self) -> int:
+        """Return the bytes of the cells and heads that an id may change."""
+        return _MOST_KEPT * int(_CELL_BYTES + _HEAD_BYTES + _HEAD_BYTES)
+
 
 @dataclass(frozen=True)
 class AdmitBloom(setting.Admission):
@@ -331,6 +372,10 @@ class AdmitBloom(setting.Admission):
     def num_memory_words(self) -> int:
         """Return the words of the counters."""
         return -(-self.num_counters // 8)
+
+    def num_kept_bytes(self) -> int:
+        """Return the bytes of the counters that an id raises."""
+        return 16 * self.num_hashes
 
 
 ADMISSIONS: setting.Registry[setting.Admission] = setting.Registry(

@@ -76,3 +76,85 @@ def mulhi(hash_: np.uint64, num: np.uint64) -> np.uint64:
     middle = hash_high * num_low + ((hash_low * num_low) >> _S32)
     carried = hash_low * num_high + (middle & _LOW)
     return hash_high * num_high + (middle >> _S32) + (carried >> _S32)
+
+
+# THE LOG OF WHAT CHANGES
+#
+# What a request changes in a memory file is kept before, so that another process can
+# undo it. The addresses and numbers of the log are words at its own address:
+#
+#     END    bytes from there to the end of what is kept
+#     STOP   bytes from there to the end of what may be written
+#     LOST   whether something could not be kept
+#     BEGIN  bytes from there to the first word that is kept
+#
+# What is kept: words as they were, and a word that says where they are and how many,
+# behind them, since the newest is undone first.
+
+NO_LOG = np.uint64(0)
+"""The address of the log where nothing is kept."""
+
+END, STOP, LOST, BEGIN = (np.uint64(8 * word) for word in range(4))
+"""Bytes from the address of the log to its own words."""
+
+BEFORE = np.uint64(933_888)
+"""Bytes of the memory before the log, so that what is kept has an offset in words."""
+
+NUM_BITS = np.uint64(24)
+IS_ROW = np.uint64(2**23)
+"""The last word says in its lower bits how many words are kept, and whether they are of
+a row; the upper ones are their offset in the memory, in words."""
+
+_S3 = np.uint64(3)
+_WORD, _ONE_WORD = np.uint64(8), np.uint64(1)
+
+
+def load_word(address: np.uint64) -> np.uint64:
+    """Return the word at an address; compiled code only."""
+    raise NotImplementedError(address)
+
+
+def store_word(address: np.uint64, word: np.uint64) -> None:
+    """Write a word to an address; compiled code only."""
+
+
+def copy_bytes(target: np.uint64, source: np.uint64, num_bytes: np.uint64) -> None:
+    """Copy bytes from one address to another; compiled code only."""
+
+
+def fence() -> None:
+    """Keep writes in their order, for whoever reads the memory of a killed process."""
+
+
+vars(load_word)["intrinsic"] = "load_u64"
+vars(store_word)["intrinsic"] = "store_u64"
+vars(copy_bytes)["intrinsic"] = "copy_bytes"
+vars(fence)["intrinsic"] = "fence"
+
+
+def keep_words(log: np.uint64, address: np.uint64, num_words: np.uint64) -> None:
+    """Keep words that are about to change; ``log`` is the log's address."""
+    if log != NO_LOG:
+        _keep(log, address, num_words, num_words)
+
+
+def keep_row(log: np.uint64, address: np.uint64, num_words: np.uint64) -> None:
+    """Keep words of a row, its tick among them."""
+    if log != NO_LOG:
+        _keep(log, address, num_words, num_words | IS_ROW)
+
+
+def _keep(
+    log: np.uint64, address: np.uint64, num_words: np.uint64, what: np.uint64
+) -> None:
+    end, num_bytes = load_word(log + END), num_words << _S3
+    if end + num_bytes + _WORD > load_word(log + STOP):
+        store_word(log + LOST, _ONE_WORD)
+        fence()
+        return
+    copy_bytes(log + end, address, num_bytes)
+    offset = (address - log + BEFORE) >> _S3
+    store_word(log + end + num_bytes, (offset << NUM_BITS) | what)
+    fence()
+    store_word(log + END, end + num_bytes + _WORD)
+    fence()

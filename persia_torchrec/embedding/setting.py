@@ -228,6 +228,15 @@ class Admission(Setting, ABC):
         """Return how many words of memory the kernel has per table."""
         return 0
 
+    def num_kept_bytes(self) -> int:
+        """Return how many bytes the kernel keeps of its memory, at most, for each id.
+
+        For recovery it calls ``keep_words`` of ``kernel.py`` before it changes words,
+        with the number behind those of :meth:`kernel_numbers`. If it does not, return
+        0: a copy of the whole memory is kept with each request, up to 1 MiB.
+        """
+        return 0
+
 
 S = TypeVar("S", bound=Setting)
 

@@ -5,15 +5,17 @@ One thread owns a store; nothing here locks.
     ids --index--> slots --memory--> weights
                      |
                   recency: a training lookup refreshes; nothing else does
+
+In a memory file every change is all or nothing: see ``recovery.py``.
 """
 
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -37,7 +39,11 @@ from persia_torchrec.store.memory import (
 )
 from persia_torchrec.store.memory_file import MemoryFile
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
-from persia_torchrec.store.tables import TableState
+from persia_torchrec.store.recovery import CLEAR, STEP, WRITE, Change, Recovery
+from persia_torchrec.store.recovery import Request as Request
+from persia_torchrec.store.recovery import UpdateResult as UpdateResult
+from persia_torchrec.store.requests import Requests
+from persia_torchrec.store.tables import ROW_COLUMNS, TableState
 from persia_torchrec.table import TableSpec
 
 Eviction = Literal["lru", "lfu"]
@@ -58,7 +64,6 @@ _COUNTERS = {
     "gradients_missed": memory.MISSED,
     "gradients_refused": memory.REFUSED,
 }
-_ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
@@ -90,18 +95,6 @@ class Metadata:
     last_s: Counts
 
 
-class UpdateResult(NamedTuple):
-    """How many gradients were not applied.
-
-    ``num_missed`` had no row, of which ``num_unadmitted`` were never admitted, the
-    others evicted; ``num_refused`` held NaN or an infinity.
-    """
-
-    num_missed: int
-    num_refused: int
-    num_unadmitted: int = 0
-
-
 class EmbeddingStore:
     """Rows by table and id, least recently used out first.
 
@@ -110,6 +103,8 @@ class EmbeddingStore:
         arenas: one per width of rows, see ``memory.py``.
         tally: see ``memory.HITS`` and the others.
         journal: notes which rows change, once told to.
+        was_loading: the previous process died while it loaded a checkpoint, or before
+            rows were written after that; no rows are left.
 
     Args:
         capacity_rows: rows of all tables together, in ``[1, 2**32 - 2]``.
@@ -117,7 +112,7 @@ class EmbeddingStore:
         optimizer_engine: all engines compute the same.
         clock: returns the current second, by which rows expire.
         memory_file: a file that keeps all of it (see ``LAYOUT.md``). If it is that of
-            an earlier store, whose process may have been killed between two requests,
+            an earlier store, whose process may have been killed at any instruction,
             this one continues with its tables and rows. None: private memory.
     """
 
@@ -139,33 +134,42 @@ class EmbeddingStore:
         self.capacity_rows = capacity_rows
         self.is_lfu = eviction == "lfu"
         self._engine_choice = EngineChoice(optimizer_engine)
-        self._clock = clock
-        num_classes = NUM_LFU_CLASSES if self.is_lfu else 1
+        self.clock = clock
         self.memory: StoreMemory = PrivateMemory()
+        num_classes = NUM_LFU_CLASSES if self.is_lfu else 1
         if memory_file is not None:
             self.memory = MemoryFile(memory_file, capacity_rows, num_classes)
+        try:
+            self._open(num_classes)
+        except BaseException:
+            self.memory.close(is_clean=False)
+            raise
+
+    def _open(self, num_classes: int) -> None:
+        """Find all that the memory holds, and make it whole."""
         tables = json.loads(self.memory.tables or '{"num_arenas": 0, "tables": []}')
         self.tally: Tally = self.memory.area(memory.TALLY).view(np.int64)
-        self.tally[memory.CAPACITY] = capacity_rows
+        self.recovery: Recovery | None = None
+        if isinstance(self.memory, MemoryFile):
+            self.recovery = Recovery(self.memory, self.tally, tables["num_arenas"])
+        self._requests = Requests(self, self.recovery)
+        self.was_loading = bool(self.tally[memory.CHANGE] == memory.LOAD)
+        self.tally[memory.CAPACITY] = self.capacity_rows
         self.journal = ChangeJournal(self.tally)
         self._steps = self.memory.area(memory.STEPS)
-        self.index = Index(capacity_rows, self.memory)
-        self.logs = RecencyLogs(capacity_rows, num_classes, self.memory)
-        self.arenas = Arenas(capacity_rows, self.memory, tables["num_arenas"])
+        self.index = Index(self.capacity_rows, self.memory)
+        self.logs = RecencyLogs(self.capacity_rows, num_classes, self.memory)
+        self.arenas = Arenas(self.capacity_rows, self.memory, tables["num_arenas"])
         # What every table's layout points to: see memory.store_at.
         self._addresses: Words = np.zeros(6, dtype=np.uint64)
         self.states: list[TableState] = []
         self._set_addresses()
-        try:
-            for table in tables["tables"]:
-                self.states.append(self._open_table(**table))
-            if self.memory.is_new:
-                self._publish([])
-            if self.tally[memory.CHANGE] == memory.CLEAR:
-                self.clear()
-        except BaseException:
-            self.memory.close(is_clean=False)
-            raise
+        for table in tables["tables"]:
+            self.states.append(self._open_table(**table))
+        self._requests.open_notes(*tables.get("notes", (0, 0)))
+        if self.memory.is_new:
+            self.publish([])
+        self._requests.complete()
 
     @property
     def tables(self) -> list[TableSpec]:
@@ -206,7 +210,7 @@ class EmbeddingStore:
                     states[number] = self._change_table(states[number], spec)
                 else:
                     states.append(self._make_table(spec, number))
-            self._publish(states)
+            self.publish(states)
         except BaseException:
             self.arenas.drop(num_arenas)
             self.memory.rewind()
@@ -258,21 +262,23 @@ class EmbeddingStore:
             counts_N = read_only(counts_N)
         slots_N = np.empty(len(ids_N), dtype=np.uint32)
         missing_N = np.empty(len(ids_N), dtype=np.int64)
-        arguments = layout, ids_N, counts_N, out_ND, slots_N, missing_N
-        self.tally[memory.CHANGE] = memory.REQUEST
+        arguments = state.at, ids_N, counts_N, out_ND, slots_N, missing_N
+        self._requests.begin(len(ids_N))
         num_missing = loops.lookup_training(*arguments)
         if num_missing == loops.NO_ROOM:
-            self.logs.make_room(self.arenas.directory, len(ids_N))
+            self.logs.make_room(self.arenas.directory, len(ids_N), self.recovery)
+            self._requests.begin(len(ids_N))
             num_missing = loops.lookup_training(*arguments)
         missing = admitted = _NO_INDICES
         if num_missing:
             missing = missing_N[:num_missing].copy()  # the journal may keep it
+            self._requests.keep_admission(state, num_missing)
             admitted = state.admit(ids_N, counts_N, missing, out_ND)
             self.tally[memory.REJECTED] += len(missing) - len(admitted)
             self.make_room(table, len(admitted))
-            layout[memory.NOW_S] = max(int(self._clock()), 0)
-            state.insert(layout, ids_N, counts_N, admitted, out_ND, slots_N)
-        self.tally[memory.CHANGE] = memory.NO_CHANGE
+            layout[memory.NOW_S] = max(int(self.clock()), 0)
+            state.insert(state.at, ids_N, counts_N, admitted, out_ND, slots_N)
+        self._requests.end()
         if self.journal.is_on:
             self.journal.used(UsedRows(table, self.tick, ids_N, missing, admitted))
         return slots_N
@@ -287,27 +293,35 @@ class EmbeddingStore:
         """Apply the table's optimizer to the rows of ids, repeated ones twice.
 
         ``hints_N`` is what the lookup of these ids returned; each hint is checked, and
-        a wrong one costs time only.
+        a wrong one costs time only. Within a request there is :meth:`add_update`.
         """
-        state = self.states[table]
-        ids_N, grads_ND = read_only(ids_N), read_only(grads_ND)
-        if hints_N is None or len(hints_N) != len(ids_N):
-            hints_N = loops.find_slots(state.layout, ids_N)
-        if self.journal.is_on:
-            self.journal.updated(table, ids_N)
-        hints_N = read_only(hints_N)
-        self.tally[memory.CHANGE] = memory.REQUEST
-        missed, refused = state.step_rows(ids_N, hints_N, grads_ND, self._clock())
-        self.tally[memory.CHANGE] = memory.NO_CHANGE
-        unadmitted = 0
-        if missed and state.admission is not None:
-            # Its lookup left it without a row, if what that found is known.
-            num_without = int(np.count_nonzero(hints_N == memory.MISSING))
-            unadmitted = min(num_without, missed)
-        if missed or refused:
-            self.tally[memory.MISSED] += missed
-            self.tally[memory.REFUSED] += refused
-        return UpdateResult(missed, refused, unadmitted)
+        with self.request() as request:
+            self.add_update(table, ids_N, grads_ND, hints_N)
+        return request.results[0]
+
+    def add_update(
+        self, table: int, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None = None
+    ) -> None:
+        """Do :meth:`update` at the end of the open request, which has the result."""
+        self._requests.add_update(table, ids_N, grads_ND, hints_N)
+
+    def request(self) -> AbstractContextManager[Request]:
+        """Make several calls, and notes, one change.
+
+        If the process dies, the next one that opens the memory file finds all of it, or
+        nothing. Lookups, sweeps and removals are done at once; updates, writes, steps
+        and clears at the end, in their order, and then notes. After an error nothing is
+        done at the end. A request in another one is a part of that.
+        """
+        return self._requests.request()
+
+    def notes(self, num_words: int) -> Words:
+        """Return words that live as long as the memory, zero at first.
+
+        Requests set them. The number is the same at every call. They cost nothing until
+        they are committed in ``memory``, and can be used then.
+        """
+        return self._requests.make_notes(num_words)
 
     def write(self, table: int, ids_N: Ids, rows_NK: Floats) -> None:
         """Set weights ``(N, D)``, or weights and state ``(N, D + S)``, of ids.
@@ -321,14 +335,14 @@ class EmbeddingStore:
             )
         state = self.states[table]
         weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
+        ids_N, rows_NK = read_only(ids_N), read_only(rows_NK)
         admission, state.admission = state.admission, None
-        try:
-            self.lookup(table, ids_N, weights_ND, training=True)
-        finally:
-            state.admission = admission
-        slots_N = self.find(table, ids_N)
-        with self.changing(memory.REQUEST):
-            memory.write_rows(state.layout, slots_N, read_only(rows_NK))
+        with self.request() as request:
+            try:
+                self.lookup(table, ids_N, weights_ND, training=True)
+            finally:
+                state.admission = admission
+            request.changes.append(Change(WRITE, table, ids=ids_N, values=rows_NK))
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
@@ -355,7 +369,9 @@ class EmbeddingStore:
 
     def set_step(self, table: int, step: int) -> None:
         """Continue counting a table's update requests from ``step``."""
-        self.states[table].num_updates = step
+        with self.request() as request:
+            request.steps[table] = step
+            request.changes.append(Change(STEP, table, step))
         if self.journal.is_on:
             self.journal.updated(table, _NO_IDS)
 
@@ -391,15 +407,16 @@ class EmbeddingStore:
         self.journal.make_room(max_rows)
         layouts_T = np.stack([state.layout for state in self.states])
         rules_T = np.array(list(map(astuple, expiries)), dtype=np.float64)
-        directory = self.arenas.directory
+        directory, log = self.arenas.directory, self._requests.log
         next_ = [memory.SWEPT_ARENA, memory.SWEPT_SLOT]
         arena, slot = self.tally[next_].tolist()
-        with self.changing(memory.REQUEST):
+        with self.changing():
+            self._requests.make_room(max_rows)
             while max_rows > 0 and arena < len(directory):
                 num_used = int(directory[arena, memory.USED])
                 stop = min(slot + max_rows, num_used)
                 where = arena, slot, stop
-                loops.sweep_slots(where, layouts_T, rules_T, self._clock())
+                loops.sweep_slots(where, layouts_T, rules_T, self.clock(), log)
                 # The store may have been cleared since the last slice.
                 max_rows -= max(stop - slot, 0)
                 arena, slot = (arena, stop) if stop < num_used else (arena + 1, 0)
@@ -410,49 +427,47 @@ class EmbeddingStore:
     def remove(self, table: int, ids_N: Ids) -> None:
         """Drop the rows of ids; those that have none are skipped."""
         self.journal.make_room(len(ids_N))
-        with self.changing(memory.REQUEST):
-            loops.remove_ids(self.states[table].layout, read_only(ids_N))
+        with self.changing():
+            self._requests.make_room(len(ids_N))
+            loops.remove_ids(self.states[table].at, read_only(ids_N))
 
     def take_rows_of(self, other: "EmbeddingStore") -> None:
         """Take over the tables and rows of another store, which is not used again."""
         vars(self).update(vars(other))
+        self._requests = Requests(self, self.recovery)
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
-        with self.changing(memory.CLEAR):
-            self.arenas.clear()
-            self.index.clear()
-            self.logs.clear()
-            for state in self.states:
-                remembered = state.remembered
-                if remembered.size:
-                    [remembered] = self.memory.emptied(remembered)
-                    self.memory.commit(remembered, remembered.size)
-                state.forget(remembered)
-            self.tally[memory.ROWS] = 0
-            self._set_addresses()
+        with self.request() as request:
+            request.changes.append(Change(CLEAR))
+
+    def drop_rows(self) -> None:
+        """Clear, as a part of what is in progress."""
+        self.arenas.clear()
+        self.index.clear()
+        self.logs.clear()
+        for state in self.states:
+            state.forget(self.memory)
+        self.tally[memory.ROWS] = 0
+        self._set_addresses()
         if self.journal.is_on:
             self.journal.cleared()
 
     @contextmanager
-    def changing(self, change: int) -> Iterator[None]:
-        """Note in the memory what is in progress, so that half of it is recognised."""
-        self.tally[memory.CHANGE] = change
+    def changing(self) -> Iterator[None]:
+        """Change rows at once, or not at all."""
+        self._requests.begin()
         yield
-        self.tally[memory.CHANGE] = memory.NO_CHANGE
+        self._requests.end()
 
     def make_room(self, table: int, num_rows: int) -> None:
         """Make room for rows of a table that are about to be made."""
         self.journal.make_room(num_rows)
-        if isinstance(self.memory, MemoryFile):
+        if self.recovery is not None:
             arena = int(self.states[table].layout[memory.ARENA])
-            try:
-                self.arenas.make_room(arena, num_rows)
-                self.index.make_room(num_rows)
-            except StoreError:
-                if self.tally[memory.CHANGE] == memory.REQUEST:
-                    self.tally[memory.CHANGE] = memory.NO_CHANGE  # it ends as a whole
-                raise
+            self._requests.make_room(num_rows)
+            self.arenas.make_room(arena, num_rows)
+            self.index.make_room(num_rows)
 
     def close(self) -> None:
         """End the use of the memory. The store is not used again."""
@@ -498,14 +513,14 @@ class EmbeddingStore:
     def _open_table(
         self, spec: dict[str, object], arena: int, row: list[int], remembered: int
     ) -> TableState:
-        """Return the state of a table that :meth:`_publish` described."""
+        """Return the state of a table that :meth:`publish` described."""
         known, number = TableSpec.from_json(spec), len(self.states)
         has_metadata = known.has_metadata or self.is_lfu
         layout = memory.build_layout(known, number, has_metadata=has_metadata)
-        if layout[_ROW_COLUMNS].tolist() != row:
+        if layout[ROW_COLUMNS].tolist() != row:
             raise StoreError(
                 f"The rows of table {known.name!r} must have weights, state and width "
-                f"at {layout[_ROW_COLUMNS].tolist()}. Received: {row} in the memory "
+                f"at {layout[ROW_COLUMNS].tolist()}. Received: {row} in the memory "
                 "file. Start the version that made it, or delete the file."
             )
         layout[memory.ARENA] = arena
@@ -522,23 +537,18 @@ class EmbeddingStore:
         layout[memory.STORE] = self._addresses.ctypes.data
         engine = self._engine_choice.choose(spec)
         step = self._steps[number : number + 1]
-        return TableState(spec, layout, engine, step=step, remembered=remembered)
+        at = layout, self._requests.log
+        return TableState(spec, at, engine, step=step, remembered=remembered)
 
-    def _publish(self, states: Sequence[TableState]) -> None:
+    def publish(self, states: Sequence[TableState]) -> None:
         """Write down the tables, for a process that opens the memory later."""
-        if not isinstance(self.memory, MemoryFile):
+        if self.recovery is None:
             return
-        tables = [
-            {
-                "spec": state.spec.to_json(),
-                "arena": int(state.layout[memory.ARENA]),
-                "row": state.layout[_ROW_COLUMNS].tolist(),
-                "remembered": memory.distance(self._steps, state.remembered)
-                * bool(state.remembered.size),
-            }
-            for state in states
-        ]
-        found = {"num_arenas": len(self.arenas.words), "tables": tables}
+        found = {
+            "num_arenas": len(self.arenas.words),
+            "tables": [state.describe(self._steps) for state in states],
+            "notes": self._requests.describe_notes(),
+        }
         self.memory.publish(json.dumps(found).encode())
 
     def _change_table(self, state: TableState, spec: TableSpec) -> TableState:

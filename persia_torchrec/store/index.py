@@ -105,19 +105,23 @@ class Index:
 
 
 class IndexAt(NamedTuple):
-    """Where the index is, until it grows: address, numbers of lines, boundary."""
+    """Where the index is, until it grows: address, numbers of lines, boundary.
+
+    ``log`` is that of :class:`StoreAt`.
+    """
 
     lines: np.uint64
     old: np.uint64
     new: np.uint64
     boundary: np.uint64
+    log: np.uint64
 
 
 @inlined
 def index_at(store: StoreAt) -> IndexAt:
     """Return where the index is now."""
     cursor, address = store.cursor, np.uint64(store.lines.ctypes.data)
-    return IndexAt(address, cursor[OLD], cursor[NEW], cursor[BOUNDARY])
+    return IndexAt(address, cursor[OLD], cursor[NEW], cursor[BOUNDARY], store.log)
 
 
 @inlined
@@ -178,7 +182,7 @@ def add_entry(index: IndexAt, entry: np.uint64) -> None:
     line = find_home(index, entry >> _S32)
     while cpu.words_empty(line) == _ZERO:
         line += _LINE
-    cpu.store_u64(line + WORD * cpu.lowest_bit(cpu.words_empty(line)), entry)
+    _write(index, line + WORD * cpu.lowest_bit(cpu.words_empty(line)), entry)
 
 
 @inlined
@@ -197,7 +201,7 @@ def remove_entry(index: IndexAt, hash_: np.uint64, slot: np.uint64) -> None:
         line += _LINE
     was_full = cpu.words_empty(line) == _ZERO
     gap = line + WORD * cpu.lowest_bit(fits)
-    cpu.store_u64(gap, _ZERO)
+    _write(index, gap, _ZERO)
     if was_full:
         _fill_gap(index, line, gap)
 
@@ -223,6 +227,13 @@ def grow_a_little(store: StoreAt, num_new: int) -> None:
 
 
 @inlined
+def _write(index: IndexAt, address: np.uint64, entry: np.uint64) -> None:
+    """Write an entry, or 0, over the word at an address."""
+    memory.keep_words(index.log, address, _ONE)
+    cpu.store_u64(address, entry)
+
+
+@inlined
 def _slot_at(line: np.uint64, fits: np.uint64) -> np.uint64:
     """Return the slot of the first entry of a line whose bit is set."""
     return (cpu.load_u64(line + WORD * cpu.lowest_bit(fits)) & _LOW) - _ONE
@@ -241,8 +252,8 @@ def _fill_gap(index: IndexAt, line: np.uint64, gap: np.uint64) -> None:
                 break
             at += WORD
         if at < next_ + _LINE:
-            cpu.store_u64(gap, cpu.load_u64(at))
-            cpu.store_u64(at, _ZERO)
+            _write(index, gap, cpu.load_u64(at))
+            _write(index, at, _ZERO)
             line, gap = next_, at
         if not was_full:
             return
@@ -265,6 +276,8 @@ def _move_slab(store: StoreAt) -> None:
     while cpu.words_empty(address + _LINE * end) == _ZERO:
         end += _ONE
     end += _ONE
+    num_words = np.uint64(_ENTRIES_PER_LINE) * (end - start)
+    memory.keep_words(store.log, address + _LINE * start, num_words)
     taken = lines[start:end].copy().reshape(-1)
     lines[start:end] = _ZERO
     # The first hash whose old home is `start` or a later line.

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, inlined_kernel, specialized
 from persia_torchrec.embedding.setting import Kernel
-from persia_torchrec.store import memory, recency
+from persia_torchrec.store import memory, recency, recovery
 from persia_torchrec.store.float16 import FP32, round_stochastically
 from persia_torchrec.store.index import (
     ENTRIES,
@@ -41,7 +41,16 @@ from persia_torchrec.store.index import (
     likely_slot,
     remove_entry,
 )
-from persia_torchrec.store.memory import Counts, Floats, Ids, Layout, RowsAt, Slots
+from persia_torchrec.store.memory import (
+    Counts,
+    Floats,
+    Ids,
+    Layout,
+    Log,
+    RowsAt,
+    Slots,
+    TableAt,
+)
 
 Indices = npt.NDArray[np.int64]
 Rules = npt.NDArray[np.float64]
@@ -75,7 +84,7 @@ _S32, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 
 @compiled
 def lookup_training(
-    layout: Layout,
+    table: TableAt,
     ids_N: Ids,
     counts_N: Counts,
     out_ND: Floats,
@@ -89,13 +98,15 @@ def lookup_training(
     is a row; ``slots_N`` with slots or ``MISSING``; and ``missing_N``, from the front,
     with the positions of ids without a row.
     """
-    store = memory.store_at(layout)
-    if not recency.compact_for(store.logs, store.arenas, len(ids_N)):
+    layout, log_if_any = table
+    store = memory.changing_store_at(layout, memory.log_address(log_if_any))
+    if not recency.compact_for(store.logs, store.arenas, len(ids_N), store.log):
         return NO_ROOM
     store.tally[memory.TICK] += 1
     ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
     rows, index = memory.rows_at(store, layout), index_at(store)
-    log, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
+    logs, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
+    num_kept = np.uint64(2 if rows.has_metadata else 1)
     tick = np.uint64(store.tally[memory.TICK])
     target = np.uint64(out_ND.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
@@ -113,12 +124,15 @@ def lookup_training(
             continue
         slots_N[i] = np.uint32(slot)
         address = rows.base + slot * rows.stride
+        is_first = memory.tick_at(address) != tick
+        if is_first:
+            memory.keep_row(store.log, address + memory.WORD, num_kept)
         class_ = _ZERO
         if rows.has_metadata:
             count = np.uint64(counts_N[i]) if len(counts_N) else _ONE
             class_ = count_up(address, count, num_classes)
-        if memory.tick_at(address) != tick:
-            recency.touch(log, class_, rows, address, slot, tick)
+        if is_first:
+            recency.touch(logs, class_, rows, address, slot, tick)
         memory.read_weights(rows, address, target + np.uint64(i) * row_bytes)
     store.tally[memory.HITS] += len(ids_N) - num_missing
     store.tally[memory.MISSES] += num_missing
@@ -250,7 +264,7 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
     begin_row = _build_begin_row(kernel)
 
     def insert(
-        layout: Layout,
+        table: TableAt,
         ids_N: Ids,
         counts_N: Counts,
         chosen_K: Indices,
@@ -258,10 +272,10 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         slots_N: Slots,
     ) -> None:
         ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
-        layout, chosen_K = cpu.unowned(layout), cpu.unowned(chosen_K)
-        store = memory.store_at(layout)
+        layout, chosen_K = cpu.unowned(table[0]), cpu.unowned(chosen_K)
+        store = memory.changing_store_at(layout, memory.log_address(table[1]))
         rows = memory.rows_at(store, layout)
-        log = np.uint64(store.logs.ctypes.data)
+        logs = np.uint64(store.logs.ctypes.data)
         tick = np.uint64(store.tally[memory.TICK])
         target, row_bytes = np.uint64(out_ND.ctypes.data), np.uint64(4 * rows.dim)
         for start in range(0, len(chosen_K), CHUNK):
@@ -278,7 +292,7 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
                     class_ = _ZERO
                     if rows.has_metadata:
                         class_ = count_up(address, count, len(store.logs))
-                    recency.touch(log, class_, rows, address, slot, tick)
+                    recency.touch(logs, class_, rows, address, slot, tick)
                 elif rows.has_metadata:
                     count_up(address, count, 1)
                 slots_N[i] = np.uint32(slot)
@@ -345,7 +359,7 @@ def find_or_make(
         if row != recency.NONE:
             remove_row(store, index, row >> _S32, row & _LOW)
             store.tally[memory.EVICTED] += 1
-    slot = memory.take_slot(store.arenas, rows.arena)
+    slot = memory.take_slot(store.arenas, rows.arena, store.log)
     cpu.store_u64(rows.base + slot * rows.stride, id_)
     add_entry(index, (hash_ << _S32) | (slot + _ONE))
     store.cursor[ENTRIES] += _ONE
@@ -362,7 +376,7 @@ def remove_row(
     id_, owner = cpu.load_u64(address), memory.owner_at(address)
     remove_entry(index, hash_id(id_, owner), slot)
     store.cursor[ENTRIES] -= _ONE
-    memory.free_slot(store.arenas, arena, slot)
+    memory.free_slot(store.arenas, arena, slot, store.log)
     tally[memory.ROWS] -= 1
     if tally[memory.LEFT_ROOM] > 0:
         cpu.store_u64(np.uint64(tally[memory.LEFT_AT]), id_)
@@ -372,9 +386,10 @@ def remove_row(
 
 
 @compiled
-def remove_ids(layout: Layout, ids_N: Ids) -> None:
+def remove_ids(table: TableAt, ids_N: Ids) -> None:
     """Take the rows of ids out; an id without a row changes nothing."""
-    store = memory.store_at(layout)
+    layout, log = table
+    store = memory.changing_store_at(layout, memory.log_address(log))
     rows, index = memory.rows_at(store, layout), index_at(store)
     for i in range(len(ids_N)):
         slot = find_slot(index, rows, ids_N[i], hash_id(ids_N[i], rows.owner))
@@ -404,13 +419,17 @@ def _prefetch_leaving(store: memory.StoreAt, index: IndexAt, num_rows: int) -> N
 
 @compiled
 def sweep_slots(
-    where: tuple[int, int, int], layouts_T: Layout, rules_T: Rules, now_s: float
+    where: tuple[int, int, int],
+    layouts_T: Layout,
+    rules_T: Rules,
+    now_s: float,
+    log: Log,
 ) -> None:
     """Take out the expired rows of ``where``: an arena, its first slot, the end slot.
 
     ``rules_T`` is float64 ``(T, 4)``: see ``STEPS_TO_LIVE`` and the others.
     """
-    store = memory.store_at(layouts_T[0])
+    store = memory.changing_store_at(layouts_T[0], memory.log_address(log))
     arena, index = np.uint64(where[0]), index_at(store)
     for slot in range(where[1], where[2]):
         address = memory.locate_row(store.arenas, arena, np.uint64(slot))
@@ -457,15 +476,17 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
 
     ``slots_N`` are hints, or ``MISSING``. ``numbers`` are the largest magnitude of a
     weight after the update (inf for none), then the optimizer's. The loop returns how
-    many ids have no row, and how many gradients were refused.
+    many ids have no row, and how many gradients were refused. In a memory file each row
+    is changed as ``recovery.py`` says, which notes how many more are done.
     """
     step_row = inlined_kernel(kernel)
 
     def update(
-        layout: Layout, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
+        table: TableAt, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
     ) -> tuple[int, int]:
         ids_N, slots_N = cpu.unowned(ids_N), cpu.unowned(slots_N)
-        layout = cpu.unowned(layout)
+        layout = cpu.unowned(table[0])
+        progress = recovery.completion_at(memory.log_address(table[1]))
         store = memory.store_at(layout)
         rows, index = memory.rows_at(store, layout), index_at(store)
         bound = numbers[0]
@@ -484,6 +505,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
             elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
                 num_refused += 1
             else:
+                recovery.begin_row(progress, i, address, rows.stride)
                 weights = address + rows.weights
                 if rows.dtype != FP32:
                     weights = layout[memory.SCRATCH]
@@ -491,10 +513,30 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
                 w, s = cpu.floats_at(weights), cpu.floats_at(address + rows.state)
                 step_row(p, w, s, cpu.floats_at(grad), rows.dim)
                 finish_row(layout, rows, address, weights, bound)
+                recovery.end_rows(progress, i + 1)
             grad += grad_bytes
         return num_missed, num_refused
 
     return specialized(update, kernel)
+
+
+@compiled
+def count_unapplied(
+    layout: Layout, ids_N: Ids, slots_N: Slots, grads_ND: Floats
+) -> tuple[int, int]:
+    """Return what the loop of :func:`build_update` would, changing nothing."""
+    store = memory.store_at(layout)
+    rows, index = memory.rows_at(store, layout), index_at(store)
+    grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
+    num_missed = num_refused = 0
+    for i in range(len(ids_N)):
+        slot = find_hinted(index, rows, ids_N[i], np.uint64(slots_N[i]))
+        if slot == NOT_FOUND:
+            num_missed += 1
+        elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
+            num_refused += 1
+        grad += grad_bytes
+    return num_missed, num_refused
 
 
 @inlined

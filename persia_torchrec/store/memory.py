@@ -34,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined
+from persia_torchrec.compiled import compiled, inlined, inlined_kernel
+from persia_torchrec.embedding import kernel
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store.float16 import FP32, round_to_nearest, widen
 from persia_torchrec.table import TableSpec
@@ -46,6 +47,10 @@ Slots = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.uint32]
 Tally = npt.NDArray[np.int64]
 Layout = npt.NDArray[np.uint64]
+Log = np.uint64 | None
+"""Address of the log of what changes (``recovery.py``); None in private memory."""
+TableAt = tuple[Layout, Log]
+"""What a loop takes that changes rows: a table's layout, and the log."""
 
 BASE, STRIDE, USED, FREE, TAGS, SLOTS = range(6)
 """Columns of the directory of arenas."""
@@ -74,8 +79,9 @@ leave is noted, or 0, and for how many there is room (see ``journal.py``); rows 
 store may hold; gradients without a row, and with NaN or an infinity; what change is in
 progress (see ``NO_CHANGE``); arena and slot where the next slice of a sweep begins."""
 
-NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
-"""What changes the store right now: nothing, a request, a load, a clear."""
+NO_CHANGE, REQUEST, LOAD, CLEAR, COMMIT = range(5)
+"""What changes the store right now: nothing; a request that would be undone; a load; a
+clear; a request that would be completed (see ``recovery.py``)."""
 
 FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24, 28))
 """Bytes of a row at which its metadata stand, each a uint32."""
@@ -92,7 +98,9 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
 _MANY = 2**40
 """Length of arrays that the loops see by address: no index is ever checked."""
-_ZERO, _ONE = np.uint64(0), np.uint64(1)
+_ZERO, _ONE, _S3 = np.uint64(0), np.uint64(1), np.uint64(3)
+_TWO_WORDS = np.uint64(2)
+_LINE_BYTES = np.uint64(8 * (SLOTS + 1))
 
 
 def reserve(num_words: int) -> Words:
@@ -127,8 +135,9 @@ CURSOR = Area(4608, 64)
 LOGS = Area(8192, 64 * 15)
 ARENAS = Area(16384, MAX_ARENAS * 6)
 STEPS = Area(409_600, 2**16)
+RECOVERY = Area(int(kernel.BEFORE), 64)
 """The small arrays of a store: its tally, the index's cursor, the directories of logs
-and of arenas, the steps of the tables."""
+and of arenas, the steps of the tables; what completes or undoes a request."""
 
 
 class StoreMemory(Protocol):
@@ -298,7 +307,8 @@ def build_layout(spec: TableSpec, number: int, *, has_metadata: bool) -> Layout:
 class StoreAt(NamedTuple):
     """The store's own arrays; the loops see them as views without an owner.
 
-    ``lines`` and ``cursor`` are the index's, ``arenas`` and ``logs`` directories.
+    ``lines`` and ``cursor`` are the index's, ``arenas`` and ``logs`` directories;
+    ``log`` is the address of the log of what changes, or 0.
     """
 
     lines: Words
@@ -306,6 +316,7 @@ class StoreAt(NamedTuple):
     arenas: Words
     logs: Words
     tally: Tally
+    log: np.uint64
 
 
 class RowsAt(NamedTuple):
@@ -331,9 +342,28 @@ class RowsAt(NamedTuple):
     has_metadata: bool
 
 
+keep_words = inlined_kernel(kernel.keep_words)
+keep_row = inlined_kernel(kernel.keep_row)
+"""Keep words as they are, in the log of what changes."""
+
+
+@inlined
+def log_address(log: Log) -> np.uint64:
+    """Return the address of the log, or 0: a constant, where there is none."""
+    if log is None:
+        return _ZERO
+    return log
+
+
 @inlined
 def store_at(layout: Layout) -> StoreAt:
-    """Return the arrays of the store that a table is in."""
+    """Return the arrays of the store that a table is in, to read them."""
+    return changing_store_at(layout, _ZERO)
+
+
+@inlined
+def changing_store_at(layout: Layout, log: np.uint64) -> StoreAt:
+    """Return the arrays of the store that a table is in, to change them."""
     array = cpu.words_at(layout[STORE])
     return StoreAt(
         numba.carray(cpu.words_at(array[0]), (_MANY, 8)),
@@ -341,6 +371,7 @@ def store_at(layout: Layout) -> StoreAt:
         numba.carray(cpu.words_at(array[2]), (_MANY, 6)),
         numba.carray(cpu.words_at(array[3]), (np.int64(array[5]), 15)),
         numba.carray(cpu.integers_at(array[4]), (_MANY,)),
+        log,
     )
 
 
@@ -451,27 +482,38 @@ def is_row_of(rows: RowsAt, slot: np.uint64, id_: np.uint64) -> bool:
 
 
 @inlined
-def take_slot(arenas: Words, arena: np.uint64) -> np.uint64:
+def take_slot(arenas: Words, arena: np.uint64, log: np.uint64) -> np.uint64:
     """Return a free slot; the caller has made sure that there is one."""
+    _keep_free_list(arenas, arena, log)
     head = arenas[arena, FREE]
     if head == _ZERO:
         slot = arenas[arena, USED]
         arenas[arena, USED] = slot + _ONE
-        return slot
-    slot = head - _ONE
-    arenas[arena, FREE] = cpu.load_u64(locate_row(arenas, arena, slot))
+    else:
+        slot = head - _ONE
+        arenas[arena, FREE] = cpu.load_u64(locate_row(arenas, arena, slot))
+    keep_words(log, locate_row(arenas, arena, slot), _TWO_WORDS)
     return slot
 
 
 @inlined
-def free_slot(arenas: Words, arena: np.uint64, slot: np.uint64) -> None:
+def free_slot(arenas: Words, arena: np.uint64, slot: np.uint64, log: np.uint64) -> None:
     """Put a slot on its arena's free list."""
+    _keep_free_list(arenas, arena, log)
     address = locate_row(arenas, arena, slot)
+    keep_row(log, address, arenas[arena, STRIDE] >> _S3)
     cpu.store_u64(address, arenas[arena, FREE])
     cpu.store_u64(address + WORD, _ZERO)
     arenas[arena, FREE] = slot + _ONE
     tag = arena_address(arenas, arena, TAGS) + slot
     cpu.store_u8(tag, cpu.load_u8(tag) ^ _ONE)  # no longer that of its last use
+
+
+@inlined
+def _keep_free_list(arenas: Words, arena: np.uint64, log: np.uint64) -> None:
+    """Keep the columns ``USED`` and ``FREE`` of an arena, which stand side by side."""
+    line = np.uint64(arenas.ctypes.data) + arena * _LINE_BYTES
+    keep_words(log, line + WORD * np.uint64(USED), _TWO_WORDS)
 
 
 @inlined

@@ -22,20 +22,14 @@ from pathlib import Path
 
 import numpy as np
 
+from persia_torchrec.embedding.kernel import LOST
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.store.memory import (
-    CHANGE,
-    CLEAR,
-    NO_CHANGE,
-    TALLY,
-    Area,
-    Words,
-)
+from persia_torchrec.store.memory import CHANGE, RECOVERY, REQUEST, TALLY, Area, Words
 
 logger = logging.getLogger(__name__)
 
 MAGIC = int.from_bytes(b"PERSIAME", "little")
-VERSION = 1
+VERSION = 2
 
 MAGIC_AT, VERSION_AT, BOOT, CAPACITY, CLASSES, STATE = 0, 1, 2, 4, 5, 6
 PID, TIMES_OPENED, PUBLISHED, NUM_REGIONS, PARTITIONS, FIRST_AREA = range(7, 13)
@@ -59,7 +53,6 @@ _SMALL_STEP = 2**16
 _LARGEST_STEP = 16 * _MIB
 _NUM_FIXED = 4  # lines of the head, the lines themselves, and of both halves of tables
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CHANGES = "", "request", "load", "clear"
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -273,12 +266,14 @@ class MemoryFile:
                 "started again. Received: one that was in use when it stopped, so that "
                 "parts of it may be older. Delete the file, and load a checkpoint."
             )
-        change = int(self.area(TALLY)[CHANGE])
-        if change not in (NO_CHANGE, CLEAR):
+        is_lost = bool(self.area(RECOVERY)[int(LOST) // 8])
+        if is_lost and self.area(TALLY)[CHANGE] == REQUEST:
             raise StoreError(
-                f"The memory file {self.path} must hold whole requests. Received: one "
-                f"whose process, {header[PID]}, died in the middle of a "
-                f"{_CHANGES[change]}. Delete the file, and load a checkpoint."
+                f"The memory file {self.path} must hold what undoes a request. "
+                f"Received: one whose process, {header[PID]}, died in the middle of a "
+                "request that changed more than was kept, as one does whose table has "
+                "an admission with a large memory that keeps nothing itself "
+                "(num_kept_bytes). Delete the file, and load a checkpoint."
             )
 
     def _read_tables(self) -> bytes:

@@ -33,8 +33,10 @@ import numpy.typing as npt
 
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
+from persia_torchrec.embedding.kernel import BEGIN, NO_LOG
 from persia_torchrec.store import memory
 from persia_torchrec.store.memory import WORD, RowsAt, StoreMemory, Words
+from persia_torchrec.store.recovery import Recovery
 
 NUM_LFU_CLASSES = 44
 """Classes of frequencies that fit 32 bits."""
@@ -59,6 +61,9 @@ _SPARE_WORDS = 64
 _MARGIN_WORDS = 64
 """Words after the end that may be read ahead, but never hold a record."""
 _READ_PER_TOUCH = 4
+_SPARE_BYTES = 64
+_TOUCH_BYTES = 24  # kept of a row that is used
+_MOST_KEPT = np.uint64(2**23)
 _LOOK_AHEAD = np.uint64(16)
 _HALF = np.uint64(4)
 _BYTE = np.uint64(255)
@@ -92,22 +97,41 @@ class RecencyLogs:
         self.words = [self._memory.emptied(words)[0] for words in self.words]
         self._begin()
 
-    def make_room(self, arenas: Words, num_touches: int) -> None:
-        """Make room for the touches of one request, even more than the capacity."""
-        if compact_for(self.directory, arenas, num_touches):
+    def make_room(
+        self, arenas: Words, num_touches: int, recovery: Recovery | None = None
+    ) -> None:
+        """Make room for the touches of one request, even more than the capacity.
+
+        ``recovery`` keeps what that changes.
+        """
+        needed, log = num_touches + MARK_WORDS, NO_LOG
+        if recovery is not None:
+            log = recovery.log
+            self.make_room_to_keep(num_touches, recovery)
+        if compact_for(self.directory, arenas, num_touches, log):
             return
-        needed = num_touches + MARK_WORDS
         for number, line in enumerate(self.directory):
             self._commit(number, int(line[TAIL]) + needed)
+        if all(self.directory[:, TAIL] + np.uint64(needed) <= self.directory[:, SIZE]):
+            return
+        if recovery is not None:
+            recovery.make_room(self.size_bytes + _SPARE_BYTES * len(self.directory))
+            keep_records(self.directory, log)
+        for number, line in enumerate(self.directory):
             for _ in range(2):  # ends the compaction that is running, then compacts all
                 if int(line[TAIL]) + needed > int(line[SIZE]):
                     line[TRIGGER] = 0
                     compact(self.directory, number, arenas, _ALL)
             if int(line[TAIL]) + needed > int(line[SIZE]):
-                self._enlarge(number, int(line[TAIL]) + needed)
+                self._enlarge(number, int(line[TAIL]) + needed, recovery)
+
+    def make_room_to_keep(self, num_touches: int, recovery: Recovery) -> None:
+        """Make room to keep what :func:`compact_for` and touches write over."""
+        num_bytes = bytes_to_keep(self.directory, num_touches, recovery.log)
+        recovery.make_room(num_bytes + _TOUCH_BYTES * num_touches)
 
     def _begin(self) -> None:
-        self.directory[:] = 0
+        self.directory[:, LOG + 1 :] = 0  # where a log is must be known at any moment
         self.directory[:, TRIGGER] = _SPARE_WORDS
         for number, line in enumerate(self.directory):
             line[LOG] = memory.distance(line, self.words[number])
@@ -123,7 +147,7 @@ class RecencyLogs:
             )
             line[SIZE] = 2 * num_allocated - _MARGIN_WORDS
 
-    def _enlarge(self, number: int, num_words: int) -> None:
+    def _enlarge(self, number: int, num_words: int, recovery: Recovery | None) -> None:
         """Move a log to where it may have more words."""
         old, line = self.words[number], self.directory[number]
         num_used = int(line[TAIL]) // 2 + 1
@@ -134,7 +158,10 @@ class RecencyLogs:
         line[LOG] = memory.distance(line, larger)
         line[SIZE] = 2 * larger.size - _MARGIN_WORDS
         self._memory.publish(self._memory.tables)  # with the new reservation
-        self._memory.emptied(old)
+        if recovery is None:
+            self._memory.emptied(old)
+        else:
+            recovery.replaced.append(old)
 
     @property
     def size_bytes(self) -> int:
@@ -232,15 +259,76 @@ def _end_of_front(logs: Words, class_: int | np.uint64) -> np.uint64:
 
 
 @compiled
-def compact_for(logs: Words, arenas: Words, num_touches: int) -> bool:
+def compact_for(logs: Words, arenas: Words, num_touches: int, log: np.uint64) -> bool:
     """Compact logs that are too long; return whether the touches of a request fit."""
     needed = num_touches + MARK_WORDS
     fits = True
     for class_ in range(len(logs)):
+        if log != NO_LOG:
+            _keep_overwritten(logs, np.uint64(class_), np.uint64(needed), log)
         compact(logs, class_, arenas, _READ_PER_TOUCH * needed)
         if np.int64(logs[class_, TAIL]) + needed > np.int64(logs[class_, SIZE]):
             fits = False
     return fits
+
+
+@compiled
+def bytes_to_keep(logs: Words, num_touches: int, log: np.uint64) -> int:
+    """Return the bytes that the log needs for what :func:`compact_for` keeps in it."""
+    num_bytes = np.uint64(0)
+    for class_ in range(len(logs)):
+        needed = np.uint64(num_touches + MARK_WORDS)
+        for begin, end in _overwritten(logs, np.uint64(class_), needed, log):
+            if begin < end:
+                num_bytes += _HALF * (end - begin) + np.uint64(_SPARE_BYTES)
+    return int(num_bytes)
+
+
+@compiled
+def keep_records(logs: Words, log: np.uint64) -> None:
+    """Keep all records of the logs."""
+    for class_ in range(len(logs)):
+        c = np.uint64(class_)
+        _keep_range(_line_at(logs, c), _ZERO, logs[c, TAIL], log)
+
+
+@compiled
+def _keep_overwritten(
+    logs: Words, c: np.uint64, needed: np.uint64, log: np.uint64
+) -> None:
+    """Keep the records of a log over which a request writes."""
+    for begin, end in _overwritten(logs, c, needed, log):
+        _keep_range(_line_at(logs, c), begin, end, log)
+
+
+@inlined
+def _overwritten(
+    logs: Words, c: np.uint64, needed: np.uint64, log: np.uint64
+) -> tuple[tuple[np.uint64, np.uint64], tuple[np.uint64, np.uint64]]:
+    """Return begin and end of what compaction and touches may write over, in words.
+
+    Behind the tail that a log had when the change began there was nothing.
+    """
+    kept = log + cpu.load_u64(log + BEGIN) + c * _LINE_BYTES  # see recovery.py
+    stop, tail = cpu.load_u64(kept + WORD * np.uint64(TAIL)), logs[c, TAIL]
+    begin = end = _ZERO
+    if logs[c, COMPACTING] or tail >= logs[c, TRIGGER]:
+        begin = logs[c, WRITE] if logs[c, COMPACTING] else _ZERO
+        # At its end the tail comes down to what has been written.
+        end = begin + np.uint64(_READ_PER_TOUCH + 1) * needed + np.uint64(_SPARE_WORDS)
+    return (begin, min(end, stop)), (tail, min(tail + needed, stop))
+
+
+@inlined
+def _keep_range(
+    line: np.uint64, begin: np.uint64, end: np.uint64, log: np.uint64
+) -> None:
+    begin = (begin >> _ONE) << _ONE
+    while begin < end:
+        num = min(end - begin, _MOST_KEPT)
+        address = _words_at(line) + _HALF * begin
+        memory.keep_words(log, address, (num + _ONE) >> _ONE)
+        begin += num
 
 
 @compiled

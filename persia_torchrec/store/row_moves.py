@@ -39,7 +39,15 @@ from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.float16 import FP32
-from persia_torchrec.store.memory import Ids, Layout, RowsAt, Slots, StoreAt, Words
+from persia_torchrec.store.memory import (
+    Ids,
+    Layout,
+    RowsAt,
+    Slots,
+    StoreAt,
+    TableAt,
+    Words,
+)
 from persia_torchrec.store.recency import RecencyLogs
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
@@ -66,7 +74,7 @@ _NONE_KEEP = np.empty(0, dtype=np.bool_)
 
 _AT, _TICK, _ARENA, _POSITION = range(4)  # columns of the cursor
 _LOOK_AHEAD = 16
-_S32 = np.uint64(32)
+_S3, _S32 = np.uint64(3), np.uint64(32)
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _2, _4, _8, _16 = (np.uint64(num) for num in (2, 4, 8, 16))
 
@@ -403,9 +411,10 @@ def put_changes(
         tables_N = np.full(num, table, dtype=np.uint16)
         uses_N = read_only(rows.uses)
         _draw_ticks(np.arange(num), uses_N, tables_N, 0, last, ticks_N)
-        with store.changing(memory.REQUEST):
+        with store.changing():
             num_words = (1 + recency.MARK_WORDS) * num
-            store.logs.make_room(store.arenas.directory, num_words)
+            directory = store.arenas.directory
+            store.logs.make_room(directory, num_words, store.recovery)
             _add(store, table, rows, ticks_N, uses_N == 0)
             store.tick = int(last[0])
         yield num
@@ -417,15 +426,18 @@ def _add(
     """Write rows, and return their slots; see :func:`add_rows`."""
     columns = RowColumns(*map(np.ascontiguousarray, rows.columns()))
     slots_N = np.zeros(len(rows), dtype=np.uint32)
-    layout, ids_N = store.states[table].layout, read_only(rows.ids)
+    state, ids_N = store.states[table], read_only(rows.ids)
     store.make_room(table, len(rows))
-    add_rows(layout, ids_N, columns.addresses(), ticks_N, keeps_N, slots_N)
+    at = state.at
+    if store.tally[memory.CHANGE] == memory.LOAD:  # which is not undone
+        at = state.layout, None
+    add_rows(at, ids_N, columns.addresses(), ticks_N, keeps_N, slots_N)
     return slots_N
 
 
 @compiled
 def add_rows(
-    layout: Layout,
+    table: TableAt,
     ids_N: Ids,
     columns: Words,
     ticks_N: Words,
@@ -440,7 +452,8 @@ def add_rows(
     for which the logs have room. If it is empty none is touched, and those that are
     written cannot leave until they are.
     """
-    store = memory.store_at(layout)
+    layout, log = table
+    store = memory.changing_store_at(layout, memory.log_address(log))
     rows = memory.rows_at(store, layout)
     metadata, state, weights = columns[2], columns[3], columns[4]
     metadata_bytes = _16 if rows.has_metadata else np.uint64(0)
@@ -458,6 +471,8 @@ def add_rows(
             if before >= ticks_N[n]:
                 ticks_N[n] = NEVER
                 continue
+            if not is_new:
+                memory.keep_row(store.log, address, rows.stride >> _S3)
             from_metadata = metadata + row * metadata_bytes
             cpu.copy_bytes(address + memory.FREQUENCY, from_metadata, metadata_bytes)
             from_state = state + row * rows.state_bytes

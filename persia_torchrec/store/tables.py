@@ -13,13 +13,25 @@ from persia_torchrec.compiled import (
     read_only,
     specialized,
 )
+from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.setting import Admission, Kernel
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
-from persia_torchrec.store.memory import Counts, Floats, Ids, Layout, Slots, Words
+from persia_torchrec.store.memory import (
+    Counts,
+    Floats,
+    Ids,
+    Slots,
+    StoreMemory,
+    TableAt,
+    Words,
+)
 from persia_torchrec.table import TableSpec
 
 Bools = npt.NDArray[np.bool_]
+
+ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
+"""Columns of a layout that say what the rows look like."""
 
 Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64]], Bools]
 """Counts ids that have no row, and returns which of them get one. The second array is
@@ -30,13 +42,19 @@ _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
 
 
-def build_admission(admission: Admission, seed: int, remembered: Words) -> Admit | None:
-    """Build what decides for a table, with its memory; None where all get a row."""
+def build_admission(
+    admission: Admission, seed: int, remembered: Words, log: np.uint64 = NO_LOG
+) -> Admit | None:
+    """Build what decides for a table, with its memory; None where all get a row.
+
+    ``log`` is the address of the log that keeps what it changes, or 0.
+    """
     kernel = admission.kernel
     if kernel is None:
         return None
     loop = _build_admit(kernel)
-    numbers = read_only(np.array(admission.kernel_numbers(seed), dtype=np.uint64))
+    p = *admission.kernel_numbers(seed), int(log)
+    numbers = read_only(np.array(p, dtype=np.uint64))
     no_counts, none = read_only(_NO_INDICES), np.empty(0, dtype=np.bool_)
     compile_for(loop, remembered, numbers, _NO_IDS, no_counts, none)
 
@@ -69,26 +87,29 @@ class TableState:
     """One table of a store. Owned by the store's thread.
 
     Its loops are compiled, or loaded; the layout's columns of settings are overwritten.
-    ``engine`` is None for the fused loop; ``step`` is the word that keeps the table's
-    step, ``remembered`` what the admission remembers. The attribute ``admission`` is
-    None when all ids are admitted. ``insert`` makes rows: see
-    :func:`loops.build_insert`.
+    ``at`` is the layout and the log; ``engine`` is None for the fused loop; ``step``
+    is the word that keeps the table's step, ``remembered`` what the admission
+    remembers. The attribute ``admission`` is None when all ids are admitted. ``insert``
+    makes rows: see :func:`loops.build_insert`.
     """
 
     def __init__(
         self,
         spec: TableSpec,
-        layout: Layout,
+        at: TableAt,
         engine: FbgemmEngine | None,
         *,
         step: Words,
         remembered: Words,
     ) -> None:
-        self.spec, self.layout, self.engine = spec, layout, engine
+        self.spec, self.at, self.engine = spec, at, engine
+        self.layout = layout = at[0]
         self.has_metadata = bool(layout[memory.HAS_METADATA])
         self.remembered, self._step = remembered, step
         layout[memory.STEP] = step[0]
-        self.admission = build_admission(spec.admission, spec.seed, remembered)
+        self._log = NO_LOG if at[1] is None else at[1]
+        rule = spec.admission, spec.seed
+        self.admission = build_admission(*rule, remembered, self._log)
         state_S = spec.optimizer.initial_state(spec.dim)
         fill = spec.initializer.fill_numbers(spec.dim)
         self._kept = {
@@ -102,7 +123,7 @@ class TableState:
         self._bound = np.float32(spec.weight_bound or np.inf)
         self.insert = loops.build_insert(spec.initializer.kernel)
         no_rows, slots = np.empty((0, spec.dim), np.float32), _NO_COUNTS.copy()
-        used = layout, _NO_IDS, _NO_COUNTS
+        used = at, _NO_IDS, _NO_COUNTS
         compile_for(loops.lookup_training, *used, no_rows, slots, _NO_INDICES)
         compile_for(self.insert, *used, _NO_INDICES, no_rows, slots)
         if engine is not None:
@@ -135,35 +156,49 @@ class TableState:
         return missing[is_admitted]
 
     def step_rows(
-        self, ids_N: Ids, hints_N: Slots, grads_ND: Floats, now_s: float
+        self, ids_N: Ids, hints_N: Slots, grads_ND: Floats, *, step: int, now_s: int
     ) -> tuple[int, int]:
-        """Apply the optimizer to the rows of ids: a step of the table.
+        """Apply the optimizer to the rows of ids; that is the table's step ``step``.
 
         All arrays are read-only. Returns how many ids have no row, and how many
         gradients were refused.
         """
-        self.num_updates += 1
-        self.layout[memory.NOW_S] = max(int(now_s), 0)
+        self.num_updates, self.layout[memory.NOW_S] = step, now_s
         numbers = self._step_numbers()
-        return self._update(self.layout, ids_N, hints_N, grads_ND, numbers)
+        return self._update(self.at, ids_N, hints_N, grads_ND, numbers)
 
     def changed(
         self, spec: TableSpec, engine: FbgemmEngine | None, remembered: Words
     ) -> "TableState":
         """Return the state under new settings."""
-        layout = self.layout.copy()
-        return TableState(spec, layout, engine, step=self._step, remembered=remembered)
+        at = self.layout.copy(), self.at[1]
+        return TableState(spec, at, engine, step=self._step, remembered=remembered)
 
     def admits_as(self, spec: TableSpec) -> bool:
         """Return whether other settings may keep what the admission remembers."""
         return (spec.admission, spec.seed) == (self.spec.admission, self.spec.seed)
 
-    def forget(self, remembered: Words) -> None:
+    def describe(self, begin: Words) -> dict[str, object]:
+        """Describe the table, for a process that opens the memory later.
+
+        The memory of its admission is said by its distance from an array.
+        """
+        remembered = self.remembered
+        return {
+            "spec": self.spec.to_json(),
+            "arena": int(self.layout[memory.ARENA]),
+            "row": self.layout[ROW_COLUMNS].tolist(),
+            "remembered": memory.distance(begin, remembered) if remembered.size else 0,
+        }
+
+    def forget(self, source: StoreMemory) -> None:
         """Forget step and candidates: all rows are dropped."""
-        self.num_updates, self.remembered = 0, remembered
-        self.admission = build_admission(
-            self.spec.admission, self.spec.seed, remembered
-        )
+        self.num_updates = 0
+        if self.remembered.size:
+            [self.remembered] = source.emptied(self.remembered)
+            source.commit(self.remembered, self.remembered.size)
+        rule = self.spec.admission, self.spec.seed
+        self.admission = build_admission(*rule, self.remembered, self._log)
 
     def _step_numbers(self) -> Floats:
         """Return the bound of the weights, and the optimizer's numbers of a step."""

@@ -1,5 +1,6 @@
 """Compile, or load, every loop of the store before the first request needs it."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding import admission
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.store import row_moves
+from persia_torchrec.store import memory, memory_file, recovery, row_moves
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 
@@ -21,14 +22,31 @@ _ADMISSIONS = (
 
 
 def warm_up() -> None:
-    """Run every loop once, on a store of its own.
+    """Run every loop once, on stores of its own: in private memory and in a file.
 
     The first time on a machine this takes about half a minute; later processes find
     the machine code on disk. The loops of optimizers and initializers other than the
     defaults are compiled, or loaded in some milliseconds, when the first table with one
     is added.
     """
-    store = EmbeddingStore(4)
+    _run(EmbeddingStore(4))
+    file = os.memfd_create("store")
+    memory_file.logger.disabled = True  # this file says nothing of that of a server
+    try:
+        store = EmbeddingStore(4, memory_file=f"/proc/self/fd/{file}")
+        _run(store)
+        for change in (memory.REQUEST, memory.COMMIT):  # as if it had died there
+            store.tally[memory.CHANGE] = change
+            store.memory.area(memory.RECOVERY)[recovery.PROGRESS >> np.uint64(3)] = 3
+            store.close()
+            store = EmbeddingStore(4, memory_file=f"/proc/self/fd/{file}")
+        store.close()
+    finally:
+        memory_file.logger.disabled = False
+        os.close(file)
+
+
+def _run(store: EmbeddingStore) -> None:
     ids = np.arange(6, dtype=np.uint64)
     counts = np.ones(len(ids), dtype=np.uint32)
     rows = np.zeros((len(ids), 2), dtype=np.float32)
@@ -54,3 +72,7 @@ def warm_up() -> None:
             moving = row_moves.RowImport(store, uses, numbers, counts)
             moving.add(table, columns, np.arange(len(columns)) == 0)
             moving.finish(1)
+    columns, _ = row_moves.gather_rows(store, 0, read_only(ids))
+    for _ in row_moves.put_changes(store, [(0, columns)]):
+        pass
+    store.update(0, ids, rows)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from persia_torchrec import AdmitBloom
 from persia_torchrec.compiled import compiled, inlined_kernel
 from persia_torchrec.embedding.admission import count_in_bloom
+from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store.memory import reserve
 from tests import strategies
@@ -27,7 +28,7 @@ class BloomCounters:
     def __init__(self, num_counters, num_hashes):
         self.memory = reserve((num_counters + 7) // 8)
         self.counters = self.memory.view(np.uint8)[:num_counters]
-        self.numbers = np.array([1, num_counters, num_hashes], dtype=np.uint64)
+        self.numbers = np.array([1, num_counters, num_hashes, NO_LOG], dtype=np.uint64)
 
     def add(self, ids, counts):
         return run_count(self.memory, self.numbers, ids, counts)

@@ -20,6 +20,7 @@ from persia_torchrec.embedding.admission import (
     count_candidates,
     forget_candidates,
 )
+from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.store.memory import reserve
 from tests import strategies
 
@@ -42,7 +43,7 @@ class Candidates:
 
     def __init__(self, max_rows):
         self.memory = reserve(AdmitFrequency(1, max_rows).num_memory_words())
-        self.numbers = np.array([1, max_rows], dtype=np.uint64)
+        self.numbers = np.array([1, max_rows, NO_LOG], dtype=np.uint64)
         self.cells = self.memory[: 4 * (max_rows + 1)].view(np.uint32).reshape(-1, 8)
         self.heads = self.memory[4 * (max_rows + 1) :].view(np.uint32)
         self.max_rows = max_rows

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.store.memory import (
     Arenas,
     PrivateMemory,
@@ -86,7 +87,7 @@ class Rows:
         return place
 
     def free(self, place: RowAt) -> None:
-        free_slot(self.directory, *map(np.uint64, place))
+        free_slot(self.directory, *map(np.uint64, place), NO_LOG)
 
     def order(self) -> list[RowAt]:
         return rows_oldest_first(self.logs, self.directory)

@@ -1,0 +1,147 @@
+"""Requests by number, and a store that is killed in the middle of them."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import replace
+
+import numpy as np
+
+from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
+from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.table import TableSpec
+from tests.store.consistency import check_store, ids_oldest_first
+
+TABLES = [
+    TableSpec(name="adam", dim=9, optimizer=Adam(0.1), admission=AdmitFrequency(2, 60)),
+    TableSpec(name="half", dim=8, optimizer=Adagrad(0.1), weight_dtype="fp16"),
+    TableSpec(
+        name="bloom",
+        dim=4,
+        optimizer=SGD(0.1, 0.9),
+        admission=AdmitBloom(3, 500),
+        expiry=Expiry(steps_to_live=30),
+    ),
+]
+CAPACITY_ROWS = 300
+NUM_IDS = 1000
+_DEADLINE_S = 60.0
+
+
+def store_of(path=None, eviction="lru", engine="fused"):
+    store = EmbeddingStore(
+        CAPACITY_ROWS,
+        memory_file=path,
+        eviction=eviction,
+        optimizer_engine=engine,
+        clock=lambda: 7.0,
+    )
+    notes = store.notes(4)
+    store.memory.commit(notes, 4)
+    if not store.tables:
+        store.add_tables(TABLES)
+    return store
+
+
+def request(store, number):
+    """Make the request of this number, and note that it was made."""
+    rng = np.random.default_rng(number)
+    if number % 50 == 31:
+        adam = replace(TABLES[0], optimizer=Adam(float(rng.uniform(0.01, 1))))
+        store.add_table(adam)
+    with store.request() as one:
+        for table in rng.permutation(len(TABLES))[: rng.integers(1, 4)].tolist():
+            ids = rng.zipf(1.2, rng.integers(1, 200)).astype(np.uint64) % NUM_IDS
+            rows = rng.normal(size=(len(ids), TABLES[table].dim)).astype(np.float32)
+            change(store, number, table, ids, rows)
+        if number % 19 == 7:
+            store.sweep(100)
+            store.remove(0, np.arange(10, dtype=np.uint64))
+        if number % 23 == 5:
+            store.set_step(1, number)
+        if number % 211 == 150:
+            store.clear()
+        one.note(0, number + 1)
+
+
+def change(store, number, table, ids, rows):
+    if number % 3 == 0:
+        store.lookup(table, ids, rows, training=True)
+    elif number % 8 == 1:
+        store.write(table, ids[:20], rows[:20])
+    else:
+        hints = store.find(table, ids) if number % 2 else None
+        store.add_update(table, ids, rows, hints)
+
+
+def state_of(store):
+    """Return all that a store holds, so that it can be compared."""
+    tables = []
+    for number, state in enumerate(store.states):
+        ids = np.arange(NUM_IDS, dtype=np.uint64)
+        tables.append(store.read(number, ids).tobytes())
+        if state.has_metadata:
+            columns = store.metadata(number, ids)
+            tables += [columns.frequency.tolist(), columns.last_step.tolist()]
+        tables += [state.num_updates, state.remembered.tobytes()]
+    counters = store.counters()
+    del counters["bytes"]  # logs are cleaned sooner or later
+    return [tables, ids_oldest_first(store), store.tick, counters]
+
+
+def kill_again_and_again(path, eviction, engine, num_kills, seed=0):
+    """Kill forked processes that use a store; compare with one that is never killed."""
+    rng = np.random.default_rng(seed)
+    undisturbed, made = store_of(None, eviction, engine), 0
+    for _ in range(num_kills):
+        begun, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            run_until_killed(path, eviction, engine, tell)
+        os.close(tell)
+        assert os.read(begun, 1) == b"."
+        time.sleep(rng.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        acknowledged = len(read_all(begun))
+        store = store_of(path, eviction, engine)
+        num_visible = int(store.notes(4)[0])
+        assert made + acknowledged <= num_visible <= made + acknowledged + 1
+        while made < num_visible:
+            request(undisturbed, made)
+            made += 1
+        check_store(store)
+        assert state_of(store) == state_of(undisturbed), f"after request {made}"
+        store.memory.close(is_clean=False)
+    assert made > num_kills
+
+
+def run_until_killed(path, eviction, engine, tell):
+    """Make requests without end; write a byte when each has been made."""
+    try:
+        store = store_of(path, eviction, engine)
+        number = int(store.notes(4)[0])
+        os.write(tell, b".")
+        deadline = time.monotonic() + _DEADLINE_S
+        while time.monotonic() < deadline:
+            request(store, number)
+            number += 1
+            os.write(tell, b".")
+    except Exception:  # noqa: BLE001  # for the test to print
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def read_all(file):
+    """Return what is left in a pipe whose other end is closed, and close it."""
+    found = b""
+    while piece := os.read(file, 2**16):
+        found += piece
+    os.close(file)
+    return found
