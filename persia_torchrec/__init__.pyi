@@ -79,6 +79,9 @@ from persia_torchrec.training.checkpoint import (
     load_checkpoint as load_checkpoint,
     save_checkpoint as save_checkpoint,
 )
+from persia_torchrec.training.recovery import (
+    recoverable as recoverable,
+)
 from persia_torchrec.version import (
     __version__ as __version__,
 )

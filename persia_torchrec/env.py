@@ -12,6 +12,11 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_JOB_ID                              the job's id; drawn when unset
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
+    PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
+    PERSIA_CHECKPOINT_DIR                      their folder; ./persia_checkpoints
+    PERSIA_RESUME                              what a restart goes back to: exact
+    TORCHELASTIC_RESTART_COUNT, _MAX_RESTARTS  how often it started the NN workers
+                                               before, and may at most (torchrun)
     PERSIA_MEMBER                              member that this process is, or works for
     PERSIA_RESTARTS                            how often it started this one before
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
@@ -30,12 +35,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from persia_torchrec.errors import ConfigError
 
 MAX_PORT = 65_535
 JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
+CHECKPOINT_INTERVAL_S = 600.0
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -117,6 +124,9 @@ global_config_path = partial(text, "PERSIA_GLOBAL_CONFIG")
 data_dir = partial(text, "PERSIA_DATA_DIR")
 error_file = partial(text, "TORCHELASTIC_ERROR_FILE")
 
+# "exact" or "rows_ahead"; None when unset.
+resume = partial(text, "PERSIA_RESUME")
+
 
 def master() -> tuple[str | None, int | None]:
     """Return host and port at which the NN workers meet, each None when unset."""
@@ -173,17 +183,27 @@ def job_id() -> str:
 
 def join_timeout_s() -> float:
     """Return how long each wait of a start may take: until all are there and joined."""
-    value = text("PERSIA_JOIN_TIMEOUT_S")
-    if value is None:
-        return JOIN_TIMEOUT_S
-    with contextlib.suppress(ValueError):
-        seconds = float(value)
-        if 0 < seconds < math.inf:
-            return seconds
-    raise ConfigError(
-        "PERSIA_JOIN_TIMEOUT_S (--join-timeout-s) must be a number of seconds > 0. "
-        f"Received: {value!r}."
-    )
+    return _seconds("PERSIA_JOIN_TIMEOUT_S", JOIN_TIMEOUT_S, " (--join-timeout-s)")
+
+
+def num_group_restarts() -> int:
+    """Return how often the trainers of this job were started before."""
+    return max(integer("TORCHELASTIC_RESTART_COUNT", 0), num_restarts())
+
+
+def checkpoint_interval_s() -> float:
+    """Return the seconds between automatic checkpoints; 0: there are none.
+
+    Where nothing starts a trainer again, there are none by default.
+    """
+    recovers = integer("TORCHELASTIC_MAX_RESTARTS", 0) or text("PERSIA_SUPERVISOR")
+    default = CHECKPOINT_INTERVAL_S if recovers else 0.0
+    return _seconds("PERSIA_CHECKPOINT_INTERVAL_S", default, or_0=True)
+
+
+def checkpoint_dir() -> str:
+    """Return the folder of the automatic checkpoints of all jobs."""
+    return text("PERSIA_CHECKPOINT_DIR") or str(Path.cwd() / "persia_checkpoints")
 
 
 def job_store() -> JobStore | None:
@@ -259,6 +279,21 @@ def log_level(default: str = "INFO") -> str:
         must = f"LOG_LEVEL must be one of {', '.join(known)}."
         raise ConfigError(f"{must} Received: {level!r}.")
     return level
+
+
+def _seconds(name: str, default: float, flag: str = "", *, or_0: bool = False) -> float:
+    """Return a variable that is a number of seconds; the default when unset."""
+    value = text(name)
+    if value is None:
+        return default
+    with contextlib.suppress(ValueError):
+        seconds = float(value)
+        if 0 < seconds < math.inf or (or_0 and seconds == 0):
+            return seconds
+    must = ">= 0" if or_0 else "> 0"
+    raise ConfigError(
+        f"{name}{flag} must be a number of seconds {must}. Received: {value!r}."
+    )
 
 
 def _is_local_torchx() -> bool:

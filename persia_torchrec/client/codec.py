@@ -34,9 +34,13 @@ class BatchNumber(NamedTuple):
     share: Share | None = None
 
     @staticmethod
-    def new_stream() -> int:
-        """Return a number for a stream of batches that no other process chooses."""
-        return secrets.randbits(63)
+    def new_stream(generation: int = 0) -> int:
+        """Return a number for a stream of batches that no other process chooses.
+
+        Of its 63 bits the upper 16 are the ``generation`` of the trainers: how often
+        their group was started. Servers refuse an older one than they have seen.
+        """
+        return generation % 2**16 << 47 | secrets.randbits(47)
 
 
 class KnownTable(NamedTuple):

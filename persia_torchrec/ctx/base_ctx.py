@@ -2,8 +2,9 @@
 
 import contextlib
 import enum
-from collections.abc import Iterator
-from typing import Any, Self
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +18,10 @@ from persia_torchrec.sharding.slot_tensors import Slots, dense_tensor, run_dense
 from persia_torchrec.training import checkpoint
 from persia_torchrec.training.engine import Engine
 
+logger = logging.getLogger(__name__)
+
 Tensors = list[torch.Tensor]
+B = TypeVar("B", bound=PersiaBatch | ReferencedBatch)
 
 
 class BaseCtx:
@@ -116,7 +120,21 @@ class LookupCtx(BaseCtx):
             is_training=is_training,
             meta=batch.meta,
             batch_id=batch.batch_id,
+            loader=batch.origin.loader if isinstance(batch, ReferencedBatch) else None,
         )
+
+    trained: Mapping[int, int] = {}
+    """By data loader, its last batch that was trained before a restart."""
+
+    def skip(self, batches: Iterator[B]) -> Iterator[B]:
+        """Leave out batches of a ``DataLoader`` that were trained before a restart."""
+        return batches
+
+    def count(
+        self, batches: Iterator[loader.PersiaTrainingBatch]
+    ) -> Iterator[loader.PersiaTrainingBatch]:
+        """Learn which batches a ``DataLoader`` hands out."""
+        return batches
 
     def note_wait(self, seconds: float) -> None:
         """Learn how long a ``DataLoader`` made its caller wait for a batch."""
@@ -204,9 +222,20 @@ class LookupCtx(BaseCtx):
         ``src_dir`` is the file itself, as PERSIA has it: folder and name.
         ``map_location`` is that of ``torch.load``; the CPU by default.
         """
+        resumed = self.model, getattr(self, "dense_optimizer", None)
+        if torch_instance in resumed and self._is_skipped("load_torch_state_dict()"):
+            return
         path, _, name = src_dir.rpartition("/")
         state = checkpoint.read_state(Folder(path or "."), name, map_location)
         checkpoint.apply_state(torch_instance, state, src_dir)
+
+    def _is_skipped(self, call: str) -> bool:
+        """Return whether a call would undo what training resumes from; log it then."""
+        engine = self.embeddings
+        path = engine.resumed_from if isinstance(engine, Engine) else None
+        if path is not None:
+            logger.info("%s is skipped: training resumes from %s", call, path)
+        return path is not None
 
     def _require_model(self) -> nn.Module:
         if self.model is None:

@@ -87,10 +87,14 @@ class EmbeddingCtx(LookupCtx):
         stays within its ``TrainCtx``. Outside of one it holds for all tables that the
         servers have, until a trainer sends its own: with its next learning rate.
         """
+        if self._is_skipped("configure_embedding_parameter_servers()"):
+            return
         self.embeddings.configure(embedding_config)
 
     def clear_embeddings(self) -> None:
         """Drop all rows on all embedding servers."""
+        if self._is_skipped("clear_embeddings()"):
+            return
         self.embeddings.flush()
         self.embeddings.client.clear()
 
@@ -161,6 +165,8 @@ class EmbeddingCtx(LookupCtx):
                 fault, nothing has changed.
         """
         model = self._require_model()
+        if self._is_skipped("load_checkpoint()"):
+            return
         self.embeddings.checkpoints.load(
             src_dir, {dense_filename: model}, map_location, blocking=blocking
         )
@@ -171,6 +177,8 @@ class EmbeddingCtx(LookupCtx):
 
     def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
         """Load the embeddings alone: :meth:`load_checkpoint`."""
+        if self._is_skipped("load_embedding()"):
+            return
         self.embeddings.checkpoints.load(src_dir, {}, blocking=blocking)
 
     def wait_for_dump_embedding(self) -> None:
@@ -199,7 +207,7 @@ class EmbeddingCtx(LookupCtx):
             if self.preprocess_mode is not PreprocessMode.TRAIN:
                 self.embeddings.flush()
             if self.embedding_config is not None:
-                self.embeddings.configure(self.embedding_config)
+                self.configure_embedding_parameter_servers(self.embedding_config)
             yield
             if self._own is not None:
                 self._own.checkpoints.wait_for_dump()

@@ -1,14 +1,16 @@
 """The trainer's context: both halves of the model, stepped together."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from persia_torchrec import distributed
-from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode, Tensors
+from persia_torchrec import distributed, env
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.ctx.base_ctx import B, BaseCtx, PreprocessMode, Tensors
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
 from persia_torchrec.data.loader import PersiaTrainingBatch, require_at_least_1
 from persia_torchrec.embedding import EmbeddingConfig
@@ -19,8 +21,11 @@ from persia_torchrec.sharding.slot_tensors import run_dense
 from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine
+from persia_torchrec.training.recovery import Recovery, RecoveryConfig, Resume
 
 _TRAINING = "training.pt"
+
+_numbers = itertools.count(1)  # of the contexts of this process
 
 
 class TrainCtx(EmbeddingCtx):
@@ -56,6 +61,13 @@ class TrainCtx(EmbeddingCtx):
         device_id: CUDA device of the model; None is the CPU.
         tables: settings of single tables, by feature group (a slot without one is its
             own); they win over ``embedding_optimizer`` and ``embedding_config``.
+        checkpoint_interval_s: seconds between automatic checkpoints, from which
+            training continues when the trainers are started again; 0: there are none.
+            None: ``PERSIA_CHECKPOINT_INTERVAL_S``, or else 600 where something starts
+            trainers again, as ``torchrun --max-restarts`` does. They are in a folder of
+            the job in ``PERSIA_CHECKPOINT_DIR``, which trainers and servers share.
+        resume: "exact" takes the servers back to the checkpoint; with "rows_ahead" rows
+            keep the updates since. None: ``PERSIA_RESUME``, or else "exact".
 
     Attributes:
         embedding_optimizer: the learning rates of the embeddings, for
@@ -70,6 +82,7 @@ class TrainCtx(EmbeddingCtx):
     preprocess_mode = PreprocessMode.TRAIN
     model: nn.Module
     embeddings: Engine
+    _recovery: Recovery | None = None
 
     def __init__(
         self,
@@ -88,6 +101,8 @@ class TrainCtx(EmbeddingCtx):
         device_id: int | None = None,
         *,
         tables: Mapping[str, TableSettings] | None = None,
+        checkpoint_interval_s: float | None = None,
+        resume: Resume | None = None,
     ) -> None:
         self._update_factor = grad_scalar_update_factor
         if grad_scalar_update_factor <= 1:
@@ -95,11 +110,7 @@ class TrainCtx(EmbeddingCtx):
                 "grad_scalar_update_factor must be > 1. "
                 f"Received: {grad_scalar_update_factor}."
             )
-        if mixed_precision and device_id is None:
-            raise ConfigError(
-                "mixed_precision must be False on the CPU: it needs a CUDA device. "
-                "Pass mixed_precision=False, or a device_id."
-            )
+        _require_device(device_id, mixed_precision=mixed_precision)
         require_at_least_1(
             backward_buffer_size=backward_buffer_size,
             backward_workers_size=backward_workers_size,
@@ -128,6 +139,9 @@ class TrainCtx(EmbeddingCtx):
         engine.lookup_emb_directly = lookup_emb_directly
         engine.pipeline.bound(held=grad_update_buffer_size, sent=backward_workers_size)
         self.embedding_optimizer = engine.sharder.optimizer
+        self._own_state: dict[str, Any] = {}
+        given = engine.job_id, checkpoint_interval_s, resume
+        self._recovery_config = _configure_recovery(*given)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, Tensors | None]:
         """Run the model on a batch; return its output and the labels, or None."""
@@ -170,11 +184,32 @@ class TrainCtx(EmbeddingCtx):
             has_skipped = self.embeddings.backward(loss, scale)
             self._scaler.step(self.dense_optimizer)
             self._scaler.update(scale / self._update_factor if has_skipped else None)
-        if self.embeddings.weights is not None:
-            self.embeddings.weights.after_step()
+        weights = self.embeddings.weights
+        have_met = weights is None or weights.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
+        if self._recovery is not None:
+            self._recovery.step(may_save=have_met)
         return loss
+
+    def register_state(self, **state: Any) -> None:
+        """Keep what the script has of its own in automatic checkpoints, by name.
+
+        Each trainer keeps its own: what has ``state_dict`` and ``load_state_dict``, as
+        schedulers have. A training that is resumed sets them when it looks up its first
+        batch: call this before, with the same names each time.
+        """
+        self._own_state |= state
+
+    def skip(self, batches: Iterator[B]) -> Iterator[B]:
+        """Leave out batches of a ``DataLoader`` that were trained before a restart."""
+        return batches if self._recovery is None else self._recovery.skip(batches)
+
+    def count(
+        self, batches: Iterator[PersiaTrainingBatch]
+    ) -> Iterator[PersiaTrainingBatch]:
+        """Learn which batches a ``DataLoader`` hands out."""
+        return batches if self._recovery is None else self._recovery.count(batches)
 
     def summary(self) -> TrainingSummary:
         """Return how stale the rows of this trainer's batches were; the end logs it."""
@@ -224,6 +259,8 @@ class TrainCtx(EmbeddingCtx):
         the learning rates of the embeddings too. Call it before the ``DataLoader``
         begins.
         """
+        if self._is_skipped("load_checkpoint()"):
+            return
         targets: dict[str, Target] = {
             dense_model_filename: self.model,
             opt_filename: self.dense_optimizer,
@@ -242,11 +279,55 @@ class TrainCtx(EmbeddingCtx):
     @contextlib.contextmanager
     def _block(self) -> Iterator[None]:
         with contextlib.closing(self.embeddings) as engine:
-            with engine.in_step(self._scaler):
+            self._recovery = recovery = self._make_recovery(engine)
+            if recovery is not None:
+                recovery.resume(is_restart=env.num_group_restarts() > 0)
+                engine.resumed_from = recovery.resumed_from
+                self.trained = dict(recovery.last_numbers)
+            clock = None if recovery is None else recovery.clock
+            with engine.in_step(self._scaler, clock):
                 yield
             engine.flush()
             engine.checkpoints.wait_for_dump()
             engine.sharder.report_at_end(self.get_embedding_size())
+
+    def _make_recovery(self, engine: Engine) -> Recovery | None:
+        if not self._recovery_config.interval_s:
+            return None
+        state = self._own_state
+        state |= {"model": self.model, "optimizer": self.dense_optimizer}
+        if self._scaler is not None:
+            state["grad_scaler"] = self._scaler
+        return Recovery(
+            self._recovery_config,
+            engine.client,
+            engine.sharder,
+            state,
+            is_replicated=engine.weights is None,
+        )
+
+
+def _require_device(device_id: int | None, *, mixed_precision: bool) -> None:
+    if mixed_precision and device_id is None:
+        raise ConfigError(
+            "mixed_precision must be False on the CPU: it needs a CUDA device. "
+            "Pass mixed_precision=False, or a device_id."
+        )
+
+
+def _configure_recovery(
+    job_id: str, interval_s: float | None, resume: Resume | None
+) -> RecoveryConfig:
+    """Return what arguments of a context say, or else the environment."""
+    if interval_s is None:
+        interval_s = env.checkpoint_interval_s()
+    number = next(_numbers)
+    name = job_id.replace("/", "_") + (f"-{number}" if number > 1 else "")
+    return RecoveryConfig(
+        folder=Folder(env.checkpoint_dir()).file_path(name),
+        interval_s=interval_s,
+        resume=resume or cast("Resume", env.resume() or "exact"),
+    )
 
 
 def _in_full_precision(output: Any) -> Any:

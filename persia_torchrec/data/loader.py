@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.data.stream import Inbox
@@ -83,7 +83,11 @@ class IterableDatasetBase:
 
     Attributes:
         sender: takes batches by ``send``, for a ``consume_dataset`` of the user's.
+        trained: by data loader, the ``batch_id`` of its last batch that this trainer
+            need not be sent, as it was trained before a restart.
     """
+
+    trained: Mapping[int, int] = {}
 
     def __init__(self, buffer_size: int = 10) -> None:
         require_at_least_1(buffer_size=buffer_size)
@@ -128,13 +132,8 @@ class StreamingDataset(IterableDatasetBase):
     """What data loader processes send to this trainer; one pass, until all have ended.
 
     The trainer begins to listen, and registers with the job, on the first pass.
-
-    Attributes:
-        trained: by data loader, the ``batch_id`` of its last batch that this trainer
-            need not be sent, as it was trained on before a restart.
     """
 
-    trained: Mapping[int, int] = {}
     _is_iterated = False
 
     def batches(self, timeout_s: float, *, in_order: bool) -> Iterator[ReferencedBatch]:
@@ -168,8 +167,9 @@ class StreamingDataset(IterableDatasetBase):
 class PersiaTrainingBatch:
     """A batch as the trainer gets it; a context makes tensors of it.
 
-    ``pull`` is its rows on their way, and ``is_training`` whether a backward pass is
-    expected; the other attributes are those of the ``PersiaBatch``.
+    ``pull`` is its rows on their way, ``is_training`` whether a backward pass is
+    expected, and ``loader`` the data loader that sent it; the other attributes are
+    those of the ``PersiaBatch``.
     """
 
     pull: Any
@@ -178,6 +178,7 @@ class PersiaTrainingBatch:
     is_training: bool
     meta: bytes | None
     batch_id: int | None
+    loader: int | None = None
 
     def consume_all_meta_data(self) -> bytes | None:
         """Return ``meta``, as often as it is asked for."""
@@ -269,10 +270,14 @@ class DataLoader:
                 "Use `with TrainCtx(...):` or `with eval_ctx(...):` around the loop."
             )
         settings = self._settings
+        if context.trained:
+            self.dataset.trained = context.trained
         batches = self.dataset.batches(self._timeout_s, in_order=self._reproducible)
+        batches = context.skip(batches)
         started = (context.start_lookup(batch, settings) for batch in batches)
         ahead = settings.forward_buffer_size
-        return in_background(started, ahead, "lookups ahead", context.note_wait)
+        ready = in_background(started, ahead, "lookups ahead", context.note_wait)
+        return cast("Iterator[PersiaTrainingBatch]", context.count(ready))
 
 
 def in_background(

@@ -253,6 +253,11 @@ class BatchPipeline(PushQueue[Source, Handle]):
         self.semaphore.resize(num, _SETTLE_S, pulls_late=pulls_late)
         self.waits_for_ack = staleness == 0
 
+    def set_generation(self, generation: int) -> None:
+        """Begin a stream of a generation of the trainers; before the first batch."""
+        with self._starting:
+            self._stream = BatchNumber.new_stream(generation)
+
     def set_trainers(self, trainers: Trainers) -> None:
         """Make every update a share of a joint step; before the first batch."""
         with self._starting:

@@ -79,6 +79,7 @@ class AnswersAtEnd(Joinable, JoinHook):
     """
 
     trainers: dist.ProcessGroup | None = None
+    _own_group: dist.ProcessGroup | None = None
     device = torch.device("cpu")
 
     def join_hook(self, **_: object) -> JoinHook:
@@ -96,6 +97,16 @@ class AnswersAtEnd(Joinable, JoinHook):
         group = dist.group.WORLD if self.trainers is None else self.trainers
         assert group is not None
         return group
+
+    def cpu_group(self) -> dist.ProcessGroup:
+        """Return a group of its own, on CPUs; all call this together the first time."""
+        if self._own_group is None:
+            self._own_group = dist.new_group(
+                dist.get_process_group_ranks(self.join_process_group),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return self._own_group
 
 
 class Agreement(AnswersAtEnd):
@@ -118,7 +129,6 @@ class Agreement(AnswersAtEnd):
         super().__init__()
         self.trainers, self.device = trainers, device
         self.scaler: torch.amp.GradScaler | None = None
-        self._own_group: dist.ProcessGroup | None = None
 
     def any(self, is_true: bool) -> bool:
         """Return whether it is true on any trainer; all of them call this together."""
@@ -139,7 +149,7 @@ class Agreement(AnswersAtEnd):
             dtype=torch.float64,
         )
         of_all = [torch.empty_like(mine) for _ in range(self.join_process_group.size())]
-        dist.all_gather(of_all, mine, self._group())
+        dist.all_gather(of_all, mine, self.cpu_group())
         scale, tracker = next(of[1:].tolist() for of in of_all if of[0])
         state |= {"scale": scale, torchrec_api.GROWTH_TRACKER: int(tracker)}
         self.scaler.load_state_dict(state)
@@ -147,7 +157,7 @@ class Agreement(AnswersAtEnd):
     def _any(self, is_true: bool) -> bool:
         flag = torch.tensor([is_true], dtype=torch.uint8)
         try:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, self._group())
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self.cpu_group())
         except RuntimeError as exc:
             raise JobError(
                 "All trainers must take part when they agree on the loss scale, once "
@@ -155,15 +165,6 @@ class Agreement(AnswersAtEnd):
                 "pass without any table of this sharder?"
             ) from exc
         return bool(flag)
-
-    def _group(self) -> dist.ProcessGroup:
-        if self._own_group is None:
-            self._own_group = dist.new_group(
-                dist.get_process_group_ranks(self.trainers),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        return self._own_group
 
 
 class RemoteTables:
@@ -182,6 +183,7 @@ class RemoteTables:
         self.has_ended = False  # the last report is made
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
+        self.clock: AnswersAtEnd | None = None  # of automatic checkpoints
         self._cannot_agree = False
         # Whether the gradients of current backward passes are finite so far, by number.
         self._are_finite: dict[int, bool] = {}
@@ -279,6 +281,24 @@ class TableControl:
         for pipeline, _ in self.remote_tables.pipelines:
             pipeline.flush()
         self._report()
+
+    def rates(self) -> dict[str, float]:
+        """Return the learning rate of each table, which may not have been sent yet."""
+        groups = self.remote_tables.groups.items()
+        return {name: float(group["lr"]) for name, group in groups}
+
+    def restore(
+        self,
+        specs: Mapping[str, TableSpec],
+        rates: Mapping[str, float],
+        timeout_s: float,
+    ) -> None:
+        """Go back to earlier settings and rates; wait until the servers have these."""
+        tables = self.remote_tables
+        for done in tables.change(lambda spec: specs.get(spec.name, spec)):
+            done.result(timeout_s)
+        for name, group in tables.groups.items():
+            group["lr"] = rates.get(name, group["lr"])
 
     def close(self) -> None:
         """Stop the threads of the collections sharded so far. May be called twice."""

@@ -123,8 +123,10 @@ def join(model: nn.Module) -> Iterator[None]:
             "DefaultDataParallelWrapper(static_graph=False))."
         )
     agreements = dict.fromkeys(c.remote_tables.agreement for c in collections)
+    clocks = dict.fromkeys(c.remote_tables.clock for c in collections)
     joinables: list[Joinable] = [*replicas[:1]]
     joinables += [a for a in agreements if a and a.scaler and a.scaler.is_enabled()]
+    joinables += filter(None, clocks)
     with contextlib.ExitStack() as stack:
         if joinables and dist.get_world_size(joinables[0].join_process_group) > 1:
             stack.enter_context(Join(joinables, divide_by_initial_world_size=True))

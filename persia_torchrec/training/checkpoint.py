@@ -143,20 +143,31 @@ def load_checkpoint(
             fit model or tables. Unless the dense half is at fault, nothing has changed.
     """
 
-    def load_servers() -> tuple[SavedCheckpoint, tuple[str, ...]]:
+    def load_servers() -> SavedCheckpoint:
         folder = catalog.find_checkpoint(path)
-        dense = catalog.Manifest.read(folder).dense
-        if dense is None:
-            raise CheckpointError(
-                f"{folder.url} must have both halves, and has that of the servers "
-                "only. Load it with client.checkpoints.load."
-            )
-        return client.checkpoints.load(folder.url, timeout_s=timeout_s), dense.begun
+        _dense_of(folder)
+        return client.checkpoints.load(folder.url, timeout_s=timeout_s)
 
-    saved, begun = at_first(load_servers)
-    folder = Folder(saved.path).child(catalog.DENSE)
-    everywhere(lambda: _load_dense(state, folder, begun))
+    saved = at_first(load_servers)
+    load_dense(Folder(saved.path), state)
     return saved
+
+
+def load_dense(folder: Folder, state: dict[str, Any]) -> None:
+    """Load the dense half of a checkpoint only; every trainer calls it."""
+    begun = at_first(lambda: _dense_of(folder).begun)
+    dense = folder.child(catalog.DENSE)
+    everywhere(lambda: _load_dense(state, dense, begun))
+
+
+def _dense_of(folder: Folder) -> catalog.DenseHalf:
+    dense = catalog.Manifest.read(folder).dense
+    if dense is None:
+        raise CheckpointError(
+            f"{folder.url} must have both halves, and has that of the servers "
+            "only. Load it with client.checkpoints.load."
+        )
+    return dense
 
 
 class _DenseOnly:

@@ -118,12 +118,14 @@ class AveragedWeights(DataParallelWrapper, AnswersAtEnd):
         for tensor in (*self._dense.parameters(), *self._dense.buffers()):
             dist.broadcast(tensor.detach(), src=0)
 
-    def after_step(self) -> None:
-        """Average the weights, if it is time; waits for the other trainers then."""
+    def after_step(self) -> bool:
+        """Average the weights with other trainers, if it is time; return whether."""
         self._num_steps += 1
-        if self._num_steps % self._period == 0:
+        is_time = self._num_steps % self._period == 0
+        if is_time:
             Join.notify_join_context(self)
             self.main_hook()
+        return is_time
 
     def main_hook(self) -> None:
         """Average the weights over all trainers, those at the end of their data too."""

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,12 +42,13 @@ from persia_torchrec.pipeline.pipeline import BatchPipeline, PrefetchedBatch
 from persia_torchrec.pipeline.worker_client import WAIT, RemoteBatch, RemoteWorkers
 from persia_torchrec.sharding.collection import CollectionSpec
 from persia_torchrec.sharding.remote_lookup import ShardedRemoteCollection
+from persia_torchrec.sharding.remote_tables import AnswersAtEnd
 from persia_torchrec.sharding.sharder import CollectionSharder
 from persia_torchrec.sharding.slot_tensors import Slots, run_dense, slot_tensors
 from persia_torchrec.sharding.whole_model import join
 from persia_torchrec.table import TableSettings, TableSpec
 from persia_torchrec.training import data_parallel
-from persia_torchrec.training.checkpoint import ContextCheckpoints
+from persia_torchrec.training.checkpoint import ContextCheckpoints, at_first
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.direct_start import join_job
 from persia_torchrec.wire.pushgateway import push_metrics
@@ -56,6 +58,7 @@ Pull = PrefetchedBatch[RemoteBatch]
 SlotsPipeline = BatchPipeline[ReferencedBatch | Mapping[str, Bags], RemoteBatch]
 
 _SHORT_WAIT_S = 1e-3
+_GENERATION = "generation"  # note of how often the trainers were started
 
 
 class HybridModel(nn.Module):
@@ -144,11 +147,15 @@ class Engine:
     Attributes:
         loader_wait_s: seconds that the caller waited for the batch it trains on next.
         weights: averages them after steps, if the trainers do not average gradients.
+        job_id: of the job.
+        resumed_from: path of the checkpoint that training resumes from, until its
+            first batch.
     """
 
     backward_buffer_size = 10
     lookup_emb_directly = True
     loader_wait_s = 0.0
+    resumed_from: str | None = None
 
     def __init__(
         self,
@@ -174,6 +181,7 @@ class Engine:
         )
         self.client, self._workers = connect_to_job()
         data_parallel.init_process_group(distributed, device)
+        self.job_id, generation = at_first(partial(_begin_generation, store))
         self.sharder = SlotsSharder(self._workers, self._spec)
         hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
@@ -192,24 +200,34 @@ class Engine:
         self._agreement = None if self.weights else agreement
         sharded = hybrid.embeddings
         assert isinstance(sharded, ShardedSlots)
-        self._sharded = sharded
-        self.pipeline = sharded.pipeline
+        self._sharded, self.pipeline = sharded, sharded.pipeline
+        self.pipeline.set_generation(generation)
         self.checkpoints = ContextCheckpoints(self.client, self.flush)
         self._stop_pushes = push_metrics(
             "nn_worker", env.get_rank(), metrics, self._read
         )
 
     @contextlib.contextmanager
-    def in_step(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
+    def in_step(
+        self,
+        scaler: torch.amp.GradScaler | None = None,
+        clock: AnswersAtEnd | None = None,
+    ) -> Iterator[None]:
         """Keep trainers in step whose data do not end at the same batch.
 
         At the end of the block a trainer answers the collectives of the others, until
         all are there; then all have one dense model, and one loss scale where their
-        dense gradients were averaged. An exception ends the block at once.
+        dense gradients were averaged. An exception ends the block at once. ``clock`` is
+        that of automatic checkpoints, asked when dense gradients or weights were
+        averaged.
         """
         if self._agreement is not None:
             self._agreement.scaler = scaler
-        averages = Join([self.weights]) if self.weights else contextlib.nullcontext()
+        averages: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self.weights is None:
+            self.sharder.remote_tables.clock = clock
+        else:
+            averages = Join([self.weights, *filter(None, [clock])])
         with averages, join(self.dmp):
             yield
 
@@ -221,6 +239,8 @@ class Engine:
         settings: LookupSettings | None = None,
     ) -> Pull:
         """Begin to pull a batch; one of training makes rows and awaits its gradient."""
+        if is_training:
+            self.resumed_from = None
         source: ReferencedBatch | dict[str, Bags]
         if isinstance(batch, PersiaBatch):
             if not self.lookup_emb_directly:
@@ -337,6 +357,14 @@ class Engine:
             self.pipeline.set_staleness(staleness, pulls_late=late)
             self.pipeline.training.set_num_threads(settings.num_workers)
             self._settings = settings
+
+
+def _begin_generation(store: env.JobStore) -> tuple[str, int]:
+    """Return the id of the job, and how often its trainers were started by now."""
+    with contextlib.closing(AddressBook.join(*store)) as book:
+        generation = int(book.peek(f"note/{_GENERATION}") or 0) + 1
+        book.tell(_GENERATION, str(generation))
+        return book.greeting.job_id, generation
 
 
 def reconfigure(spec: TableSpec, config: EmbeddingConfig) -> TableSpec:

@@ -1,0 +1,505 @@
+"""Automatic checkpoints of a training, and its return to the last one.
+
+    step    every trainer counts; rank 0, whose clock decides, tells all from time to
+            time after how many steps to ask again, or that it is time now. Then all
+            save both halves (``checkpoint.py``) and what each trainer has of its own:
+            how far its data have come, random numbers, loss scale, schedules
+    resume  trainers that are started again load the newest complete checkpoint
+    skip    of the data: the batches that were trained before are left out. Then the
+            trainer's own state is set, last of all the random numbers
+
+``exact`` also takes the servers back: rows, optimizer state, settings and steps of the
+tables. With ``rows_ahead`` rows stay as they are, with the updates since; the batches
+after the checkpoint are trained on them a second time, as PERSIA does.
+
+Batches that were looked up ahead, and not trained, are in no checkpoint: only rows that
+their lookups made. They are looked up again.
+"""
+
+import contextlib
+import io
+import itertools
+import logging
+import os
+import random
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+from persia_torchrec import env, timeouts
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.data.loader import PersiaTrainingBatch
+from persia_torchrec.errors import CheckpointError, ConfigError
+from persia_torchrec.sharding.remote_tables import AnswersAtEnd, TableControl
+from persia_torchrec.training.checkpoint import (
+    at_first,
+    is_first,
+    load_checkpoint,
+    load_dense,
+    save_checkpoint,
+    state_bytes,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Resume = Literal["exact", "rows_ahead"]
+
+_NUM_KEPT = 2
+_LEAST_INTERVAL = 20  # times what the last checkpoint took: at most 5 % of the time
+_MAX_STEPS = 256  # between two questions whether it is time
+_MAX_AHEAD = 128  # batches that a train pipeline may take before it steps
+_SETTINGS_S = 2 * timeouts.TRAINING_REQUEST_S + timeouts.ADD_TABLES_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    """Where a training is saved by itself, how often, and how it is resumed."""
+
+    folder: str | os.PathLike[str]
+    """Of the checkpoints of this run; trainers and servers share it. The newest two are
+    kept."""
+    interval_s: float = env.CHECKPOINT_INTERVAL_S
+    """Seconds between two checkpoints, or 20 times what the last one took if that is
+    more; 0: there are none."""
+    resume: Resume = "exact"
+    """Whether the servers go back to the checkpoint, or keep ``rows_ahead`` of it."""
+
+    def __post_init__(self) -> None:
+        if not self.interval_s >= 0:
+            raise ConfigError(
+                f"The checkpoint interval must be >= 0 s. Received: {self.interval_s}."
+            )
+        if self.resume not in get_args(Resume):
+            raise ConfigError(
+                f"resume must be one of {get_args(Resume)}. Received: {self.resume!r}."
+            )
+
+
+class CheckpointClock(AnswersAtEnd):
+    """Tells all trainers at the same step that it is time for a checkpoint.
+
+    All call :meth:`is_time` after each step. Once a trainer is at the end of its data
+    there are no more checkpoints, as it trains no more: its model is an old one.
+    """
+
+    def __init__(
+        self, interval_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._now = now
+        self._left = 1  # steps until rank 0 is asked
+        self.restart(0.0)
+
+    def restart(self, took_s: float) -> None:
+        """Count from now on; the last checkpoint took some seconds."""
+        self._num_steps, self._began_s = 0, self._now()
+        self._due_s = self._began_s + max(self._interval_s, _LEAST_INTERVAL * took_s)
+
+    def is_time(self) -> bool:
+        """Return whether all trainers save a checkpoint now."""
+        if work := Join.notify_join_context(self):
+            work.wait()
+        return self._count(is_training=True)
+
+    def main_hook(self) -> None:
+        """Take part in the questions of the others."""
+        self._count(is_training=False)
+
+    def _count(self, *, is_training: bool) -> bool:
+        self._num_steps += 1
+        self._left -= 1
+        if self._left > 0:
+            return False
+        answer = torch.tensor([_MAX_STEPS, is_training])
+        if is_first() and is_training:
+            answer[0] = self._steps_to_wait()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(answer, dist.ReduceOp.MIN, self.cpu_group())
+        steps, all_train = answer.tolist()
+        self._left = max(steps, 1)
+        return bool(all_train) and steps == 0
+
+    def _steps_to_wait(self) -> int:
+        """Return 0 if it is time, or the steps that half of the rest may take."""
+        now_s = self._now()
+        if now_s >= self._due_s:
+            return 0
+        step_s = (now_s - self._began_s) / self._num_steps
+        steps = (self._due_s - now_s) / max(2 * step_s, 1e-6)
+        return max(int(min(steps, _MAX_STEPS)), 1)
+
+
+class Recovery:
+    """Saves a training from time to time, and resumes it; see the head of this file.
+
+    ``state`` has all that a training is made of, by name: modules and optimizers are
+    saved once for all trainers, unless they differ (``is_replicated`` is False); of
+    anything else each trainer saves its own, by ``state_dict`` if it has one. All
+    trainers call each method together, on the thread that trains.
+
+    Attributes:
+        resumed_from: path of the checkpoint, if the training was resumed.
+        num_batches: that are trained of the current pass of the data.
+        last_numbers: of the batches that came from data loaders: the last of each.
+    """
+
+    def __init__(
+        self,
+        config: RecoveryConfig,
+        client: EmbeddingClient,
+        sharders: TableControl | Iterable[TableControl],
+        state: dict[str, Any],
+        *,
+        is_replicated: bool = True,
+    ) -> None:
+        self._config = config
+        self._client = client
+        if isinstance(sharders, TableControl):
+            sharders = [sharders]
+        self._sharders = list(sharders)
+        self._state = state
+        self._is_replicated = is_replicated
+        self._key = f"trainer {dist.get_rank() if dist.is_initialized() else 0}"
+        self._saved: dict[str, Any] | None = None  # of this trainer, to continue from
+        self._tables: dict[str, Any] = {}  # their settings then
+        self._num_steps = self._num_passes = 0
+        self._random = random_state()  # at the beginning of the pass
+        self._is_checked = False
+        self.clock = CheckpointClock(config.interval_s)
+        self.resumed_from: str | None = None
+        self.num_batches = 0
+        self.last_numbers: dict[int, int] = {}
+
+    def resume(self, *, is_restart: bool) -> None:
+        """Load the newest checkpoint that can be loaded; before the first batch.
+
+        A restart without one starts again without rows, or with ``rows_ahead``.
+        """
+        run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
+        paths = at_first(lambda: [f.url for f in catalog.complete_checkpoints(run)])
+        for path in paths:
+            try:
+                self._load(Folder(path), is_exact=is_exact)
+            except CheckpointError as exc:
+                if path == paths[-1]:
+                    raise
+                logger.warning("the checkpoint before is loaded, because of %s", exc)
+            else:
+                self.resumed_from = path
+                logger.info("training resumes from %s (%s)", path, self._config.resume)
+                return
+        if is_restart and is_exact:
+            at_first(self._client.clear)
+        if is_restart:
+            rows = "all rows were dropped" if is_exact else "rows stay as they are"
+            logger.warning("training starts again without a checkpoint: %s", rows)
+
+    def skip(self, batches: Iterable[T]) -> Iterator[T]:
+        """Return the batches of a pass of the data that were not trained before."""
+        self._num_passes += 1
+        saved = self._saved
+        if saved is None:
+            self._random = random_state()
+            self.num_batches, self.last_numbers = 0, {}
+            return iter(batches)
+        if self._num_passes < saved["num_passes"]:
+            return iter(())
+        self._saved, self._random = None, saved["random_at_pass"]
+        self.num_batches, self.last_numbers = saved["num_batches"], saved["last"]
+        self._restore(saved)
+        set_random_state(self._random)
+        rest = iter(batches)
+        continues_by_itself = any(batches is value for value in self._state.values())
+        if not (self.last_numbers or continues_by_itself):
+            for _ in itertools.islice(rest, self.num_batches):
+                pass
+        set_random_state(saved["random"])
+        logger.info(
+            "pass %d of the data continues after %d batches",
+            *(self._num_passes, self.num_batches),
+        )
+        return rest
+
+    def count(
+        self, batches: Iterator[PersiaTrainingBatch]
+    ) -> Iterator[PersiaTrainingBatch]:
+        """Count the batches of a pass when they are handed out, to be trained next."""
+        for batch in batches:
+            self.num_batches += 1
+            if batch.loader is not None and batch.batch_id is not None:
+                self.last_numbers[batch.loader] = batch.batch_id
+            yield batch
+
+    def step(self, *, may_save: bool = True) -> None:
+        """Count a training step, and save a checkpoint if it is time."""
+        self._num_steps += 1
+        if may_save and self._config.interval_s and self.clock.is_time():
+            self._save()
+
+    @contextlib.contextmanager
+    def joinable(self) -> Iterator[None]:
+        """Let trainers at the end of their data take part, within ``join(model)``."""
+        tables = [sharder.remote_tables for sharder in self._sharders]
+        for of_sharder in tables if self._config.interval_s else ():
+            of_sharder.clock = self.clock
+            if of_sharder.agreement is not None:
+                self.clock.trainers = of_sharder.agreement.trainers
+        try:
+            yield
+        finally:
+            for of_sharder in tables:
+                of_sharder.clock = None
+
+    def _save(self) -> None:
+        began_s = time.monotonic()
+        shared, own = self._parts()
+        if not self._is_checked:  # at the first time, not when it is needed
+            _unpack(own)
+            self._is_checked = True
+        run = Folder(self._config.folder)
+        try:
+            saved = save_checkpoint(
+                run.url,
+                {**shared, self._key: own},
+                self._client,
+                self._sharders,
+                step=self._num_steps,
+            )
+            at_first(lambda: catalog.delete_older(run, _NUM_KEPT))
+        except CheckpointError as exc:
+            if is_first():
+                logger.warning("no automatic checkpoint; the last one stays: %s", exc)
+        else:
+            if is_first():
+                took = time.monotonic() - began_s
+                logger.info("automatic checkpoint %s in %.1f s", saved.path, took)
+        self.clock.restart(time.monotonic() - began_s)
+
+    def _parts(self) -> tuple[dict[str, Any], bytes]:
+        """Return what is saved once for all trainers, and what is this one's own."""
+        shared, own = self._split()
+        state = {
+            "num_steps": self._num_steps,
+            "num_passes": self._num_passes,
+            "num_batches": self.num_batches,
+            "last": self.last_numbers,
+            "random": random_state(),
+            "random_at_pass": self._random,
+            "groups": {name: _groups(value) for name, value in shared.items()},
+            "rates": dict(ChainMap(*(s.rates() for s in self._sharders))),
+            "own": {
+                name: value.state_dict() if hasattr(value, "state_dict") else value
+                for name, value in own.items()
+            },
+        }
+        return shared, state_bytes(state)
+
+    def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        kinds = nn.Module | torch.optim.Optimizer
+        shared = {
+            name: value
+            for name, value in self._state.items()
+            if self._is_replicated and isinstance(value, kinds)
+        }
+        own = {n: value for n, value in self._state.items() if n not in shared}
+        for name, value in shared.items():
+            if isinstance(value, nn.Module):
+                own[f"buffers of {name}"] = _Buffers(value)
+        return shared, own
+
+    def _load(self, folder: Folder, *, is_exact: bool) -> None:
+        shared, _ = self._split()
+        state = {**shared, self._key: b""}
+        if is_exact:
+            load_checkpoint(folder.url, state, self._client)
+        else:
+            load_dense(folder, state)
+        self._saved = saved = _unpack(state[self._key])
+        self._set_own(saved)
+        self._num_steps = saved["num_steps"]
+        self.last_numbers = saved["last"]
+        tables = catalog.Manifest.read(folder).tables
+        self._tables = {table.name: table.spec for table in tables}
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Set the own state again, and rates and settings that the script changed."""
+        if lacking := self._set_own(saved):
+            raise ConfigError(
+                "What checkpoints keep of a script must be told before its first "
+                f"batch. Received: a checkpoint with {lacking}, too."
+            )
+        shared, _ = self._split()
+        for name, groups in saved["groups"].items():
+            for group, previous in zip(
+                shared[name].param_groups if groups else (), groups, strict=True
+            ):
+                group.update(previous)
+        for sharder in self._sharders:
+            sharder.restore(self._tables, saved["rates"], _SETTINGS_S)
+
+    def _set_own(self, saved: dict[str, Any]) -> list[str]:
+        """Set what is this trainer's own; return the names that the script lacks."""
+        _, own = self._split()
+        for name, value in saved["own"].items():
+            if hasattr(own.get(name), "load_state_dict"):
+                own[name].load_state_dict(value)
+            elif name in own:
+                self._state[name] = value
+        return sorted(saved["own"].keys() - own.keys())
+
+
+class Run:
+    """A training that ``recoverable`` saves and resumes.
+
+    The thread that trains calls all methods, every trainer as often as the others.
+    """
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._num_ahead = 0
+
+    @property
+    def resumed_from(self) -> str | None:
+        """Path of the checkpoint that was loaded; None: training starts now."""
+        return self._recovery.resumed_from
+
+    def skip(self, loader: Iterable[T]) -> Iterator[T]:
+        """Return the batches of a pass over a loader, without those trained before.
+
+        Call it once for each pass, whichever are over. The loader must give the same
+        batches each time, from the same random numbers of torch, NumPy and Python;
+        unless it is in ``state`` and continues by itself.
+        """
+        for batch in self._recovery.skip(loader):
+            self._num_ahead += 1
+            if self._num_ahead > _MAX_AHEAD:
+                raise ConfigError(
+                    "step() must be called after each training step. Received: "
+                    f"{self._num_ahead} batches since the last call."
+                )
+            yield batch
+
+    def step(self) -> None:
+        """Call it when a batch is trained, after the optimizer's step."""
+        self._num_ahead = 0
+        self._recovery.num_batches += 1
+        self._recovery.step()
+
+
+@contextlib.contextmanager
+def recoverable(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    client: EmbeddingClient,
+    sharders: TableControl | Iterable[TableControl],
+    *,
+    interval_s: float = env.CHECKPOINT_INTERVAL_S,
+    resume: Resume = "exact",
+) -> Iterator[Run]:
+    """Make a training loop continue where it was, when its trainers start again.
+
+    Inside the block checkpoints of both halves are saved from time to time. Where there
+    is one when the block is entered, it is loaded: start the same script again, as
+    ``torchrun --max-restarts=3`` does by itself. All trainers enter it together, when
+    the model is sharded. Fill tables inside the block, unless ``run.resumed_from``:
+    what trainers that are started again before the first checkpoint have written is
+    dropped.
+
+    Args:
+        path: of a folder that is this run's own, and that trainers and servers share.
+        state: by name, all that the training consists of. Modules and optimizers are
+            saved once for all trainers. Of everything else each trainer saves its own:
+            what has ``state_dict`` and ``load_state_dict`` (schedulers, a
+            ``GradScaler``, a data loader that continues by itself), numbers, tensors.
+        client: of the servers.
+        sharders: what puts tables on the servers, as of :func:`save_checkpoint`.
+        interval_s: seconds between two checkpoints, in which training stands still; at
+            least 20 times what the last one took. 0: none are saved.
+        resume: "exact" takes the servers back to the checkpoint; with "rows_ahead"
+            they keep their rows.
+
+    Raises:
+        CheckpointError: there are complete checkpoints, and none can be loaded.
+
+    Example:
+        ``with recoverable("runs/7", {"model": model, "optimizer": optimizer}, client,
+        sharders) as run:`` and in it ``for batch in run.skip(loader):``, which ends
+        with ``run.step()``
+    """
+    config = RecoveryConfig(folder=path, interval_s=interval_s, resume=resume)
+    recovery = Recovery(config, client, sharders, state)
+    recovery.resume(is_restart=env.num_group_restarts() > 0)
+    with recovery.joinable():
+        yield Run(recovery)
+
+
+class _Buffers:
+    """The buffers of a model, such as running means, which are each trainer's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        weights = {name for name, _ in self._model.named_parameters()}
+        return {
+            name: value
+            for name, value in self._model.state_dict().items()
+            if type(value) is torch.Tensor and name not in weights
+        }
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._model.load_state_dict(state, strict=False)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the random numbers of torch, NumPy and Python."""
+    kind, key, *rest = np.random.get_state()  # noqa: NPY002  # scripts draw from it
+    state = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to a :func:`random_state`."""
+    kind, key, *rest = state["numpy"]
+    random.setstate(state["python"])
+    key = key.numpy().astype(np.uint32)
+    np.random.set_state((kind, key, *rest))  # noqa: NPY002  # as above
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _groups(value: Any) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer's groups, which schedules change."""
+    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as exc:  # what cannot be read makes the reader raise has no list
+        raise ConfigError(
+            "What checkpoints keep of a script must consist of tensors, numbers, text, "
+            f"lists and dictionaries. Received: {exc}."
+        ) from exc
+    return dict(state)

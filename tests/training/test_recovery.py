@@ -1,0 +1,194 @@
+"""Trainers that are killed continue, when they are started again, where they were."""
+
+import contextlib
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from persia_torchrec.errors import ConfigError
+from persia_torchrec.training.recovery import (
+    CheckpointClock,
+    RecoveryConfig,
+    random_state,
+    set_random_state,
+)
+from tests.local_job import LocalJob
+from tests.ports import draw_port
+from tests.processes import Processes
+from tests.sharding.remote_job import Servers
+from tests.training import recovering_trainers
+from tests.training.recovering_trainers import NUM_COUNTED, PASSES
+
+
+def start_group(processes, name, life, target, *arguments, size=2, **variables):
+    """Start all trainers of a group; return them."""
+    port = draw_port()
+    return [
+        processes.start(
+            f"{name} {rank} of life {life}",
+            target,
+            *(
+                argument(rank) if callable(argument) else argument
+                for argument in arguments
+            ),
+            env={
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RESTART_COUNT": str(life),
+                **variables,
+            },
+        )
+        for rank in range(size)
+    ]
+
+
+def run_through_a_kill(processes, name, target, *arguments, size=2, **variables):
+    """Start a group whose last trainer is killed, and start it again."""
+    trainers = start_group(
+        processes, name, 0, target, *arguments, size=size, **variables
+    )
+    assert trainers[-1].status() == -signal.SIGKILL, trainers[-1].output()
+    for other in trainers[:-1]:  # as torchrun does
+        with contextlib.suppress(ProcessLookupError):
+            other.send(signal.SIGKILL)
+        other.status()
+    return run(processes, name, target, *arguments, life=1, size=size, **variables)
+
+
+def run(processes, name, target, *arguments, life=0, size=2, **variables):
+    """Run a group to its end; return what it printed."""
+    trainers = start_group(
+        processes, name, life, target, *arguments, size=size, **variables
+    )
+    for trainer in trainers:
+        assert trainer.status() == 0, trainer.output()
+    return [trainer.output() for trainer in trainers]
+
+
+def variables_of(job, folder):
+    return {
+        "PERSIA_STORE_PORT": str(job.book.port),
+        "PERSIA_EMBEDDING_CONFIG": str(job.config_path),
+        "PERSIA_CHECKPOINT_DIR": str(folder / "checkpoints"),
+        "LOG_LEVEL": "INFO",
+    }
+
+
+@pytest.mark.multiprocess
+def test_a_persia_script_that_is_killed_ends_as_one_that_was_not(tmp_path, monkeypatch):
+    learnt = {}
+    with LocalJob(tmp_path, monkeypatch) as job, Processes(tmp_path) as processes:
+        script = recovering_trainers.run_script
+        for name, dies_at in (("undisturbed", 0), ("killed", 5)):
+            folder = tmp_path / name
+            folder.mkdir()
+            given = folder, 2, dies_at
+            variables = variables_of(job, folder)
+            start = run_through_a_kill if dies_at else run
+            outputs = start(processes, name, script, *given, **variables)
+            of_both = [dict(np.load(folder / f"{rank}.npz")) for rank in range(2)]
+            rows = {
+                "rows": job.read("item", *range(60)),
+                "steps": job.client.step("item"),
+            }
+            learnt[name] = [*of_both, rows]
+    for expected, received in zip(*learnt.values(), strict=True):
+        for key, values in expected.items():
+            np.testing.assert_array_equal(received[key], values, err_msg=key)
+    assert learnt["killed"][2]["steps"] == sum(map(sum, PASSES))
+    for call in ("clear_embeddings", "configure_embedding_parameter_servers"):
+        assert f"{call}() is skipped: training resumes from" in outputs[0]
+    assert len(list((tmp_path / "killed" / "checkpoints").glob("*/checkpoint-*"))) == 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("resume", ["exact", "rows_ahead"])
+def test_each_update_counts_once_along_the_history(tmp_path, monkeypatch, resume):
+    with LocalJob(tmp_path, monkeypatch) as job, Processes(tmp_path) as processes:
+        given = tmp_path, 3, 6, resume
+        run_through_a_kill(
+            *(processes, "counting", recovering_trainers.count),
+            *given,
+            size=1,
+            **variables_of(job, tmp_path),
+        )
+        num_sent = len((tmp_path / "sent").read_text().splitlines())
+        assert num_sent == NUM_COUNTED + 3
+        counted = job.read("item", 7, *range(100, 100 + NUM_COUNTED))[:, 0].tolist()
+    again = 3 if resume == "rows_ahead" else 0
+    once_more = [0, 0, 0, 1, 1, 1, 0, 0] if again else [0] * NUM_COUNTED
+    assert counted == [NUM_COUNTED + again, *(1 + more for more in once_more)]
+
+
+@pytest.mark.multiprocess
+def test_a_torchrec_loop_that_is_killed_ends_as_one_that_was_not(tmp_path):
+    learnt = {}
+    for at in (0, 1, 6):
+        with Servers(2) as servers, Processes(tmp_path) as processes:
+            given = (lambda rank: rank), servers.addresses, tmp_path, at
+            start = run_through_a_kill if at else run
+            start(
+                processes, f"killed at {at}", recovering_trainers.run_torchrec, *given
+            )
+        learnt[at] = [dict(np.load(tmp_path / f"{at} {rank}.npz")) for rank in range(2)]
+    for expected, *received in zip(*learnt.values(), strict=True):
+        for key, values in expected.items():
+            for of_run in received:
+                np.testing.assert_array_equal(of_run[key], values, err_msg=key)
+
+
+def test_the_clock_is_asked_rarely_and_says_when_it_is_time():
+    now_s, asked = 0.0, []
+
+    def now():
+        asked.append(now_s)
+        return now_s
+
+    clock = CheckpointClock(600.0, now)
+    times = []
+    for _ in range(3000):
+        now_s += 0.5
+        if clock.is_time():
+            times.append(now_s)
+            clock.restart(took_s=1.0)
+    assert times[0] == pytest.approx(600, abs=2)
+    assert np.diff(times) == pytest.approx(600, abs=2)
+    assert len(asked) < 100
+
+
+def test_a_checkpoint_that_takes_long_takes_a_twentieth_of_the_time():
+    now_s = 0.0
+    clock = CheckpointClock(1.0, lambda: now_s)
+    clock.restart(took_s=2.0)
+    times = []
+    for _ in range(500):
+        now_s += 0.1
+        if clock.is_time():
+            times.append(now_s)
+            clock.restart(took_s=2.0)
+    assert times[0] == pytest.approx(40, abs=0.2)
+
+
+def test_random_numbers_go_on_from_a_state():
+    def draw():
+        numbers = old_numpy.uniform(), torch.rand(()).item(), random.random()
+        return (*numbers, old_numpy.normal())
+
+    old_numpy = np.random.mtrand._rand  # which scripts draw from
+    old_numpy.normal()  # keeps a second number
+    state = random_state()
+    expected = draw()
+    set_random_state(state)
+    assert draw() == expected
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match=r"interval must be >= 0 s\. Received: -1"):
+        RecoveryConfig(folder="x", interval_s=-1)
+    with pytest.raises(ConfigError, match=r"resume must be one of .*Received: 'ahead'"):
+        RecoveryConfig(folder="x", resume="ahead")
