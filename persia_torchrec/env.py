@@ -18,7 +18,11 @@ empty variable counts as unset, for launchers that write out every variable.
     TORCHELASTIC_RESTART_COUNT, _MAX_RESTARTS  how often it started the NN workers
                                                before, and may at most (torchrun)
     PERSIA_MEMBER                              member that this process is, or works for
+    PERSIA_SUPERVISOR                          process that starts this one again
+    PERSIA_SUPERVISOR_PARENT                   process that has started the supervisor
     PERSIA_RESTARTS                            how often it started this one before
+    PERSIA_LISTEN_FD, PERSIA_MEMORY_FD         descriptors of a socket that listens
+                                               and of memory; the supervisor has both
     PERSIA_EMBEDDING_CONFIG, PERSIA_GLOBAL_CONFIG, PERSIA_DATA_DIR      paths
     PERSIA_NN_WORKER_ENTRY, PERSIA_DATALOADER_ENTRY                     scripts
     EMBEDDING_WORKER_SERVICE                   addresses of embedding workers
@@ -126,6 +130,18 @@ error_file = partial(text, "TORCHELASTIC_ERROR_FILE")
 
 # "exact" or "rows_ahead"; None when unset.
 resume = partial(text, "PERSIA_RESUME")
+
+
+def number(name: str) -> int | None:
+    """Return a variable that is a number, or None when it is unset."""
+    return None if text(name) is None else integer(name, 0)
+
+
+# Processes and descriptors of a supervised process, each None when unset.
+supervisor = partial(number, "PERSIA_SUPERVISOR")
+supervisor_parent = partial(number, "PERSIA_SUPERVISOR_PARENT")
+listen_fd = partial(number, "PERSIA_LISTEN_FD")
+memory_fd = partial(number, "PERSIA_MEMORY_FD")
 
 
 def master() -> tuple[str | None, int | None]:

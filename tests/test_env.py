@@ -12,6 +12,12 @@ NUMBERS = [
     (env.get_replica_index, "REPLICA_INDEX", 0),
     (env.get_replica_size, "REPLICA_SIZE", 1),
 ]
+FDS = [
+    (env.supervisor, "PERSIA_SUPERVISOR"),
+    (env.supervisor_parent, "PERSIA_SUPERVISOR_PARENT"),
+    (env.listen_fd, "PERSIA_LISTEN_FD"),
+    (env.memory_fd, "PERSIA_MEMORY_FD"),
+]
 PATHS = [
     (env.embedding_config_path, "PERSIA_EMBEDDING_CONFIG"),
     (env.global_config_path, "PERSIA_GLOBAL_CONFIG"),
@@ -43,6 +49,19 @@ def test_a_number_that_cannot_be_is_refused_by_name(monkeypatch, read, name, def
         read()
     monkeypatch.setenv(name, str(default - 1))
     with pytest.raises(ConfigError, match=f"^{name} must be >= {default}. Received"):
+        read()
+
+
+@pytest.mark.parametrize(("read", "name"), FDS)
+def test_a_process_or_descriptor_is_read_or_none(monkeypatch, read, name):
+    monkeypatch.delenv(name, raising=False)
+    assert read() is None
+    monkeypatch.setenv(name, "")
+    assert read() is None
+    monkeypatch.setenv(name, "0")
+    assert read() == 0
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer"):
         read()
 
 

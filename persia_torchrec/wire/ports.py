@@ -10,6 +10,8 @@ from persia_torchrec.errors import ConfigError, DiscoveryError
 
 LOOPBACK = "127.0.0.1"
 
+_BACKLOG = 1024  # the kernel lowers it to net.core.somaxconn
+
 
 def free_port(address: str = LOOPBACK) -> int:
     """Return a TCP port that is free just now: where possible, listen on 0 instead."""
@@ -48,6 +50,15 @@ def reserved_port_from(first: int, step: int = 1) -> Iterator[int]:
             )
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield port
+
+
+def open_listening(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Return a socket that listens, for one process after another to accept from.
+
+    While none does, connections to it wait, and none is refused.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 def tcp_address(address: str) -> str:

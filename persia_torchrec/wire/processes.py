@@ -2,19 +2,29 @@
 
 A number alone says little: a later process may have it. Where ``/proc`` is missing, or
 a process is of another host, nothing is known of its end.
+
+A process may have a supervisor, which starts it again: ``launch/supervisor.py``. When
+that is killed, the process turns into another one, by ``exec``: nothing runs twice, and
+socket and memory stay. What it does is interrupted, as if it had been killed itself.
 """
 
 import contextlib
+import logging
 import os
 import signal
+import sys
 import time
 import uuid
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from persia_torchrec import env
 from persia_torchrec.errors import JobError
+from persia_torchrec.wire.signals import JOINED
+
+logger = logging.getLogger(__name__)
 
 _COORDINATOR = b"persia_torchrec.launch.coordinator"
 _LOOK_S = 0.5
@@ -28,16 +38,34 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     process_table: str  # boot and process namespace of its host; empty: it has none
     start: str  # time, in the table's own unit
     nonce: str  # unique text, where the table tells nothing
+    supervisor: "ProcessIdentity | None" = None  # which starts it again
 
     @classmethod
     def of_this_process(cls) -> "ProcessIdentity":
-        """Return a new identity of this process."""
-        return cls.of(os.getpid())
+        """Return a new identity of this process, with its supervisor."""
+        own, supervisor = cls.of(os.getpid()), find_supervisor()
+        if supervisor is None:
+            return own
+        return structs.replace(own, supervisor=cls.of(supervisor))
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
         """Return a new identity of a process of this host."""
         return cls(pid, _process_table(), _read_stat(pid)[2], uuid.uuid4().hex)
+
+    def is_same(self, other: "ProcessIdentity | None") -> bool:
+        """Return whether two identities are known to be of one process."""
+        if other is None or not self.process_table:
+            return False
+        place = (other.pid, other.process_table, other.start)
+        return place == (self.pid, self.process_table, self.start)
+
+    def succeeds(self, previous: "ProcessIdentity") -> bool:
+        """Return whether one supervisor has started both, or was the previous one."""
+        mine = self.supervisor
+        return mine is not None and any(
+            map(mine.is_same, (previous, previous.supervisor))
+        )
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended: one of this host."""
@@ -64,11 +92,15 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 class Siblings:
-    """The children of this process's parent, known in a local job that torchx runs."""
+    """The children of this process's parent, known in a local job that torchx runs.
+
+    Of a supervised process: those of the process that has started its supervisor.
+    """
 
     def __init__(self) -> None:
         is_known = env.is_one_local_app() and Path("/proc/self/stat").exists()
-        self._parent = os.getppid() if is_known else None
+        parent = env.supervisor_parent() or os.getppid()
+        self._parent = parent if is_known else None
         self._next_look = 0.0
         self._pids: set[int] = set()
         self._gone_since: float | None = None
@@ -88,8 +120,11 @@ class Siblings:
         return self._pids
 
     def require_coordinator(self) -> None:
-        """Raise JobError once the coordinator is known to have ended; call it often."""
-        pids = self.running()
+        """Raise JobError once the coordinator is known to have ended; call it often.
+
+        Where this process was started again, it may be no sibling any more.
+        """
+        pids = None if env.num_restarts() else self.running()
         if pids is None or any(map(_is_coordinator, pids)):
             self._gone_since = None
             return
@@ -101,6 +136,33 @@ class Siblings:
                 f"none among the processes that process {self._parent} has started. "
                 "It has ended; see its log."
             )
+
+
+def find_supervisor() -> int | None:
+    """Return the process that starts this one again when it is killed, or None.
+
+    It may have been killed before this process looks.
+    """
+    pid = env.supervisor()
+    if pid is None or env.is_under_torchrun():  # which starts its own again
+        return None
+    return pid if pid == os.getppid() or _read_stat(pid)[0] in "ZX" else None
+
+
+def tell_joined() -> None:
+    """Tell the supervisor, if there is one, that this process has joined its job."""
+    if env.supervisor() == os.getppid():
+        os.kill(os.getppid(), JOINED)
+
+
+def replace_supervisor() -> None:
+    """Turn into a new supervisor, which starts this process again; does not return."""
+    logger.warning("the supervisor has ended: this process starts again under another")
+    env.set_variable("PERSIA_SUPERVISOR", os.getpid())
+    env.set_variable("PERSIA_MEMBER", "")
+    command = [sys.executable, *sys.orig_argv[1:]]
+    supervisor = [sys.executable, "-m", "persia_torchrec.launch.supervisor"]
+    os.execv(sys.executable, [*supervisor, "--", *command])
 
 
 def _is_coordinator(pid: int) -> bool:

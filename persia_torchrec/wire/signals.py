@@ -19,6 +19,9 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 
+JOINED = signal.SIGUSR1  # tells a supervisor that its command has joined the job
+START_AGAIN = 75  # exit status of a process that its supervisor shall start again
+
 _JOIN_TIMEOUT_S = 2.0
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 

@@ -1,0 +1,346 @@
+r"""Run a command, and start it again when it was killed.
+
+    python -m persia_torchrec.launch.supervisor --port 0 --memory-dir auto -- \
+        python -m persia_torchrec.server
+
+One such process stands above each process of a job that may be killed. It opens what
+has to survive that one, and hands it down; ``env.py`` names the variables:
+
+    a listening socket    the port stays, and clients that connect meanwhile wait
+    memory                a file without a name, which is gone with its last process
+
+    how the command ends               what follows
+    by a signal, or with START_AGAIN   it is started again after 0.1 s. If it had not
+                                       joined its job, it is after twice the time that
+                                       it was before, 10 s at most, and three times in
+                                       a row at most
+    with any other status              the supervisor ends with the same
+
+SIGTERM, SIGINT and SIGHUP are passed on. The end of the process that has started the
+supervisor counts as a SIGTERM. After one of these the command is not started again, and
+is killed if it runs for another minute. It has a process group of its own, so that a
+signal to a whole group reaches it once.
+
+When a supervisor is killed, its command turns into the next one, with the same socket
+and memory: see ``wire/processes.py``. This module imports little, and starts at once.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import math
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from persia_torchrec import env
+from persia_torchrec.command_line import format_flags, parse_flags
+from persia_torchrec.env import MAX_PORT
+from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
+from persia_torchrec.logger import get_default_logger
+from persia_torchrec.wire import failures
+from persia_torchrec.wire.ports import LOOPBACK, local_address, open_listening
+from persia_torchrec.wire.signals import JOINED, START_AGAIN
+
+logger = logging.getLogger("persia_torchrec.launch.supervisor")  # also as __main__
+
+ALL = "all"  # value of host
+AUTO, PRIVATE = "auto", "private"  # values of memory_dir
+
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 10.0
+_MAX_UNJOINED = (
+    3  # times in a row that a command is started again without having joined
+)
+_END_TIMEOUT_S = 60.0
+_LOOK_S = 0.5
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisorConfig:
+    """Run a command, and start it again when it was killed."""
+
+    host: str = ""
+    """Address to listen on for the command; "all" for all interfaces, which is the
+    loopback in a job on one machine [the interface that leads to the coordinator]"""
+    port: int | None = None
+    """Port to listen on for the command; 0 takes a free one. None: it opens its own."""
+    memory_dir: str = ""
+    """Where memory of the command lies that outlives it: "auto" for the fastest there
+    is, a folder for a file on its disk, "private" for none [memory of small pages]"""
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(
+                f"port must be in [0, {MAX_PORT}]. Received: {self.port}."
+            )
+
+
+class Supervisor:
+    """A command, as often as it has to be started. The main thread owns it.
+
+    The command inherits ``descriptors``, and the environment with what it has to know.
+    """
+
+    def __init__(self, command: Sequence[str], descriptors: Sequence[int]) -> None:
+        self._command = command
+        self._descriptors = descriptors
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end_signal = 0  # that of a signal
+        self._kill_at = math.inf
+        self._has_joined = False
+        self._parents: list[int] = []  # descriptors: one process, or none
+
+    def run(self, num_restarts: int) -> int:
+        """Run the command until it ends for good; return its exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self.end(number))
+        signal.signal(JOINED, lambda *_: self._note_join())
+        self._watch_parent()
+        num_unjoined = 0
+        for num in itertools.count(num_restarts):
+            if self._end_signal:
+                break
+            env.set_variable("PERSIA_RESTARTS", num)
+            status = self._run_once()
+            if self._end_signal or status not in (START_AGAIN, *_BY_SIGNAL):
+                return status
+            num_unjoined = 0 if self._has_joined else num_unjoined + 1
+            delay_s = min(_FIRST_DELAY_S * 2**num_unjoined, _LAST_DELAY_S)
+            how = _BY_SIGNAL.get(status, "has failed")
+            if num_unjoined > _MAX_UNJOINED:
+                logger.error(
+                    "a process %s, and %d times in a row before it had joined its job: "
+                    "it is not started again: %s",
+                    *(how, num_unjoined, " ".join(self._command)),
+                )
+                return status
+            logger.info("a process %s, and is started again", how)
+            self._pause(delay_s)
+        return 128 + self._end_signal
+
+    def end(self, number: int) -> None:
+        """Have the command end, and not be started again; the handler of signals."""
+        self._end_signal = number
+        self._kill_at = min(self._kill_at, time.monotonic() + _END_TIMEOUT_S)
+        if self._child is not None:
+            is_hangup = number == signal.SIGHUP
+            self._child.send_signal(signal.SIGTERM if is_hangup else number)
+
+    def _note_join(self) -> None:
+        self._has_joined = True
+
+    def _run_once(self) -> int:
+        """Start the command, and wait for its end; return its status as a shell."""
+        self._has_joined = False
+        try:
+            self._child = child = subprocess.Popen(
+                self._command, pass_fds=self._descriptors, process_group=0
+            )
+        except OSError as exc:
+            raise ConfigError(
+                f"The command must be one that can be run. Received: {exc}."
+            ) from exc
+        if self._end_signal:  # it came while the command was being started
+            self.end(self._end_signal)
+        process = os.pidfd_open(child.pid)
+        try:
+            while child.poll() is None:
+                self._look(_LOOK_S, process)
+                if time.monotonic() > self._kill_at:
+                    child.kill()
+        finally:
+            os.close(process)
+            self._child = None
+        status = int(child.returncode)
+        return status if status >= 0 else 128 - status
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._end_signal and (left_s := deadline - time.monotonic()) > 0:
+            self._look(min(left_s, _LOOK_S))
+
+    def _watch_parent(self) -> None:
+        pid = env.supervisor_parent()
+        if pid:  # 0: of another process namespace, as for the first of a container
+            try:
+                self._parents = [os.pidfd_open(pid)]
+            except ProcessLookupError:
+                self._end_with_parent()
+
+    def _look(self, timeout_s: float, *processes: int) -> None:
+        """Wait until one of the processes, or the parent, has ended."""
+        poller = select.poll()
+        for descriptor in (*self._parents, *processes):
+            poller.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poller.poll(1000 * timeout_s)]
+        if self._parents and self._parents[0] in ready:
+            self._end_with_parent()
+
+    def _end_with_parent(self) -> None:
+        logger.warning("the process that started this one has ended; so does this one")
+        self._parents = []
+        self.end(signal.SIGTERM)
+
+
+_BY_SIGNAL = {128 + number: f"was ended by {number.name}" for number in signal.Signals}
+
+
+def under_supervisor(command: Sequence[str], **flags: object) -> list[str]:
+    """Return the words, after an interpreter's, of a command with a supervisor."""
+    module = "persia_torchrec.launch.supervisor"
+    return ["-m", module, *format_flags(**flags), "--", *command]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    get_default_logger()
+    try:
+        config = parse_flags(SupervisorConfig, words[:end], prog=_PROG)
+        command = words[end + 1 :]
+        if not command:
+            raise ConfigError(f"{_PROG} must be given a command, after --.")
+        # Else a command that has lost its supervisor has turned into this one.
+        is_first = env.supervisor() != os.getpid()
+        if is_first:
+            _open_for_command(config)
+        env.set_variable("PERSIA_SUPERVISOR", os.getpid())
+        descriptors = [env.listen_fd(), env.memory_fd()]
+        supervisor = Supervisor(command, [d for d in descriptors if d is not None])
+        return supervisor.run(0 if is_first else env.num_restarts() + 1)
+    except PersiaError as exc:
+        logger.error("%s", exc)
+        failures.tell_launcher(str(exc))
+        return 1
+
+
+_PROG = "python -m persia_torchrec.launch.supervisor"
+
+
+def _open_for_command(config: SupervisorConfig) -> None:
+    """Open the socket and the memory, and name them in the environment."""
+    listener: int | str = ""
+    if config.port is not None:
+        host = _address(config.host)
+        try:
+            listener = open_listening(host, config.port).detach()
+        except OSError as exc:
+            raise JobError(
+                "A process of the job must be able to listen on port "
+                f"{config.port}. Received: {exc}. Does another job use the port?"
+            ) from exc
+    memory: int | str = ""
+    if config.memory_dir != PRIVATE:
+        memory = open_memory(config.memory_dir)
+    for name, value in {
+        "PERSIA_SUPERVISOR_PARENT": os.getppid(),
+        "PERSIA_LISTEN_FD": listener,
+        "PERSIA_MEMORY_FD": memory,
+    }.items():
+        env.set_variable(name, value)
+
+
+def _address(host: str) -> str:
+    """Return the address to listen on, once the coordinator's host is known."""
+    store = env.job_store()
+    if host == ALL:
+        return LOOPBACK if env.is_local_job() else ""
+    if host or store is None:
+        return host or LOOPBACK
+    deadline = time.monotonic() + env.join_timeout_s()
+    while True:
+        try:
+            return local_address(store.host)
+        except DiscoveryError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_S)
+
+
+def open_memory(memory_dir: str) -> int:
+    """Return the descriptor of memory without a name; log what it is and costs."""
+    if memory_dir in ("", AUTO):
+        descriptor, kind = _open_shared(seeks_huge_pages=memory_dir == AUTO)
+    else:
+        kind = f"a file of {memory_dir}, at the speed of that"
+        try:
+            descriptor = os.open(memory_dir, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as exc:
+            raise ConfigError(
+                f"memory_dir must be {AUTO}, {PRIVATE}, or a folder on tmpfs or on a "
+                f"local disk, as of ext4 or xfs. Received: {memory_dir!r} ({exc})."
+            ) from exc
+    if memory_dir:
+        logger.info("memory that outlives the process is in %s", kind)
+    return descriptor
+
+
+def _open_shared(*, seeks_huge_pages: bool) -> tuple[int, str]:
+    if seeks_huge_pages:
+        enabled = ""
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            enabled = _SHMEM_ENABLED.read_text()
+        if not re.search(r"\[(always|within_size|advise|force)\]", enabled):
+            descriptor = _open_in_own_mount()
+            if descriptor is not None:
+                return descriptor, "huge pages, of a tmpfs that only this job sees"
+        else:
+            return _memfd(), "huge pages, of a memfd"
+    return _memfd(), (
+        "small pages: lookups and updates may take a third longer than in huge ones "
+        "(store/LAYOUT.md)"
+    )
+
+
+def _memfd() -> int:
+    return os.memfd_create("persia_torchrec", os.MFD_CLOEXEC)
+
+
+def _open_in_own_mount() -> int | None:
+    """Return a file on a tmpfs with huge pages, or None where the system allows none.
+
+    Any user may mount one in a user and mount namespace of its own. A child has these
+    for a moment: the file system lives as long as the file is open.
+    """
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                socket.send_fds(sender, [b"."], [_mount_and_open()])
+            finally:
+                os._exit(0)
+        sender.close()
+        _, descriptors, _, _ = socket.recv_fds(receiver, 1, 1)
+        os.waitpid(pid, 0)
+    return descriptors[0] if descriptors else None
+
+
+def _mount_and_open() -> int:
+    libc = ctypes.CDLL(None)
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS):
+        os._exit(1)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"huge=within_size,size=0"):
+        os._exit(1)
+    return os.open("/tmp/memory", os.O_RDWR | os.O_CREAT, 0o600)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

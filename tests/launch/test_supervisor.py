@@ -1,0 +1,225 @@
+"""A command that is started again, and what outlives it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from persia_torchrec.launch import supervisor
+from persia_torchrec.launch.supervisor import AUTO, PRIVATE, open_memory
+from persia_torchrec.wire.ports import open_listening
+from persia_torchrec.wire.signals import START_AGAIN
+from tests.processes import DEADLINE_S, Processes, is_running, wait_until
+
+ROOT = Path(__file__).parents[2]
+KILLED = "a process was ended by SIGKILL, and is started again"
+LISTENS = """
+import os, signal, socket
+listener = socket.socket(fileno=int(os.environ["PERSIA_LISTEN_FD"]))
+memory = int(os.environ["PERSIA_MEMORY_FD"] or -1)
+print("at", listener.getsockname(), flush=True)
+if os.environ["PERSIA_RESTARTS"] == "0":
+    if memory >= 0:
+        os.pwrite(memory, b"kept", 2**30)
+    os.kill(os.getpid(), signal.SIGKILL)
+print("memory", os.pread(memory, 4, 2**30) if memory >= 0 else None)
+"""
+LOSES_ITS_SUPERVISOR = """
+import os, time
+from persia_torchrec import env
+from persia_torchrec.wire import processes
+parent = os.getppid()
+print(f"{os.getpid()} is under {parent}, restart {env.num_restarts()}.", flush=True)
+while env.num_restarts() == 0:
+    if os.getppid() != parent:
+        processes.replace_supervisor()
+    time.sleep(0.01)
+"""
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+def supervise(words):
+    """Run a supervisor that does not wait long."""
+    supervisor._FIRST_DELAY_S = 0.01
+    return supervisor.main(words)
+
+
+def start(processes, *command, flags=()):
+    return processes.start("supervisor", supervise, [*flags, "--", *command])
+
+
+def shell(processes, text):
+    return start(processes, "sh", "-c", text)
+
+
+def test_a_command_is_started_again_until_it_ends_by_itself(processes):
+    text = "echo start $PERSIA_RESTARTS; [ $PERSIA_RESTARTS = 2 ] && exit 0; kill -9 $$"
+    running = shell(processes, text)
+    assert running.status() == 0
+    starts = re.findall(r"start (\d)", running.output())
+    assert starts == ["0", "1", "2"]
+    assert running.output().count(KILLED) == 2
+
+
+def test_a_command_may_ask_to_be_started_again(processes):
+    again = f"[ $PERSIA_RESTARTS = 1 ] && exit 0; exit {START_AGAIN}"
+    running = shell(processes, again)
+    assert running.status() == 0
+    assert "a process has failed, and is started again" in running.output()
+
+
+@pytest.mark.parametrize("status", [0, 1, 3])
+def test_another_status_is_that_of_the_supervisor(processes, status):
+    running = shell(processes, f"echo started; exit {status}")
+    assert running.status() == status
+    assert running.output() == "started\n"
+
+
+def test_a_command_that_never_joins_its_job_is_given_up(processes):
+    running = shell(processes, "echo started; kill -SEGV $$")
+    assert running.status() == 128 + signal.SIGSEGV
+    assert running.output().count("started\n") == 4
+    assert "was ended by SIGSEGV, and 4 times in a row before" in running.output()
+
+
+def test_a_command_that_has_joined_its_job_is_started_again_any_number_of_times(
+    processes,
+):
+    text = "[ $PERSIA_RESTARTS = 6 ] && exit 0; kill -USR1 $PPID; kill -9 $$"
+    running = shell(processes, text)
+    assert running.status() == 0
+    assert running.output().count(KILLED) == 6
+
+
+@pytest.mark.parametrize(
+    ("number", "heard"),
+    [
+        (signal.SIGTERM, "TERM"),
+        (signal.SIGINT, "INT"),
+        (signal.SIGHUP, "TERM"),
+    ],
+)
+def test_a_signal_ends_the_command_and_then_the_supervisor(processes, number, heard):
+    text = (
+        f"trap 'echo heard; exit 4' {heard}; echo at work; while :; do sleep 0.05; done"
+    )
+    running = shell(processes, text)
+    running.has_printed("at work")
+    running.send(number)
+    assert running.status() == 4
+    assert running.output().count("heard") == 1
+
+
+def test_a_command_that_does_not_end_is_killed(processes):
+    text = "trap '' TERM; echo $$ at work.; while :; do sleep 0.05; done"
+    running = processes.start("supervisor", _be_hasty, ["--", "sh", "-c", text])
+    running.has_printed("at work.")
+    running.send(signal.SIGTERM)
+    assert running.status() == 128 + signal.SIGKILL
+
+
+def _be_hasty(words):
+    supervisor._END_TIMEOUT_S = 0.0
+    return supervise(words)
+
+
+@pytest.mark.parametrize("memory_dir", ["", AUTO, PRIVATE, "a folder"])
+def test_socket_and_memory_outlive_the_command(processes, tmp_path, memory_dir):
+    folder = str(tmp_path) if memory_dir == "a folder" else memory_dir
+    flags = ["--port", "0", "--memory-dir", folder]
+    running = start(processes, sys.executable, "-S", "-c", LISTENS, flags=flags)
+    assert running.status() == 0, running.output()
+    first, second = re.findall(r"^at (.*)", running.output(), re.M)
+    assert first == second
+    kept = None if memory_dir == PRIVATE else b"kept"
+    assert f"memory {kept}" in running.output()
+    says = running.output().count("memory that outlives the process is in")
+    assert says == (memory_dir in (AUTO, "a folder"))
+    assert [path.name for path in tmp_path.iterdir()] == ["supervisor.log"]
+
+
+def test_a_command_ends_with_the_process_that_started_its_supervisor(processes):
+    command = [sys.executable, "-m", "persia_torchrec.launch.supervisor", "--"]
+    command += ["sh", "-c", "echo $$ $PPID at work.; exec sleep 600"]
+    parent = processes.start("parent", subprocess.run, command)
+    parent.has_printed("at work.")
+    pids = re.search(r"(\d+) (\d+) at work\.", parent.output())
+    parent.send(signal.SIGKILL)
+    for pid in map(int, pids.groups()):
+        wait_until(
+            lambda pid=pid: not is_running(pid), "it ends", details=parent.output
+        )
+    assert "the process that started this one has ended" in parent.output()
+
+
+def test_a_command_whose_supervisor_is_killed_goes_on_under_another(processes):
+    code = ["-c", LOSES_ITS_SUPERVISOR]
+    running = start(processes, sys.executable, *code, flags=["--port", "0"])
+    running.has_printed("restart 0.")
+    running.send(signal.SIGKILL)
+    wait_until(
+        lambda: "restart 1." in running.output(), "another one", details=running.output
+    )
+    first, second = re.findall(r"(\d+) is under (\d+), restart", running.output())
+    assert first[1] == str(running.pid)
+    assert second[1] == first[0]  # the command has become the supervisor
+    wait_until(lambda: not is_running(int(first[0])), "it ends")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "must be given a command, after --"),
+        (["--port", "65536", "--", "true"], "port must be in [0, 65535]. Received: 65"),
+        (["--", "no-such-command"], "The command must be one that can be run. Receiv"),
+        (["--memory-dir", "nowhere", "--", "true"], "memory_dir must be auto, private"),
+    ],
+)
+def test_an_invalid_command_line_is_an_error(processes, words, message):
+    running = processes.start("supervisor", supervise, words)
+    assert running.status() == 1
+    assert message in running.output()
+    assert "Traceback" not in running.output()
+
+
+def test_a_port_that_is_taken_is_an_error(processes):
+    with open_listening() as other:
+        port = str(other.getsockname()[1])
+        running = start(processes, "true", flags=["--port", port])
+        assert running.status() == 1
+    assert f"must be able to listen on port {port}. Received: " in running.output()
+
+
+def test_memory_has_huge_pages_where_the_system_gives_any(caplog):
+    caplog.set_level("INFO")
+    os.close(open_memory(AUTO))
+    assert re.search(
+        r"is in (huge pages, of a (memfd|tmpfs that only this job sees)|small pages: )",
+        caplog.text,
+    )
+
+
+def test_a_supervisor_imports_nothing_that_takes_time():
+    code = (
+        "import sys, persia_torchrec.launch.supervisor;"
+        "print({'numpy', 'torch', 'zmq', 'msgspec', 'asyncio'} & set(sys.modules))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert ended.stdout == "set()\n"
