@@ -16,6 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from persia_torchrec.errors import NotReadyError, PersiaError
 from persia_torchrec.logger import get_default_logger
+from persia_torchrec.wire import processes
 from persia_torchrec.wire.greeting import NO_JOB
 from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
@@ -49,6 +50,12 @@ class Lifetime(contextlib.ExitStack):
     def __init__(self, host: str = LOOPBACK) -> None:
         super().__init__()
         self.host = host
+        supervisor = processes.find_supervisor()
+        if supervisor is not None:
+            watch = threading.Thread(
+                target=_keep_supervisor, args=(supervisor,), daemon=True
+            )
+            watch.start()
         self._end: Future[None] = Future()
         self._handles_signals = False
 
@@ -67,6 +74,7 @@ class Lifetime(contextlib.ExitStack):
 
     def register(self, address: str) -> None:
         """Make the address known to the job, if there is one."""
+        processes.tell_joined()
 
     def tell_compiling(self, is_compiling: bool) -> None:
         """Make known that the service compiles its loops, or no longer does."""
@@ -97,6 +105,12 @@ class ChildLifetime(Lifetime):
         while os.getppid() == parent:
             time.sleep(_PARENT_CHECK_S)
         self._reach_end()
+
+
+def _keep_supervisor(pid: int) -> None:
+    while os.getppid() == pid:
+        time.sleep(_PARENT_CHECK_S)
+    processes.replace_supervisor()
 
 
 def tell_ready(address: str) -> None:

@@ -19,6 +19,7 @@ ADD_TABLES_S = 120.0  # the servers have all tables; the first time they compile
 PERMIT_S = 3600.0  # a staleness permit is free: the trainer takes steps meanwhile
 SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
 JOINT_UPDATE_S = 600.0  # all trainers have sent their gradients of a joint step
+RECOVERY_S = 600.0  # a member with a supervisor is back after it was killed
 COMPILING_S = 900.0  # the longest extension while a process compiles its loops
 CHECKPOINT_S = 3600.0  # all servers have written or loaded a checkpoint
 

@@ -9,6 +9,11 @@ ends all as soon as the first process has ended, which torchrun takes for a fail
 A member on the coordinator's host that does not leave in time, as a stopped one, is
 killed, since torchx waits for every process. A finished job stays finished all the
 same: what comes after the verdict is in the log only.
+
+A member with a supervisor may be killed, raise, be lost or be silent: the job waits for
+it. The job fails if it is not back within ``recovery_timeout_s``, or was started again
+``max_restarts`` times without progress. So may the coordinator itself: the next one
+finds the address book as it was, and watches on.
 """
 
 import logging
@@ -23,8 +28,9 @@ from persia_torchrec.command_line import parse_flags
 from persia_torchrec.config.global_config import refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.service_main import run_service
-from persia_torchrec.wire import failures, membership
+from persia_torchrec.wire import failures, membership, processes
 from persia_torchrec.wire.address_book import AddressBook, JobState
+from persia_torchrec.wire.member_record import Ending, MemberRecord
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import EndSignals
 
@@ -33,6 +39,7 @@ logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __ma
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
 _START_S = 5.0  # within which torchx has started all roles
+_CALM_S = 60.0  # without an end are progress where nothing is trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +68,16 @@ class CoordinatorConfig:
     linger_s: float = 1.5
     """How long to stay after the last member: torchx 0.7 stops reading the logs of a
     local job at the moment its last process ends, and may lose lines of the others."""
+    max_restarts: int = 3
+    """How often a supervisor may start a member again without progress since: batches
+    that are trained, or a minute of a job that serves."""
     timings: membership.JobTimings = field(default_factory=membership.JobTimings)
     """Heartbeat intervals and timeouts of all members."""
 
     def __post_init__(self) -> None:
         timeouts = {n: getattr(self, n) for n in ("join_timeout_s", "leave_timeout_s")}
         counts = {f"num_{role}s": size for role, size in self.sizes().items()}
+        counts["max_restarts"] = self.max_restarts
         for name, value in {"linger_s": self.linger_s, **counts, **timeouts}.items():
             if value < 0 or (value == 0 and name in timeouts):
                 must = "> 0" if name in timeouts else ">= 0"
@@ -77,6 +88,10 @@ class CoordinatorConfig:
                 f"{self.num_trainers} and {self.num_predictors}."
             )
 
+    def tick_s(self) -> float:
+        """Return the seconds between two looks at the members."""
+        return self.timings.heartbeat_s / 4
+
     def sizes(self) -> dict[str, int]:
         """Return how many members each role has."""
         return {role: getattr(self, f"num_{role}s") for role in _ROLES}
@@ -85,15 +100,61 @@ class CoordinatorConfig:
 class _Member:
     """One member, as the coordinator sees it."""
 
-    def __init__(self, record: membership.MemberRecord) -> None:
+    def __init__(self, record: MemberRecord, config: CoordinatorConfig) -> None:
         self.record = record
         self.process: ProcessIdentity | None = None
+        self.progress = 0  # the most that it has reported
+        self._timings = config.timings
+        self._tick_s = config.tick_s()
+        self._max_restarts = config.max_restarts
         self._num_beats = 0
         self._silent_ticks = 0
+        self._away_ticks = 0
+        self._num_restarts = 0  # since there was progress
+        self._progress_then = -1  # of the whole job, at the last restart
 
-    def failure(self, tick_s: float, silent_s: float) -> str | None:
-        """Check the member, once per tick; return what is wrong with it, or None."""
-        ending = self.ending()
+    def failure(self, progress: int) -> str | None:
+        """Check the member, once per tick; return why the job fails, or None.
+
+        ``progress`` is that of the whole job.
+        """
+        previous, ending = self.process, self.ending()
+        wrong = self._find_wrong(ending)
+        if self.process is None or self.process.supervisor is None:
+            return wrong
+        self.progress = max(self.progress, self.record.progress())
+        has_progress = progress > self._progress_then
+        if previous is not None and previous != self.process:
+            self._num_restarts = 1 if has_progress else self._num_restarts + 1
+            self._progress_then = progress
+            self._note_absence(f"{self.record.who} (process {previous.pid}) has ended")
+        if wrong is None:
+            self._note_return()
+            return None
+        self._note_absence(wrong)
+        if ending == "killed" and self.process.supervisor.has_ended():
+            return f"{wrong}, and so was its supervisor"
+        is_at_limit = self._num_restarts >= self._max_restarts and not has_progress
+        if is_at_limit and ending in ("killed", "left"):
+            return f"{wrong}, after {self._num_restarts} restarts without progress"
+        limit_s = self._timings.recovery_timeout_s
+        if self._away_ticks * self._tick_s > limit_s:
+            return f"{wrong}, and was not back within {limit_s:g} s"
+        return None
+
+    def _note_absence(self, wrong: str) -> None:
+        if self._away_ticks == 0:
+            logger.warning("%s; the job waits for its return", wrong)
+        self._away_ticks += 1
+
+    def _note_return(self) -> None:
+        if self._away_ticks:
+            away_s = self._away_ticks * self._tick_s
+            logger.info("%s is back, after %.1f s", self.record.who, away_s)
+        self._away_ticks = 0
+
+    def _find_wrong(self, ending: Ending | None) -> str | None:
+        """Return what is wrong with the member, or None; called once per tick."""
         if self.process is None:
             return None
         # Ticks are counted, not seconds: if this process was kept from running, so
@@ -103,8 +164,6 @@ class _Member:
         self._silent_ticks = 0 if has_beaten else self._silent_ticks + 1
         self._num_beats = num_beats
         who, pid = self.record.who, self.process.pid
-        if self._silent_ticks * tick_s > silent_s:
-            return f"{who} was silent for {silent_s:g} s"
         if ending == "killed":
             return f"{who} (process {pid}) was killed"
         if ending == "lost":
@@ -112,9 +171,14 @@ class _Member:
                 f"{who} was lost: its process (pid {pid}) was killed, or its host does "
                 "not answer"
             )
+        if ending == "left" and (cause := self.record.cause(self.process)) is not None:
+            return f"{who}: {cause}"
+        silent_s = self._timings.silent_s
+        if self._silent_ticks * self._tick_s > silent_s:
+            return f"{who} was silent for {silent_s:g} s"
         return None
 
-    def ending(self) -> membership.Ending | None:
+    def ending(self) -> Ending | None:
         """Return how the member has ended; None if it has not, or not joined yet."""
         self.process = self.record.process()
         if self.process is None:
@@ -122,11 +186,13 @@ class _Member:
         return self.record.ending(self.process)
 
     def is_gone(self) -> bool:
-        """Return whether the member has ended, and its process too."""
+        """Return whether the member has ended, and its process and supervisor too."""
         ending = self.ending()
-        if self.process is None or ending != "left":
+        if self.process is None:
+            return False
+        if ending != "left" and self.process.supervisor is None:
             return ending is not None
-        return self.record.is_gone(self.process)
+        return ending is not None and self.record.is_gone(self.process)
 
 
 class Coordinator:
@@ -135,16 +201,17 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig, book: AddressBook) -> None:
         self._config = config
         self._book = book
-        self._tick_s = config.timings.heartbeat_s / 4
+        self._tick_s = config.tick_s()
         self._members = [
-            _Member(membership.MemberRecord(book, role, index))
+            _Member(MemberRecord(book, role, index), config)
             for role, size in config.sizes().items()
             for index in range(size)
         ]
         self._trainers = [
             m for m in self._members if m.record.who.startswith("trainer")
         ]
-        self._parent = os.getppid()
+        self._supervisor = processes.find_supervisor()
+        self._parent = self._supervisor or os.getppid()
         self._siblings = Siblings()
         self._lacking_since: float | None = None
         self._end_signal = ""
@@ -159,8 +226,13 @@ class Coordinator:
         for role, size in self._config.sizes().items():
             if size:
                 self._book.claim_size(role, 0, size)
-        membership.MemberRecord(self._book, "coordinator", 0).register(timings.silent_s)
+        own = MemberRecord(self._book, "coordinator", 0)
+        previous = own.process()
+        own.register(timings.silent_s)
         timings.publish(self._book)
+        if previous is not None:
+            ended = "the coordinator (process %d) has ended, and is back"
+            logger.warning(ended, previous.pid)
         job_id, port = self._book.greeting.job_id, self._book.port
         logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
@@ -202,8 +274,12 @@ class Coordinator:
     def _watch(self) -> tuple[JobState, str]:
         trainers = [member.record for member in self._trainers]
         join_deadline = time.monotonic() + self._config.join_timeout_s
+        is_joining = True
         with timeouts.saying(logger, lambda: self._line(self._absent())):
             while True:
+                if is_joining and not self._absent():
+                    is_joining = False
+                    processes.tell_joined()
                 reason = self._failure(time.monotonic() > join_deadline)
                 if reason is not None:
                     self._book.fail("coordinator", reason)
@@ -220,9 +296,14 @@ class Coordinator:
         if self._end_signal and self._config.num_trainers:
             return f"it was told to end ({self._end_signal})"
         if os.getppid() != self._parent:
+            if self._supervisor is not None:
+                processes.replace_supervisor()
             return "the process that started it is gone"
+        progress = sum(member.progress for member in self._members)
+        if not self._trainers:
+            progress = int(time.monotonic() / _CALM_S)
         for member in self._members:
-            failure = member.failure(self._tick_s, self._config.timings.silent_s)
+            failure = member.failure(progress)
             if failure is not None:
                 return failure
         absent = self._absent()
@@ -247,8 +328,10 @@ class Coordinator:
     def _lacks_a_process(self, num_absent: int) -> bool:
         """Return whether fewer siblings are running than have yet to join."""
         running = self._siblings.running()
-        joined = {m.process.pid for m in self._members if m.process is not None}
-        if running is None or len(running - joined - {os.getpid()}) >= num_absent:
+        joined = {os.getpid(), self._parent}
+        for process in (m.process for m in self._members if m.process is not None):
+            joined |= {process.pid, (process.supervisor or process).pid}
+        if running is None or len(running - joined) >= num_absent:
             self._lacking_since = None
             return False
         now = time.monotonic()
@@ -291,8 +374,15 @@ def _serve(argv: Sequence[str] | None) -> int:
     refuse_inference("coordinator", env.global_config_path())
     config = parse_flags(CoordinatorConfig, argv, prog=f"python -m {__spec__.name}")
     is_local, job_id = env.is_local_job(), env.job_id()
+    is_supervised = processes.find_supervisor() is not None
     try:
-        book = AddressBook.host(config.port, loopback=is_local, job_id=job_id)
+        book = AddressBook.host(
+            config.port,
+            loopback=is_local,
+            job_id=job_id,
+            memory=env.memory_fd() if is_supervised else None,
+            recovery_s=config.timings.recovery_timeout_s if is_supervised else 0.0,
+        )
     except PersiaError as exc:
         failures.tell_launcher(str(exc))
         raise

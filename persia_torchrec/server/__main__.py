@@ -97,7 +97,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
         logger.info("settings that are not the default: %s", settings)
     logger.debug("settings %s", config)
     import_settings(config.imports)
-    server = EmbeddingServer(config, life.greeting)
+    server = EmbeddingServer(config, life.greeting, fd=env.listen_fd())
     with (
         refusing_requests(server.listener),
         telling_of_compilation(life.tell_compiling),
@@ -136,7 +136,9 @@ def _config(
         settings = load_global_config(path, warns=config.shard == 0)
         config = apply_global_config(config, settings)
     if infer is None:
-        return replace(config, **{"host": host, **flags})
+        fd = env.memory_fd() if flags.get("checkpoint") is None else None
+        kept = {} if fd is None else {"memory_file": f"/proc/self/fd/{fd}"}
+        return replace(config, **{"host": host, **kept, **flags})
     if flags.get("checkpoint") is not None:
         raise ConfigError(
             "--checkpoint is for servers of a job. Received: it, and job_type: Infer, "

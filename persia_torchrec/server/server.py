@@ -40,12 +40,18 @@ class EmbeddingServer:
 
     The thread that calls :meth:`serve` owns ``shard`` and ``listener``; ``snapshots``
     are for another one. Listening begins with the constructor, so that ``address`` is
-    known before the first request is served.
+    known before the first request is served. ``fd`` is a socket that listens already.
     """
 
-    def __init__(self, config: ServerConfig, greeting: Greeting = NO_JOB) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        greeting: Greeting = NO_JOB,
+        *,
+        fd: int | None = None,
+    ) -> None:
         self.config = config
-        self.listener = Listener(config.host, config.port, greeting)
+        self.listener = Listener(config.host, config.port, greeting, fd=fd)
         try:
             self.shard = Shard(config, self.listener)
         except BaseException:

@@ -16,27 +16,16 @@ on the job stands. The book is a store of strings by key, served by one thread:
     agent/<role>/<index>        identity of the torchrun process that started it
     beats/<role>/<index>        number of its heartbeats
     compiling                   number of heartbeats of processes that compile
+    progress/<role>/<index>     number that grows with its trained batches
+    failed/<role>/<index>       process number of one that its supervisor starts again
+                                because it has raised, and why
     job/recovery_s              how long its members wait for the coordinator; absent:
                                 it has no supervisor
     done/<role>/<index>         "1": the work of this member is done
     left/<role>/<index>         the member/ value of one that has left
     lost/<role>/<index>         the member/ value of one whose connection is lost
 
-The connection that sets a ``member/`` key is that member's: the kernel closes it when
-the process ends, and when its host stops to answer for ``SILENT_S``. A connection that
-is not back within ``LOST_S`` is lost.
-
-A request is a message of kind BOOK with one JSON value:
-
-    {"type": "get", "keys": [...]}                   answered by the values, or nulls
-    {"type": "put", "key", "value"}                  answered by the value
-    {"type": "swap", "key", "expected", "value"}     sets a key that holds ``expected``
-                                                     (empty: that is not set); answered
-                                                     by what it holds then
-    {"type": "add", "key"}                           adds 1; answered by the number
-
-All of them are idempotent but "add", whose numbers only have to grow. So a client whose
-connection breaks sends its request again.
+``book_server.py`` has the requests, and what a book becomes when its host is killed.
 """
 
 import concurrent.futures
@@ -54,7 +43,6 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import (
     ConfigError,
     DiscoveryError,
-    FrameError,
     JobError,
     JobMismatchError,
     PersiaError,
@@ -63,55 +51,38 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
+from persia_torchrec.wire.book_server import (
+    COMPILING,
+    JOB_ID,
+    Add,
+    BookServer,
+    Get,
+    Journal,
+    Put,
+    Request,
+    Swap,
+)
 from persia_torchrec.wire.greeting import Greeting
-from persia_torchrec.wire.messages import Frames, Header, Kind, decode_json
+from persia_torchrec.wire.messages import Header, Kind, decode_json
 from persia_torchrec.wire.ports import LOOPBACK
-from persia_torchrec.wire.service import ListenerThread, make_reply
 from persia_torchrec.wire.transport import Connections
 
 logger = logging.getLogger(__name__)
 
 JobState = Literal["running", "finished", "failed"]
 
-COMPILING = "compiling"  # the key that processes increase while they compile
-LOST_S = 1.0  # how long a member's connection is not there when it is lost
-
-_MEMBER, _LOST = "member/", "lost/"
-_JOB_ID = "job/id"
 _STATE = "job/state"
 _RECOVERY = "job/recovery_s"
 _FINISHING, _FINISHED = "finishing", "finished"
-_MAX_KEYS = 2**18
-_MAX_TEXT = 2**20
 _POLL_S = 0.05
 _CONNECT_RETRY_S = 0.2
 _HELD_S = 1.0  # how long a port is held by what does not listen when it is taken
+_OVER_S = 10.0
 _JOIN_ANSWER_S = 30.0
 _ANSWER_S = 30.0
 _RECONNECT_S = 3.0
+_LOOK_S = 1.0
 _BEATS_S = 5.0  # more than between two heartbeats of a process that compiles
-
-
-class _Get(msgspec.Struct, tag="get"):
-    keys: list[str]
-
-
-class _Put(msgspec.Struct, tag="put"):
-    key: str
-    value: str
-
-
-class _Swap(msgspec.Struct, tag="swap"):
-    key: str
-    expected: str
-    value: str
-
-
-class _Add(msgspec.Struct, tag="add"):
-    key: str
-
-
-_Request = _Get | _Put | _Swap | _Add
 
 
 class AddressBook:
@@ -126,7 +97,7 @@ class AddressBook:
         self, address: tuple[str, int], greeting: Greeting, host_name: str
     ) -> None:
         self._address = address
-        self._server: _BookServer | None = None
+        self._server: BookServer | None = None
         self._is_closed = False
         self.recovery_s = 0.0  # how long a request waits for the coordinator's return
         self._connection = Connections(
@@ -138,17 +109,29 @@ class AddressBook:
 
     @classmethod
     def host(
-        cls, port: int, *, loopback: bool = False, job_id: str = ""
+        cls,
+        port: int,
+        *,
+        loopback: bool = False,
+        job_id: str = "",
+        memory: int | None = None,
+        recovery_s: float = 0.0,
     ) -> "AddressBook":
         """Open the address book of a new job; only the coordinator does.
 
         Port 0 takes a free one, which ``.port`` tells. Without a job's id one is drawn.
+        ``memory`` is the descriptor of a file: what a coordinator before this one has
+        written there is in the book. Members wait ``recovery_s`` for the next one.
         """
         if not 0 <= port <= MAX_PORT:
             raise ConfigError(f"port must be in [0, {MAX_PORT}]. Received: {port}.")
+        journal = Journal(memory)
+        job_id = journal.values.get(JOB_ID) or job_id
         greeting = Greeting(job_id) if job_id else Greeting.draw()
+        if recovery_s:
+            journal.values[_RECOVERY] = str(recovery_s)
         try:
-            server = _BookServer(LOOPBACK if loopback else "*", port, greeting)
+            server = BookServer(LOOPBACK if loopback else "*", port, greeting, journal)
         except WireError as exc:
             raise JobError(
                 f"The address book must be able to listen on port {port}. "
@@ -175,16 +158,19 @@ class AddressBook:
         called several times a second meanwhile, and raises to give up.
         """
         own = Greeting(job_id)
-        deadline = time.monotonic() + _seconds(timeout_s)
+        now, is_back = time.monotonic(), env.num_restarts() > 0
+        deadline = now + _seconds(timeout_s)
+        # A process that was started again is refused where its job is over.
+        listens_by = min(deadline, now + _OVER_S) if is_back else deadline
         with timeouts.saying(
             logger, lambda: f"waiting for the coordinator at {host}:{port}"
         ):
-            address = _await_listener(host, port, deadline, look)
+            address = _await_listener(host, port, listens_by, look)
         book = cls((address, port), own, host)
         try:
-            answer_s = min(max(deadline - time.monotonic(), 0.1), _JOIN_ANSWER_S)
-            keys = _Get([_JOB_ID, _RECOVERY])
-            job_id_there, recovery_s = book._send(keys, answer_s, look)
+            answer_s = max(deadline - time.monotonic(), 0.1)
+            answer_s = answer_s if is_back else min(answer_s, _JOIN_ANSWER_S)
+            job_id_there, recovery_s = book._ask_first(answer_s, look)
         except PersiaError as exc:
             book.close()
             if isinstance(exc, RemoteError) and exc.kind == JobMismatchError.__name__:
@@ -292,27 +278,23 @@ class AddressBook:
         if self.claim(_STATE, _FINISHED) == _FINISHING:
             self.claim(_STATE, _FINISHED, _FINISHING)
 
-    def tell_recovery(self, recovery_s: float) -> None:
-        """Have members that join from now on wait for the coordinator's return."""
-        self.put(_RECOVERY, str(recovery_s))
-
     def put(self, key: str, value: str) -> None:
         """Set a key."""
-        self._call(_Put(key, value))
+        self._call(Put(key, value))
 
     def peek(self, key: str) -> str | None:
         """Return what a key holds, or None; does not wait."""
-        (value,) = self._call(_Get([key]))
+        (value,) = self._call(Get([key]))
         return value
 
     def claim(self, key: str, value: str, expected: str = "") -> str:
         """Set a key that holds ``expected``, or nothing; return what it holds then."""
-        (held,) = self._call(_Swap(key, expected, value))
+        (held,) = self._call(Swap(key, expected, value))
         return str(held)
 
     def increase(self, key: str) -> None:
         """Add 1 to a number, which starts at 0."""
-        self._call(_Add(key))
+        self._call(Add(key))
 
     def another_port(self) -> str:
         """Return what to do if another job has this port, for an error."""
@@ -323,7 +305,7 @@ class AddressBook:
 
     def _wait_for(self, keys: Sequence[str], deadline: float) -> list[str | None]:
         """Wait until all keys are set; return them, with None for one that is not."""
-        values = self._call(_Get([*keys]))
+        values = self._call(Get([*keys]))
         if None not in values:
             return values
 
@@ -335,7 +317,7 @@ class AddressBook:
 
         patience = Patience(deadline, time.monotonic())
         with timeouts.saying(logger, what):
-            while None in (values := self._call(_Get([*keys]))):
+            while None in (values := self._call(Get([*keys]))):
                 state, reason = self.state()
                 if state == "failed":
                     raise JobError(f"The job failed: {reason}")
@@ -345,15 +327,25 @@ class AddressBook:
                 time.sleep(_POLL_S)
         return values
 
-    def _call(self, request: _Request) -> list[str | None]:
-        """Send a request, again if the connection breaks; return its answer."""
-        deadline = time.monotonic() + _RECONNECT_S
+    def _call(self, request: Request) -> list[str | None]:
+        """Send a request, again if the connection breaks; return its answer.
+
+        The socket of a coordinator that has a supervisor outlives it. So one that is
+        refused has ended for good.
+        """
+        started = time.monotonic()
+        next_look = started
         while not self._is_closed:
             try:
                 return self._send(request, _ANSWER_S)
             except ServerError as exc:
-                is_over = isinstance(exc, RemoteError | RequestTimeoutError)
-                if is_over or time.monotonic() > deadline or self._is_refused():
+                now = time.monotonic()
+                late = isinstance(exc, RequestTimeoutError) and not self.recovery_s
+                is_over = late or isinstance(exc, RemoteError)
+                is_over |= now > started + max(self.recovery_s, _RECONNECT_S)
+                if not is_over and now >= next_look:
+                    is_over, next_look = self._is_refused(), now + _LOOK_S
+                if is_over:
                     raise JobError(
                         f"The job's address book at {self.host_name}:{self.port} must "
                         f"answer. Received: {exc} The coordinator has ended, or the "
@@ -362,9 +354,24 @@ class AddressBook:
             time.sleep(_POLL_S)
         raise JobError("The address book must be open. Received: a closed one.")
 
+    def _ask_first(
+        self, timeout_s: float, look: Callable[[], None]
+    ) -> list[str | None]:
+        """Return what a client must know, also if the coordinator starts again."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.1)
+            try:
+                return self._send(Get([JOB_ID, _RECOVERY]), left_s, look)
+            except ServerError as exc:
+                is_over = isinstance(exc, RemoteError | RequestTimeoutError)
+                if is_over or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
+
     def _send(
         self,
-        request: _Request,
+        request: Request,
         timeout_s: float,
         look: Callable[[], None] = lambda: None,
     ) -> list[str | None]:
@@ -409,75 +416,6 @@ class Patience:
             self._deadline += now - self._last_look
         self._num_beats, self._last_look = num_beats, now
         return now >= min(self._deadline, self._last_deadline)
-
-
-class _BookServer(ListenerThread):
-    """The keys of a book, owned by one thread, which answers the requests."""
-
-    def __init__(self, host: str, port: int, greeting: Greeting) -> None:
-        self._values = {_JOB_ID: greeting.job_id}
-        self._members: dict[str, bytes] = {}  # name of the connection, by key
-        self._absent_since: dict[str, float] = {}
-        self._next_look = 0.0
-        super().__init__("address book", host, port, greeting)
-
-    def _begin(self, peer: bytes, header: Header, frames: Frames) -> None:
-        def answer(header: Header, frames: Frames) -> Frames:
-            if header.kind is not Kind.BOOK:
-                raise FrameError(
-                    "A message to the address book must be of kind BOOK. "
-                    f"Received: {header.kind.name}."
-                )
-            size = sum(map(len, frames[1:]))
-            if size > _MAX_TEXT:
-                raise FrameError(
-                    f"A request to the address book must have at most {_MAX_TEXT} "
-                    f"bytes. Received: {size}."
-                )
-            request = decode_json(frames, _Request)
-            return [msgspec.json.encode(self._answer(peer, request))]
-
-        self._listener.send(peer, *make_reply(answer, header, frames))
-
-    def _answer(self, peer: bytes, request: _Request) -> list[str | None]:
-        values = self._values
-        match request:
-            case _Get(keys):
-                return [values.get(key) for key in keys]
-            case _Put(key, value):
-                self._set(key, value)
-            case _Swap(key, expected, value):
-                if values.get(key, "") == expected:
-                    self._set(key, value)
-                if key.startswith(_MEMBER) and values.get(key) == value:
-                    self._members[key] = peer
-                    self._absent_since.pop(key, None)
-            case _Add(key):
-                number = values.get(key, "0")
-                if not number.isdecimal():
-                    raise FrameError(
-                        f"What is added to must be a number. Received: {number!r:.50}."
-                    )
-                self._set(key, str(int(number) + 1))
-        return [values.get(request.key, "")]
-
-    def _set(self, key: str, value: str) -> None:
-        if len(self._values) >= _MAX_KEYS and key not in self._values:
-            raise FrameError(f"An address book must have at most {_MAX_KEYS} keys.")
-        self._values[key] = value
-
-    def _work(self) -> bool:
-        """Look which members are connected, and write down which are lost."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _CONNECT_RETRY_S
-            for key, peer in self._members.items():
-                if self._listener.is_connected(peer):
-                    self._absent_since.pop(key, None)
-                elif now - self._absent_since.setdefault(key, now) > LOST_S:
-                    lost = key.replace(_MEMBER, _LOST, 1)
-                    self._values[lost] = self._values[key]
-        return False
 
 
 def _seconds(timeout_s: float | None) -> float:

@@ -106,8 +106,8 @@ class _Script:
         try:
             if member.__exit__(type(exc), exc, None):
                 status = 0
-        except SystemExit:  # another member has failed, as the log says
-            status = 1
+        except SystemExit as ending:  # another has failed, or this one starts again
+            status = ending.code if isinstance(ending.code, int) else 1
         if status is not None:
             sys.stdout.flush()
             sys.stderr.flush()

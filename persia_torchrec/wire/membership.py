@@ -17,6 +17,14 @@ job is finished or has failed, and then ends, whatever its main thread does:
     or SIGINT                 KeyboardInterrupt. If it has not left the block after
                               ``grace_s``, the job has failed, and so on as above.
 
+With a supervisor (``launch/supervisor.py``) this is otherwise:
+
+    this process raised       the coordinator is told why, and the process ends with
+                              START_AGAIN. Not if the exception is a ConfigError.
+    the supervisor has ended  this process turns into a new one.
+
+A coordinator with a supervisor is waited for, up to ``recovery_timeout_s``.
+
 Three threads do it. One sends heartbeats, and may get stuck if the network does;
 another touches no network and watches the first. A third receives signals, which the
 main thread may miss: see ``signals.py``. Clocks of two hosts are never compared: the
@@ -32,37 +40,32 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Literal, Self
+from typing import Self
 
-import msgspec
-
-from persia_torchrec import env
+from persia_torchrec import env, timeouts
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import ConfigError, FrameError, JobError, JobMismatchError
-from persia_torchrec.wire import failures
-from persia_torchrec.wire.address_book import COMPILING, AddressBook, JobState
+from persia_torchrec.errors import ConfigError, FrameError, JobError
+from persia_torchrec.wire import failures, processes
+from persia_torchrec.wire.address_book import AddressBook, JobState
+from persia_torchrec.wire.book_server import COMPILING
+from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.ports import local_address
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
-from persia_torchrec.wire.signals import EndSignals, is_in_compiler
+from persia_torchrec.wire.signals import START_AGAIN, EndSignals, is_in_compiler
 
 logger = logging.getLogger(__name__)
-
-Ending = Literal["left", "killed", "lost"]
 
 _TIMINGS = "timings"
 _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
-_POLL_S = 0.05
 _VERDICT_S = 2.0  # how long an interrupted main thread waits for the job's state
 _CAUSE_S = 4.0  # how long an error of a connection waits for one that caused it
 
@@ -82,6 +85,10 @@ class JobTimings:
 
     finish_s: float = 20.0
     """What a member has to leave after the job is finished."""
+
+    recovery_timeout_s: float = timeouts.RECOVERY_S
+    """How long the job waits for a member with a supervisor, or the coordinator, that
+    was killed, is lost or silent. Then it fails."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -105,112 +112,6 @@ class JobTimings:
         return timings
 
 
-class MemberRecord:
-    """The keys of one member in the address book. Any thread may call any method."""
-
-    def __init__(self, book: AddressBook, role: str, index: int) -> None:
-        self._book = book
-        self.who = f"{role} {index}"
-        self._key = f"{role}/{index}"
-        self._own = ""
-
-    def register(self, silent_s: float) -> None:
-        """Become the member, unless a living process is that one: JobMismatchError."""
-        own = msgspec.json.encode(ProcessIdentity.of_this_process()).decode()
-        key = f"member/{self._key}"
-        holder = self._book.peek(key)
-        while holder is None or self._await_end(_parse(holder), silent_s):
-            if self._book.claim(key, own, holder or "") == own:
-                self._own = own
-                place = f"{socket.gethostname()} {failures.find_own_log()}"
-                self._book.put(f"log/{self._key}", place)
-                self.beat()
-                return
-            holder = self._book.peek(key)  # another was faster
-        raise JobMismatchError(
-            f"No other process must be {self.who} in job "
-            f"{self._book.greeting.job_id!r}, at port {self._book.port}. Received: "
-            f"process {_parse(holder).pid} is, in a job that is "
-            f"{self._book.state()[0]}. Start each process of a job once. "
-            f"{self._book.another_port()}"
-        )
-
-    def beat(self) -> None:
-        """Send a heartbeat."""
-        self._book.increase(f"beats/{self._key}")
-
-    def report_done(self) -> None:
-        """Report the work as done; the job is finished when all trainers do."""
-        self._book.put(f"done/{self._key}", "1")
-
-    def leave(self) -> None:
-        """Report that this member is about to end as it should."""
-        self._book.put(f"left/{self._key}", self._own)
-
-    def tell_agent(self, pid: int) -> None:
-        """Make known which torchrun process has started this one, and waits for it."""
-        agent = msgspec.json.encode(ProcessIdentity.of(pid)).decode()
-        self._book.put(f"agent/{self._key}", agent)
-
-    def process(self) -> ProcessIdentity | None:
-        """Return the process that has registered last, or None."""
-        return self._read("member")
-
-    def num_beats(self) -> int:
-        """Return the number of heartbeats, over all restarts of the member."""
-        return int(self._book.peek(f"beats/{self._key}") or 0)
-
-    def is_done(self) -> bool:
-        """Return whether the member's work is done."""
-        return self._book.peek(f"done/{self._key}") is not None
-
-    def ending(self, process: ProcessIdentity) -> Ending | None:
-        """Return how that process has ended, or None; "lost" is its connection."""
-        # In this order: a member deregisters before it ends.
-        has_ended, is_lost = process.has_ended(), self._read("lost") == process
-        if self._read("left") == process:
-            return "left"
-        return "killed" if has_ended else "lost" if is_lost else None
-
-    def find_log(self) -> str:
-        """Say where the log of the member is; empty: it is not known."""
-        place = self._book.peek(f"log/{self._key}")
-        if place is None:  # it has not joined; torchx has a folder for each
-            own = Path(failures.find_own_log())
-            path = own.parents[2] / self._key / own.name if own.name else own
-            return f"its log: {path}" if path.is_file() else ""
-        host, _, log = place.partition(" ")
-        if log and host == socket.gethostname():
-            return f"its log: {log}"
-        return f"its log: {log} on host {host}" if log else f"its log is on host {host}"
-
-    def is_gone(self, process: ProcessIdentity) -> bool:
-        """Return whether that process and its agent, or its connection, are no more."""
-        agent, is_running = self._read("agent"), process.is_running()
-        if agent is not None and agent.is_running():
-            return False
-        # None: of another host, where the connection ends with the process.
-        return self._read("lost") == process if is_running is None else not is_running
-
-    def _read(self, kind: str) -> ProcessIdentity | None:
-        text = self._book.peek(f"{kind}/{self._key}")
-        return None if text is None else _parse(text)
-
-    def _await_end(self, process: ProcessIdentity, silent_s: float) -> bool:
-        """Wait until a member beats, or has ended; return whether it has ended."""
-        num_beats = self.num_beats()
-        deadline = time.monotonic() + silent_s
-        while time.monotonic() < deadline:
-            if self._book.state()[0] == "finished":
-                return False  # a finished job needs no replacement
-            if self.ending(process) is not None:
-                return True
-            if self.num_beats() != num_beats:
-                return False
-            time.sleep(_POLL_S)
-        return True
-
-
 class JobMember:
     """This process as a member of a job, from here to the end of a ``with`` block.
 
@@ -222,12 +123,15 @@ class JobMember:
     process is made to end soon after the block. An ``expendable`` one may be
     interrupted once the job is finished. ``ended`` is set once the job has, as far as
     is known here; ``host`` is where to listen, the interface that leads to the book.
+    ``progress`` may be set to what returns a number that grows with trained batches; a
+    thread of the member calls it with each heartbeat.
 
     The process ends with the one that started it, unless ``watches_parent`` is set to
     False before.
     """
 
     watches_parent = True
+    progress: Callable[[], int] | None = None
 
     def __init__(
         self,
@@ -249,10 +153,13 @@ class JobMember:
         self.record = MemberRecord(book, role, index)
         self.expendable = expendable
         self._timings = JobTimings.read(book)
-        self._coordinator = MemberRecord(book, "coordinator", 0).process()
+        if env.num_restarts():
+            self._require_running()
+        self._coordinator = self._find_coordinator()
         self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._pid = os.getpid()
-        self._parent = os.getppid()
+        self._supervisor = processes.find_supervisor()
+        self._parent = self._supervisor or os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
         self._verdict: tuple[JobState, str] = ("running", "")  # set under _lock
         self._lock = threading.Lock()  # no handler of signals takes it
@@ -270,6 +177,7 @@ class JobMember:
         if role == "trainer" and env.is_under_torchrun():
             self.record.tell_agent(self._parent)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
+        processes.tell_joined()
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have another thread call something quick when the job ends, or has ended."""
@@ -313,6 +221,8 @@ class JobMember:
         is_needless = has_raised and self.expendable and self._verdict[0] == "finished"
         if is_needless:
             logger.info("the job is finished, %s ends: %s", self.who, cause)
+        elif has_raised and self._may_start_again(exc):
+            self._end_and_start_again(str(cause), exc)
         elif has_raised or self._verdict[0] == "running":
             self._fail(cause or "it left before the job had ended")
         self._leave()
@@ -328,6 +238,7 @@ class JobMember:
 
     def _hear(self, name: str) -> None:
         """Make the process end, in the thread that receives signals."""
+        self.book.recovery_s = 0.0
         self._ask_for_verdict()
         self._has_asked = True
         if self._verdict[0] == "finished":
@@ -367,6 +278,26 @@ class JobMember:
         if self.expendable and not self._waiting.is_set():
             raise SystemExit(0)
 
+    def _may_start_again(self, exc: BaseException | None) -> bool:
+        """Return whether an exception is for the supervisor, and not for the job."""
+        is_final = isinstance(exc, ConfigError) or self._has_asked
+        return not (
+            self._supervisor is None or is_final or self._verdict[0] != "running"
+        )
+
+    def _end_and_start_again(self, cause: str, exc: BaseException | None) -> None:
+        """Report the cause, and have the supervisor start this process again."""
+        is_new = True
+        with contextlib.suppress(JobError):  # the coordinator has ended
+            is_new = self.record.report_failure(cause)
+        traceback = exc if is_new else None
+        logger.info("%s ends, and is started again", self.who, exc_info=traceback)
+        end = threading.Timer(self._timings.grace_s, os._exit, (START_AGAIN,))
+        end.daemon = True
+        end.start()
+        self._leave()
+        raise SystemExit(START_AGAIN)
+
     def _fail(self, reason: str) -> None:
         with contextlib.suppress(JobError):  # the coordinator has ended
             self.book.fail(self.who, reason)
@@ -390,6 +321,17 @@ class JobMember:
         if state == "failed":
             raise JobError(f"The job failed: {reason}")
 
+    def _require_running(self) -> None:
+        """End this process, which was started again, if the job is over."""
+        state, reason = self.book.state()
+        if state == "failed":
+            raise JobError(f"The job failed: {reason}")
+        if state == "finished":
+            raise SystemExit(0)
+
+    def _find_coordinator(self) -> ProcessIdentity | None:
+        return MemberRecord(self.book, "coordinator", 0).process()
+
     def _ask_for_verdict(self) -> None:
         """Read the state of the job, without waiting for the next heartbeat."""
         with contextlib.suppress(JobError):  # the coordinator has ended
@@ -399,9 +341,8 @@ class JobMember:
         """Ask whether the job has failed, which may be the reason for an exception."""
         self._ask_for_verdict()
         # If a lost connection has raised it, others may report more.
-        deadline = time.monotonic() + (
-            _CAUSE_S if failures.is_of_connection(exc) else 0
-        )
+        is_waiting = failures.is_of_connection(exc) and self._supervisor is None
+        deadline = time.monotonic() + (_CAUSE_S if is_waiting else 0)
         while self._verdict[0] == "running" and time.monotonic() < deadline:
             time.sleep(_RETRY_S)
             self._ask_for_verdict()
@@ -433,8 +374,12 @@ class JobMember:
         try:
             while not self._leaving.is_set():
                 self.record.beat()
+                if self.progress is not None:
+                    self.record.report_progress(self.progress())
                 if self._is_compiling:
                     self.book.increase(COMPILING)
+                if self.book.recovery_s:  # it may be another one
+                    self._coordinator = self._find_coordinator()
                 state, reason = self.book.state()
                 self._num_beats += 1
                 is_first = self._replica[0] == "trainer"  # to leave a finished job
@@ -472,14 +417,19 @@ class JobMember:
             silent_ticks += 1
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
-            if self.watches_parent and os.getppid() != self._parent:
+            if self._supervisor is not None and os.getppid() != self._parent:
+                processes.replace_supervisor()
+            elif self.watches_parent and os.getppid() != self._parent:
                 self._fail_alone(f"{self.who} lost the process that started it")
-            elif silent_ticks * tick_s > timings.silent_s:
-                silent = f"no answer of the coordinator for {timings.silent_s:g} s"
+            silent_s = silent_ticks * tick_s
+            limit_s = max(timings.silent_s, self.book.recovery_s)
+            if silent_s > limit_s:
+                silent = f"no answer of the coordinator for {limit_s:g} s"
                 self._fail_alone(f"{self.who}: {silent}")
-                # One that is stopped, on this host, would stay, and torchx with it.
-                if self._coordinator is not None and self._coordinator.kill():
-                    logger.warning("killed the coordinator (%d)", self._coordinator.pid)
+            # One that is stopped, on this host, would stay, and torchx with it.
+            coordinator = self._coordinator if silent_s > timings.silent_s else None
+            if coordinator is not None and coordinator.kill():
+                logger.warning("killed the coordinator (%d)", coordinator.pid)
 
     def _end_process(self) -> None:
         """Make this process end within its time, now that the job has ended."""
@@ -498,10 +448,3 @@ class JobMember:
         logger.warning("%s, and is ended with status %d", late, status)
         self._leave()
         os._exit(status)
-
-
-def _parse(text: str) -> ProcessIdentity:
-    process: ProcessIdentity = parse_json(
-        text, ProcessIdentity, "a member's key", FrameError
-    )
-    return process

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from persia_torchrec import env
 from persia_torchrec.errors import PersiaError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
@@ -24,11 +25,12 @@ _POLL_MS = 200
 class ListenerThread(ABC):
     """A listener and the thread that owns it, until it is closed.
 
-    A subclass sets its attributes first: the thread starts here.
+    A subclass sets its attributes first: the thread starts here. Where this process has
+    a supervisor, its socket is taken.
     """
 
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:
-        self._listener = Listener(host, port, greeting)
+        self._listener = Listener(host, port, greeting, fd=env.listen_fd())
         self.address = self._listener.address
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

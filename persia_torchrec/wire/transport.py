@@ -110,16 +110,27 @@ class Wakeup:
 class Listener:
     """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
 
-    It answers what is malformed or of another job. Port 0 takes a free one.
+    It answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
+    TCP socket that listens already, and stays open: see ``ports.open_listening``.
     """
 
-    def __init__(self, host: str, port: int, greeting: Greeting = NO_JOB) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        greeting: Greeting = NO_JOB,
+        *,
+        fd: int | None = None,
+    ) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
         # A client reconnects under its routing id, maybe before its loss is seen.
-        self._socket = _open_socket(
-            zmq.ROUTER, {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
-        )
+        options: dict[zmq.SocketOption, int | bytes]
+        options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
+        if fd is not None:
+            os.set_blocking(fd, False)
+            options[zmq.USE_FD] = os.dup(fd)  # ZeroMQ closes it
+        self._socket = _open_socket(zmq.ROUTER, options)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as exc:

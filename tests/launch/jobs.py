@@ -1,13 +1,16 @@
 """Small jobs of real processes: a coordinator and the scripts of a test."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from persia_torchrec import timeouts
-from persia_torchrec.launch import coordinator, script
+from persia_torchrec.launch import coordinator, script, supervisor
 from persia_torchrec.wire import processes
 from tests.ports import draw_port, draw_ports
 from tests.processes import Processes, Running
+
+ROOT = Path(__file__).parents[2]
 
 
 def draw_service_ports() -> dict[str, int]:
@@ -32,6 +35,7 @@ class Job:
         processes: Processes,
         *options: str,
         env: Mapping[str, str] | None = None,
+        recovers: bool = False,
         **counts: int,
     ) -> None:
         self.processes = processes
@@ -42,7 +46,13 @@ class Job:
         for role, count in counts.items():
             arguments += [f"--num-{role}s", str(count)]
         name = f"coordinator-{self.port}"
-        self.coordinator = processes.start(name, run_coordinator, arguments, env=env)
+        main = run_coordinator
+        if recovers:
+            main = supervisor.main
+            command = [sys.executable, "-m", "persia_torchrec.launch.coordinator"]
+            flags = ["--host", "all", "--port", str(self.port)]
+            arguments = [*flags, "--", *command, *arguments]
+        self.coordinator = processes.start(name, main, arguments, env=env)
 
     def start(
         self,
@@ -66,6 +76,13 @@ class Job:
         }
         command = [role, str(path), *arguments]
         return self.processes.start(name, main, command, env=variables)
+
+    def start_member(self, main: str) -> Running:
+        """Start server 0 with a supervisor: a function of ``wire/members.py``."""
+        code = f"from tests.wire import members; members.{main}({self.port})"
+        command = ["--", sys.executable, "-c", code]
+        env = {"PYTHONPATH": str(ROOT)}
+        return self.processes.start("server-0", supervisor.main, command, env=env)
 
     @property
     def folder(self) -> Path:

@@ -12,7 +12,7 @@ from persia_torchrec.launch import children
 from persia_torchrec.launch.children import Children, Watch
 from persia_torchrec.wire import address_book
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord
+from persia_torchrec.wire.member_record import MemberRecord
 from tests.ports import draw_port
 from tests.processes import DEADLINE_S, wait_until
 

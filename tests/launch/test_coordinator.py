@@ -9,7 +9,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch import coordinator
 from persia_torchrec.launch.coordinator import CoordinatorConfig
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord
+from persia_torchrec.wire.member_record import MemberRecord
 from tests.launch.jobs import Job, run_on_another_host
 from tests.ports import draw_port
 from tests.processes import Processes, wait_until

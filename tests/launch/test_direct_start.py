@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord
+from persia_torchrec.wire.member_record import MemberRecord
 from tests.launch import helped
 from tests.launch.jobs import Job
 from tests.processes import Processes, is_running, run_script, wait_until

@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 import time
@@ -12,10 +13,11 @@ from persia_torchrec.errors import (
     JobMismatchError,
     RemoteError,
 )
-from persia_torchrec.wire import address_book as address_book_module
-from persia_torchrec.wire.address_book import COMPILING, AddressBook, Patience
+from persia_torchrec.wire import book_server
+from persia_torchrec.wire.address_book import AddressBook, Patience
+from persia_torchrec.wire.book_server import COMPILING
 from persia_torchrec.wire.messages import Header, Kind
-from persia_torchrec.wire.ports import local_address
+from persia_torchrec.wire.ports import local_address, open_listening
 from persia_torchrec.wire.service import Service
 from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
@@ -271,7 +273,7 @@ def test_only_a_number_is_increased(book):
 
 
 def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
-    monkeypatch.setattr(address_book_module, "_MAX_KEYS", 2)  # one is the job's id
+    monkeypatch.setattr(book_server, "_MAX_KEYS", 2)  # one is the job's id
     book.tell("first", "1")
     with pytest.raises(JobError, match="at most 2 keys"):
         book.tell("second", "2")
@@ -326,3 +328,63 @@ def test_a_process_that_compiles_for_ever_extends_a_deadline_only_so_far():
     patience = Patience(10.0, 0.0)
     overs = [patience.is_over(second, float(second)) for second in range(2000)]
     assert overs.index(True) == 10 + timeouts.COMPILING_S
+
+
+@pytest.fixture
+def inherited(monkeypatch):
+    """The socket and the memory of a process that has a supervisor."""
+    memory = os.memfd_create("book")
+    with open_listening() as listener:
+        monkeypatch.setenv("PERSIA_LISTEN_FD", str(listener.fileno()))
+        yield memory
+    os.close(memory)
+
+
+def host_again(memory):
+    return AddressBook.host(0, loopback=True, memory=memory, recovery_s=TIMEOUT_S)
+
+
+def test_the_next_host_of_a_book_finds_what_the_one_before_had(inherited):
+    before = host_again(inherited)
+    before.tell("text", "two\nlines")
+    before.claim("member/server/0", "{}")
+    before.increase("beats/server/0")
+    before.fail("trainer 0", "no data")
+    before.close()
+    os.pwrite(inherited, b'["note/half', os.fstat(inherited).st_size)
+    after = host_again(inherited)
+    assert (after.greeting, after.port) == (before.greeting, before.port)
+    assert after.ask(["text"], timeout_s=TIMEOUT_S) == ["two\nlines"]
+    assert after.state() == ("failed", "trainer 0: no data")
+    assert after.peek("beats/server/0") is None  # they only have to grow
+    after.tell("more", "1")
+    after.close()
+    last = host_again(inherited)
+    assert last.ask(["text", "more"], timeout_s=TIMEOUT_S) == ["two\nlines", "1"]
+    last.close()
+
+
+def test_a_request_waits_for_the_next_host_of_the_book(inherited):
+    host = host_again(inherited)
+    book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    book.tell("first", "1")
+    host.close()
+    waiting = threading.Thread(target=book.tell, args=("second", "2"))
+    waiting.start()
+    host = host_again(inherited)
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
+    assert host.ask(["first", "second"], timeout_s=TIMEOUT_S) == ["1", "2"]
+    book.close()
+    host.close()
+
+
+def test_a_member_that_is_back_is_not_lost(host):
+    book = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    book.claim("member/server/0", "{}")
+    book.close()
+    wait_until(lambda: host.peek("lost/server/0") == "{}", "it is lost")
+    again = AddressBook.join("localhost", host.port, timeout_s=TIMEOUT_S)
+    again.claim("member/server/0", "{}")
+    wait_until(lambda: host.peek("lost/server/0") is None, "it is back")
+    again.close()

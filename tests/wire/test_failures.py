@@ -11,7 +11,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.wire import failures
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord
+from persia_torchrec.wire.member_record import MemberRecord
 
 
 def with_note(exc, note):

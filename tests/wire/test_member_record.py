@@ -12,7 +12,7 @@ from msgspec import structs
 from persia_torchrec.errors import JobError, JobMismatchError
 from persia_torchrec.wire import processes as processes_module
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import MemberRecord
+from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from tests.processes import DEADLINE_S, wait_until
 
@@ -120,6 +120,23 @@ def test_a_member_whose_process_has_ended_is_replaced_at_once(book):
     record = MemberRecord(book, "server", 0)
     record.register(3600)
     assert record.process().pid == os.getpid()
+
+
+@pytest.mark.parametrize("is_the_supervisor", [False, True])
+def test_a_member_is_replaced_at_once_by_the_next_of_its_supervisor(
+    book, monkeypatch, is_the_supervisor
+):
+    """Also if it has become the supervisor itself, since the one before was killed."""
+    monkeypatch.setenv("PERSIA_SUPERVISOR", str(os.getppid()))
+    supervisor = ProcessIdentity.of(os.getppid())
+    holder = supervisor if is_the_supervisor else ProcessIdentity.of(1)
+    previous = None if is_the_supervisor else supervisor
+    holder = structs.replace(holder, supervisor=previous)
+    book.put("member/server/0", msgspec.json.encode(holder).decode())
+    record = MemberRecord(book, "server", 0)
+    record.register(3600)
+    assert record.process().pid == os.getpid()
+    assert record.process().supervisor.is_same(supervisor)
 
 
 def test_a_member_of_another_host_is_replaced_after_missed_heartbeats(book):

@@ -7,8 +7,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.wire.address_book import COMPILING, AddressBook
-from persia_torchrec.wire.membership import JobTimings, MemberRecord
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.book_server import COMPILING
+from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.membership import JobTimings
 from tests.processes import Processes, is_running, wait_until
 from tests.wire import members
 

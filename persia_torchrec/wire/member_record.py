@@ -1,0 +1,162 @@
+"""One member of a job, as its keys in the address book say."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from persia_torchrec.decoding import parse_json
+from persia_torchrec.errors import FrameError, JobMismatchError
+from persia_torchrec.wire import failures
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.processes import ProcessIdentity
+
+Ending = Literal["left", "killed", "lost"]
+
+_POLL_S = 0.05
+
+
+class MemberRecord:
+    """The keys of one member in the address book. Any thread may call any method."""
+
+    def __init__(self, book: AddressBook, role: str, index: int) -> None:
+        self._book = book
+        self.who = f"{role} {index}"
+        self._key = f"{role}/{index}"
+        self._own = ""
+
+    def register(self, silent_s: float) -> None:
+        """Become the member, unless a living process is that one: JobMismatchError."""
+        process = ProcessIdentity.of_this_process()
+        own = msgspec.json.encode(process).decode()
+        key = f"member/{self._key}"
+        holder = self._book.peek(key)
+        while (
+            holder is None
+            or process.succeeds(_parse(holder))
+            or self._await_end(_parse(holder), silent_s)
+        ):
+            if self._book.claim(key, own, holder or "") == own:
+                self._own = own
+                place = f"{socket.gethostname()} {failures.find_own_log()}"
+                self._book.put(f"log/{self._key}", place)
+                self.beat()
+                return
+            holder = self._book.peek(key)  # another was faster
+        raise JobMismatchError(
+            f"No other process must be {self.who} in job "
+            f"{self._book.greeting.job_id!r}, at port {self._book.port}. Received: "
+            f"process {_parse(holder).pid} is, in a job that is "
+            f"{self._book.state()[0]}. Start each process of a job once. "
+            f"{self._book.another_port()}"
+        )
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+        self._book.increase(f"beats/{self._key}")
+
+    def report_progress(self, progress: int) -> None:
+        """Report a number that grows with trained batches."""
+        self._book.put(f"progress/{self._key}", str(progress))
+
+    def report_failure(self, cause: str) -> bool:
+        """Report why this process ends; return whether it is another cause than before.
+
+        Its supervisor starts it again.
+        """
+        key = f"failed/{self._key}"
+        previous = self._book.peek(key) or ""
+        self._book.put(key, f"{os.getpid()} {cause}")
+        return previous.partition(" ")[2] != cause
+
+    def report_done(self) -> None:
+        """Report the work as done; the job is finished when all trainers do."""
+        self._book.put(f"done/{self._key}", "1")
+
+    def leave(self) -> None:
+        """Report that this member is about to end as it should."""
+        self._book.put(f"left/{self._key}", self._own)
+
+    def tell_agent(self, pid: int) -> None:
+        """Make known which torchrun process has started this one, and waits for it."""
+        agent = msgspec.json.encode(ProcessIdentity.of(pid)).decode()
+        self._book.put(f"agent/{self._key}", agent)
+
+    def process(self) -> ProcessIdentity | None:
+        """Return the process that has registered last, or None."""
+        return self._read("member")
+
+    def num_beats(self) -> int:
+        """Return the number of heartbeats, over all restarts of the member."""
+        return int(self._book.peek(f"beats/{self._key}") or 0)
+
+    def progress(self) -> int:
+        """Return the progress that the member has reported last, or 0."""
+        return int(self._book.peek(f"progress/{self._key}") or 0)
+
+    def cause(self, process: ProcessIdentity) -> str | None:
+        """Return why that process has failed, or None: it has not reported it."""
+        failed = self._book.peek(f"failed/{self._key}") or ""
+        pid, _, cause = failed.partition(" ")
+        return cause if pid == str(process.pid) else None
+
+    def is_done(self) -> bool:
+        """Return whether the member's work is done."""
+        return self._book.peek(f"done/{self._key}") is not None
+
+    def ending(self, process: ProcessIdentity) -> Ending | None:
+        """Return how that process has ended, or None; "lost" is its connection."""
+        # In this order: a member deregisters before it ends.
+        has_ended, is_lost = process.has_ended(), self._read("lost") == process
+        if self._read("left") == process:
+            return "left"
+        return "killed" if has_ended else "lost" if is_lost else None
+
+    def find_log(self) -> str:
+        """Say where the log of the member is; empty: it is not known."""
+        place = self._book.peek(f"log/{self._key}")
+        if place is None:  # it has not joined; torchx has a folder for each
+            own = Path(failures.find_own_log())
+            path = own.parents[2] / self._key / own.name if own.name else own
+            return f"its log: {path}" if path.is_file() else ""
+        host, _, log = place.partition(" ")
+        if log and host == socket.gethostname():
+            return f"its log: {log}"
+        return f"its log: {log} on host {host}" if log else f"its log is on host {host}"
+
+    def is_gone(self, process: ProcessIdentity) -> bool:
+        """Return whether that process and its agent, or its connection, are no more."""
+        is_running = process.is_running()
+        for agent in (self._read("agent"), process.supervisor):
+            if agent is not None and agent.is_running():
+                return False
+        # None: of another host, where the connection ends with the process.
+        return self._read("lost") == process if is_running is None else not is_running
+
+    def _read(self, kind: str) -> ProcessIdentity | None:
+        text = self._book.peek(f"{kind}/{self._key}")
+        return None if text is None else _parse(text)
+
+    def _await_end(self, process: ProcessIdentity, silent_s: float) -> bool:
+        """Wait until a member beats, or has ended; return whether it has ended."""
+        num_beats = self.num_beats()
+        deadline = time.monotonic() + silent_s
+        while time.monotonic() < deadline:
+            if self._book.state()[0] == "finished":
+                return False  # a finished job needs no replacement
+            if self.ending(process) is not None:
+                return True
+            if self.num_beats() != num_beats:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+def _parse(text: str) -> ProcessIdentity:
+    process: ProcessIdentity = parse_json(
+        text, ProcessIdentity, "a member's key", FrameError
+    )
+    return process
