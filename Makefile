@@ -1,5 +1,6 @@
 # make train   train the adult-income example on this machine
 # make test    everything that must hold before a change is done
+# make chaos  jobs whose processes are killed again and again
 # make coverage    the lines of the package that no test runs
 #
 # All start from nothing: they make .venv with what the machine needs. torch comes
@@ -32,7 +33,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train test lint unit coverage clean
+.PHONY: help install train test lint unit chaos coverage clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -66,6 +67,9 @@ lint: $(STAMP)  ## format, lint, types, import rules
 
 unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder $(ARGS)
+
+chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
 
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
 	rm -rf $(COVERAGE)

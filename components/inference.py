@@ -31,6 +31,9 @@ def serve(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
+    recover: bool = False,
+    recovery_timeout_s: float = 600.0,
+    max_restarts: int = 3,
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
 
@@ -59,6 +62,11 @@ def serve(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
+        recover: True starts the coordinator, embedding servers and embedding workers
+            again when they are killed
+        recovery_timeout_s: seconds after which the job fails if a process that recovers
+            is not back
+        max_restarts: how often such a process may end without a trained batch between
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -70,6 +78,9 @@ def serve(
         imports=imports,
         settings=roles.read_settings(roles_file, set),
         join_timeout_s=join_timeout_s,
+        recover=recover,
+        recovery_timeout_s=recovery_timeout_s,
+        max_restarts=max_restarts,
     )
     return specs.AppDef(
         name=roles.APP_NAME,

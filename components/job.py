@@ -32,6 +32,10 @@ def train(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
+    recover: bool = False,
+    memory_dir: str = "auto",
+    recovery_timeout_s: float = 600.0,
+    max_restarts: int = 3,
 ) -> specs.AppDef:
     """Train a model whose embeddings live on servers.
 
@@ -58,6 +62,13 @@ def train(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
+        recover: True starts the coordinator, embedding servers and embedding workers
+            again when they are killed; the job continues
+        memory_dir: where the rows of servers are that recover: auto for the fastest
+            memory there is, a folder of each host, or private: with the process
+        recovery_timeout_s: seconds after which the job fails if a process that recovers
+            is not back
+        max_restarts: how often such a process may end without a trained batch between
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -69,6 +80,10 @@ def train(
         imports=imports,
         settings=roles.read_settings(roles_file, set),
         join_timeout_s=join_timeout_s,
+        recover=recover,
+        recovery_timeout_s=recovery_timeout_s,
+        max_restarts=max_restarts,
+        memory_dir=memory_dir,
     )
     loaders = (
         [roles.scripts(job, "loader", data_loader, data_loaders)]

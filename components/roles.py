@@ -28,6 +28,8 @@ def embedding_server(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
+    recover: bool = False,
+    memory_dir: str = "auto",
 ) -> specs.AppDef:
     """Start the embedding servers, one process per shard.
 
@@ -48,11 +50,14 @@ def embedding_server(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
+        recover: True starts a server again when it is killed, with its rows
+        memory_dir: where the rows are then: auto for the fastest memory there is, a
+            folder of each host, or private: with the process
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
         *(host, port, embedding_config, global_config),
-        *(python, image, env, join_timeout_s, asked, imports),
+        *(python, image, env, join_timeout_s, asked, imports, recover, memory_dir),
     )
     return _app(roles.embedding_servers(job, replicas, eviction))
 
@@ -70,6 +75,7 @@ def embedding_worker(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
+    recover: bool = False,
 ) -> specs.AppDef:
     """Start the embedding workers.
 
@@ -88,11 +94,12 @@ def embedding_worker(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
+        recover: True starts a worker again when it is killed
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
         *(host, port, embedding_config, global_config),
-        *(python, image, env, join_timeout_s, asked, imports),
+        *(python, image, env, join_timeout_s, asked, imports, recover),
     )
     return _app(roles.embedding_workers(job, replicas))
 
@@ -188,6 +195,8 @@ def _job(
     join_timeout_s: float,
     settings: Dict[str, roles.RoleSettings],
     imports: str = "",
+    recover: bool = False,
+    memory_dir: str = "auto",
 ) -> roles.JobSettings:
     return roles.JobSettings(
         embedding_config=embedding_config,
@@ -200,6 +209,8 @@ def _job(
         imports=imports,
         settings=settings,
         join_timeout_s=join_timeout_s,
+        recover=recover,
+        memory_dir=memory_dir,
     )
 
 

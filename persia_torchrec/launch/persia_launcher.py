@@ -18,6 +18,7 @@ from persia_torchrec.command_line import ImportFlags, add_flags, build, format_f
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
+from persia_torchrec.launch.supervisor import ALL, AUTO, under_supervisor
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
@@ -163,7 +164,13 @@ class DataLoader(_Replica):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Service(_Replica, ImportFlags):
+class _Recovering:
+    recover: bool = False
+    """Start the process again when it is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Service(_Replica, ImportFlags, _Recovering):
     module: ClassVar[str]
 
     embedding_config: str = _path("--embedding-config", "PERSIA_EMBEDDING_CONFIG")
@@ -175,14 +182,27 @@ class _Service(_Replica, ImportFlags):
 
     def words(self) -> list[str]:
         """Return the command line of a service; its files are variables."""
-        if inference_settings(self.global_config) is None:
+        infer = inference_settings(self.global_config)
+        if infer is None:
             or_inference = ", or give a global_config.yml with job_type: Infer"
             env.require_job_store("The role", or_inference)
         self.export()
         env.set_variable("PERSIA_EMBEDDING_CONFIG", self.embedding_config)
         env.set_variable("PERSIA_GLOBAL_CONFIG", self.global_config)
         flags = format_flags(port=self.port, import_=list(self.imports))
-        return ["-m", self.module, *flags]
+        words = ["-m", self.module, *flags]
+        if not self.recover:
+            return words
+        return under_supervisor(
+            [sys.executable, *words],
+            host=infer and infer.listen_host,
+            port=self.port,
+            memory_dir=self.memory(),
+        )
+
+    def memory(self) -> str | None:
+        """Return where the memory is that outlives the process; None: it needs none."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,15 +218,22 @@ class EmbeddingParameterServer(_Service):
     """Hold the rows."""
 
     module = "persia_torchrec.server"
+    memory_dir: str = AUTO
+    """With --recover, where the rows are: "auto" for the fastest memory there is, or a
+    folder; "private": they end with the process."""
 
     def words(self) -> list[str]:
         """Reject a mistake in the slots, as PERSIA does; trainers tell the tables."""
         load_embedding_config(self.embedding_config, warns=False)
         return super().words()
 
+    def memory(self) -> str:
+        """Return the flag."""
+        return self.memory_dir
+
 
 @dataclass(frozen=True, kw_only=True)
-class Coordinator(_Process):
+class Coordinator(_Process, _Recovering):
     """Host the address book and end the job, as nats-server does for PERSIA."""
 
     port: int | None = None
@@ -238,7 +265,10 @@ class Coordinator(_Process):
             num_loaders=self.data_loaders,
             num_trainers=self.nn_workers,
         )
-        return ["-m", "persia_torchrec.launch.coordinator", *flags]
+        words = ["-m", "persia_torchrec.launch.coordinator", *flags]
+        if not self.recover:
+            return words
+        return under_supervisor([sys.executable, *words], host=ALL, port=port)
 
 
 COMMANDS: dict[str, type[Any]] = {

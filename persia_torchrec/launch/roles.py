@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,8 @@ from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import JOIN_TIMEOUT_S, MAX_PORT
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.launch.supervisor import ALL, AUTO, PRIVATE, under_supervisor
+from persia_torchrec.timeouts import RECOVERY_S
 
 APP_NAME = "persia"
 
@@ -169,18 +171,24 @@ class JobSettings:
     imports: str = ""  # modules that servers and workers import, separated by commas
     settings: Mapping[str, RoleSettings] = field(default_factory=dict)  # by role
     join_timeout_s: float = JOIN_TIMEOUT_S  # of each wait of the start
+    recover: bool = (
+        False  # whether what is killed starts again, trainers and loaders not
+    )
+    memory_dir: str = AUTO  # where the servers' rows are then, see ``SupervisorConfig``
+    recovery_timeout_s: float = RECOVERY_S  # how long the job waits then
+    max_restarts: int = 3  # of a process without progress since
 
     def __post_init__(self) -> None:
-        for name in ("embedding_config", "global_config", "python"):
+        for name in ("embedding_config", "global_config", "python", "memory_dir"):
             _require_text(name, getattr(self, name))
         if not 1 <= self.port <= MAX_PORT:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
             )
-        if not self.join_timeout_s > 0:
-            raise ConfigError(
-                f"join_timeout_s must be > 0. Received: {self.join_timeout_s}."
-            )
+        for name in ("join_timeout_s", "recovery_timeout_s"):
+            if not getattr(self, name) > 0:
+                received = getattr(self, name)
+                raise ConfigError(f"{name} must be > 0. Received: {received}.")
         variables = self.variables(1)
         of_user = [self.env, *(role.env for role in self.settings.values())]
         reserved = sorted({name for env in of_user for name in env.keys() & variables})
@@ -235,6 +243,9 @@ class JobSettings:
     ) -> specs.Role:
         """Build a role that runs a module of this package."""
         own = self.settings.get(name, RoleSettings())
+        words = ["-m", f"persia_torchrec.{module}", *arguments]
+        if self.recover and name in ("coordinator", "server", "worker"):
+            words = under_supervisor([self.python, *words], **self._survives(name))
         if name in _SETTINGS:
             num_replicas = self.num_replicas(name, num_replicas)
         if num_replicas < 1:
@@ -246,13 +257,20 @@ class JobSettings:
             name=name,
             image=own.image or self.image,
             entrypoint=self.python,
-            args=["-m", f"persia_torchrec.{module}", *arguments],
+            args=words,
             # torchx adds to it
             env={**self.variables(num_replicas), **self.env, **own.env},
             num_replicas=num_replicas,
             resource=own.resource(gpus),
             mounts=own.mounts(),
         )
+
+    def _survives(self, name: str) -> dict[str, object]:
+        """Return the flags of a role's supervisor: what outlives the process."""
+        if name == "coordinator":
+            return {"host": ALL, "port": self.port}
+        memory_dir = self.memory_dir if name == "server" else None
+        return {"port": 0, "memory_dir": memory_dir}
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:
@@ -261,6 +279,9 @@ def coordinator(job: JobSettings, **counts: int) -> specs.Role:
         role = name.removeprefix("num_").removesuffix("s")
         counts[name] = job.num_replicas(role, number)
     flags = format_flags(port=job.port, **counts)
+    if job.recover:
+        timeout_s, restarts = job.recovery_timeout_s, job.max_restarts
+        flags += format_flags(recovery_timeout_s=timeout_s, max_restarts=restarts)
     return job.role("coordinator", "launch.coordinator", flags)
 
 
@@ -276,6 +297,7 @@ def embedding_servers(
         raise ConfigError(f"eviction must be lru or lfu. Received: {eviction!r}.")
     if checkpoint is not None:
         _require_text("checkpoint", checkpoint)
+        job = replace(job, memory_dir=PRIVATE)  # they load the rows again
     imports = job.imported_modules()
     flags = format_flags(eviction=eviction, checkpoint=checkpoint, import_=imports)
     return job.role("server", "server", flags, num_servers)

@@ -134,6 +134,28 @@ def test_servers_and_workers_have_their_index():
         assert roles[name].env["REPLICA_SIZE"] == size
 
 
+def test_roles_that_recover_have_a_supervisor():
+    roles = train(recover=True, memory_dir="/fast", python="python3.12", port=29400)
+    survives = {
+        "coordinator": ["--host", "all", "--port", "29400"],
+        "server": ["--port", "0", "--memory-dir", "/fast"],
+        "worker": ["--port", "0"],
+    }
+    unchanged = train(python="python3.12", port=29400)
+    limits = ["--recovery-timeout-s", "600.0", "--max-restarts", "3"]
+    unchanged["coordinator"].args.extend(limits)
+    for name, role in roles.items():
+        own = unchanged[name].args
+        if name in survives:
+            supervisor = ["-m", "persia_torchrec.launch.supervisor", *survives[name]]
+            own = [*supervisor, "--", "python3.12", *own]
+        assert role.args == own
+    serving = load("inference.py:serve")(
+        **COMPONENTS["inference.py:serve"], recover=True
+    )
+    assert serving.roles[1].args[2:6] == ["--port", "0", "--memory-dir", "private"]
+
+
 def test_image_and_interpreter_are_passed_on_unchanged():
     for role in train(image="registry/persia:1", python="python3.12").values():
         assert (role.image, role.entrypoint) == ("registry/persia:1", "python3.12")

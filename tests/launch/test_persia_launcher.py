@@ -79,6 +79,21 @@ def test_an_embedding_worker_has_persias_default_port_and_index():
     assert (env.get_replica_index(), env.get_replica_size()) == (0, 2)
 
 
+def test_services_and_coordinator_may_have_a_supervisor():
+    def supervised(flags, command):
+        supervisor = f"-m persia_torchrec.launch.supervisor {flags}"
+        return f"{supervisor} -- {sys.executable} -m persia_torchrec.{command}"
+
+    server = becomes("embedding-parameter-server", *CONFIGS, "--recover")
+    flags = "--port 8888 --memory-dir auto"
+    assert server == supervised(flags, "server --port 8888")
+    worker = becomes("embedding-worker", *CONFIGS, "--recover", "--port", "9000")
+    assert worker == supervised("--port 9000", "worker --port 9000")
+    coordinator = becomes("coordinator", "--recover")
+    command = "launch.coordinator --port 29400"
+    assert coordinator.startswith(supervised("--host all --port 29400", command))
+
+
 def test_a_data_loader_runs_the_script_named_before_its_options_or_after():
     runs = "-m persia_torchrec.launch.script loader load.py"
     assert becomes("data-loader", "load.py") == runs

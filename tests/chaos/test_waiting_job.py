@@ -1,0 +1,136 @@
+"""A job whose NN worker waits, while its other processes are killed again and again."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia_torchrec import TableSpec
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import PersiaError
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.member_record import MemberRecord
+from tests.integration.torchx_jobs import TorchxJob
+from tests.local_job import ONE_SLOT
+from tests.ports import draw_port
+from tests.processes import DEADLINE_S, is_running, wait_until
+
+NUM_ROUNDS = 60
+MEMBERS = [("server", 0), ("server", 1), ("worker", 0), ("coordinator", 0)]
+TABLE = TableSpec(name="kept", dim=4, optimizer=Adagrad(0.1))
+IDS = np.arange(10_000, dtype=np.uint64)
+WAIT_FOR_GO = """
+import pathlib, time
+print("the trainer waits", flush=True)
+while not pathlib.Path(__file__).with_name("go").exists():
+    time.sleep(0.05)
+"""
+
+
+@contextlib.contextmanager
+def waiting_job(folder):
+    """Start a job whose processes recover; give it, and its address book."""
+    (folder / "wait.py").write_text(WAIT_FOR_GO)
+    (folder / "embedding.yml").write_text(ONE_SLOT)
+    (folder / "global.yml").write_text("{}")
+    port = draw_port()
+    arguments = ["--nn_worker", folder / "wait.py", "--data_loader", "none"]
+    arguments += ["--data_loaders", 0, "--embedding_servers", 2, "--port", port]
+    arguments += ["--embedding_config", folder / "embedding.yml", "--recover", True]
+    arguments += ["--max_restarts", 1000]
+    arguments += ["--global_config", folder / "global.yml"]
+    with TorchxJob(folder, "components/job.py:train", *map(str, arguments)) as job:
+        job.has_printed("the trainer waits")
+        with contextlib.closing(AddressBook.join("localhost", port)) as book:
+            yield job, book
+
+
+@contextlib.contextmanager
+def client_of(book):
+    """Give a client of the servers, once they are ready."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        servers = book.addresses("server")
+        try:
+            client = EmbeddingClient.connect(servers, greeting=book.greeting)
+            break
+        except PersiaError:
+            assert time.monotonic() < deadline
+    with contextlib.closing(client):
+        yield client
+
+
+def child_of(pid):
+    """Return the process that a supervisor runs now, if it does."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
+                return int(stat.parent.name)
+    return None
+
+
+def kill_some(book, draw):
+    """Kill processes of some members; return which, and their identities."""
+    killed = []
+    for role, index in draw.sample(MEMBERS, draw.choice([1, 1, 1, 2, 3])):
+        record = MemberRecord(book, role, index)
+        wait_until(record.process, f"{role} {index} joins")
+        process = record.process()
+        is_supervisor = draw.random() < 0.25
+        victim = process.supervisor.pid if is_supervisor else process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        if not is_supervisor and draw.random() < 0.25:  # the next one, too
+            time.sleep(draw.random())
+            child = child_of(process.supervisor.pid)
+            if child is not None:
+                os.kill(child, signal.SIGKILL)
+        killed.append((record, process))
+    return killed
+
+
+def test_a_waiting_job_survives_kills_of_all_roles_and_keeps_its_rows(tmp_path):
+    draw = random.Random(15)
+    with waiting_job(tmp_path) as (job, book):
+        with client_of(book) as client:
+            client.add_tables([TABLE])
+            weights = np.random.default_rng(0).normal(size=(len(IDS), 4))
+            client.write("kept", IDS, weights.astype(np.float32))
+            before = client.read("kept", IDS)
+        for _ in range(NUM_ROUNDS):
+            for record, process in kill_some(book, draw):
+                wait_until(
+                    lambda record=record, process=process: record.process() != process,
+                    f"{record.who} is back",
+                    details=job.output,
+                )
+            assert book.state() == ("running", "")
+        with client_of(book) as client:
+            client.learn_tables()
+            assert np.array_equal(client.read("kept", IDS), before)
+        (tmp_path / "go").touch()
+        ended = job.wait()
+    assert "the job is finished" in ended.output
+    assert " ERROR " not in ended.output
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
+)
+def test_nothing_stays_behind_of_a_job_whose_launcher_is_ended(tmp_path, number):
+    with waiting_job(tmp_path) as (job, _):
+        pids = job.pids()
+        assert len(pids) == 2 * len(MEMBERS) + 2  # the NN worker and torchx
+        os.kill(job._torchx.pid, number)
+        job._torchx.wait()
+        wait_until(
+            lambda: not any(map(is_running, pids)) and not job.pids(),
+            "all processes end",
+            details=job.output,
+        )
