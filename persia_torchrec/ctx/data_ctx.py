@@ -9,6 +9,8 @@ has become of the batches, and sends the ids again that a worker has lost.
 
 import contextlib
 import logging
+import os
+import signal
 import threading
 import time
 import zlib
@@ -45,7 +47,9 @@ class DataCtx(BaseCtx):
     over all processes of the loader: the first ones, which have arrived, are not sent
     again. A script that does not make the same batches in each run asks ``position``
     where to continue. Where processes are started again, leaving the block waits until
-    all batches are trained.
+    all batches are trained. It stays connected then: when NN workers are started again,
+    and need its batches once more, this process kills itself, so that its supervisor
+    starts it again, too.
 
     Args:
         threadpool_worker_size: how many messages may be on their way at once, at least
@@ -91,6 +95,7 @@ class DataCtx(BaseCtx):
         # Ids of batches that are not trained yet, by number. guarded by _lock
         self._kept: dict[int, Frames] = {}
         self._error: BaseException | None = None
+        self._has_ended = False
         if recovery_s:
             threading.Thread(
                 target=self._send_lost, name="lost batches", daemon=True
@@ -210,8 +215,12 @@ class DataCtx(BaseCtx):
                 if moved:
                     logger.info("sent the ids of batches again: %s", [*moved])
         except BaseException as exc:  # noqa: BLE001  # raised by the script's thread
-            if not self._closing.is_set():
-                self._error = exc
+            if self._closing.is_set():
+                return
+            self._error = exc
+            if self._has_ended and isinstance(exc, DataflowError):
+                logger.warning("the script has ended, and must run again: %s", exc)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _look(self, moved: dict[int, int]) -> dict[int, Frames]:
         """Tell the trainers where ids have gone; return those that are lost.
@@ -237,13 +246,14 @@ class DataCtx(BaseCtx):
         if address != self._trainers[trainer]:
             raise DataflowError(
                 f"NN worker {trainer} must be the one that this data loader has sent "
-                "its batches to. Received: it was started again. Start the data loader "
-                "again, too: it continues where the NN workers do."
+                f"its batches to, at {self._trainers[trainer]}. Received: one that was "
+                f"started again, at {address}. Start the data loader again, too: it "
+                "continues where the NN workers do."
             )
 
     @contextlib.contextmanager
     def _block(self) -> Iterator[None]:
-        with self._connections:
+        with self._connections as stack:
             yield
             self._sender.end()
             self._await_training()
@@ -252,6 +262,9 @@ class DataCtx(BaseCtx):
                 "other ids=%d",
                 *(self._num_sent, self._num_skipped, self._num_different),
             )
+            if self._workers.recovery_s:  # NN workers may want all batches once more
+                self._has_ended = True
+                self._connections = stack.pop_all()
 
     def _await_training(self) -> None:
         """Wait until no batch is kept any more; the end of the job interrupts it."""

@@ -299,6 +299,12 @@ class RemoteWorkers(Peers):
                 "The reply must have the slots of the batch, the shapes of its arrays, "
                 f"and as many arrays. Received: {len(reply)} frames, {told!r:.100}."
             )
+        outputs, places = self._read_arrays(told, reply)
+        return outputs, RemoteBatch(worker, number, kept, places, told.slots)
+
+    def _read_arrays(
+        self, told: _Forwarded, reply: Frames
+    ) -> tuple[Outputs, tuple[Positions, ...]]:
         # Copied: the frames are read-only, and torch wants memory that can be written.
         outputs = tuple(
             decode_floats(frame, math.prod(shape), self._precision)
@@ -306,11 +312,12 @@ class RemoteWorkers(Peers):
             .copy()
             for frame, shape in zip(reply[2:], told.outputs, strict=False)
         )
+        first = 2 + len(outputs)
         places = tuple(
             messages.array_of(frame, np.int32).reshape(shape).copy()
             for frame, shape in zip(reply[first:], told.places, strict=True)
         )
-        return outputs, RemoteBatch(worker, number, kept, places, told.slots)
+        return outputs, places
 
     def push(self, handle: RemoteBatch, grads: Outputs) -> list[Reply]:
         """Send the gradients of a batch; the reply comes when they are applied."""

@@ -1,5 +1,6 @@
 """The processes of a job that are killed: a data loader, and an embedding worker."""
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,13 @@ def load(num: int, index: int, size: int) -> None:
     with DataCtx() as ctx:
         for batch in make_batches(num)[index::size]:
             ctx.send_data(batch)
+
+
+def load_and_stay(num: int) -> None:
+    """Send all batches, and wait as a process of a job does for its end."""
+    load(num, 0, 1)
+    print("waits")  # the test waits for it
+    signal.pause()
 
 
 def work(arguments: Sequence[str]) -> int:

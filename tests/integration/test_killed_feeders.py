@@ -1,16 +1,18 @@
 """Embedding workers and data loaders that are killed while a job trains."""
 
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
 
 from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.data.stream import Inbox
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.wire.membership import JobTimings
-from tests.integration.feeding import NUM_IDS, load, make_batches, work
+from tests.integration.feeding import NUM_IDS, load, load_and_stay, make_batches, work
 from tests.local_job import LocalJob
-from tests.processes import Processes
+from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S
 
 pytestmark = pytest.mark.multiprocess
@@ -97,3 +99,34 @@ def test_every_batch_is_trained_once_whoever_is_killed(tmp_path, monkeypatch):
     ids = np.concatenate([b.id_type_features[0].ids for b in make_batches(NUM_BATCHES)])
     expected = np.bincount(ids.astype(np.int64), minlength=NUM_IDS)
     assert weights.tolist() == np.repeat(expected[:, None], 4, axis=1).tolist()
+
+
+def test_a_loader_that_has_ended_sends_its_batches_to_trainers_that_start_again(
+    tmp_path, monkeypatch
+):
+    with (
+        Processes(tmp_path) as processes,
+        LocalJob(tmp_path, monkeypatch, recovery_s=DEADLINE_S) as job,
+    ):
+        loader = None
+        for starts in (1, 2):
+            inbox = Inbox(3, 0, 1)
+            service = inbox.listen("127.0.0.1", job.book.greeting)
+            job.book.register("trainer", 0, 1, service.address)
+            if loader is not None:
+                assert loader.status() == -signal.SIGKILL, loader.output()
+            loader = processes.start("loader", load_and_stay, 2)
+            numbers = []
+            while (batch := inbox.take(DEADLINE_S, in_order=True)) is not None:
+                numbers.append(batch.origin.number)
+                job.buffers[0].remove(0, batch.origin.number)
+                batch.origin.settle()
+            assert numbers == [1, 2]
+            wait_until(
+                partial(has_ended, loader, starts), "the loader ends", DEADLINE_S
+            )
+            service.close()
+
+
+def has_ended(loader, times):
+    return loader.output().count("waits") == times
