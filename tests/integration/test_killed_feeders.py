@@ -71,7 +71,7 @@ KILLS = {
 }
 
 
-def test_every_batch_is_trained_once_whoever_is_killed(tmp_path, monkeypatch):
+def test_every_batch_is_trained_once_when_processes_are_killed(tmp_path, monkeypatch):
     with (
         Processes(tmp_path) as processes,
         LocalJob(tmp_path, monkeypatch, num_workers=0, recovery_s=DEADLINE_S) as job,

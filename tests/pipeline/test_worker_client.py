@@ -313,14 +313,16 @@ def test_a_change_that_alters_nothing_asks_no_worker(workers, remote):
 ONES = (np.ones((1, 2), dtype=np.float32),)
 
 
+@pytest.fixture
+def recovering(workers):
+    """A client of workers that end, and are started again at the same addresses."""
+    remote = workers.connect(recovery_s=DEADLINE_S)
+    remote.add_tables([TABLE])
+    return remote
+
+
 class TestRecovery:
     """Workers that end, and are started again at the same addresses."""
-
-    @pytest.fixture
-    def recovering(self, workers):
-        remote = workers.connect(recovery_s=DEADLINE_S)
-        remote.add_tables([TABLE])
-        return remote
 
     def test_lookups_go_on_through_another_worker(self, workers, recovering):
         workers.end(0)
@@ -411,11 +413,12 @@ class TestRecovery:
             with pytest.raises(ServerError):
                 pulled.result(DEADLINE_S)
 
-    def test_ids_that_nobody_has_are_an_error(self, workers, recovering):
-        origin = Origin(4, 1, worker=0)
-        with ThreadPoolExecutor(1) as pool:
-            pulled = pool.submit(recovering.pull, waiting(origin), number(1))
-            wait_until(lambda: origin.is_lost, "the ids are asked for")
-            origin.move(NO_WORKER)
-            with pytest.raises(DataflowError, match="batch 1 of data loader 4 must be"):
-                pulled.result(DEADLINE_S)
+
+def test_ids_that_no_process_has_are_an_error(recovering):
+    origin = Origin(4, 1, worker=0)
+    with ThreadPoolExecutor(1) as pool:
+        pulled = pool.submit(recovering.pull, waiting(origin), number(1))
+        wait_until(lambda: origin.is_lost, "the ids are asked for")
+        origin.move(NO_WORKER)
+        with pytest.raises(DataflowError, match="batch 1 of data loader 4 must be"):
+            pulled.result(DEADLINE_S)
