@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, inlined_kernel, specialized
+from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.setting import Kernel
 from persia_torchrec.store import memory, recency, recovery
 from persia_torchrec.store.float16 import FP32, round_stochastically
@@ -204,7 +205,13 @@ def prefetch_row(address: np.uint64, num_bytes: np.uint64) -> None:
         # all of it would keep others waiting.
         cpu.prefetch(address)
         cpu.prefetch(address + _LINE)
-        return
+    else:
+        prefetch_lines(address, num_bytes)
+
+
+@inlined
+def prefetch_lines(address: np.uint64, num_bytes: np.uint64) -> None:
+    """Prefetch all of a row's memory, however long."""
     last = address + num_bytes - _ONE
     while address < last:
         cpu.prefetch(address)
@@ -496,7 +503,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         for i in range(len(ids_N)):
             if i + _AHEAD < len(ids_N):
                 ahead = np.uint64(slots_N[i + _AHEAD])
-                prefetch_row(rows.base + ahead * rows.stride, rows.stride)
+                _prefetch_updated(rows, ahead, progress.log)
             hint = np.uint64(slots_N[i])
             slot = find_hinted(index, rows, ids_N[i], hint)
             address = rows.base + slot * rows.stride
@@ -518,6 +525,16 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         return num_missed, num_refused
 
     return specialized(update, kernel)
+
+
+@inlined
+def _prefetch_updated(rows: RowsAt, slot: np.uint64, log: np.uint64) -> None:
+    """Prefetch a row that is updated; its image, if one is kept, needs it at once."""
+    address = rows.base + slot * rows.stride
+    if log == NO_LOG:
+        prefetch_row(address, rows.stride)
+    else:
+        prefetch_lines(address, rows.stride)
 
 
 @compiled

@@ -73,6 +73,7 @@ _HEADER_BYTES = _IMAGE_BYTES = np.uint64(16)
 _NUM_MASK = np.uint64(IS_ROW - np.uint64(1))
 _AHEAD_BYTES = 2**16
 _KEPT_BYTES = 2**26
+_COPIED_BYTES = np.uint64(2**16)
 _LARGEST_MEMORY = 2**20
 _RESERVED_WORDS = 2**33, 2**33, 2**30
 _PLACES = tuple(int(place) // 8 for place in (BEGIN, CHANGES, IMAGES))
@@ -189,11 +190,10 @@ class Recovery:
         self.make_room(words.nbytes + 8)
         _keep_all(self.log, words)
 
-    def keep(self, request: Request, image_bytes: int) -> Request:
+    def keep(self, request: Request, image_bytes: int) -> None:
         """Copy to the memory what a request does at its end; from here on it is done.
 
-        Returns the request with its arrays there. ``image_bytes`` is what the images
-        of rows take that change at the same time.
+        ``image_bytes`` is what the images of rows take that change at the same time.
         """
         if self._num_bytes[1] > _KEPT_BYTES:
             self._memory.emptied(self._redo)
@@ -203,7 +203,8 @@ class Recovery:
         start = _HEAD_WORDS + sum(map(_count_words, changes))
         last = [*itertools.chain(*request.notes), *request.results_at]
         self._allocate(1, 8 * (start + len(last)))
-        self._redo[start : start + len(last)] = np.array(last, dtype=np.uint64)
+        if last:
+            self._redo[start : start + len(last)] = np.array(last, dtype=np.uint64)
         self._redo[:_HEAD_WORDS] = (
             len(changes),
             len(request.notes),
@@ -213,14 +214,14 @@ class Recovery:
             0,
             0,
         )
-        start, kept = _HEAD_WORDS, []
+        start = _HEAD_WORDS
         for change in changes:
-            kept.append(self._write(change, start))
+            kind, table, step, ids_N, hints_N, values_NK = change
+            line = kind, table, step, *values_NK.shape, len(hints_N), 0, 0
+            _keep_change(self._redo[start:], line, ids_N, hints_N, values_NK)
             start += _count_words(change)
         self.begin_change(0)
         self._tally[memory.CHANGE] = memory.COMMIT
-        request.changes = kept
-        return request
 
     def begin_change(self, number: int) -> None:
         """Note that the completion is at the first row of a change."""
@@ -264,16 +265,6 @@ class Recovery:
         if number == 0:
             self._area[int(STOP) // 8] = self._area[int(BEGIN) // 8] + np.uint64(usable)
 
-    def _write(self, change: Change, start: int) -> Change:
-        kind, table, step, ids_N, hints_N, values_NK = change
-        num, width = values_NK.shape
-        line = kind, table, step, num, width, len(hints_N), 0, 0
-        self._redo[start : start + _CHANGE_WORDS] = line
-        ids, hints, values = self._places(start, (num, width), len(hints_N))
-        ids[:], hints[:], values[:] = ids_N, hints_N, values_NK
-        arrays = read_only(ids), read_only(hints), read_only(values)
-        return Change(kind, table, step, *arrays)
-
     def _read(self, start: int) -> Change:
         line = self._redo[start : start + _CHANGE_WORDS].tolist()
         kind, table, step, num, width, num_hints, *_ = line
@@ -310,6 +301,33 @@ def _begin(log: np.uint64, tally: Tally, cursor: Words, logs: Words) -> None:
     memory.keep_words(log, np.uint64(logs.ctypes.data), np.uint64(logs.size))
     memory.keep_words(log, np.uint64(tally.ctypes.data), np.uint64(memory.NUM_TALLIES))
     memory.keep_words(log, np.uint64(cursor.ctypes.data), np.uint64(cursor.size))
+
+
+@compiled
+def _keep_change(
+    to: Words, line: tuple[int, ...], ids_N: Ids, hints_N: Slots, values_NK: Floats
+) -> None:
+    """Copy a change: its numbers, and its arrays behind them, each padded to words."""
+    for word in range(len(line)):
+        to[word] = np.uint64(line[word])
+    at = np.uint64(to.ctypes.data) + np.uint64(8 * _CHANGE_WORDS)
+    at = _copy(at, np.uint64(ids_N.ctypes.data), np.uint64(8 * ids_N.size))
+    at = _copy(at, np.uint64(hints_N.ctypes.data), np.uint64(4 * hints_N.size))
+    _copy(at, np.uint64(values_NK.ctypes.data), np.uint64(4 * values_NK.size))
+
+
+@inlined
+def _copy(to: np.uint64, source: np.uint64, num_bytes: np.uint64) -> np.uint64:
+    """Copy bytes; return where the next word is.
+
+    Of more bytes at once, the copy would be written past the caches.
+    """
+    begin = np.uint64(0)
+    while begin < num_bytes:
+        num = min(num_bytes - begin, _COPIED_BYTES)
+        cpu.copy_bytes(to + begin, source + begin, num)
+        begin += num
+    return to + (((num_bytes + np.uint64(7)) >> _S3) << _S3)
 
 
 @compiled

@@ -161,7 +161,8 @@ class Requests:
                     slots_N = read_only(store.find(change.table, change.ids))
                     changes[number] = change._replace(hints=slots_N)
             request.now_s = max(int(store.clock()), 0)
-            request.before = store.tally[[memory.MISSED, memory.REFUSED]].tolist()
+            tally = store.tally
+            request.before = [int(tally[memory.MISSED]), int(tally[memory.REFUSED])]
             if self.recovery is not None:
                 image_bytes = max(map(self._image_bytes, changes), default=0)
                 self.recovery.keep(request, image_bytes)
