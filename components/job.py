@@ -62,7 +62,7 @@ def train(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
-        recover: True starts the coordinator, embedding servers and embedding workers
+        recover: True starts the coordinator, embedding servers and workers, and loaders
             again when they are killed; the job continues
         memory_dir: where the rows of servers are that recover: auto for the fastest
             memory there is, a folder of each host, or private: with the process

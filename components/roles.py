@@ -117,6 +117,7 @@ def data_loader(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
+    recover: bool = False,
 ) -> specs.AppDef:
     """Start the data loaders.
 
@@ -134,11 +135,12 @@ def data_loader(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
+        recover: True starts a data loader again when it is killed
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
         *(host, port, embedding_config, global_config),
-        *(python, image, env, join_timeout_s, asked),
+        *(python, image, env, join_timeout_s, asked, "", recover),
     )
     return _app(roles.scripts(job, "loader", script, replicas))
 

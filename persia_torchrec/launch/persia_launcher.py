@@ -18,7 +18,7 @@ from persia_torchrec.command_line import ImportFlags, add_flags, build, format_f
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
-from persia_torchrec.launch.supervisor import ALL, AUTO, under_supervisor
+from persia_torchrec.launch.supervisor import ALL, AUTO, PRIVATE, under_supervisor
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
@@ -149,7 +149,19 @@ class _Replica(_Process):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataLoader(_Replica):
+class _Recovering:
+    recover: bool = False
+    """Start the process again when it is killed."""
+
+    def _command(self, words: list[str], **survives: object) -> list[str]:
+        """Return a command line, with a supervisor if it shall be started again."""
+        if not self.recover:
+            return words
+        return under_supervisor([sys.executable, *words], **survives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLoader(_Replica, _Recovering):
     """Send the training data."""
 
     file: str = _path("FILE", "PERSIA_DATALOADER_ENTRY", positional=True)
@@ -160,13 +172,8 @@ class DataLoader(_Replica):
         refuse_inference("data loader", env.global_config_path())
         env.require_job_store("A data loader")
         self.export()
-        return ["-m", "persia_torchrec.launch.script", "loader", self.file]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recovering:
-    recover: bool = False
-    """Start the process again when it is killed."""
+        words = ["-m", "persia_torchrec.launch.script", "loader", self.file]
+        return self._command(words, memory_dir=PRIVATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,19 +197,16 @@ class _Service(_Replica, ImportFlags, _Recovering):
         env.set_variable("PERSIA_EMBEDDING_CONFIG", self.embedding_config)
         env.set_variable("PERSIA_GLOBAL_CONFIG", self.global_config)
         flags = format_flags(port=self.port, import_=list(self.imports))
-        words = ["-m", self.module, *flags]
-        if not self.recover:
-            return words
-        return under_supervisor(
-            [sys.executable, *words],
+        return self._command(
+            ["-m", self.module, *flags],
             host=infer and infer.listen_host,
             port=self.port,
             memory_dir=self.memory(),
         )
 
-    def memory(self) -> str | None:
-        """Return where the memory is that outlives the process; None: it needs none."""
-        return None
+    def memory(self) -> str:
+        """Return where memory is that outlives the process."""
+        return PRIVATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +270,7 @@ class Coordinator(_Process, _Recovering):
             num_trainers=self.nn_workers,
         )
         words = ["-m", "persia_torchrec.launch.coordinator", *flags]
-        if not self.recover:
-            return words
-        return under_supervisor([sys.executable, *words], host=ALL, port=port)
+        return self._command(words, host=ALL, port=port)
 
 
 COMMANDS: dict[str, type[Any]] = {

@@ -171,9 +171,7 @@ class JobSettings:
     imports: str = ""  # modules that servers and workers import, separated by commas
     settings: Mapping[str, RoleSettings] = field(default_factory=dict)  # by role
     join_timeout_s: float = JOIN_TIMEOUT_S  # of each wait of the start
-    recover: bool = (
-        False  # whether what is killed starts again, trainers and loaders not
-    )
+    recover: bool = False  # whether what is killed starts again; not trainers
     memory_dir: str = AUTO  # where the servers' rows are then, see ``SupervisorConfig``
     recovery_timeout_s: float = RECOVERY_S  # how long the job waits then
     max_restarts: int = 3  # of a process without progress since
@@ -244,7 +242,7 @@ class JobSettings:
         """Build a role that runs a module of this package."""
         own = self.settings.get(name, RoleSettings())
         words = ["-m", f"persia_torchrec.{module}", *arguments]
-        if self.recover and name in ("coordinator", "server", "worker"):
+        if self.recover and name in ("coordinator", "server", "worker", "loader"):
             words = under_supervisor([self.python, *words], **self._survives(name))
         if name in _SETTINGS:
             num_replicas = self.num_replicas(name, num_replicas)
@@ -269,8 +267,9 @@ class JobSettings:
         """Return the flags of a role's supervisor: what outlives the process."""
         if name == "coordinator":
             return {"host": ALL, "port": self.port}
-        memory_dir = self.memory_dir if name == "server" else None
-        return {"port": 0, "memory_dir": memory_dir}
+        memory_dir = self.memory_dir if name == "server" else PRIVATE
+        port = None if name == "loader" else 0  # it connects to others
+        return {"port": port, "memory_dir": memory_dir}
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:

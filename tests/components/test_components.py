@@ -139,7 +139,8 @@ def test_roles_that_recover_have_a_supervisor():
     survives = {
         "coordinator": ["--host", "all", "--port", "29400"],
         "server": ["--port", "0", "--memory-dir", "/fast"],
-        "worker": ["--port", "0"],
+        "worker": ["--port", "0", "--memory-dir", "private"],
+        "loader": ["--memory-dir", "private"],
     }
     unchanged = train(python="python3.12", port=29400)
     limits = ["--recovery-timeout-s", "600.0", "--max-restarts", "3"]

@@ -79,7 +79,7 @@ def test_an_embedding_worker_has_persias_default_port_and_index():
     assert (env.get_replica_index(), env.get_replica_size()) == (0, 2)
 
 
-def test_services_and_coordinator_may_have_a_supervisor():
+def test_all_but_nn_workers_may_have_a_supervisor():
     def supervised(flags, command):
         supervisor = f"-m persia_torchrec.launch.supervisor {flags}"
         return f"{supervisor} -- {sys.executable} -m persia_torchrec.{command}"
@@ -88,7 +88,11 @@ def test_services_and_coordinator_may_have_a_supervisor():
     flags = "--port 8888 --memory-dir auto"
     assert server == supervised(flags, "server --port 8888")
     worker = becomes("embedding-worker", *CONFIGS, "--recover", "--port", "9000")
-    assert worker == supervised("--port 9000", "worker --port 9000")
+    flags = "--port 9000 --memory-dir private"
+    assert worker == supervised(flags, "worker --port 9000")
+    loader = becomes("data-loader", "load.py", "--recover")
+    command = "launch.script loader load.py"
+    assert loader == supervised("--memory-dir private", command)
     coordinator = becomes("coordinator", "--recover")
     command = "launch.coordinator --port 29400"
     assert coordinator.startswith(supervised("--host all --port 29400", command))
