@@ -49,6 +49,11 @@ JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
 CHECKPOINT_INTERVAL_S = 600.0
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
+_HANDED = {
+    *("PERSIA_LISTEN_FD", "PERSIA_MEMORY_FD", "PERSIA_RESTARTS"),
+    *("PERSIA_SUPERVISOR", "PERSIA_SUPERVISOR_PARENT"),
+}
+
 
 class JobStore(NamedTuple):
     """Where a job's address book is, and which job it must be."""
@@ -152,6 +157,14 @@ def master() -> tuple[str | None, int | None]:
 def set_variable(name: str, value: str | int) -> None:
     """Set a variable for this process and those that it starts from now on."""
     os.environ[name] = str(value)
+
+
+def of_child(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process to start, with other variables.
+
+    What a supervisor has handed to this process is not for its children.
+    """
+    return {n: v for n, v in os.environ.items() if n not in _HANDED} | dict(variables)
 
 
 def set_env(

@@ -49,6 +49,14 @@ class NotReadyError(ServerError):
     """The server compiles its loops, or restores its rows, and answers afterwards."""
 
 
+class RestartedError(ServerError):
+    """The server was started again without its rows: connect, and load a checkpoint."""
+
+
+class FencedError(PersiaError):
+    """A stream belongs to trainers whose group was started again since."""
+
+
 class RemoteError(ServerError):
     """The other side raised; its own message follows."""
 

@@ -31,7 +31,7 @@ from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.precision import Floats
-from persia_torchrec.wire.transport import keep_freed_memory
+from persia_torchrec.wire.sockets import keep_freed_memory
 
 Timer = Callable[[Callable[[], Any]], tuple[Any, Any]]
 

@@ -10,29 +10,40 @@ so that any thread may send requests and wait for replies:
 Messages to one server arrive in the order of ``submit``. A request ends in a reply, in
 an error, at its deadline, or as soon as the connection is lost; until it is back,
 requests fail at once. Those to a server that was never reached wait: it may start yet.
+
+Where servers are started again, with ``recovery_s``, a request outlives its connection:
+
+    lost --> away: a new socket --connected--> HELLO --same incarnation--> all requests
+                       ^      without a reply are sent again in their order, then others
+                       '--- NotReadyError: it is asked again
+
+The server recognises what it had applied before; see ``server/streams.py``.
 """
 
-import contextlib
-import ctypes
 import heapq
 import itertools
 import logging
-import os
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.utils.monitor
 
 from persia_torchrec.errors import (
     ConfigError,
     JobMismatchError,
+    NotReadyError,
+    PersiaError,
     RemoteError,
     RequestTimeoutError,
+    RestartedError,
     ServerError,
     WireError,
 )
@@ -44,67 +55,29 @@ from persia_torchrec.wire.messages import (
     Header,
     Kind,
     decode_json,
+    encode_json,
     error_frames,
+)
+from persia_torchrec.wire.sockets import (
+    Wakeup,
+    duplicate,
+    open_socket,
+    receive_frames,
+    require_sendable,
+    send_frames,
 )
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnected
-SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is lost
-
 _IDLE_POLL_MS = 200
 _MAX_PENDING = 256  # requests that wait for replies; the caller of one more waits
 _GRACE_S = 5.0  # a reply that is later than its deadline: the I/O thread is dead
-_MIN_ZERO_COPY_BYTES = 65536
+_RETRY_S = 0.1  # until a server that is not ready is asked again
+_LEAST_LEFT_S = 1.0  # for requests that were sent again
 _MAX_KNOWN_PEERS = 4096
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
 _CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-
-# The kernels end connections to a host that is gone, whatever its process does.
-_LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
-    zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: SILENT_S // 2,
-    zmq.TCP_KEEPALIVE_INTVL: 1,
-    zmq.TCP_KEEPALIVE_CNT: SILENT_S - SILENT_S // 2,
-    zmq.TCP_MAXRT: 1000 * SILENT_S,  # TCP_USER_TIMEOUT
-}
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-
-
-class Wakeup:
-    """A pipe whose ``fd`` one thread polls, drains and closes; any may wake it."""
-
-    def __init__(self) -> None:
-        self.fd, self._writer = os.pipe()
-        os.set_blocking(self.fd, False)
-        self._lock = threading.Lock()
-        self._is_awake = False  # guarded by _lock
-        self._is_closed = False  # guarded by _lock
-
-    def wake(self) -> None:
-        """Wake the thread, unless that was done already or it has closed the pipe."""
-        with self._lock:
-            if not self._is_awake and not self._is_closed:
-                self._is_awake = True
-                os.write(self._writer, b"\0")
-
-    def drain(self) -> None:
-        """Allow the next wake-up; call it before looking for work."""
-        with self._lock:
-            if self._is_awake and not self._is_closed:
-                self._is_awake = False
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.fd, 1)
-
-    def close(self) -> None:
-        """Close both ends. May be called twice."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self._writer)
-                os.close(self.fd)
+_monitor_numbers = itertools.count()
 
 
 class Listener:
@@ -128,9 +101,8 @@ class Listener:
         options: dict[zmq.SocketOption, int | bytes]
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
         if fd is not None:
-            os.set_blocking(fd, False)
-            options[zmq.USE_FD] = os.dup(fd)  # ZeroMQ closes it
-        self._socket = _open_socket(zmq.ROUTER, options)
+            options[zmq.USE_FD] = duplicate(fd)  # ZeroMQ closes it
+        self._socket = open_socket(zmq.ROUTER, options)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as exc:
@@ -207,68 +179,111 @@ class Listener:
 
 
 class Reply(Future[tuple[Header, Frames]]):
-    """A reply to come within ``timeout_s``; it cannot be cancelled."""
+    """A reply to come within ``timeout_s``; it cannot be cancelled.
 
-    def __init__(self, timeout_s: float, server: int = 0, what: str = "") -> None:
+    The time in which its server is away, ``recovery_s`` at most, does not count.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        server: int = 0,
+        what: str = "",
+        *,
+        recovery_s: float = 0.0,
+    ) -> None:
         super().__init__()
         self.timeout_s = timeout_s
+        self.recovery_s = recovery_s
         self.server = server
         self.what = what
+        # Of the connections, guarded by their lock: what is sent again; what is left
+        # of the timeout while the server is away; the deadline while it is not.
+        self.message: Sequence[Frame] = ()
+        self.left_s = timeout_s
+        self.deadline_s = math.inf
         self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
 
-    def frames(self) -> Frames:
-        """Wait for the reply; return its frames."""
-        return self.result(self.timeout_s + _GRACE_S)[1]
+    def frames(self, within_s: float | None = None) -> Frames:
+        """Wait for the reply, ``within_s`` at most if given; return its frames."""
+        most_s = self.timeout_s + self.recovery_s + _GRACE_S
+        return self.result(most_s if within_s is None else within_s)[1]
+
+
+@dataclass(slots=True)
+class _Away:
+    """Since when a server is away, the HELLO it was sent, and when it gets the next."""
+
+    since_s: float
+    hello: int = -1
+    hello_s: float = math.inf
+
+
+class _Told(msgspec.Struct):
+    """What is read of a reply to HELLO."""
+
+    incarnation: int = 0
 
 
 class Connections:
     """Connections to several servers. Any thread may call any method.
 
     ``role`` is what the servers are called in errors, as ``"embedding server"``. They
-    must belong to the job of the greeting, or to none.
+    must belong to the job of the greeting, or to none. A server that was lost may be
+    away for ``recovery_s`` seconds, and must come back as the start that
+    ``incarnations`` says, where 0 is any.
     """
 
     def __init__(
-        self, role: str, addresses: Sequence[str], *, greeting: Greeting = NO_JOB
+        self,
+        role: str,
+        addresses: Sequence[str],
+        *,
+        greeting: Greeting = NO_JOB,
+        recovery_s: float = 0.0,
     ) -> None:
         if not addresses:
             raise ConfigError(f"At least one address of an {role} is needed.")
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
+        self.incarnations = [0] * len(addresses)
+        self._addresses = list(addresses)
+        self._routing_ids = [greeting.encode() for _ in addresses]
+        self._recovery_s = recovery_s
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock = threading.Lock()
         self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
-        self._pending: dict[int, Reply] = {}  # by request number; guarded by _lock
-        # Deadline, request number and its timeout, the earliest first.
-        self._deadlines: list[tuple[float, int, float]] = []  # guarded by _lock
+        # By request number, in the order of submit(); guarded by _lock
+        self._pending: dict[int, Reply] = {}
+        # Deadline and request number, the earliest first.
+        self._deadlines: list[tuple[float, int]] = []  # guarded by _lock
         self._closed = False  # guarded by _lock
-        self._lost: set[int] = set()  # guarded by _lock
+        # Why requests to a server fail at once. guarded by _lock
+        self._lost: dict[int, tuple[str, type[ServerError]]] = {}
+        self._away: dict[int, _Away] = {}  # the I/O thread changes it, under _lock
         self._numbers = itertools.count(1)
-        options = {zmq.SNDHWM: 0, zmq.RECONNECT_IVL_MAX: 1000}  # _MAX_PENDING bounds
-        self._sockets = [
-            _open_socket(zmq.DEALER, {**options, zmq.ROUTING_ID: greeting.encode()})
-            for _ in addresses
-        ]
-        for socket, address in zip(self._sockets, addresses, strict=True):
+        self._wakeup = Wakeup()
+        # From its start on, the I/O thread owns these.
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[int, zmq.Socket[bytes]] = {}
+        self._handle(self._wakeup.fd, self._send_outgoing)
+        for server, address in enumerate(addresses):
             try:
-                socket.connect(address)
+                self._open(server)
             except zmq.ZMQError as exc:
-                for opened in self._sockets:
-                    opened.close(linger=0)
+                self._close_sockets()
                 raise ConfigError(
                     "An address must look like 'tcp://host:port'. "
                     f"Received: {address!r} ({exc})."
                 ) from exc
-        self._monitors = [
-            socket.get_monitor_socket(_CHANGES) for socket in self._sockets
-        ]
-        self._wakeup = Wakeup()
         self._thread = threading.Thread(
             target=self._run, name=f"{role} connections", daemon=True
         )
         self._thread.start()
 
     def __len__(self) -> int:
-        return len(self._sockets)
+        return len(self.names)
 
     def submit(
         self,
@@ -285,27 +300,29 @@ class Connections:
         request in words, for errors: ``"lookup of table 'ads'"``.
         """
         require_sendable(frames, what)
-        name = self.names[server]
-        if not self._slots.acquire(timeout=timeout_s):
+        name, wait_s = self.names[server], timeout_s + self._recovery_s
+        if not self._slots.acquire(timeout=wait_s):
             raise RequestTimeoutError(
-                f"{what}: too many requests were pending for {timeout_s:g} s.",
+                f"{what}: too many requests were pending for {wait_s:g} s.",
                 server=name,
             )
-        reply = Reply(timeout_s, server, what)
+        reply = Reply(timeout_s, server, what, recovery_s=self._recovery_s)
         number = next(self._numbers)
-        deadline = time.monotonic() + timeout_s
         message: list[Frame] = [header.encode(request=number), *frames]
+        if self._recovery_s:
+            reply.message = message
         with self._lock:
             if self._closed:
                 self._slots.release()
                 raise ServerError(f"{what}: the connections are closed.", server=name)
             self._pending[number] = reply
-            is_lost = server in self._lost
-            if not is_lost:
-                heapq.heappush(self._deadlines, (deadline, number, timeout_s))
+            lost = self._lost.get(server)
+            if lost is None and server not in self._away:
+                reply.deadline_s = time.monotonic() + timeout_s
+                heapq.heappush(self._deadlines, (reply.deadline_s, number))
                 self._outgoing.append((server, message))
-        if is_lost:
-            self._fail(_STILL_LOST, [number])
+        if lost is not None:
+            self._fail(lost[0], [number], lost[1])
         else:
             self._wakeup.wake()
         return reply
@@ -322,20 +339,13 @@ class Connections:
     # The I/O thread
 
     def _run(self) -> None:
-        handlers: dict[Any, Callable[[], None]] = {self._wakeup.fd: self._send_outgoing}
-        for server, socket in enumerate(self._sockets):
-            handlers[socket] = partial(self._receive, server)
-        for server, monitor in enumerate(self._monitors):  # after what came before
-            handlers[monitor] = partial(self._notice_change, server)
-        poller = zmq.Poller()
-        for source in handlers:
-            poller.register(source, zmq.POLLIN)
         reason = "the connections were closed."
         try:
-            while (timeout_ms := self._expire()) is not None:
+            while (timeout_ms := self._look_around()) is not None:
                 # A signal may interrupt wake() before it writes: look after each wait.
-                for source, _ in poller.poll(timeout_ms) or [(self._wakeup.fd, 0)]:
-                    handlers[source]()
+                ready = self._poller.poll(timeout_ms) or [(self._wakeup.fd, 0)]
+                for source, _ in ready:
+                    self._handlers[source]()
         except Exception as exc:  # handed to all callers that wait
             logger.exception("the I/O thread of %s died", self.names)
             reason = f"the I/O thread died ({exc!r})."
@@ -343,33 +353,69 @@ class Connections:
             with self._lock:
                 self._closed = True
             self._fail(reason, self._pending_of(range(len(self))))
-            for socket, monitor in zip(self._sockets, self._monitors, strict=True):
-                socket.disable_monitor()
-                monitor.close()
-                socket.close(linger=0)
-            self._wakeup.close()
+            self._close_sockets()
 
-    def _expire(self) -> int | None:
-        """Fail overdue requests; return how many ms to wait, None once closed."""
+    def _handle(self, source: Any, handler: Callable[[], None]) -> None:
+        self._handlers[source] = handler
+        self._poller.register(source, zmq.POLLIN)
+
+    def _open(self, server: int) -> None:
+        """Connect to a server; what comes over the socket is handled in its order."""
+        options: dict[zmq.SocketOption, int | bytes] = {
+            zmq.SNDHWM: 0,  # _MAX_PENDING bounds
+            zmq.RECONNECT_IVL_MAX: 1000,
+            zmq.ROUTING_ID: self._routing_ids[server],
+        }
+        socket = self._sockets[server] = open_socket(zmq.DEALER, options)
+        name = (
+            f"inproc://changes/{next(_monitor_numbers)}"  # the socket's own is reused
+        )
+        monitor = self._monitors[server] = socket.get_monitor_socket(_CHANGES, name)
+        self._handle(socket, partial(self._receive, server))
+        self._handle(monitor, partial(self._notice_change, server))
+        socket.connect(self._addresses[server])
+
+    def _close_socket(self, server: int) -> None:
+        socket, monitor = self._sockets.pop(server), self._monitors.pop(server)
+        for source in (socket, monitor):
+            del self._handlers[source]
+            self._poller.unregister(source)
+        socket.disable_monitor()
+        monitor.close()
+        socket.close(linger=0)
+
+    def _close_sockets(self) -> None:
+        for server in list(self._sockets):
+            self._close_socket(server)
+        self._wakeup.close()
+
+    def _look_around(self) -> int | None:
+        """Do what is due; return how many ms to wait, None once closed."""
+        wait_ms = self._greet_those_away() if self._away else _IDLE_POLL_MS
         while True:
             with self._lock:
                 if self._closed:
                     return None
                 if not self._deadlines:
-                    return _IDLE_POLL_MS
-                left_s = self._deadlines[0][0] - time.monotonic()
-                if left_s > 0:
-                    return min(int(left_s * 1000) + 1, _IDLE_POLL_MS)
-                _, number, timeout_s = heapq.heappop(self._deadlines)
-            late = f"no reply within {timeout_s:g} s. Is it running, and is the address"
-            self._fail(f"{late} right?", [number], RequestTimeoutError)
+                    return wait_ms
+                deadline_s, number = self._deadlines[0]
+                reply = self._pending.get(number)
+                is_due = reply is not None and reply.deadline_s == deadline_s
+                left_s = deadline_s - time.monotonic()
+                if is_due and left_s > 0:
+                    return min(int(left_s * 1000) + 1, wait_ms)
+                heapq.heappop(self._deadlines)
+            if is_due and reply is not None:
+                late = f"no reply within {reply.timeout_s:g} s. Is it running, and is "
+                self._fail(f"{late}the address right?", [number], RequestTimeoutError)
 
     def _send_outgoing(self) -> None:
         self._wakeup.drain()
         with self._lock:
             outgoing, self._outgoing = self._outgoing, []
         for server, frames in outgoing:
-            send_frames(self._sockets[server], frames)
+            if server not in self._away:  # else it is sent when the server is back
+                send_frames(self._sockets[server], frames)
 
     def _receive(self, server: int) -> None:
         """Hand a reply to the caller that waits for it."""
@@ -387,6 +433,8 @@ class Connections:
             reason = f"{ours} Is this the right address?"
             self._fail(reason, self._pending_of([server]), WireError)
             return
+        if self._recovery_s and self._concerns_recovery(server, header, frames, error):
+            return
         reply = self._take(header.request, server)
         if reply is None:
             return  # its deadline has passed
@@ -402,6 +450,7 @@ class Connections:
             if reply is None or server not in (None, reply.server):
                 return None
             del self._pending[number]
+            reply.message = ()
         self._slots.release()
         return reply
 
@@ -412,11 +461,33 @@ class Connections:
         monitor = self._monitors[server]
         event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
         is_lost = event == zmq.EVENT_DISCONNECTED
-        with self._lock:
-            (self._lost.add if is_lost else self._lost.discard)(server)
-        if is_lost:
+        if server in self._away:  # ZeroMQ connects again by itself
+            away = self._away[server]
+            away.hello, away.hello_s = -1, math.inf if is_lost else 0.0
+        elif is_lost and self._recovery_s and server not in self._lost:
+            self._begin_recovery(server)
+            # Another socket: this one would send what waits in it, out of order.
+            self._close_socket(server)
+            self._open(server)
+        elif is_lost:
             lost = "the connection was lost. Did the process end?"
-            self._fail(lost, self._pending_of([server]))
+            self._lose(server, lost, _STILL_LOST)
+        elif self._lost.get(server, ("", ServerError))[1] is ServerError:
+            with self._lock:
+                self._lost.pop(server, None)
+
+    def _lose(
+        self,
+        server: int,
+        why: str,
+        why_later: str,
+        kind: type[ServerError] = ServerError,
+    ) -> None:
+        """Fail the requests to a server, and later ones until it is back."""
+        with self._lock:
+            self._away.pop(server, None)
+            self._lost[server] = why_later, kind
+        self._fail(why, self._pending_of([server]), kind)
 
     def _pending_of(self, servers: Sequence[int]) -> list[int]:
         with self._lock:
@@ -435,49 +506,81 @@ class Connections:
             else:
                 reply.set_exception(kind(f"{name}: {text}"))
 
+    # Recovery, in the I/O thread
 
-def require_sendable(frames: Sequence[Frame], what: str) -> None:
-    """Raise WireError for a message that no receiver would accept."""
-    largest = max(map(len, frames), default=0)
-    if largest > MAX_MESSAGE_BYTES:
-        raise WireError(
-            f"{what}: a frame must have at most {MAX_MESSAGE_BYTES} bytes. Received: "
-            f"{largest} bytes. Use smaller batches."
+    def _begin_recovery(self, server: int, hello_s: float = math.inf) -> None:
+        """Keep the requests to a server until it is back; their time stands still."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._away[server] = _Away(now_s, hello_s=hello_s)
+            for reply in self._pending.values():
+                if reply.server == server:
+                    left_s = reply.deadline_s - now_s
+                    reply.left_s = max(left_s, min(reply.timeout_s, _LEAST_LEFT_S))
+                    reply.deadline_s = math.inf
+
+    def _greet_those_away(self) -> int:
+        """Ask servers which start they are; give up some; return ms until the next."""
+        now_s = time.monotonic()
+        next_s = now_s + _IDLE_POLL_MS / 1000
+        for server, away in list(self._away.items()):
+            if now_s - away.since_s > self._recovery_s:
+                gone = (
+                    f"the server was away for {self._recovery_s:g} s, and is not back"
+                )
+                self._lose(server, f"{gone}. See its log.", f"{gone} yet.")
+            elif away.hello_s <= now_s:
+                away.hello, away.hello_s = next(self._numbers), math.inf
+                hello = Header(Kind.HELLO).encode(request=away.hello)
+                send_frames(self._sockets[server], [hello, encode_json(None)])
+            next_s = min(next_s, away.hello_s)
+        return max(int(1000 * (next_s - now_s)), 0) + 1
+
+    def _concerns_recovery(
+        self, server: int, header: Header, frames: Frames, error: RemoteError | None
+    ) -> bool:
+        """Deal with what a server says of itself; return whether it was that."""
+        away, again_s = self._away.get(server), time.monotonic() + _RETRY_S
+        is_hello = away is not None and header.request == away.hello
+        if error is not None and error.kind == NotReadyError.__name__:
+            if away is None:
+                self._begin_recovery(server, again_s)
+            elif is_hello:
+                away.hello, away.hello_s = -1, again_s
+            return True
+        if is_hello:
+            self._end_recovery(server, frames, error)
+        return is_hello
+
+    def _end_recovery(
+        self, server: int, frames: Frames, error: RemoteError | None
+    ) -> None:
+        """Send the requests of a server again, if it is the one that they are for."""
+        try:
+            if error is not None:
+                raise error
+            told: _Told = decode_json(frames, _Told)
+        except PersiaError as exc:
+            self._lose(server, str(exc), str(exc))
+            return
+        if self.incarnations[server] not in (0, told.incarnation):
+            gone = "the server was started again, and its rows are gone. Connect again,"
+            why = f"{gone} and load a checkpoint."
+            self._lose(server, why, why, RestartedError)
+            return
+        now_s = time.monotonic()
+        with self._lock:
+            away_s = now_s - self._away.pop(server).since_s
+            self._outgoing = [one for one in self._outgoing if one[0] != server]
+            messages = []
+            for number, reply in self._pending.items():
+                if reply.server == server:
+                    messages.append(reply.message)
+                    reply.deadline_s = now_s + reply.left_s
+                    heapq.heappush(self._deadlines, (reply.deadline_s, number))
+        for message in messages:
+            send_frames(self._sockets[server], message)
+        logger.warning(
+            "%s is back after %.1f s; requests sent again: %d",
+            *(self.names[server], away_s, len(messages)),
         )
-
-
-def send_frames(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
-    """Send a message; large frames are not copied, and must not change until then."""
-    for i, frame in enumerate(frames):
-        more = zmq.SNDMORE if i + 1 < len(frames) else 0
-        socket.send(frame, more, copy=len(frame) < _MIN_ZERO_COPY_BYTES)
-
-
-def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:
-    """Return the frames of a message that is there, without a copy."""
-    frames: Frames = []
-    while True:
-        frame = socket.recv(copy=False)
-        frames.append(frame.buffer)
-        if not frame.more:
-            return frames
-
-
-def keep_freed_memory() -> bool:
-    """Reuse the memory of messages of up to 32 MiB; return whether glibc can.
-
-    Otherwise the operating system clears every page of the next large message: a
-    quarter of the time of a thread that receives gradients.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
-    reused = mallopt(_M_MMAP_THRESHOLD, 2**25)  # glibc accepts no more
-    return bool(reused and mallopt(_M_TRIM_THRESHOLD, 2**28))
-
-
-def _open_socket(
-    kind: int, options: Mapping[zmq.SocketOption, int | bytes]
-) -> "zmq.Socket[bytes]":
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    for option, value in {**_LIMITS, **options}.items():
-        socket.setsockopt(option, value)
-    return socket

@@ -28,7 +28,7 @@ from persia_torchrec.lookup.pooling import warm_up
 from persia_torchrec.service_main import Lifetime, run_service, tell_ready
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.service import Service
-from persia_torchrec.wire.transport import keep_freed_memory
+from persia_torchrec.wire.sockets import keep_freed_memory
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
 from persia_torchrec.worker.serving import (
     make_lookup,
@@ -147,7 +147,10 @@ def _connect(
         servers = life.book.addresses("server")
         if not flags.learn_tables:  # the trainers create the tables
             return EmbeddingClient.connect(
-                servers, timeout_s=timeouts.REQUEST_S, greeting=life.greeting
+                servers,
+                timeout_s=timeouts.REQUEST_S,
+                greeting=life.greeting,
+                recovery_s=life.book.recovery_s,
             )
     ending, awaits = threading.Event(), bool(flags.servers)
     life.call_at_end(ending.set)
