@@ -53,9 +53,9 @@ class RecordingStore(EmbeddingStore):
             self.found.append(slots_N)
         return slots_N
 
-    def update(self, table, ids_N, grads_ND, hints_N=None):
+    def add_update(self, table, ids_N, grads_ND, hints_N=None):
         self.hints.append(hints_N)
-        return super().update(table, ids_N, grads_ND, hints_N)
+        super().add_update(table, ids_N, grads_ND, hints_N)
 
     def sweep(self, max_rows: int) -> bool:
         self.num_sweeps += 1

@@ -47,7 +47,7 @@ from persia_torchrec.wire import messages
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Header, Kind, Precision, Share, decode_json
 from persia_torchrec.wire.precision import Floats
-from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
+from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
 
 _STALENESS = "staleness_"
 """What the names of those counters begin with that make up the histogram."""
@@ -66,15 +66,16 @@ class EmbeddingClient:
     Attributes:
         checkpoints: dumps and loads of what all servers hold.
         num_servers: how many servers there are.
+        recovery_s: seconds for which a server may be away, while requests wait.
         tables: those that were added, and what the servers say of them, by name.
-        timeout_s: seconds that any request may take.
+        timeout_s: seconds that any request may take besides.
     """
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self.checkpoints = Checkpoints(servers)
         self.num_servers = len(servers)
-        self.timeout_s = servers.timeout_s
+        self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
 
     @classmethod
@@ -84,6 +85,8 @@ class EmbeddingClient:
         *,
         timeout_s: float = 30.0,
         greeting: Greeting = NO_JOB,
+        recovery_s: float = 0.0,
+        generation: int = messages.NO_GENERATION,
     ) -> "EmbeddingClient":
         """Connect to all servers of a job.
 
@@ -92,8 +95,14 @@ class EmbeddingClient:
         one included. The servers must belong to the job of ``greeting``, or to none;
         without it, those of any job answer. What is not an embedding server of this
         version is a WireError.
+
+        Where servers are started again with their rows, one that is lost, or hangs, may
+        be away for ``recovery_s`` seconds: requests wait for it, and each is applied
+        once. One that comes back without its rows is a RestartedError. A client of
+        trainers that recover says their ``generation``, see ``BatchNumber.new_stream``;
+        to the servers, an older one than they have met is a FencedError.
         """
-        return cls(Servers(addresses, timeout_s, greeting))
+        return cls(Servers(addresses, timeout_s, greeting, recovery_s, generation))
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make tables known to every server, or change the settings of known ones.
@@ -107,7 +116,7 @@ class EmbeddingClient:
             [spec.to_json() for spec in specs],
             f"adding tables {', '.join(spec.name for spec in specs)}",
             answer=list[AddedTable],
-            timeout_s=timeouts.ADD_TABLES_S,
+            timeout_s=timeouts.ADD_TABLES_S + self.recovery_s,
         )
         for answer in answers:
             if len(answer) != len(specs):
@@ -170,6 +179,7 @@ class EmbeddingClient:
         batch: BatchNumber | None = None,
         precision: Precision = Precision.FP32,
         counts: Sequence[Counts | None] | None = None,
+        part: int = 0,
     ) -> list[Floats]:
         """Fetch the weights of ids, grouped by :meth:`split`, of several tables.
 
@@ -177,6 +187,8 @@ class EmbeddingClient:
         Without, a missing row reads zeros and nothing changes. ``precision`` is that of
         the rows on their way. ``counts``, uint32 ``(U,)`` per table, tell how often
         each id occurs in the batch, for tables that want them; None counts 1 each.
+        Several pulls of one batch have different ``part``, 7 at most, from 0 on: a
+        server that has answered one before answers it again, and changes nothing.
 
         Returns:
             float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
@@ -185,7 +197,9 @@ class EmbeddingClient:
         known = [self.tables[name] for name, _ in tables]
         if batch is None or not any(table.wants_counts for table in known):
             counts = None
-        flags = 0 if batch is None else messages.TRAINING
+        flags = part << messages.PART_SHIFT
+        if batch is not None:
+            flags |= messages.TRAINING
         if counts is not None:
             flags |= messages.COUNTS
             _check_counts(tables, counts)
@@ -242,15 +256,16 @@ class EmbeddingClient:
 
         A joint step that waits for it when it has ended, or has lost its connection, is
         refused with an error that names it. ``share`` is the first that it will give,
-        ``who`` its process and host. Returns which others are gone, and why.
+        ``who`` its process and host. Returns which others are gone, and why; a given
+        ``timeout_s`` is a limit even while a server is away.
         """
         most = messages.MAX_MEMBER_CHARS
         value = {"who": who[:most], "ended": ended[:most]}
         frames = [messages.encode_json(value), share.encode()]
         what = "joining the trainers"
         replies = self._servers.send_all(Header(Kind.JOIN), frames, what, timeout_s)
-        answers: list[str] = [decode_json(reply.frames(), str) for reply in replies]
-        return answers[0]
+        answers = [decode_json(reply.frames(timeout_s), str) for reply in replies]
+        return str(answers[0])
 
     def leave(self, share: Share) -> None:
         """Give no share of a joint step, nor of later ones; the others proceed."""
@@ -397,7 +412,8 @@ class EmbeddingClient:
         if num_ids > min(max_ids) or num_bytes > MAX_MESSAGE_BYTES:
             request.require_room(what, precision, max_ids)  # one part may be less
         # A joint step waits for the other trainers as well.
-        timeout_s = self.timeout_s + (share.timeout_ms / 1000 if share else 0)
+        joint_s = share.timeout_ms / 1000 if share else 0.0
+        timeout_s = self.timeout_s + self.recovery_s + joint_s
         send, encode = self._servers.send, request.encode
         return [
             send(server, header, encode(server, precision), what, timeout_s)

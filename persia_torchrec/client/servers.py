@@ -1,38 +1,55 @@
 """Processes of one role that answer requests, and the servers of a job among them."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from persia_torchrec import timeouts
-from persia_torchrec.client.codec import ServerHello, body_of
+from persia_torchrec.client.codec import BatchNumber, ServerHello, body_of
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, NotReadyError, RemoteError, WireError
 from persia_torchrec.wire.greeting import Greeting
-from persia_torchrec.wire.messages import Frame, Header, Kind, encode_json
+from persia_torchrec.wire.messages import (
+    NO_GENERATION,
+    Frame,
+    Header,
+    Kind,
+    encode_json,
+)
 from persia_torchrec.wire.transport import Connections
 from persia_torchrec.wire.transport import Reply as Reply
 
 _RETRY_S = 0.2
 _HELLO = Header(Kind.HELLO), [encode_json(None)], "connecting"
+_CHANGES = {Kind.ADD_TABLES, Kind.CLEAR, Kind.WRITE, Kind.STEP, Kind.JOIN, Kind.LEAVE}
 
 
 class Peers:
     """Connections to processes of one role. Any thread may call any method.
 
-    ``incarnations`` say which start of each is meant; 0 is any. ``what`` is always the
-    request in words, for errors.
+    ``what`` is always the request in words, for errors. A process that is lost may be
+    away for ``recovery_s`` seconds, which no timeout counts, and gets the requests
+    again; one that hangs may be silent for as long.
     """
 
     hint = "Is this the address of another role?"
 
     def __init__(
-        self, role: str, addresses: Sequence[str], timeout_s: float, greeting: Greeting
+        self,
+        role: str,
+        addresses: Sequence[str],
+        timeout_s: float,
+        greeting: Greeting,
+        recovery_s: float = 0.0,
     ) -> None:
-        self.timeout_s = timeout_s
-        self.incarnations = [0] * len(addresses)
-        self.connections = Connections(role, addresses, greeting=greeting)
+        self.timeout_s, self.recovery_s = timeout_s, recovery_s
+        self.connections = Connections(
+            role, addresses, greeting=greeting, recovery_s=recovery_s
+        )
         self.names = self.connections.names
+        # Which start of each is meant; 0 is any.
+        self.incarnations = self.connections.incarnations
 
     def __len__(self) -> int:
         return len(self.names)
@@ -47,7 +64,7 @@ class Peers:
     ) -> Reply:
         """Send one process a message: the frames after the header."""
         header = header._replace(incarnation=self.incarnations[peer])
-        timeout_s = timeout_s or self.timeout_s
+        timeout_s = timeout_s or self.timeout_s + self.recovery_s
         return self.connections.submit(
             peer, header, frames, timeout_s=timeout_s, what=what
         )
@@ -93,20 +110,28 @@ class Servers(Peers):
     """All embedding servers of a job, by shard.
 
     At first it asks each server which shard it is; see ``EmbeddingClient.connect``. The
-    time in which a server compiles its loops does not count.
+    time in which a server compiles its loops does not count. What changes the servers
+    is numbered in a stream of ``generation``, unless it is of a batch.
     """
 
     hint = "This is not an embedding server of this version."
 
     def __init__(
-        self, addresses: Sequence[str], timeout_s: float, greeting: Greeting
+        self,
+        addresses: Sequence[str],
+        timeout_s: float,
+        greeting: Greeting,
+        recovery_s: float = 0.0,
+        generation: int = NO_GENERATION,
     ) -> None:
+        self._stream = BatchNumber.new_stream(generation)
+        self._numbers = itertools.count(1)
         if isinstance(addresses, str):
             raise ConfigError(
                 "addresses must be a list, with the address of each server. "
                 f"Received: the str {addresses!r}; is [{addresses!r}] meant?"
             )
-        super().__init__("embedding server", addresses, timeout_s, greeting)
+        super().__init__("embedding server", addresses, timeout_s, greeting, recovery_s)
         give_up_s = time.monotonic() + timeouts.COMPILING_S
         try:
             hellos = [
@@ -116,8 +141,22 @@ class Servers(Peers):
         except BaseException:
             self.close()
             raise
-        self.incarnations = [hello.incarnation for hello in hellos]
+        self.incarnations[:] = [hello.incarnation for hello in hellos]
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
+
+    def send(
+        self,
+        peer: int,
+        header: Header,
+        frames: Sequence[Frame],
+        what: str,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """Send one server a message; it is numbered if it changes the server."""
+        if header.kind in _CHANGES:
+            number = next(self._numbers)
+            header = header._replace(stream=self._stream, batch=number)
+        return super().send(peer, header, frames, what, timeout_s)
 
     def _read_hello(self, server: int, reply: Reply, give_up_s: float) -> ServerHello:
         """Wait for a server, which compiles its loops at first; check its shard."""

@@ -58,7 +58,7 @@ class Trainers:
             why = f"it raised {type(error).__name__}: {error}"
         try:
             gone = self.client.join(self._next, self._who, why, _FAREWELL_S)
-        except PersiaError:
+        except (PersiaError, TimeoutError):
             return  # the servers notice it by themselves
         if error is not None and gone:
             # It may be why the process group, which names no rank, has failed.

@@ -41,6 +41,9 @@ class ServerConfig(ImportFlags):
     """Folder of the job's checkpoints. A server whose memory is lost restores its rows
     from the newest complete one, and from the increments behind it [that in which the
     trainers write checkpoints]"""
+    recovery_s: float = 0.0
+    """How long a lost trainer of joint steps may be away; 0: a second, or a few if the
+    server is busy [where processes are started again, ``recovery_timeout_s``]"""
     update_queue_batches: int = 64
     """Updates that may wait. A full queue makes the trainers wait."""
     joint_update_bytes: int = 4 * 2**30
@@ -69,6 +72,7 @@ class ServerConfig(ImportFlags):
             "shard": (0 <= self.shard < self.num_shards, f"in [0, {self.num_shards})"),
             "port": (0 <= self.port <= MAX_PORT, f"in [0, {MAX_PORT}]"),
             "incremental_interval_s": (self.incremental_interval_s > 0, "> 0"),
+            "recovery_s": (self.recovery_s >= 0, ">= 0"),
             **{name: (getattr(self, name) >= 1, ">= 1") for name in _AT_LEAST_ONE},
         }
         for name, (holds, must) in rules.items():

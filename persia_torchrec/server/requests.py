@@ -9,64 +9,122 @@ Dimension key:
 """
 
 import logging
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from persia_torchrec.errors import BatchError
+from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.server.checkpoints import CheckpointRequest, Checkpoints
-from persia_torchrec.server.shard import Request, RequestKind, Shard, require_fits
-from persia_torchrec.server.updates import Member, Update
+from persia_torchrec.server.shard import (
+    Request,
+    RequestKind,
+    Shard,
+    describe_update,
+    require_fits,
+)
+from persia_torchrec.server.updates import Batch, Counts, Member, Update
+from persia_torchrec.store import memory
+from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec, describe_tables
 from persia_torchrec.wire import messages
-from persia_torchrec.wire.messages import Frames, Kind, Share, bytes_of, encode_json
-from persia_torchrec.wire.precision import encode_floats, size_of
-from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES
+from persia_torchrec.wire.messages import (
+    Frames,
+    Header,
+    Kind,
+    Share,
+    TableIds,
+    bytes_of,
+    encode_json,
+)
+from persia_torchrec.wire.precision import Floats, encode_floats, size_of
+from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
 
+class _Piece(NamedTuple):
+    """What a lookup asks of one table: counts of the ids or None, memory for rows."""
+
+    table: int
+    ids: Ids
+    out: Floats
+    counts: Counts | None
+
+
 def _answer_lookup(shard: Shard, request: Request) -> Frames:
-    header, frames = request.header, request.frames
-    has_counts = bool(header.flags & messages.COUNTS)
+    header, store = request.header, shard.store
     training = bool(header.flags & messages.TRAINING)
-    store, states = shard.store, shard.store.states
+    batch, part = _batch_of(header), header.flags >> messages.PART_SHIFT
+    rows, pieces = _read_lookup(shard, request)
+    shard.stages.lap("decode")
+    if not training:
+        _read_rows(store, pieces)
+        shard.counts["requests_lookup_inference"] += 1
+        shard.stages.lap("inference")
+    elif shard.streams.was_looked_up(batch, part):
+        seen = [memory.HITS, memory.MISSES]
+        before = store.tally[seen]
+        _read_rows(store, pieces)
+        store.tally[seen] = before
+        shard.counts["requests_repeated"] += 1
+        shard.stages.lap("inference")
+    else:
+        with store.request() as change:
+            slots = [
+                store.lookup(table, ids_N, out_ND, training=True, counts_N=counts_N)
+                for table, ids_N, out_ND, counts_N in pieces
+            ]
+            shard.streams.look_up(change, batch, part)
+        shard.open_batches.begin(batch, [TableIds(*p[:2]) for p in pieces], slots)
+        shard.stages.lap("lookup")
+    frame = encode_floats(rows, header.precision)
+    shard.stages.lap("encode")
+    return [frame]
+
+
+def _read_lookup(shard: Shard, request: Request) -> tuple[Floats, list[_Piece]]:
+    """Return memory for the rows of a lookup, and what it asks of each table."""
+    header, frames, states = request.header, request.frames, shard.store.states
+    has_counts = bool(header.flags & messages.COUNTS)
     tables = shard.read_ids(frames, 4 if has_counts else 3)
     counts = messages.decode_counts(frames) if has_counts else None
+    if header.flags >> messages.PART_SHIFT >= messages.MAX_PARTS:
+        raise BatchError(
+            f"A batch may have {messages.MAX_PARTS} lookups, from 0 on. Received: "
+            f"lookup {header.flags >> messages.PART_SHIFT}."
+        )
     num_floats = 0
     for t in tables:
         num_floats += len(t.ids) * states[t.table].spec.dim
     if 4 * num_floats > MAX_MESSAGE_BYTES:
         require_fits(num_floats * size_of(header.precision))
     rows = np.empty(num_floats, dtype=np.float32)
-    shard.stages.lap("decode")
-    slots = []
+    pieces = []
     start = first = 0
     for t in tables:
         num, dim = len(t.ids), states[t.table].spec.dim
         out_ND = rows[start : start + num * dim].reshape(num, dim)
         counts_N = None
-        if counts is not None and store.wants_counts(t.table):
+        if counts is not None and shard.store.wants_counts(t.table):
             counts_N = counts[first : first + num]
-        slots.append(
-            store.lookup(t.table, t.ids, out_ND, training=training, counts_N=counts_N)
-        )
+        pieces.append(_Piece(t.table, t.ids, out_ND, counts_N))
         start += num * dim
         first += num
-    if training:
-        shard.open_batches.begin((header.stream, header.batch), tables, slots)
-        shard.stages.lap("lookup")
-    else:
-        shard.counts["requests_lookup_inference"] += 1
-        shard.stages.lap("inference")
-    frame = encode_floats(rows, header.precision)
-    shard.stages.lap("encode")
-    return [frame]
+    return rows, pieces
 
 
-def _answer_update(shard: Shard, request: Request) -> None:
+def _read_rows(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
+    for table, ids_N, out_ND, counts_N in pieces:
+        store.lookup(table, ids_N, out_ND, training=False, counts_N=counts_N)
+
+
+def _answer_update(shard: Shard, request: Request) -> Frames | None:
     header, frames = request.header, request.frames
+    if (outcome := shard.find_outcome(_batch_of(header))) is not None:
+        return [describe_update(outcome)]
     is_share = bool(header.flags & messages.SHARE)
     tables = shard.read_ids(frames, 5 if is_share else 4)
     grads = shard.read_rows(tables, frames[3], header.precision)
@@ -76,6 +134,7 @@ def _answer_update(shard: Shard, request: Request) -> None:
     else:
         shard.queue([update])
     shard.stages.lap("decode")
+    return None
 
 
 class _Join(msgspec.Struct):
@@ -97,12 +156,16 @@ def _answer_leave(shard: Shard, request: Request) -> Frames:
 
 def _answer_write(shard: Shard, request: Request) -> Frames:
     header, frames = request.header, request.frames
+    if shard.find_outcome(_batch_of(header)) is not None:
+        return [encode_json(None)]
     tables = shard.read_ids(frames, 4)
     has_state = bool(header.flags & messages.STATE)
     rows = shard.read_rows(tables, frames[3], header.precision, has_state=has_state)
     shard.stages.lap("decode")
-    for t, rows_NK in zip(tables, rows, strict=True):
-        shard.store.write(t.table, t.ids, rows_NK)
+    with shard.store.request() as change:
+        for t, rows_NK in zip(tables, rows, strict=True):
+            shard.store.write(t.table, t.ids, rows_NK)
+        shard.streams.settle(change, _batch_of(header))
     shard.stages.lap("write")
     return [encode_json(None)]
 
@@ -163,8 +226,13 @@ def _answer_step(shard: Shard, request: Request) -> Frames:
     asked = messages.decode_json(request.frames, _Step)
     shard.require_table(asked.table)
     shard.apply_all_updates()  # they count
+    batch = _batch_of(request.header)
     if asked.step is not None:
-        shard.store.set_step(asked.table, asked.step)
+        if (outcome := shard.find_outcome(batch)) is not None:
+            return [encode_json(outcome[0])]
+        with shard.store.request() as change:
+            shard.store.set_step(asked.table, asked.step)
+            shard.streams.settle(change, batch, (asked.step, 0, 0, 0))
     return [encode_json(shard.store.states[asked.table].num_updates)]
 
 
@@ -184,8 +252,13 @@ def _answer_add_tables(shard: Shard, request: Request) -> Frames:
     specs = [TableSpec.from_json(description) for description in descriptions]
     shard.apply_all_updates()  # with the settings that they were sent under
     shard.stages.lap("update")
-    num_known = len(shard.store.states)
+    num_known, batch = len(shard.store.states), _batch_of(request.header)
+    known = {spec.name: number for number, spec in enumerate(shard.store.tables)}
+    if shard.find_outcome(batch) is not None and all(s.name in known for s in specs):
+        return [encode_json([_describe_table(shard, known[s.name]) for s in specs])]
     numbers = shard.store.add_tables(specs)
+    with shard.store.request() as change:
+        shard.streams.settle(change, batch)
     added = shard.store.tables[num_known:]
     if added and shard.config.shard == 0:  # the other servers have the same
         logger.info("new tables on all servers:\n%s", describe_tables(added))
@@ -203,13 +276,21 @@ def _answer_counters(shard: Shard, _: Request) -> Frames:
     return [encode_json(shard.counters())]
 
 
-def _answer_clear(shard: Shard, _: Request) -> Frames:
+def _answer_clear(shard: Shard, request: Request) -> Frames:
     shard.apply_all_updates()  # their senders wait for the acknowledgements
     assert isinstance(shard.checkpoints, Checkpoints)  # not in inference
-    shard.checkpoints.cancel("the rows were dropped")
-    shard.store.clear()
-    shard.open_batches.clear_slots()
+    batch = _batch_of(request.header)
+    if shard.find_outcome(batch) is None:
+        shard.checkpoints.cancel("the rows were dropped")
+        with shard.store.request() as change:
+            shard.streams.settle(change, batch)
+            shard.store.clear()
+        shard.open_batches.clear_slots()
     return [encode_json(None)]
+
+
+def _batch_of(header: Header) -> Batch:
+    return header.stream, header.batch
 
 
 def _shut_down(shard: Shard, _: Request) -> Frames:

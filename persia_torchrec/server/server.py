@@ -173,12 +173,12 @@ class EmbeddingServer:
                 "of another role?"
             )
         if header.incarnation not in (0, tasks.incarnation):
-            rows = "the previous rows are gone. Connect again, and load a checkpoint."
-            if self.config.memory_file is not None:
-                rows = "it kept its rows, but no batch. Connect again."
             raise ConfigError(
-                f"The server restarted since the client connected, and {rows}"
+                "The server restarted since the client connected, and the previous "
+                "rows are gone. Connect again, and load a checkpoint."
             )
+        if header.stream and shard.streams.admit(header.stream, header.batch):
+            shard.drop_older_streams()
         is_training = bool(header.flags & TRAINING)
         if self.config.checkpoint and (is_training or not kind.in_inference):
             raise ConfigError(

@@ -1,7 +1,8 @@
 """The state of one shard of all tables: its rows, and the updates that wait for them.
 
 Updates are applied in the order in which they came, and acknowledged then. A request
-that changes tables or drops rows waits for all earlier updates.
+that changes tables or drops rows waits for all earlier updates. What is sent again is
+recognised, and answered as before: see ``streams.py``.
 
 Dimension key:
     N: ids of one table in a request
@@ -9,11 +10,14 @@ Dimension key:
     S: its optimizer-state floats per row
 """
 
+import itertools
 import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
@@ -21,7 +25,9 @@ from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.metrics import Stages
 from persia_torchrec.server.served_checkpoint import ServedCheckpoint
+from persia_torchrec.server.streams import MAX_GROUPS_BYTES, REFUSED, Outcome, Streams
 from persia_torchrec.server.updates import (
+    Batch,
     JointSteps,
     OpenBatches,
     Update,
@@ -30,9 +36,13 @@ from persia_torchrec.server.updates import (
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, TableIds
 from persia_torchrec.wire.precision import Floats, decode_floats
-from persia_torchrec.wire.transport import MAX_MESSAGE_BYTES, Listener
+from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
+from persia_torchrec.wire.transport import Listener
 
 logger = logging.getLogger(__name__)
+
+_COUNTS = "missed", "refused", "unadmitted", "gradients"
+_Groups = list[msgspec.Raw]
 
 
 class Shard:
@@ -49,16 +59,26 @@ class Shard:
         tasks = Checkpoints if config.checkpoint is None else ServedCheckpoint
         self.checkpoints: Checkpoints | ServedCheckpoint
         self.checkpoints = tasks(config, self.store, self.activity)
+        self.streams = Streams(self.store)
+        if config.checkpoint is None:
+            self.checkpoints.incarnation = self.streams.incarnation
         self.open_batches = OpenBatches()
-        self.counts = Counter[str](requests_lookup_inference=0, updates_hinted=0)
+        self.open_batches.reopen(self.streams.open_batches())
+        names = "requests_lookup_inference", "requests_repeated", "updates_hinted"
+        self.counts = Counter[str](dict.fromkeys(names, 0))
         self.stages = Stages()
         self.joint_steps = JointSteps(
             self.queue,
             self._refuse_update,
             is_connected=listener.is_connected,
             max_bytes=config.joint_update_bytes,
+            grace_s=config.recovery_s,
+            keep=self._keep_groups,
         )
+        kept = self.streams.groups
+        self.joint_steps.restore(msgspec.json.decode(kept or b"[]", type=_Groups))
         self.updates: deque[list[Update]] = deque()
+        self._queued: set[Batch] = set()  # of the updates
         self.num_overtaking = 0
         self.stopping = threading.Event()
         self._listener = listener
@@ -67,7 +87,23 @@ class Shard:
     def queue(self, updates: list[Update]) -> None:
         """Queue updates that are applied together."""
         self.updates.append(updates)
+        self._queued.update([update.batch for update in updates])
         self._max_queued = max(self._max_queued, len(self.updates))
+
+    def find_outcome(self, batch: Batch) -> Outcome | None:
+        """Return the outcome of a request that was answered before; None: it is new."""
+        if batch[0] and batch in self._queued:
+            self.apply_all_updates()
+        outcome = self.streams.outcome(batch)
+        self.counts["requests_repeated"] += outcome is not None
+        return outcome
+
+    def drop_older_streams(self) -> None:
+        """Give up what trainers of older generations have begun."""
+        self.apply_all_updates()
+        self.joint_steps.refuse_all("The group of trainers was started again.")
+        self.open_batches.drop(self.streams.is_older)
+        self.streams.drop_older()
 
     def apply_all_updates(self) -> None:
         """Apply all updates that wait."""
@@ -78,6 +114,7 @@ class Shard:
         """Apply the update that has waited longest, and acknowledge it."""
         updates = self.updates.popleft()
         self.num_overtaking = 0
+        self._queued.difference_update([update.batch for update in updates])
         self.stages.lap("other")
         try:
             outcome = self._apply(updates)
@@ -88,10 +125,11 @@ class Shard:
                 self._refuse_update(update, exc)
             return
         self.stages.lap("update")
+        frame = describe_update(outcome)
         for update in updates:
             self.open_batches.end(update.batch)
             ack = Header(Kind.REPLY, update.header.request)
-            self._listener.send(update.peer, ack, [messages.encode_json(outcome)])
+            self._listener.send(update.peer, ack, [frame])
         self.stages.lap("send")
 
     def refuse(self, peer: bytes, request: int, exc: Exception) -> None:
@@ -107,20 +145,30 @@ class Shard:
 
     def _refuse_update(self, update: Update, exc: Exception) -> None:
         self.open_batches.end(update.batch)
+        with self.store.request() as request:
+            self.streams.settle(request, update.batch, REFUSED)
         self.refuse(update.peer, update.header.request, exc)
 
-    def _apply(self, updates: list[Update]) -> dict[str, int]:
-        updates = [update for update in updates if update.tables]
-        slots = self.open_batches.apply([update.batch for update in updates])
-        counts = {"missed": 0, "refused": 0, "unadmitted": 0, "gradients": 0}
-        for part in build_gradients(updates, slots):
-            self.counts["updates_hinted"] += part.hints is not None
-            result = self.store.update(part.table, part.ids, part.grads, part.hints)
-            counts["missed"] += result.num_missed
-            counts["refused"] += result.num_refused
-            counts["unadmitted"] += result.num_unadmitted
-            counts["gradients"] += len(part.ids)
-        return counts
+    def _keep_groups(self, groups: Sequence[bytes]) -> None:
+        """Keep the first groups, as many as there is room for."""
+        num_bytes = itertools.accumulate(len(group) + 1 for group in groups)
+        num = sum(so_far < MAX_GROUPS_BYTES for so_far in num_bytes)
+        self.streams.groups = b"[" + b",".join(groups[:num]) + b"]"
+
+    def _apply(self, updates: list[Update]) -> Outcome:
+        """Apply updates as one."""
+        given = [update for update in updates if update.tables]
+        slots = self.open_batches.apply([update.batch for update in given])
+        num_ids = 0
+        with self.store.request() as request:
+            for part in build_gradients(given, slots):
+                self.counts["updates_hinted"] += part.hints is not None
+                self.store.add_update(part.table, part.ids, part.grads, part.hints)
+                num_ids += len(part.ids)
+            for update in updates:
+                self.streams.settle_update(request, update.batch, num_ids)
+        sums = [sum(column) for column in zip(*request.results, strict=True)]
+        return *(sums or (0, 0, 0)), num_ids
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted, see ``METRICS.md``."""
@@ -186,6 +234,16 @@ class Shard:
             rows.append(flat[start : start + num * width].reshape(num, width))
             start += num * width
         return rows
+
+
+def describe_update(outcome: Outcome) -> bytes:
+    """Return the reply to an update."""
+    if outcome == REFUSED:
+        raise StoreError(
+            "An update must not have been refused before. Received: one that was sent "
+            "again; see the log of the server, or of the trainer that sent it first."
+        )
+    return messages.encode_json(dict(zip(_COUNTS, outcome, strict=True)))
 
 
 def require_fits(num_bytes: int) -> None:

@@ -11,7 +11,8 @@ The shares for a row are added up in the order of the ranks, so that the sum doe
 depend on the order of arrival, and the optimizer sees one gradient per row. A trainer
 without gradients gives an empty update. A step that waits for a trainer whose
 connection is lost, or longer than its timeout, is refused, and so are all later shares
-of its group.
+of its group. What is known of the groups outlives the server, which then waits for the
+shares again: their trainers send them until they are acknowledged.
 
 Dimension key:
     N: ids of one table in one request, or those of them that are watched
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -141,6 +143,17 @@ class OpenBatches:
         numbers.discard(number)
         if not numbers:
             self._open.pop(stream, None)
+
+    def reopen(self, batches: Iterable[Batch]) -> None:
+        """Open batches that were open before the server was started again."""
+        for stream, number in batches:
+            self._open.setdefault(stream, set()).add(number)
+
+    def drop(self, is_over: Callable[[int], bool]) -> None:
+        """Give up the batches of streams."""
+        for stream in list(filter(is_over, self._open)):
+            for number in list(self._open[stream]):
+                self.end((stream, number))
 
     def clear_slots(self) -> None:
         """Forget all slots: the rows were dropped."""
@@ -272,6 +285,15 @@ class Member:
         return f"rank {rank} ({who}{self.ended or 'its connection was lost'})"
 
 
+class _SavedGroup(msgspec.Struct, array_like=True):
+    """What is kept of a group: peer, name and end of its members, and the others."""
+
+    number: int
+    members: dict[int, tuple[bytes, str, str]]
+    left: dict[int, int]
+    broken: str
+
+
 @dataclass(slots=True)
 class _Step:
     """One step that waits: its shares so far, by rank."""
@@ -300,8 +322,14 @@ class _Group:
             if rank not in step.updates and self.left.get(rank, number + 1) > number
         ]
 
-    def require_in_step(self, share: Share) -> None:
-        """Refuse a share that does not fit those that have come."""
+    def save(self, number: int) -> bytes:
+        """Return what is kept of the group."""
+        members = {r: (m.peer, m.who, m.ended) for r, m in self.members.items()}
+        saved = _SavedGroup(number, members, self.left, self.broken)
+        return msgspec.json.encode(saved)
+
+    def require_in_step(self, share: Share, batch: Batch) -> None:
+        """Refuse a share that does not fit those that have come, or was sent again."""
         if self.broken:
             raise StoreError(self.broken)
         step = self.steps.get(share.step)
@@ -311,7 +339,8 @@ class _Group:
                 f"{share.num_ranks} from rank {share.rank} of step {share.step}, "
                 f"{step.num_ranks} from the others."
             )
-        is_given = step is not None and share.rank in step.updates
+        given = None if step is None else step.updates.get(share.rank)
+        is_given = given is not None and (given.batch != batch or not batch[0])
         if is_given or self.left.get(share.rank, share.step + 1) <= share.step:
             raise BatchError(
                 f"Rank {share.rank} must give its share of step {share.step} once, and "
@@ -347,7 +376,8 @@ class JointSteps:
     """Collects the shares of joint steps. Owned by the serving thread.
 
     ``apply`` gets the updates of a complete step, in the order of their ranks;
-    ``max_bytes`` bounds the ids and gradients that wait.
+    ``max_bytes`` bounds the ids and gradients that wait. A trainer is lost when its
+    connection is away for ``grace_s``. ``keep`` gets what :meth:`restore` needs.
     """
 
     apply: Callable[[list[Update]], None]
@@ -355,6 +385,8 @@ class JointSteps:
     is_connected: Callable[[bytes], bool]
     max_bytes: int
     clock: Callable[[], float] = time.monotonic
+    grace_s: float = 0.0
+    keep: Callable[[list[bytes]], None] = lambda _: None
 
     def __post_init__(self) -> None:
         self._groups: dict[int, _Group] = {}
@@ -363,10 +395,19 @@ class JointSteps:
         self._num_broken = 0
         self._next_check_s = self._all_read_s = -math.inf
 
+    def restore(self, saved: Iterable[msgspec.Raw]) -> None:
+        """Know the groups of the previous process, the latest first."""
+        for one in reversed(list(saved)):
+            kept = msgspec.json.decode(one, type=_SavedGroup)
+            members = {rank: Member(*member) for rank, member in kept.members.items()}
+            group = _Group(members, left=kept.left, broken=kept.broken)
+            self._groups[kept.number] = group
+
     def join(self, share: Share, member: Member) -> list[str]:
         """Register a rank, or that it has ended; return which other ranks are gone."""
         members = self._get_group(share.group).members
         members[share.rank] = member
+        self._keep_groups()
         return [
             other.describe(rank)
             for rank, other in sorted(members.items())
@@ -378,7 +419,7 @@ class JointSteps:
         group = self._get_group(share.group)
         size_bytes = update.size_bytes
         try:
-            group.require_in_step(share)
+            group.require_in_step(share, update.batch)
             if self._num_bytes + size_bytes > self.max_bytes:
                 why = (
                     f"Joint steps may keep {self.max_bytes} bytes of gradients "
@@ -391,15 +432,21 @@ class JointSteps:
         except PersiaError as exc:
             self.refuse(update, exc)
             return
-        member = group.members.setdefault(share.rank, Member(update.peer))
-        member.peer, member.lost_s = update.peer, math.inf
+        member = group.members.setdefault(share.rank, Member(b""))
+        member.lost_s = math.inf
+        if member.peer != update.peer:
+            member.peer = update.peer
+            self._keep_groups()
         if share.step not in group.steps:
             timeout_s = share.timeout_ms / 1000
             deadline_s = self.clock() + timeout_s
             group.steps[share.step] = _Step(timeout_s, deadline_s, share.num_ranks)
             self._next_check_s = min(self._next_check_s, deadline_s)
             self.num_steps += 1
-        group.steps[share.step].updates[share.rank] = update
+        updates = group.steps[share.step].updates
+        if share.rank in updates:  # it was sent again
+            self._num_bytes -= updates[share.rank].size_bytes
+        updates[share.rank] = update
         self._num_bytes += size_bytes
         self._apply_complete(group, [share.step])
 
@@ -410,6 +457,7 @@ class JointSteps:
             next_group = self._get_group(share.group + 1)
             next_group.members.setdefault(share.rank, member)
         group.left[share.rank] = min(share.step, group.left.get(share.rank, share.step))
+        self._keep_groups()
         self._apply_complete(group, sorted(group.steps))
 
     def has_read_all(self) -> None:
@@ -443,7 +491,12 @@ class JointSteps:
         member.lost_s = min(member.lost_s, now_s)
         gone_s = now_s - member.lost_s
         has_read_all = self._all_read_s > member.lost_s
-        return gone_s >= _GRACE_S and (has_read_all or gone_s >= _MAX_UNREAD_S)
+        grace_s = _GRACE_S if member.ended else max(_GRACE_S, self.grace_s)
+        return gone_s >= grace_s and (has_read_all or gone_s >= _MAX_UNREAD_S)
+
+    def _keep_groups(self) -> None:
+        """Have the groups kept, the latest first."""
+        self.keep([g.save(number) for number, g in reversed(self._groups.items())])
 
     def _get_group(self, number: int) -> _Group:
         group = self._groups.pop(number, None) or _Group()
@@ -469,6 +522,7 @@ class JointSteps:
 
     def _break(self, group: _Group, why: str) -> None:
         group.broken = why
+        self._keep_groups()
         self._num_broken += len(group.steps)
         for step in sorted(group.steps):
             for update in self._take(group, step):

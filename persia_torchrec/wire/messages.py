@@ -8,13 +8,15 @@ A message is a list of frames. Frame 0 is a header of 48 bytes, little-endian:
     6       2     kind, see Kind
     8       8     request: the reply carries the same number
     16      8     incarnation: which start of the server is meant; 0 for any
-    24      8     stream of batches, chosen by the client
+    24      8     stream of batches, or of other requests that change the server: 47
+                  random bits, above them 16 of the generation; 0: see below
     32      8     batch: number within its stream
     40      4     precision of rows and gradients, see Precision
     44      4     flags: bit 0, the lookup is for training; bit 1, it carries counts;
                   bit 2, the update is one trainer's share of a joint step; bit 3, the
                   rows written carry optimizer state; bit 4, the ids that a data
-                  loader leaves with a worker were lost there
+                  loader leaves with a worker were lost there; bits 16 to 18, which
+                  lookup of its batch it is
 
 The frames after it, by kind:
 
@@ -79,6 +81,12 @@ The updates of a joint step are applied as one, the sum of their gradients, once
 rank has sent its share or has left; then all are answered with the outcome of the whole
 step.
 
+A server applies what changes it once: an UPDATE, a training LOOKUP, an ADD_TABLES,
+CLEAR, WRITE or STEP of a stream and number that it has answered before changes nothing,
+and gets the same answer; JOIN and LEAVE may be repeated anyway. In stream 0, each is
+another one. A stream of an older generation than the server has met is a FencedError;
+65535 is none and always accepted. See server/streams.py.
+
 A message of any other form is rejected with a FrameError, and nothing of it is applied.
 A frame holds at most 2**31 bytes: the sender of a larger one is disconnected.
 """
@@ -103,6 +111,10 @@ COUNTS = 2
 SHARE = 4
 STATE = 8
 AGAIN = 16
+PART_SHIFT = 16
+MAX_PARTS = 7  # lookups of one batch
+GENERATION_SHIFT = 47
+NO_GENERATION = 2**16 - 1
 METADATA_COLUMNS = 4
 MAX_MEMBER_CHARS = 500  # of each text of a JOIN
 

@@ -225,17 +225,17 @@ class TestStep:
         client = connect(servers)
         split = client.split(ids_of(1, 2, 3))
 
-        def train(table, dim):
-            batch = BatchNumber(1, 1)
+        def train(table, dim, number):
+            batch = BatchNumber(1, number)
             client.pull([(table, split)], batch=batch)
             grads = [np.ones((3, dim), dtype=np.float32)]
             client.outcome(client.push([(table, split)], grads, batch))
 
         assert client.step("adam") == 0
-        train("adam", 2)
+        train("adam", 2, 1)
         assert client.step("adam") == 1
         assert client.step("adam", 1000) == 1000
-        train("adam", 2)
+        train("adam", 2, 2)
         assert (client.step("adam"), client.step("item")) == (1001, 0)
 
     def test_a_row_of_adam_moves_as_at_that_step(self, servers):

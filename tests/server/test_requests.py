@@ -86,6 +86,7 @@ class TestHints:
         assert client.counters()[0]["hinted_slots"] > 0
         if end == "give up":
             client.outcome(client.push([], [], batch))
+            batch = BatchNumber(1, 2)
         elif end == "clear":
             client.clear()
         else:
@@ -208,12 +209,11 @@ class TestTables:
         client.pull([("item", split)], batch=BatchNumber(1, 0))
         ones = [np.ones((40, 2), dtype=np.float32)]
         pushes = []
-        for batch, rate in enumerate((1.0, 10.0, 100.0)):
+        for rate in (1.0, 10.0, 100.0):
             client.set_learning_rate(rate)
-            pushes += [
-                client.push([("item", split)], ones, BatchNumber(1, batch))
-                for _ in range(5)
-            ]
+            for _ in range(5):
+                batch = BatchNumber(1, len(pushes))
+                pushes.append(client.push([("item", split)], ones, batch))
         assert sum(client.outcome(push).num_missed for push in pushes) == 0
         assert (client.read("item", split.ids) == -5 * 111).all()
         assert client.table("item").optimizer == SGD(100.0)
@@ -378,12 +378,12 @@ def test_a_kind_from_its_own_file_is_asked_and_answered(servers, monkeypatch):
 class FailingStore(RecordingStore):
     """A store without memory for updates of three rows."""
 
-    def update(self, table, ids_N, grads_ND, hints_N=None):
+    def add_update(self, table, ids_N, grads_ND, hints_N=None):
         if len(ids_N) == 3:
             raise MemoryError("no room")
         if len(ids_N) == 4:
             raise KeyError("a bug")
-        return super().update(table, ids_N, grads_ND, hints_N)
+        super().add_update(table, ids_N, grads_ND, hints_N)
 
 
 def test_an_update_that_fails_is_an_error_of_its_sender_only(servers, monkeypatch):

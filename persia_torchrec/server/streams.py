@@ -1,0 +1,224 @@
+"""Which numbered requests a server has answered, so that each changes it once.
+
+A client that lost its connection sends what is unanswered again. A stream numbers what
+changes the server: batches, with a lookup in up to 7 parts and an update each, or other
+requests. Numbers come in any order, within the last 4096 of their stream:
+
+    marks of a number   bits 0 to 6: its lookup of that part was answered
+                        bit 7: settled, as its update was applied or refused
+    outcome             four words of what was replied, of the last 256
+
+They are kept with the rows: ``store/LAYOUT.md`` has the words, ``notes`` of the store.
+A mark is set by the ``EmbeddingStore.request`` that it is of, in one change with the
+rows; the others, which make room for marks, may be set before.
+"""
+
+import secrets
+from collections import OrderedDict
+
+import numpy as np
+
+from persia_torchrec.errors import FencedError, FrameError
+from persia_torchrec.server.updates import Batch
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.recovery import Request
+from persia_torchrec.wire.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
+
+Outcome = tuple[int, ...]
+"""Four words, as of an update: ids without a row, rows that were refused, ids that were
+never admitted, all ids. Another request may use the first."""
+
+NOTHING: Outcome = (0, 0, 0, 0)
+REFUSED: Outcome = (2**64 - 1, 0, 0, 0)
+"""The outcome of an update that failed, of which nothing is known any more."""
+
+MAX_STREAMS = 1024
+WINDOW = 4096
+NUM_OUTCOMES = 256
+MAX_GROUPS_BYTES = 2**18
+
+_INCARNATION, _GENERATION, _GROUPS, _NUM_STREAMS = range(4)
+_HALVES = 64
+_STREAMS = _HALVES + 2 * MAX_GROUPS_BYTES // 8
+_STREAM, _NEXT, _USED, _MARKS = 0, 1, 2, 4
+_OUTCOMES = _MARKS + WINDOW // 8
+_OUTCOME_WORDS = 5
+_STREAM_WORDS = _OUTCOMES + _OUTCOME_WORDS * NUM_OUTCOMES
+NUM_WORDS = _STREAMS + MAX_STREAMS * _STREAM_WORDS
+
+_SETTLED = 1 << MAX_PARTS
+_MAX_NUMBER = 2**63
+
+
+class Streams:
+    """The last requests of each stream. Owned by the serving thread.
+
+    Beyond ``MAX_STREAMS``, the least recently used stream is forgotten. Stream 0 has no
+    memory: each of its requests is a new one. ``incarnation`` identifies the rows: it
+    stays as long as they do.
+    """
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        self._commit = store.memory.commit
+        self._notes = notes = store.notes(NUM_WORDS)
+        self._commit(notes, _STREAMS)
+        # Single words are faster to reach in them than in an array.
+        self._words = notes.data
+        self._bytes = self._words.cast("B")
+        if not self._words[_INCARNATION]:
+            self._words[_INCARNATION] = secrets.randbits(63) | 1
+        self.incarnation = self._words[_INCARNATION]
+        self.generation = self._words[_GENERATION]
+        stop = _STREAMS + self._words[_NUM_STREAMS] * _STREAM_WORDS
+        found = list(range(_STREAMS, stop, _STREAM_WORDS))
+        self._free = [at for at in found if not self._words[at + _STREAM]]
+        found.sort(key=lambda at: self._words[at + _USED])
+        self._tick = self._words[found[-1] + _USED] if found else 0
+        # Where the words of a stream begin, the least recently used stream first.
+        self._at = OrderedDict(
+            (self._words[at + _STREAM], at) for at in found if self._words[at + _STREAM]
+        )
+
+    def admit(self, stream: int, number: int) -> bool:
+        """Refuse an older generation; return whether it is newer than all before."""
+        if stream >= _MAX_NUMBER or number >= _MAX_NUMBER:
+            raise FrameError(
+                f"Stream and batch must have 63 bits. Received: {stream}, {number}."
+            )
+        generation = stream >> GENERATION_SHIFT
+        if generation in (self.generation, NO_GENERATION):
+            return False
+        if self.is_older(stream):
+            raise FencedError(
+                f"Trainers must be of generation {self.generation}. Received: "
+                f"{generation}. Their group was started again: end this process."
+            )
+        self.generation = self._words[_GENERATION] = generation
+        return True
+
+    def is_older(self, stream: int) -> bool:
+        """Return whether a stream is of an older generation."""
+        return stream >> GENERATION_SHIFT < self.generation
+
+    def drop_older(self) -> None:
+        """Forget the streams of older generations."""
+        for stream in list(filter(self.is_older, self._at)):
+            at = self._at.pop(stream)
+            self._words[at + _STREAM] = 0
+            self._free.append(at)
+
+    def outcome(self, batch: Batch) -> Outcome | None:
+        """Return the outcome of a settled request, zeros if forgotten, or None."""
+        stream, number = batch
+        if not stream:
+            return None
+        mark = self._find(stream, number)
+        if mark and not self._bytes[mark] & _SETTLED:
+            return None
+        at = self._outcome_at(batch)
+        if self._words[at] != number + 1:
+            return NOTHING
+        return tuple(self._words[at + 1 : at + _OUTCOME_WORDS])
+
+    def settle(
+        self, request: Request, batch: Batch, outcome: Outcome = NOTHING
+    ) -> None:
+        """Note that a request is applied, or refused for good."""
+        if self._mark(request, batch, _SETTLED):
+            at = self._outcome_at(batch)
+            for offset, word in enumerate((batch[1] + 1, *outcome)):
+                request.note(at + offset, word)
+
+    def settle_update(self, request: Request, batch: Batch, num_ids: int) -> None:
+        """Note that an update of the request is applied, with its results."""
+        if self._mark(request, batch, _SETTLED):
+            at = self._outcome_at(batch)
+            request.note(at, batch[1] + 1)
+            request.note_results(at + 1)
+            request.note(at + 4, num_ids)
+
+    def was_looked_up(self, batch: Batch, part: int) -> bool:
+        """Return whether the lookup of a part was answered before."""
+        stream, number = batch
+        if not stream:
+            return False
+        mark = self._find(stream, number)
+        return not mark or bool(self._bytes[mark] & (_SETTLED | 1 << part))
+
+    def look_up(self, request: Request, batch: Batch, part: int) -> None:
+        """Note that the lookup of a part is answered."""
+        self._mark(request, batch, 1 << part)
+
+    def open_batches(self) -> list[Batch]:
+        """Return the batches that were looked up and are not settled."""
+        found = []
+        for stream, at in self._at.items():
+            words = self._notes[at + _MARKS : at + _OUTCOMES]
+            marks, next_ = words.view(np.uint8), self._words[at + _NEXT]
+            for place in np.flatnonzero((marks > 0) & (marks < _SETTLED)).tolist():
+                number = next_ - 1 - (next_ - 1 - place) % WINDOW
+                found.append((stream, number))
+        return found
+
+    @property
+    def groups(self) -> bytes:
+        """What was kept of joint steps; replaced as a whole."""
+        at, length = self._half(self._words[_GROUPS] >> 63)
+        return bytes(self._bytes[at : at + length])
+
+    @groups.setter
+    def groups(self, saved: bytes) -> None:
+        half = 1 - (self._words[_GROUPS] >> 63)
+        at, _ = self._half(half)
+        self._bytes[at : at + len(saved)] = saved
+        self._words[_GROUPS] = half << 63 | len(saved)
+
+    def _mark(self, request: Request, batch: Batch, mark: int) -> bool:
+        """Have a request set a mark; return False for a number that is too old."""
+        stream, number = batch
+        place = self._find(stream, number) if stream else 0
+        if place:
+            word = self._words[place // 8]
+            request.note(place // 8, word | mark << 8 * (place % 8))
+        return bool(place)
+
+    def _outcome_at(self, batch: Batch) -> int:
+        stream, number = batch
+        return self._at[stream] + _OUTCOMES + _OUTCOME_WORDS * (number % NUM_OUTCOMES)
+
+    def _half(self, half: int) -> tuple[int, int]:
+        """Return where a half begins, and how much is in the present one."""
+        length = self._words[_GROUPS] & (2**32 - 1)
+        return 8 * _HALVES + half * MAX_GROUPS_BYTES, length
+
+    def _find(self, stream: int, number: int) -> int:
+        """Return where the marks of a number are; 0 if it is older than all others."""
+        at, words = self._at.get(stream) or self._begin(stream), self._words
+        self._at.move_to_end(stream)
+        self._tick += 1
+        words[at + _USED] = self._tick
+        marks, next_ = 8 * (at + _MARKS), words[at + _NEXT]
+        if number >= next_:
+            for new in range(max(next_, number + 1 - WINDOW), number + 1):
+                self._bytes[marks + new % WINDOW] = 0
+            words[at + _NEXT] = number + 1
+        elif number < next_ - WINDOW:
+            return 0
+        return marks + number % WINDOW
+
+    def _begin(self, stream: int) -> int:
+        """Return where a new stream begins."""
+        if self._free:
+            at = self._free.pop()
+        elif len(self._at) < MAX_STREAMS:
+            num_streams = self._words[_NUM_STREAMS]
+            at = _STREAMS + num_streams * _STREAM_WORDS
+            self._commit(self._notes, at + _STREAM_WORDS)
+            self._words[_NUM_STREAMS] = num_streams + 1
+        else:
+            _, at = self._at.popitem(last=False)
+        self._words[at + _STREAM] = 0
+        self._notes[at : at + _STREAM_WORDS] = 0
+        self._words[at + _STREAM] = stream
+        self._at[stream] = at
+        return at
