@@ -41,7 +41,7 @@ from persia_torchrec.service_main import (
 from persia_torchrec.store.warm_up import warm_up
 from persia_torchrec.wire import precision
 from persia_torchrec.wire.membership import JobMember
-from persia_torchrec.wire.transport import keep_freed_memory
+from persia_torchrec.wire.sockets import keep_freed_memory
 
 logger = logging.getLogger("persia_torchrec.server")
 
@@ -87,6 +87,7 @@ def _serve(flags: dict[str, Any], *, is_child: bool) -> None:
     )
     # A member before anything can go wrong, so that the job learns of it.
     with JobMember("server", shard, num_shards, store=store) as member:
+        flags.setdefault("recovery_s", member.book.recovery_s)
         _run(_config(flags, path, member.host), member)
 
 

@@ -1,10 +1,12 @@
 """Embedding servers on this machine, for a first run, a notebook or a test.
 
 Each server is a child process on the loopback interface. It ends when its cluster is
-closed, and when the process that started it ends.
+closed, and when the process that started it ends. With ``restarts``, this process keeps
+the listening socket and the memory of each: it starts a killed one again with both.
 """
 
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -12,19 +14,32 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Literal, Self
+from functools import partial
+from typing import Literal, NamedTuple, Self
 
-from persia_torchrec import timeouts
+from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint.catalog import Manifest, find_checkpoint
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS
+from persia_torchrec.wire.ports import open_listening
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 _LINE_S = 0.5  # for a line that a server has written already
+_RECOVERY_S = 60.0
+_START_AGAIN_S = 120.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_MAX_FAILED_STARTS = 3  # in a row
+
+
+class Kept(NamedTuple):
+    """Descriptors of what outlives a server: its listening socket and its memory."""
+
+    listening: int
+    memory: int
 
 
 class EmbeddingCluster:
@@ -32,7 +47,10 @@ class EmbeddingCluster:
 
     Attributes:
         addresses: one per server, in the order of their shards.
-        processes: the server processes.
+        processes: the server processes, those that run now.
+        recovery_s: seconds for which a server may be away, to be given to
+            ``EmbeddingClient.connect``.
+        kept: what outlives each server, if they are started again.
 
     Example:
         ``with EmbeddingCluster.local(num_servers=2) as cluster: cluster.addresses``
@@ -41,6 +59,11 @@ class EmbeddingCluster:
     def __init__(self, processes: list["subprocess.Popen[str]"]) -> None:
         self.processes = processes
         self.addresses: list[str] = []
+        self.recovery_s = 0.0
+        self.kept: list[Kept] = []
+        self._keepers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()  # set under _lock
 
     @classmethod
     def local(
@@ -54,6 +77,7 @@ class EmbeddingCluster:
         incremental_interval_s: float = 2.0,
         imports: Sequence[str] = (),
         start_timeout_s: float = 120.0,
+        restarts: bool = False,
     ) -> "EmbeddingCluster":
         """Start servers on this machine.
 
@@ -70,6 +94,8 @@ class EmbeddingCluster:
                 initializers or admissions of their own.
             start_timeout_s: seconds until all must be ready. The first start on a
                 machine compiles the store's loops, which does not count.
+            restarts: start a server that was killed again, with its rows. A client
+                that connects with the cluster's ``recovery_s`` continues.
 
         Raises:
             ConfigError: ``num_servers`` or ``capacity`` is out of its range.
@@ -88,8 +114,9 @@ class EmbeddingCluster:
             incremental_dir=incremental_dir,
             incremental_interval_s=incremental_interval_s,
             imports=tuple(imports),
+            recovery_s=_RECOVERY_S if restarts else 0.0,
         )
-        return cls._start_all(config, start_timeout_s)
+        return cls._start_all(config, start_timeout_s, restarts=restarts)
 
     @classmethod
     def of_checkpoint(
@@ -140,21 +167,67 @@ class EmbeddingCluster:
         return cls._start_all(config, start_timeout_s)
 
     @classmethod
-    def _start_all(cls, config: ServerConfig, timeout_s: float) -> "EmbeddingCluster":
-        shards = range(config.num_shards)
-        cluster = cls([_start(replace(config, shard=shard)) for shard in shards])
+    def _start_all(
+        cls, config: ServerConfig, timeout_s: float, *, restarts: bool = False
+    ) -> "EmbeddingCluster":
+        configs = [replace(config, shard=n) for n in range(config.num_shards)]
+        cluster = cls([])
         deadline = time.monotonic() + timeout_s
         try:
+            for one in configs:
+                if restarts:
+                    cluster.kept.append(_keep(one.shard))
+                kept = cluster.kept[-1] if restarts else None
+                cluster.processes.append(_start(one, kept))
             for shard, process in enumerate(cluster.processes):
                 address, deadline = _wait_until_ready(shard, process, deadline)
                 cluster.addresses.append(address)
         except BaseException:
             cluster.close()
             raise
+        if restarts:
+            cluster.keep_running(configs)
         return cluster
+
+    def keep_running(self, configs: Sequence[ServerConfig]) -> None:
+        """Have each server started again when it has been killed, with what is kept."""
+        self.recovery_s = _RECOVERY_S
+        for config in configs:
+            again, name = partial(self._start_again, config), "server restarts"
+            self._keepers.append(threading.Thread(target=again, name=name, daemon=True))
+            self._keepers[-1].start()
+
+    def _start_again(self, config: ServerConfig) -> None:
+        """Wait for the ends of a server, until one is in order or too many are not."""
+        shard, num_failed = config.shard, 0
+        while num_failed < _MAX_FAILED_STARTS:
+            process = self.processes[shard]
+            status = process.wait()
+            _close_output(process)
+            pause_s = min(_FIRST_PAUSE_S * 10**num_failed, _LONGEST_PAUSE_S)
+            if status == 0 or self._closing.wait(pause_s if num_failed else 0.0):
+                return
+            logger.warning(
+                "embedding server %d ended with exit status %d; starting it again",
+                *(shard, status),
+            )
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                process = self.processes[shard] = _start(config, self.kept[shard])
+            try:
+                _wait_until_ready(shard, process, time.monotonic() + _START_AGAIN_S)
+            except ServerError:
+                num_failed += 1
+                process.kill()  # in case that it is too slow
+            else:
+                num_failed = 0
+        logger.error("embedding server %d is not started again; see its log", shard)
 
     def close(self) -> None:
         """End all servers; their rows are gone. May be called twice."""
+        with self._lock:  # none is started meanwhile, or after it
+            self._closing.set()
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()
@@ -168,8 +241,13 @@ class EmbeddingCluster:
                 )
                 process.kill()
                 process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        for keeper in self._keepers:
+            keeper.join(_STOP_TIMEOUT_S)
+        for process in self.processes:
+            _close_output(process)
+        while self.kept:
+            for descriptor in self.kept.pop():
+                os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +256,25 @@ class EmbeddingCluster:
         self.close()
 
 
-def _start(config: ServerConfig) -> "subprocess.Popen[str]":
+def _close_output(process: "subprocess.Popen[str]") -> None:
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _keep(shard: int) -> Kept:
+    """Open what a server is handed at each of its starts."""
+    listening = open_listening().detach()
+    try:
+        return Kept(listening, os.memfd_create(f"persia embedding server {shard}"))
+    except OSError as exc:
+        os.close(listening)
+        raise ServerError(
+            f"The operating system must have memory files. Received: {exc}.",
+            server=f"embedding server {shard}",
+        ) from exc
+
+
+def _start(config: ServerConfig, kept: Kept | None = None) -> "subprocess.Popen[str]":
     settings = asdict(config)
     capacity, imports = settings.pop("capacity_rows"), list(settings.pop("imports"))
     del settings["metrics"]  # has no flag
@@ -186,7 +282,19 @@ def _start(config: ServerConfig) -> "subprocess.Popen[str]":
         standalone=True, capacity=capacity, import_=imports, **settings
     )
     command = [sys.executable, "-m", "persia_torchrec.server", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    variables = {}
+    if kept is not None:
+        variables = {
+            "PERSIA_LISTEN_FD": str(kept.listening),
+            "PERSIA_MEMORY_FD": str(kept.memory),
+        }
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=kept or (),
+        env=env.of_child(variables),
+    )
 
 
 def _wait_until_ready(

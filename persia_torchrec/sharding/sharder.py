@@ -313,7 +313,8 @@ class RemoteSharder(CollectionSharder):
             kind, settings["device"] = RowsOnDevice, device
         lookup = kind(self._client, spec.features, **settings)
         lookup.add_tables(spec.tables)
-        timeout_s = self._client.timeout_s
+        # A server may be silent, and then away.
+        timeout_s = self._client.timeout_s + 2 * self._client.recovery_s
         pipeline = BatchPipeline(lookup, staleness=self._staleness, timeout_s=timeout_s)
         if self._joint_timeout_s and env.world_size > 1:
             pipeline.set_trainers(self._meet(env, device))

@@ -386,8 +386,9 @@ def connect_to_job() -> tuple[EmbeddingClient, RemoteWorkers]:
         "timeout_s": timeouts.TRAINING_REQUEST_S,
         "greeting": book.greeting,
     }
+    settings["recovery_s"] = book.recovery_s
     client = EmbeddingClient.connect(servers, **settings)
-    return client, RemoteWorkers(workers, recovery_s=book.recovery_s, **settings)
+    return client, RemoteWorkers(workers, **settings)
 
 
 def _slots() -> embedding_config.EmbeddingSchema:
