@@ -220,6 +220,12 @@ def num_group_restarts() -> int:
     return max(integer("TORCHELASTIC_RESTART_COUNT", 0), num_restarts())
 
 
+def group_restarts_left() -> int:
+    """Return how often torchrun starts the trainers of this job again at most."""
+    most = integer("TORCHELASTIC_MAX_RESTARTS", 0)
+    return max(most - num_group_restarts(), 0) if is_under_torchrun() else 0
+
+
 def checkpoint_interval_s() -> float:
     """Return the seconds between automatic checkpoints; 0: there are none.
 

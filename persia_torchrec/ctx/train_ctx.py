@@ -22,6 +22,7 @@ from persia_torchrec.table import TableSettings
 from persia_torchrec.training.checkpoint import Target, read_state, state_bytes
 from persia_torchrec.training.engine import Engine
 from persia_torchrec.training.recovery import Recovery, RecoveryConfig, Resume
+from persia_torchrec.wire.membership import JobMember
 
 _TRAINING = "training.pt"
 
@@ -83,6 +84,7 @@ class TrainCtx(EmbeddingCtx):
     model: nn.Module
     embeddings: Engine
     _recovery: Recovery | None = None
+    _num_steps = 0
 
     def __init__(
         self,
@@ -188,6 +190,7 @@ class TrainCtx(EmbeddingCtx):
         have_met = weights is None or weights.after_step()
         self.embedding_optimizer.step()
         self.dense_optimizer.zero_grad()
+        self._num_steps += 1
         if self._recovery is not None:
             self._recovery.step(may_save=have_met)
         return loss
@@ -284,6 +287,9 @@ class TrainCtx(EmbeddingCtx):
                 recovery.resume(is_restart=env.num_group_restarts() > 0)
                 engine.resumed_from = recovery.resumed_from
                 self.trained = dict(recovery.last_numbers)
+                self._num_steps = recovery.num_steps
+            if (member := JobMember.current) is not None:
+                member.progress = lambda: self._num_steps
             clock = None if recovery is None else recovery.clock
             with engine.in_step(self._scaler, clock):
                 yield

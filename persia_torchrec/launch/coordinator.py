@@ -120,9 +120,11 @@ class _Member:
         """
         previous, ending = self.process, self.ending()
         wrong = self._find_wrong(ending)
-        if self.process is None or self.process.supervisor is None:
+        if self.process is None:
             return wrong
         self.progress = max(self.progress, self.record.progress())
+        if self.process.supervisor is None:
+            return wrong
         has_progress = progress > self._progress_then
         if previous is not None and previous != self.process:
             self._num_restarts = 1 if has_progress else self._num_restarts + 1
@@ -132,7 +134,7 @@ class _Member:
             self._note_return()
             return None
         self._note_absence(wrong)
-        if ending == "killed" and self.process.supervisor.has_ended():
+        if ending in ("killed", "left") and self.process.supervisor.has_ended():
             return f"{wrong}, and so was its supervisor"
         is_at_limit = self._num_restarts >= self._max_restarts and not has_progress
         if is_at_limit and ending in ("killed", "left"):

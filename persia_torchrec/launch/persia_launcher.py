@@ -89,6 +89,9 @@ class NnWorker(_Process):
     """Index of this machine."""
     nnodes: int = 1
     """Machines with NN workers."""
+    max_restarts: int = 3
+    """How often all NN workers are started again when one fails. They continue from the
+    last automatic checkpoint."""
 
     def words(self) -> list[str]:
         """Return torchrun's command line, which starts the scripts."""
@@ -108,6 +111,7 @@ class NnWorker(_Process):
             node_rank=self.node_rank,
             master_addr=address,
             master_port=port,
+            max_restarts=self.max_restarts,
             module="persia_torchrec.launch.script",
         )
         return ["-m", "torch.distributed.run", *flags, "trainer", self.file]

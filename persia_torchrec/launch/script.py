@@ -76,7 +76,8 @@ def run_member(role: str, script: str, work: Callable[[], object]) -> int:
                 set_up_rendezvous(member.book, index, size)
             except PersiaError as exc:
                 raise SystemExit(str(exc)) from exc
-        work()
+        if not by_torchrun or member.book.state()[0] != "finished":
+            work()
         if not member.ended.is_set():
             work_name = "the block" if is_proxy else script
             logger.info("%s: %s has ended, waiting for the job", member.who, work_name)

@@ -152,6 +152,7 @@ class Recovery:
 
     Attributes:
         resumed_from: path of the checkpoint, if the training was resumed.
+        num_steps: that are trained.
         num_batches: that are trained of the current pass of the data.
         last_numbers: of the batches that came from data loaders: the last of each.
     """
@@ -175,7 +176,7 @@ class Recovery:
         self._key = f"trainer {dist.get_rank() if dist.is_initialized() else 0}"
         self._saved: dict[str, Any] | None = None  # of this trainer, to continue from
         self._tables: dict[str, Any] = {}  # their settings then
-        self._num_steps = self._num_passes = 0
+        self.num_steps = self._num_passes = 0
         self._random = random_state()  # at the beginning of the pass
         self._is_checked = False
         self.clock = CheckpointClock(config.interval_s)
@@ -245,7 +246,7 @@ class Recovery:
 
     def step(self, *, may_save: bool = True) -> None:
         """Count a training step, and save a checkpoint if it is time."""
-        self._num_steps += 1
+        self.num_steps += 1
         if may_save and self._config.interval_s and self.clock.is_time():
             self._save()
 
@@ -276,7 +277,7 @@ class Recovery:
                 {**shared, self._key: own},
                 self._client,
                 self._sharders,
-                step=self._num_steps,
+                step=self.num_steps,
             )
             at_first(lambda: catalog.delete_older(run, _NUM_KEPT))
         except CheckpointError as exc:
@@ -292,7 +293,7 @@ class Recovery:
         """Return what is saved once for all trainers, and what is this one's own."""
         shared, own = self._split()
         state = {
-            "num_steps": self._num_steps,
+            "num_steps": self.num_steps,
             "num_passes": self._num_passes,
             "num_batches": self.num_batches,
             "last": self.last_numbers,
@@ -329,7 +330,7 @@ class Recovery:
             load_dense(folder, state)
         self._saved = saved = _unpack(state[self._key])
         self._set_own(saved)
-        self._num_steps = saved["num_steps"]
+        self.num_steps = saved["num_steps"]
         self.last_numbers = saved["last"]
         tables = catalog.Manifest.read(folder).tables
         self._tables = {table.name: table.spec for table in tables}

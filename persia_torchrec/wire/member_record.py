@@ -41,6 +41,8 @@ class MemberRecord:
         ):
             if self._book.claim(key, own, holder or "") == own:
                 self._own = own
+                if self.is_done():  # one that is started again is not
+                    self._book.put(f"done/{self._key}", "")
                 place = f"{socket.gethostname()} {failures.find_own_log()}"
                 self._book.put(f"log/{self._key}", place)
                 self.beat()
@@ -105,7 +107,7 @@ class MemberRecord:
 
     def is_done(self) -> bool:
         """Return whether the member's work is done."""
-        return self._book.peek(f"done/{self._key}") is not None
+        return self._book.peek(f"done/{self._key}") == "1"
 
     def ending(self, process: ProcessIdentity) -> Ending | None:
         """Return how that process has ended, or None; "lost" is its connection."""

@@ -23,6 +23,9 @@ With a supervisor (``launch/supervisor.py``) this is otherwise:
                               START_AGAIN. Not if the exception is a ConfigError.
     the supervisor has ended  this process turns into a new one.
 
+That of a trainer under torchrun is torchrun, as long as it may start all of them again.
+Before it does, it ends those that are left by SIGTERM, which is no failure then.
+
 A coordinator with a supervisor is waited for, up to ``recovery_timeout_s``.
 
 Three threads do it. One sends heartbeats, and may get stuck if the network does;
@@ -47,7 +50,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Self
+from typing import ClassVar, Self
 
 from persia_torchrec import env, timeouts
 from persia_torchrec.decoding import parse_json
@@ -131,6 +134,7 @@ class JobMember:
     """
 
     watches_parent = True
+    current: "ClassVar[JobMember | None]" = None  # of this process, once it is entered
     progress: Callable[[], int] | None = None
 
     def __init__(
@@ -205,6 +209,7 @@ class JobMember:
         return self.expendable and self._verdict[0] == "finished"
 
     def __enter__(self) -> Self:
+        JobMember.current = self
         self._beating.start()
         self._signals.__enter__()
         threading.Thread(target=self._guard, name="job-guard", daemon=True).start()
@@ -219,19 +224,22 @@ class JobMember:
         if exc is not None and has_raised:
             self._ask_for_cause(exc)
         is_needless = has_raised and self.expendable and self._verdict[0] == "finished"
+        is_known = False  # the exception is on the console, from an earlier start
         if is_needless:
             logger.info("the job is finished, %s ends: %s", self.who, cause)
         elif has_raised and self._may_start_again(exc):
             self._end_and_start_again(str(cause), exc)
         elif has_raised or self._verdict[0] == "running":
+            is_known = self._is_known(cause)
             self._fail(cause or "it left before the job had ended")
         self._leave()
         if self._verdict[0] == "finished":  # no signal makes that a failure
             self._signals.ignore()
         self._signals.__exit__()
         state, reason = self._verdict
-        is_own = has_raised and reason.startswith(f"{self.who}: ")
-        if state == "failed" and not is_own and failures.may_be_consequence(exc):
+        is_own = has_raised and reason.startswith(f"{self.who}: ") and not is_known
+        is_consequence = not is_own and failures.may_be_consequence(exc)
+        if state == "failed" and (is_known or is_consequence):
             logger.debug("%s raised as the job had failed", self.who, exc_info=exc)
             raise SystemExit(1)  # without a traceback
         return is_needless
@@ -250,6 +258,8 @@ class JobMember:
             if self._is_deferred:  # interrupt the main thread again
                 self._signals.interrupt(signal.Signals[name])
         self._ask_for_verdict()
+        if self._may_start_again(None):
+            os._exit(START_AGAIN)
         if self._verdict[0] == "running":
             self._fail(f"ended from outside ({name})")
         else:
@@ -280,10 +290,20 @@ class JobMember:
 
     def _may_start_again(self, exc: BaseException | None) -> bool:
         """Return whether an exception is for the supervisor, and not for the job."""
-        is_final = isinstance(exc, ConfigError) or self._has_asked
+        is_final = isinstance(exc, ConfigError) or (
+            self._has_asked and not env.is_under_torchrun()
+        )
         return not (
             self._supervisor is None or is_final or self._verdict[0] != "running"
         )
+
+    def _is_known(self, cause: str | None) -> bool:
+        """Return whether this member has failed with a cause before; note the cause."""
+        if cause is None or not env.num_group_restarts():
+            return False
+        with contextlib.suppress(JobError):  # the coordinator has ended
+            return not self.record.report_failure(cause)
+        return False
 
     def _end_and_start_again(self, cause: str, exc: BaseException | None) -> None:
         """Report the cause, and have the supervisor start this process again."""
@@ -417,9 +437,11 @@ class JobMember:
             silent_ticks += 1
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
-            if self._supervisor is not None and os.getppid() != self._parent:
+            is_orphan = os.getppid() != self._parent
+            by_torchrun = env.is_under_torchrun()
+            if is_orphan and self._supervisor is not None and not by_torchrun:
                 processes.replace_supervisor()
-            elif self.watches_parent and os.getppid() != self._parent:
+            elif is_orphan and self.watches_parent:
                 self._fail_alone(f"{self.who} lost the process that started it")
             silent_s = silent_ticks * tick_s
             limit_s = max(timings.silent_s, self.book.recovery_s)

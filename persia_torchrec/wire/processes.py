@@ -143,8 +143,10 @@ def find_supervisor() -> int | None:
 
     It may have been killed before this process looks.
     """
+    if env.is_under_torchrun():  # which starts all of its own again
+        return os.getppid() if env.group_restarts_left() else None
     pid = env.supervisor()
-    if pid is None or env.is_under_torchrun():  # which starts its own again
+    if pid is None:
         return None
     return pid if pid == os.getppid() or _read_stat(pid)[0] in "ZX" else None
 

@@ -113,6 +113,7 @@ def test_nn_workers_are_started_by_torchrun():
         "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --node-rank 0 "
         "--master-addr 127.0.0.1 --master-port "
     )
+    assert " --max-restarts 3 " in command
     assert command.endswith(" --module persia_torchrec.launch.script trainer train.py")
 
 
