@@ -230,6 +230,11 @@ class Log:
     def __post_init__(self) -> None:
         require_shard(self.shard, self.num_shards)
 
+    @property
+    def token(self) -> int:
+        """The random number in its name, of 48 bits."""
+        return int(self.name.rpartition("-")[2], 16)
+
     @classmethod
     def begin(cls, shard: int, num_shards: int, base: Base, history: str = "") -> "Log":
         """Describe a log that begins now, by default with a history of its own."""

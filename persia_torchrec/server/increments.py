@@ -166,6 +166,7 @@ class IncrementWriter(BackgroundTask):
         self._dirty = DirtySet()
         self._head: IncrementHead | None = None
         self._num_flushes = 0  # in the next increment
+        self._last_cut = self.num_cuts_written = 0
         self._known_dumps: list[tuple[str, int]] = []
         self.start("writing", self._run, "written")
 
@@ -206,7 +207,7 @@ class IncrementWriter(BackgroundTask):
             raise
 
     def _write_next(self, head: IncrementHead) -> None:
-        dirty, num_flushes = self._dirty, self._num_flushes
+        dirty, num_flushes, last_cut = self._dirty, self._num_flushes, self._last_cut
         self._dirty, self._head, self._num_flushes = DirtySet(), None, 0
         head = msgspec.structs.replace(
             head, number=self.number, was_cleared=dirty.was_cleared
@@ -218,6 +219,7 @@ class IncrementWriter(BackgroundTask):
         self.written["increment_rows"] += written.num_rows
         self.written["increment_bytes"] += written.size_bytes
         self.number += 1
+        self.num_cuts_written = last_cut
         for _ in range(num_flushes):
             self.inbox.task_done()
         self._prune()
@@ -248,6 +250,7 @@ class IncrementWriter(BackgroundTask):
                 changes, self._head = self.inbox.get(timeout_s > 0, timeout_s)
                 timeout_s = 0
                 self._dirty.add(changes)
+                self._last_cut = changes.number
                 self._num_flushes += 1
 
     def _prune(self) -> None:
@@ -287,14 +290,16 @@ class Increments:
         self._writer: IncrementWriter | None = None
         self._failed: IncrementWriter | None = None  # the last one that did
         self._begin_s = -math.inf  # when the next log begins, if there is none
-        # Of rows in a memory file it is unknown which of them a log has.
-        self.next_log = Base("unknown" if store.states else "empty"), ""
+        self.next_log = Base("empty"), ""
+        self._noted: Changes | None = None  # by the previous process
         self._flushed_s = 0.0
         names = "increment_rows", "increment_bytes", "increment_logs_failed"
         self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
         if config.incremental_dir is not None:
             self._folder = Folder(config.incremental_dir)
             self._folder.make()
+            if store.states:  # in a memory file
+                self.next_log = self._continue()
 
     def begin_dump(self, url: str) -> LogPosition | None:
         """Note that a dump into a folder begins; return the log's position, if any."""
@@ -305,14 +310,26 @@ class Increments:
         writer.dumps.append((url, number))
         return LogPosition(writer.log.name, number)
 
-    def suspend(self) -> None:
-        """Close the log: a load is about to replace all rows."""
-        self._store.journal.end()
+    def suspend(self, *, keeps: bool = False) -> None:
+        """Close the log: a load begins, or the process ends, and ``keeps`` the ring."""
+        self._store.journal.end(keeps=keeps)
         self._begin_s = math.inf
         if self._writer is not None:
             self._counts.update(self._writer.written)
             self._writer.cancel()
             self._writer = None
+
+    def _continue(self) -> tuple[Base, str]:
+        """Return base and history of a log that continues the previous process's."""
+        tokens, changes = self._store.journal.previous()
+        lines = catalog.find_lines(self._folder, {})
+        logs = {line.logs[0].token: line.logs[0] for line in lines}
+        for log in [logs[token] for token in tokens if token in logs]:
+            folder = self._folder.child(log.name)
+            number = max(catalog.list_increments(folder), default=0) + 1
+            self._noted = changes
+            return Base("log", parent=LogPosition(log.name, number)), log.history
+        return Base("unknown"), ""
 
     def begin_log(self, base: Base, history: str = "") -> None:
         """Begin a new log, if increments are written, on the current rows."""
@@ -320,14 +337,17 @@ class Increments:
         if config.incremental_dir is None:
             return
         log = Log.begin(config.shard, config.num_shards, base, history)
+        noted, self._noted = self._noted, None
         self._writer = IncrementWriter(self._folder, log, config)
-        self._store.journal.begin()
+        self._store.journal.begin(log.token, noted)
         self._flushed_s = self._activity.clock()
         logger.info("log %s begins, base=%s", log.name, base.kind)
 
     def work(self, idle_ms: int) -> int:
         """Flush, copy some rows, begin a log; return how long to wait for a message."""
         writer, config, now_s = self._writer, self._config, self._activity.clock()
+        if writer is not None:
+            self._store.journal.release(writer.num_cuts_written)
         is_full = self._store.journal.changes.num_ids >= config.incremental_buffer_rows
         is_due = is_full or now_s - self._flushed_s >= config.incremental_interval_s
         if writer is None:
@@ -390,7 +410,8 @@ class Increments:
         if writer.phase != "written":
             reason = writer.error or f"not written within {_CLOSE_S:g} s"
             logger.error("log %s is not complete: %s", writer.log.name, reason)
-        self.suspend()
+        self._store.journal.release(writer.num_cuts_written)
+        self.suspend(keeps=True)
 
     def _fail(self, writer: IncrementWriter, exc: Exception) -> None:
         logger.error(

@@ -67,8 +67,9 @@ class EmbeddingServer:
 
         Before it serves; the arguments are those of ``Checkpoints.restore``.
         """
-        tasks = self.shard.checkpoints
-        if isinstance(tasks, Checkpoints) and not self.shard.store.states:
+        tasks, store = self.shard.checkpoints, self.shard.store
+        has_rows = store.states and not store.was_loading
+        if isinstance(tasks, Checkpoints) and not has_rows:
             tasks.restore(run, known_updates)
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:

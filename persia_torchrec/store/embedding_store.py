@@ -25,7 +25,7 @@ from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index
-from persia_torchrec.store.journal import ChangeJournal, UsedRows
+from persia_torchrec.store.journal import RING_WORDS, ChangeJournal, Ring, UsedRows
 from persia_torchrec.store.memory import (
     Arenas,
     Counts,
@@ -155,7 +155,6 @@ class EmbeddingStore:
         self._requests = Requests(self, self.recovery)
         self.was_loading = bool(self.tally[memory.CHANGE] == memory.LOAD)
         self.tally[memory.CAPACITY] = self.capacity_rows
-        self.journal = ChangeJournal(self.tally)
         self._steps = self.memory.area(memory.STEPS)
         self.index = Index(self.capacity_rows, self.memory)
         self.logs = RecencyLogs(self.capacity_rows, num_classes, self.memory)
@@ -164,6 +163,8 @@ class EmbeddingStore:
         self._addresses: Words = np.zeros(6, dtype=np.uint64)
         self.states: list[TableState] = []
         self._set_addresses()
+        self._ring = self._open_ring(tables.get("journal", 0))
+        self.journal = ChangeJournal(self.tally, self._ring)
         for table in tables["tables"]:
             self.states.append(self._open_table(**table))
         self._requests.open_notes(*tables.get("notes", (0, 0)))
@@ -278,9 +279,9 @@ class EmbeddingStore:
             self.make_room(table, len(admitted))
             layout[memory.NOW_S] = max(int(self.clock()), 0)
             state.insert(state.at, ids_N, counts_N, admitted, out_ND, slots_N)
-        self._requests.end()
         if self.journal.is_on:
             self.journal.used(UsedRows(table, self.tick, ids_N, missing, admitted))
+        self._requests.end()
         return slots_N
 
     def update(
@@ -369,11 +370,11 @@ class EmbeddingStore:
 
     def set_step(self, table: int, step: int) -> None:
         """Continue counting a table's update requests from ``step``."""
+        if self.journal.is_on:
+            self.journal.updated(table, _NO_IDS)
         with self.request() as request:
             request.steps[table] = step
             request.changes.append(Change(STEP, table, step))
-        if self.journal.is_on:
-            self.journal.updated(table, _NO_IDS)
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
         """Return how often ids were looked up, and when they were last updated."""
@@ -450,8 +451,7 @@ class EmbeddingStore:
             state.forget(self.memory)
         self.tally[memory.ROWS] = 0
         self._set_addresses()
-        if self.journal.is_on:
-            self.journal.cleared()
+        self.journal.cleared()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -548,8 +548,21 @@ class EmbeddingStore:
             "num_arenas": len(self.arenas.words),
             "tables": [state.describe(self._steps) for state in states],
             "notes": self._requests.describe_notes(),
+            "journal": 0
+            if self._ring is None
+            else memory.distance(self._steps, self._ring.words),
         }
         self.memory.publish(json.dumps(found).encode())
+
+    def _open_ring(self, at: int) -> Ring | None:
+        """Return the journal's ring in a memory file; None if that has none."""
+        if self.memory.is_new and self.recovery is not None:
+            [words] = self.memory.reserve(RING_WORDS)
+        elif at:
+            words = self.memory.find(memory.address_at(self._steps, at))[:RING_WORDS]
+        else:
+            return None
+        return Ring(words, self.memory.commit)
 
     def _change_table(self, state: TableState, spec: TableSpec) -> TableState:
         """Return the state of a known table under new settings."""

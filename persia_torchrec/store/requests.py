@@ -113,6 +113,7 @@ class Requests:
 
     def end(self) -> None:
         """End a change, unless it is a part of an open request."""
+        self._store.journal.keep_left()
         if self.recovery is not None and self._open is None:
             self.recovery.end()
 

@@ -1,5 +1,6 @@
 """A server that is killed, and another one that is started with its memory file."""
 
+import contextlib
 import os
 import signal
 from contextlib import closing
@@ -12,11 +13,11 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.codec import BatchNumber
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
-from tests.processes import Processes
+from tests.processes import Processes, wait_until
 from tests.servers import ids_of, missed
 
 IDS = ids_of(*range(0, 2000, 7), 2**64 - 1)
@@ -37,10 +38,10 @@ def path():
     os.close(file)
 
 
-def start(processes, name, path):
+def start(processes, name, path, *more):
     """Start a server of a memory file; return it and its address."""
     flags = "--standalone", "--capacity", "1000", "--memory-file", path
-    server = processes.start(name, main, flags)
+    server = processes.start(name, main, (*flags, *more))
     server.has_printed("ready ")
     return server, server.output().partition("ready ")[2].split()[0]
 
@@ -116,14 +117,46 @@ def test_a_checkpoint_is_loaded_into_the_file_and_dumped_from_it(
         assert train(client, number) == train(source, number) == train(copy, number)
 
 
-def test_increments_after_a_start_with_rows_need_another_checkpoint(
-    servers, path, tmp_path
-):
+def test_increments_continue_with_the_next_process_of_the_file(servers, path, tmp_path):
     folder = tmp_path / "increments"
-    for kind in ("empty", "unknown"):
+    for kind in ("empty", "log", "log"):
         [server] = servers.start(memory_file=path, incremental_dir=str(folder))
         client = servers.client([server])
         client.add_tables([SPEC])
         train(client, 0)
         server.stop()
         assert catalog.find_lines(Folder(str(folder)), {})[-1].logs[0].base.kind == kind
+
+
+def test_changes_that_no_increment_had_come_with_the_next_process(
+    processes, servers, path, tmp_path
+):
+    logs, run = str(tmp_path / "increments"), str(tmp_path / "run")
+    writing = "--capacity", "300", "--incremental-dir", logs, "--incremental-interval-s"
+    server, address = start(processes, "first", path, *writing, "1000")
+    with closing(EmbeddingClient.connect([address])) as client:
+        client.add_tables([SPEC])
+        train(client, 0)
+        client.checkpoints.dump(run)
+        [following] = servers.start(checkpoint=run, incremental_dir=logs)
+        follower = servers.client([following])
+        train(client, 1)
+        others = ids_of(*range(10_000, 10_050))  # others leave for these
+        client.write("item", others, np.ones((50, SPEC.dim), np.float32))
+        expected = client.read("item", IDS)[:, : SPEC.dim]
+        assert client.num_rows() == [300]
+        server.send(signal.SIGKILL)
+        assert server.status() == -signal.SIGKILL
+    start(processes, "second", path, *writing, "0.02")
+
+    def has_caught_up():
+        with contextlib.suppress(PersiaError):  # it loads
+            follower.learn_tables()
+            split = follower.split(IDS)
+            [rows] = follower.pull([("item", split)])
+            is_equal = np.array_equal(rows[split.inverse], expected)
+            return is_equal and follower.num_rows() == [300]
+        return False
+
+    wait_until(has_caught_up, "the follower has caught up")
+    assert follower.counters()[0]["following_reloads"] == 0
