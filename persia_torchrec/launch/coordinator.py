@@ -298,7 +298,7 @@ class Coordinator:
         if self._end_signal and self._config.num_trainers:
             return f"it was told to end ({self._end_signal})"
         if os.getppid() != self._parent:
-            if self._supervisor is not None:
+            if self._supervisor is not None and not self._end_signal:
                 processes.replace_supervisor()
             return "the process that started it is gone"
         progress = sum(member.progress for member in self._members)

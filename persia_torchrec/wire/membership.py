@@ -438,8 +438,8 @@ class JobMember:
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
             is_orphan = os.getppid() != self._parent
-            by_torchrun = env.is_under_torchrun()
-            if is_orphan and self._supervisor is not None and not by_torchrun:
+            is_alone = self._has_asked or env.is_under_torchrun()
+            if is_orphan and self._supervisor is not None and not is_alone:
                 processes.replace_supervisor()
             elif is_orphan and self.watches_parent:
                 self._fail_alone(f"{self.who} lost the process that started it")

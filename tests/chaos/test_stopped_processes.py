@@ -27,7 +27,9 @@ def test_a_stopped_coordinator_is_replaced_and_a_stopped_member_waited_for(tmp_p
             first, member = record.process(), MemberRecord(book, "server", 0).process()
             os.kill(first.pid, signal.SIGSTOP)
             wait_until(
-                lambda: record.process() != first, "the next one", details=trainer.output
+                lambda: record.process() != first,
+                "the next one",
+                details=trainer.output,
             )
             os.kill(member.pid, signal.SIGSTOP)
             silent = "server 0 was silent for 2 s; the job waits for its return"
