@@ -155,7 +155,7 @@ def once_the_port_is_free(listen: Callable[[], T]) -> T:
 
 def outcome_of(replies: Iterable[Reply]) -> PushOutcome:
     """Wait for the replies to a push; return the outcome on all servers."""
-    return PushOutcome.read(reply.frames() for reply in replies)
+    return PushOutcome.read(replies)
 
 
 def missed(replies: Iterable[Reply]) -> int:

@@ -12,6 +12,8 @@ Dimension key:
 """
 
 import itertools
+import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -30,15 +32,15 @@ from persia_torchrec.client.codec import (
     TableRequest,
 )
 from persia_torchrec.client.codec import BatchNumber as BatchNumber
+from persia_torchrec.client.servers import Peers, Servers
 from persia_torchrec.client.servers import Reply as Reply
-from persia_torchrec.client.servers import Servers
 from persia_torchrec.client.transfer import (
     BLOCK_ROWS,
     RowBlock,
     export_blocks,
     rows_to_write,
 )
-from persia_torchrec.errors import BatchError, ConfigError, WireError
+from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.store.embedding_store import Metadata as Metadata
@@ -49,8 +51,12 @@ from persia_torchrec.wire.messages import Header, Kind, Precision, Share, decode
 from persia_torchrec.wire.precision import Floats
 from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
 
+logger = logging.getLogger(__name__)
+
 _STALENESS = "staleness_"
 """What the names of those counters begin with that make up the histogram."""
+
+_MAX_GROUPS = 2  # of joint steps, of one collection, that are known
 
 _BLOCKS_IN_FLIGHT = 2
 """One that the servers write while the next is cut and encoded."""
@@ -77,6 +83,9 @@ class EmbeddingClient:
         self.num_servers = len(servers)
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
+        self._renewing = threading.Lock()
+        # Who this trainer is, and its next share, by group. guarded by _renewing
+        self._joined: dict[int, tuple[str, Share]] = {}
 
     @classmethod
     def connect(
@@ -211,8 +220,12 @@ class EmbeddingClient:
             [table.spec.dim for table in known],
             counts=counts,
         )
-        replies = self._send(header, request)
-        return request.merge([reply.frames() for reply in replies], precision)
+        while True:
+            replies = self._send(header, request)
+            try:
+                return request.merge([reply.frames() for reply in replies], precision)
+            except RestartedError as exc:
+                self._renew(exc.server)
 
     def push(
         self,
@@ -247,7 +260,13 @@ class EmbeddingClient:
             rows=grads,
             share=share,
         )
-        return self._send(header, request)
+        if share is None:
+            return self._send(header, request)
+        with self._renewing:  # whose share is the first that a restarted server gets
+            if share.group in self._joined:
+                who, _ = self._joined[share.group]
+                self._joined[share.group] = who, share._replace(step=share.step + 1)
+            return self._send(header, request)
 
     def join(
         self, share: Share, who: str, ended: str = "", timeout_s: float | None = None
@@ -263,6 +282,10 @@ class EmbeddingClient:
         value = {"who": who[:most], "ended": ended[:most]}
         frames = [messages.encode_json(value), share.encode()]
         what = "joining the trainers"
+        if not ended:
+            with self._renewing:
+                self._joined.pop(share.group - _MAX_GROUPS, None)
+                self._joined[share.group] = who, share
         replies = self._servers.send_all(Header(Kind.JOIN), frames, what, timeout_s)
         answers = [decode_json(reply.frames(timeout_s), str) for reply in replies]
         return str(answers[0])
@@ -275,7 +298,7 @@ class EmbeddingClient:
 
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
         """Wait for the replies to a push; return what was not applied anywhere."""
-        return PushOutcome.read(reply.frames() for reply in replies)
+        return PushOutcome.read(replies)
 
     def write(
         self, table: str, ids: Ids, weights: Floats, state: Floats | None = None
@@ -414,11 +437,55 @@ class EmbeddingClient:
         # A joint step waits for the other trainers as well.
         joint_s = share.timeout_ms / 1000 if share else 0.0
         timeout_s = self.timeout_s + self.recovery_s + joint_s
-        send, encode = self._servers.send, request.encode
+        # In this order: a server refuses the numbers of tables of another start.
+        starts = list(self._servers.incarnations)
+        tables = [self.tables[table.spec.name] for table in request.tables]
+        send, encode = self._servers.send, request._replace(tables=tables).encode
         return [
-            send(server, header, encode(server, precision), what, timeout_s)
+            send(
+                server,
+                header._replace(incarnation=starts[server]),
+                encode(server, precision),
+                *(what, timeout_s),
+            )
             for server in range(self.num_servers)
         ]
+
+    def _renew(self, name: str) -> None:
+        """Continue with a server that came back without the rows that it had.
+
+        It gets the tables with their current settings, and this trainer's next share.
+        """
+        server = self._servers.names.index(name)
+        with self._renewing:
+            if not self._servers.connections.is_restarted(server):
+                return  # another thread has renewed it
+
+            def prepare(fresh: Peers) -> None:
+                known = list(self.tables.values())
+                specs = [table.spec.to_json() for table in known]
+                [answer] = fresh.ask(
+                    *(Kind.ADD_TABLES, specs, "adding tables again"),
+                    answer=list[AddedTable],
+                    timeout_s=timeouts.ADD_TABLES_S,
+                )
+                for table, told in zip(known, answer, strict=True):
+                    numbers = list(table.numbers)
+                    numbers[server] = told.number
+                    changed = table._replace(numbers=tuple(numbers))
+                    self.tables[table.spec.name] = changed
+                for who, share in self._joined.values():
+                    value = {"who": who, "ended": ""}
+                    frames = [messages.encode_json(value), share.encode()]
+                    for reply in fresh.send_all(Header(Kind.JOIN), frames, "joining"):
+                        reply.frames()
+
+            self._servers.renew(server, prepare)
+        logger.warning(
+            "%s came back without the rows that it had. Training continues; updates "
+            "that it had not acknowledged are lost.",
+            name,
+        )
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""

@@ -14,13 +14,19 @@ import msgspec
 import numpy as np
 
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import BatchError, ConfigError, FrameError
+from persia_torchrec.errors import (
+    BatchError,
+    ConfigError,
+    FrameError,
+    RestartedError,
+)
 from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Frame, Frames, Precision, Share, TableIds
 from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats, size_of
 from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
+from persia_torchrec.wire.transport import Reply
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
 _NO_COUNTS = np.empty(0, dtype=np.uint32)
@@ -207,12 +213,15 @@ class PushOutcome(msgspec.Struct, frozen=True):
         num_refused: rows whose gradient was not finite: NaN or infinite.
         num_unadmitted: of the missed, those that were never admitted.
         num_gradients: ids that had a gradient, applied or not.
+        num_lost: servers that were started again without their rows, and have not
+            acknowledged the push.
     """
 
     num_missed: int = msgspec.field(name="missed")
     num_refused: int = msgspec.field(name="refused")
     num_unadmitted: int = msgspec.field(name="unadmitted")
     num_gradients: int = msgspec.field(name="gradients")
+    num_lost: int = msgspec.field(name="lost", default=0)
 
     @property
     def num_evicted(self) -> int:
@@ -220,14 +229,20 @@ class PushOutcome(msgspec.Struct, frozen=True):
         return self.num_missed - self.num_unadmitted
 
     @classmethod
-    def read(cls, replies: Iterable[Frames]) -> "PushOutcome":
-        """Read the replies to a push; return the outcome on all servers."""
+    def read(cls, replies: Iterable[Reply]) -> "PushOutcome":
+        """Wait for the replies to a push; return the outcome on all servers."""
         source = "The reply to an update"
-        outcomes = [
-            parse_json(body_of(frames), cls, source, FrameError) for frames in replies
-        ]
-        columns = zip(*map(msgspec.structs.astuple, [NOTHING, *outcomes]), strict=True)
+        outcomes = [NOTHING]
+        for reply in replies:
+            try:
+                body = body_of(reply.frames())
+            except RestartedError:
+                outcomes.append(_LOST)
+            else:
+                outcomes.append(parse_json(body, cls, source, FrameError))
+        columns = zip(*map(msgspec.structs.astuple, outcomes), strict=True)
         return cls(*map(sum, columns))
 
 
 NOTHING = PushOutcome(0, 0, 0, 0)
+_LOST = PushOutcome(0, 0, 0, 0, 1)

@@ -1,8 +1,9 @@
 """Processes of one role that answer requests, and the servers of a job among them."""
 
+import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from persia_torchrec import timeouts
@@ -63,7 +64,8 @@ class Peers:
         timeout_s: float | None = None,
     ) -> Reply:
         """Send one process a message: the frames after the header."""
-        header = header._replace(incarnation=self.incarnations[peer])
+        incarnation = header.incarnation or self.incarnations[peer]
+        header = header._replace(incarnation=incarnation)
         timeout_s = timeout_s or self.timeout_s + self.recovery_s
         return self.connections.submit(
             peer, header, frames, timeout_s=timeout_s, what=what
@@ -124,6 +126,7 @@ class Servers(Peers):
         recovery_s: float = 0.0,
         generation: int = NO_GENERATION,
     ) -> None:
+        self._addresses, self._greeting = addresses, greeting
         self._stream = BatchNumber.new_stream(generation)
         self._numbers = itertools.count(1)
         if isinstance(addresses, str):
@@ -157,6 +160,21 @@ class Servers(Peers):
             number = next(self._numbers)
             header = header._replace(stream=self._stream, batch=number)
         return super().send(peer, header, frames, what, timeout_s)
+
+    def renew(self, server: int, prepare: Callable[[Peers], None]) -> None:
+        """Continue with a server that came back without the rows that it had.
+
+        Requests to it fail until it is prepared, over a connection of its own.
+        """
+        fresh = Peers(
+            *("embedding server", [self._addresses[server]], self.timeout_s),
+            *(self._greeting, self.recovery_s),
+        )
+        with contextlib.closing(fresh):
+            [hello] = fresh.ask(Kind.HELLO, None, "connecting", answer=ServerHello)
+            prepare(fresh)
+        self.max_request_ids[server] = hello.max_request_ids
+        self.connections.renew(server, hello.incarnation)
 
     def _read_hello(self, server: int, reply: Reply, give_up_s: float) -> ServerHello:
         """Wait for a server, which compiles its loops at first; check its shard."""

@@ -212,7 +212,7 @@ class SlotsLookup(sharded_lookup.ShardedLookup):
         """Push the gradients of a training batch, and wait until they are applied."""
         with self._timed("update_gradient_time_cost_sec"):
             replies = self.push(batch, grads)
-            outcome = PushOutcome.read(reply.frames() for reply in replies)
+            outcome = PushOutcome.read(replies)
         if self.measures is not None and outcome.num_refused:  # else all were finite
             self.measures.note_not_finite(batch, grads)
         return outcome

@@ -299,6 +299,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
             num_dropped=self.tally.num_dropped,
             num_gradients=total.num_gradients,
             num_evicted=total.num_evicted,
+            num_lost=total.num_lost,
         )
 
     def close(self) -> None:

@@ -256,7 +256,7 @@ class PushQueue(Generic[Source, Handle]):
         if next(left) > 0:
             return
         try:
-            outcome = PushOutcome.read([reply.frames() for reply in replies])
+            outcome = PushOutcome.read(replies)
         except Exception as exc:  # noqa: BLE001  # raised by the next caller
             self._end(push, exc)
             return

@@ -227,6 +227,7 @@ class TrainingSummary:
         num_dropped: batches that a model used, and that got no backward pass.
         num_gradients: rows that had a gradient, in acknowledged updates.
         num_evicted: of these, how many had left the servers since their lookup.
+        num_lost: updates that a server had not acknowledged when it lost its memory.
         max_lacking: earlier batches whose update one lookup may lack, by the bound.
     """
 
@@ -236,6 +237,7 @@ class TrainingSummary:
     num_dropped: int = 0
     num_gradients: int = 0
     num_evicted: int = 0
+    num_lost: int = 0
     max_lacking: int = 0
 
     @classmethod

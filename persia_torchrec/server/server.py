@@ -12,7 +12,7 @@ the socket, and the trainers wait. Background work gets bounded slices between m
 import logging
 from collections.abc import Callable
 
-from persia_torchrec.errors import ConfigError, FrameError, PersiaError
+from persia_torchrec.errors import ConfigError, FrameError, PersiaError, RestartedError
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.metrics import ServerReadings, Snapshots
@@ -174,9 +174,10 @@ class EmbeddingServer:
                 "of another role?"
             )
         if header.incarnation not in (0, tasks.incarnation):
-            raise ConfigError(
-                "The server restarted since the client connected, and the previous "
-                "rows are gone. Connect again, and load a checkpoint."
+            raise RestartedError(
+                "it restarted since the client connected, and the previous rows are "
+                "gone. Connect again, and load a checkpoint.",
+                server=f"embedding server {self.config.shard}",
             )
         if header.stream and shard.streams.admit(header.stream, header.batch):
             shard.drop_older_streams()

@@ -306,12 +306,17 @@ class _Step:
 
 @dataclass(slots=True)
 class _Group:
-    """Trainers that step together; ``left``: by rank, the first step without it."""
+    """Trainers that step together.
+
+    By rank, ``first`` is the first step that waits for it, ``left`` the first that does
+    not any more.
+    """
 
     members: dict[int, Member] = field(default_factory=dict)
     steps: dict[int, _Step] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     broken: str = ""
+    first: dict[int, int] = field(default_factory=dict)
 
     def missing(self, number: int) -> list[int]:
         """Return the ranks that a step still waits for."""
@@ -319,7 +324,8 @@ class _Group:
         return [
             rank
             for rank in range(step.num_ranks)
-            if rank not in step.updates and self.left.get(rank, number + 1) > number
+            if rank not in step.updates
+            and self.first.get(rank, number) <= number < self.left.get(rank, number + 1)
         ]
 
     def save(self, number: int) -> bytes:
@@ -405,9 +411,13 @@ class JointSteps:
 
     def join(self, share: Share, member: Member) -> list[str]:
         """Register a rank, or that it has ended; return which other ranks are gone."""
-        members = self._get_group(share.group).members
+        group = self._get_group(share.group)
+        members = group.members
+        if share.rank not in members:  # else it says that it has ended
+            group.first[share.rank] = share.step
         members[share.rank] = member
         self._keep_groups()
+        self._apply_complete(group, sorted(group.steps))
         return [
             other.describe(rank)
             for rank, other in sorted(members.items())

@@ -320,6 +320,12 @@ class TableControl:
             return
         self.remote_tables.has_ended = True
         summary = self._report(num_rows)
+        if summary.num_lost:
+            logger.warning(
+                "%d updates are lost, as servers had not acknowledged them when they "
+                "lost their memory",
+                summary.num_lost,
+            )
         if summary.num_evicted:
             logger.warning(
                 "%d gradients (%.2f %% of %d) came after their rows had been evicted, "

@@ -336,6 +336,17 @@ class Connections:
         self._wakeup.wake()
         self._thread.join(timeout=5)
 
+    def is_restarted(self, server: int) -> bool:
+        """Return whether a server came back without its rows, and is not renewed."""
+        with self._lock:
+            return self._lost.get(server, ("", ServerError))[1] is RestartedError
+
+    def renew(self, server: int, incarnation: int) -> None:
+        """Send requests to the start of a server that came back without its rows."""
+        with self._lock:
+            self.incarnations[server] = incarnation
+            self._lost.pop(server, None)
+
     # The I/O thread
 
     def _run(self) -> None:
@@ -438,7 +449,11 @@ class Connections:
         reply = self._take(header.request, server)
         if reply is None:
             return  # its deadline has passed
-        if error is not None:
+        if error is not None and error.kind == RestartedError.__name__:
+            # It was on its way when the server was renewed.
+            gone = RestartedError(str(error), server=name)
+            reply.set_exception(gone if self._recovery_s else error)
+        elif error is not None:
             reply.set_exception(error)
         else:
             reply.set_result((header, frames))

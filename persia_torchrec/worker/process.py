@@ -288,7 +288,7 @@ class WorkerProcess:
             if header.kind is Kind.BACKWARD:
                 return self._update(header, number, origin, frames[2:])
             replies = self.lookup.client.push([], [], number)
-            return PushOutcome.read(reply.frames() for reply in replies)
+            return PushOutcome.read(replies)
 
         outcome = self.open.settle(number, settle)
         if origin is not None:

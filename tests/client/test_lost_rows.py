@@ -1,0 +1,103 @@
+"""A client continues with a server that was started again without its rows."""
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.messages import Share
+from tests.ports import draw_port
+from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free
+
+ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0))
+OTHER = TableSpec(name="other", dim=3, optimizer=SGD(1.0))
+IDS = ids_of(1, 2, 3)
+
+
+class Lossy:
+    """A server that is started again with what a checkpoint has."""
+
+    def __init__(self, run):
+        self._run = run
+        self._config = ServerConfig(port=draw_port(), capacity_rows=100)
+        self._running = RunningServer(self._config)
+
+    def connect(self):
+        client = EmbeddingClient.connect(
+            [self._running.address], timeout_s=DEADLINE_S, recovery_s=DEADLINE_S
+        )
+        client.add_tables([OTHER, ITEM])
+        return client
+
+    def stop(self):
+        self._running.stop()
+
+    def start(self):
+        def start():
+            return RunningServer(self._config, before=lambda s: s.restore(self._run))
+
+        self._running = once_the_port_is_free(start)
+
+
+@pytest.fixture
+def server(servers, tmp_path):
+    """A server whose checkpoint has its tables in another order."""
+    source = servers.client(servers.start())
+    source.add_tables([ITEM, OTHER])
+    source.write("item", IDS, np.full((3, 2), 7, np.float32))
+    source.checkpoints.dump(tmp_path)
+    server = Lossy(str(tmp_path))
+    yield server
+    server.stop()
+
+
+def pull(client, number):
+    [rows] = client.pull([("item", client.split(IDS))], batch=BatchNumber(1, number))
+    return rows
+
+
+def push(client, number, share=None):
+    batch, grads = BatchNumber(1, number, share), np.ones((3, 2), np.float32)
+    return client.push([("item", client.split(IDS))], [grads], batch)
+
+
+def test_updates_in_doubt_are_lost_and_the_training_continues(server, caplog):
+    with closing(server.connect()) as client:
+        client.write("item", IDS, np.zeros((3, 2), np.float32))
+        client.outcome(push(client, 0))
+        assert (pull(client, 1) == -1).all()
+        server.stop()
+        replies = push(client, 1)
+        server.start()
+        assert client.outcome(replies).num_lost == 1
+        assert (pull(client, 2) == 7).all()
+        assert "Training continues" in caplog.text
+        outcome = client.outcome(push(client, 2))
+        assert (outcome.num_lost, outcome.num_gradients) == (0, 3)
+        assert (pull(client, 3) == 6).all()
+        assert client.counters()[0]["restored_rows"] == 3
+
+
+def test_a_joint_step_does_not_wait_for_a_share_that_was_lost(server):
+    shares = [Share(5, 1, rank, 2, 60_000) for rank in range(2)]
+    with closing(server.connect()) as first, closing(server.connect()) as second:
+        for client, share in zip((first, second), shares, strict=True):
+            client.join(share, "a trainer")
+        pull(first, 0)
+        server.stop()
+        replies = push(first, 0, shares[0])
+        server.start()
+        assert first.outcome(replies).num_lost == 1
+        for client in (first, second):
+            assert (pull(client, 0) == 7).all()
+        outcome = second.outcome(push(second, 0, shares[1]))
+        assert outcome.num_gradients == 3
+        later = [share._replace(step=2) for share in shares]
+        both = push(first, 1, later[0]), push(second, 1, later[1])
+        for client, replies in zip((first, second), both, strict=True):
+            assert client.outcome(replies).num_gradients == 3
+        assert (pull(first, 2) == 7 - 3).all()
