@@ -26,6 +26,7 @@ from persia_torchrec.lookup.slots import build_bags
 from persia_torchrec.pipeline.worker_client import RemoteWorkers
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.direct_start import join_job
+from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.messages import Frames
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.002
 _LAST_RETRY_S = 0.5
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.2
+_PROGRESS_S = 1.0
 
 
 class DataCtx(BaseCtx):
@@ -199,10 +201,14 @@ class DataCtx(BaseCtx):
 
     def _send_lost(self) -> None:
         """Send ids again that embedding workers have lost, until the end."""
-        wait_s = _LAST_LOOK_S
+        wait_s, told_s = _LAST_LOOK_S, 0.0
         moved: dict[int, int] = {}
+        record = MemberRecord(self._book, "loader", self._loader)
         try:
             while not self._closing.wait(0 if moved else wait_s):
+                if time.monotonic() - told_s > _PROGRESS_S:
+                    record.report_progress(self._num_sent)
+                    told_s = time.monotonic()
                 lost = self._look(moved)
                 wait_s = _FIRST_LOOK_S if lost else min(2 * wait_s, _LAST_LOOK_S)
                 deadline = time.monotonic() + timeouts.SEND_BATCH_S

@@ -120,6 +120,8 @@ def _run(
         settings.embedding_worker.buffered_data_expired_sec,
     )
     process = WorkerProcess(make_lookup(client, schema, metrics), buffer)
+    if isinstance(life, JobMember):
+        life.progress = lambda: process.open.num_settled
     with pushing_metrics(process, flags.index, metrics):
         service = Service(
             "embedding worker",

@@ -157,6 +157,7 @@ class AwaitingGradient:
     """Training batches that are pulled, and not yet settled. Thread-safe.
 
     It remembers the outcomes of the latest that are, for who asks again.
+    ``num_settled`` counts them all.
     """
 
     def __init__(self) -> None:
@@ -164,6 +165,7 @@ class AwaitingGradient:
         self._batches: dict[BatchNumber, RoutedBatch] = {}  # guarded by _lock
         # Those under way, too. guarded by _lock
         self._outcomes = OrderedDict[BatchNumber, Future[PushOutcome]]()
+        self.num_settled = 0
 
     def put(self, number: BatchNumber, batch: RoutedBatch) -> None:
         """Keep a batch that is not settled yet; refused if too many are open."""
@@ -205,6 +207,7 @@ class AwaitingGradient:
             raise
         with self._lock:
             self._batches.pop(number, None)
+            self.num_settled += 1
         return own.result()
 
     def __len__(self) -> int:

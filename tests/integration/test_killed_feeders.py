@@ -86,8 +86,6 @@ def test_every_batch_is_trained_once_when_processes_are_killed(tmp_path, monkeyp
                 feeders.start_loader(index)
             numbers = []
             for step, batch in enumerate(batches):
-                if step in KILLS:
-                    ctx.embeddings.flush()  # no update is at a worker
                 for name in KILLS.get(step, ()):
                     feeders.kill(name)
                 numbers.append(batch.batch_id)
