@@ -14,7 +14,7 @@ answers lookups until SIGTERM: see ``served_checkpoint.py``.
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from persia_torchrec.config.global_config import (
 )
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
+from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.service_main import (
@@ -119,10 +120,26 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
         replica = f"server/{config.shard}"
         address = life.book.peek(f"address/{replica}")
         run = life.book.peek("note/checkpoint_dir")
-        updates = life.book.peek(f"progress/{replica}")
+        updates = life.book.peek(f"note/updates/{replica}")
     if env.num_restarts() or address is not None:
         known_updates = None if updates is None else int(updates)
         server.restore(config.resume_dir or run, known_updates)
+    if isinstance(life, JobMember):
+        life.progress = _teller(server, life)
+
+
+def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
+    """Return what leaves in the job, with each heartbeat, what a successor needs."""
+
+    def tell() -> int:
+        shard, book = server.shard, member.book
+        updates = sum(state.num_updates for state in shard.store.states)
+        book.tell(f"updates/server/{server.config.shard}", str(updates))
+        if isinstance(shard.checkpoints, Checkpoints) and shard.checkpoints.run:
+            book.tell("checkpoint_dir", shard.checkpoints.run)
+        return 0  # that of trainers counts
+
+    return tell
 
 
 def _config(

@@ -168,7 +168,16 @@ class Checkpoints:
         self._increments = Increments(config, store, activity)
         shard, num_shards = config.shard, config.num_shards
         self._target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
+        self._url = self._run = ""
         self._lost: dict[str, int] = {}  # counters of a server that lost its memory
+
+    @property
+    def run(self) -> str:
+        """The folder of the last checkpoint that was dumped or loaded; empty: none."""
+        task = self._dump or self._load
+        if task is not None and task.phase in ("dumped", "loaded"):
+            self._run = self._url.rpartition("/")[0]
+        return self._run
 
     def restore(self, run: str | None, known_updates: int | None) -> None:
         """Restore rows from the newest checkpoint and increments; say what is lost.
@@ -213,7 +222,7 @@ class Checkpoints:
                 self.cancel("another dump begins")
                 self._dump = ShardDump(Folder(request.folder), store, config)
                 self._dump.log = self._increments.begin_dump(request.folder)
-                self._task = request.task
+                self._task, self._url = request.task, request.folder
             case "check":
                 self._require_idle()
                 self.cancel("another load begins")
@@ -227,6 +236,7 @@ class Checkpoints:
                 )
                 self._load.start("checking", self._load.check, "checked")
                 self._dump, self._task = None, request.task
+                self._url = request.folder
             case "load":
                 if not is_known or load is None or load.phase != "checked":
                     raise CheckpointError("A checkpoint must be checked before a load.")

@@ -39,8 +39,8 @@ class ServerConfig(ImportFlags):
     when the server ends. None: memory that ends with the process."""
     resume_dir: str | None = None
     """Folder of the job's checkpoints. A server whose memory is lost restores its rows
-    from the newest complete one, and from the increments behind it [that in which the
-    trainers write checkpoints]"""
+    from the newest complete one, and from the increments behind it [that of the last
+    one that the job dumped or loaded]"""
     recovery_s: float = 0.0
     """How long a lost trainer of joint steps may be away; 0: a second, or a few if the
     server is busy [where processes are started again, ``recovery_timeout_s``]"""
