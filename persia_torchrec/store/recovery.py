@@ -18,8 +18,9 @@ is written. An update changes rows one by one; ``PROGRESS`` says how many are do
     image of row i | PROGRESS = i, busy | row i changes | PROGRESS = i + 1
 
 A row that was changing gets its image back, and the update continues with it. A block
-of rows is done likewise, with all their images. How many gradients had no row, or were
-refused, is counted again: both follow from what is there. The rest is done once more.
+of rows is done likewise, with all their images. How many gradients of this update had
+no row, or were refused, is counted again: both follow from what is there; the counts of
+previous ones are kept. The rest is done once more.
 
 Only the order of instructions matters, not that of caches: the kernel keeps what a
 killed process has written. ``fence`` binds the compiler.
@@ -78,6 +79,7 @@ _LARGEST_MEMORY = 2**20
 _RESERVED_WORDS = 2**33, 2**33, 2**30
 _PLACES = tuple(int(place) // 8 for place in (BEGIN, CHANGES, IMAGES))
 _HEAD_WORDS = _CHANGE_WORDS = 8
+_COUNTS = 6  # the words of a change behind these two are for what it counts
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_SLOTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_VALUES = read_only(np.empty((0, 0), dtype=np.float32))
@@ -160,6 +162,7 @@ class Recovery:
             ]
         self._undo, self._redo, self._images = stretches
         self._num_bytes = [0, 0, 0]  # that may be used of each
+        self._starts: list[int] = []  # of the changes
         for number in range(3):
             self._allocate(number, _AHEAD_BYTES)
         if tally[memory.CHANGE] == memory.REQUEST:
@@ -214,8 +217,9 @@ class Recovery:
             0,
             0,
         )
-        start = _HEAD_WORDS
+        start, self._starts = _HEAD_WORDS, []
         for change in changes:
+            self._starts.append(start)
             kind, table, step, ids_N, hints_N, values_NK = change
             line = kind, table, step, *values_NK.shape, len(hints_N), 0, 0
             _keep_change(self._redo[start:], line, ids_N, hints_N, values_NK)
@@ -226,6 +230,17 @@ class Recovery:
     def begin_change(self, number: int) -> None:
         """Note that the completion is at the first row of a change."""
         self._area[int(PROGRESS) // 8] = number << CHANGE_BITS
+
+    def keep_counts(self, number: int, missed: int, refused: int) -> None:
+        """Keep what an update has counted, before another change may hide it."""
+        start = self._starts[number] + _COUNTS
+        self._redo[start : start + 2] = missed, refused
+
+    def counts(self, number: int) -> tuple[int, int]:
+        """Return what an update has counted that was done before another change."""
+        start = self._starts[number] + _COUNTS
+        missed, refused = self._redo[start : start + 2].tolist()
+        return missed, refused
 
     def resume(self) -> tuple[Request, int, int]:
         """Return a request to complete, at which change it is, and how many rows of it.
@@ -238,8 +253,9 @@ class Recovery:
         head = self._redo[:_HEAD_WORDS].tolist()
         num_changes, num_notes, missed, refused, now_s, num_results, *_ = head
         request = Request(now_s=now_s, before=[missed, refused])
-        start = _HEAD_WORDS
+        start, self._starts = _HEAD_WORDS, []
         for _ in range(num_changes):
+            self._starts.append(start)
             change = self._read(start)
             request.changes.append(change)
             start += _count_words(change)

@@ -192,26 +192,34 @@ class Requests:
 
     def _apply(self, request: Request, first: int = 0, num_done: int = 0) -> None:
         """Make the changes of a request, from the ``num_done``-th row of the first."""
+        recovery, results = self.recovery, request.results
         for number, change in enumerate(request.changes):
-            if number > first and self.recovery is not None:
-                self.recovery.begin_change(number)
+            if number < first and recovery is not None:
+                if change.kind == UPDATE:
+                    counts = recovery.counts(number)
+                    results.append(self._build_result(change, *counts))
+                continue
+            if number > first and recovery is not None:
+                recovery.begin_change(number)
             if change.kind == UPDATE:
                 num = num_done if number == first else 0
-                num = len(change.ids) if number < first else num
-                request.results.append(self._update(change, request.now_s, num))
-            elif number >= first:
+                counts = self._update(change, request.now_s, num)
+                if recovery is not None and len(request.changes) > 1:
+                    recovery.keep_counts(number, *counts)
+                results.append(self._build_result(change, *counts))
+            else:
                 self._change(change)
         sums = [sum(column) for column in zip(*request.results, strict=True)]
         if any(sums):
             missed, refused = request.before
-            counts = missed + sums[0], refused + sums[1]
-            self._store.tally[[memory.MISSED, memory.REFUSED]] = counts
+            totals = missed + sums[0], refused + sums[1]
+            self._store.tally[[memory.MISSED, memory.REFUSED]] = totals
         for offset in request.results_at:
             self.notes[offset : offset + _NUM_RESULTS] = sums or 0
         for offset, value in request.notes:
             self.notes[offset] = value
 
-    def _update(self, change: Change, now_s: int, num_done: int) -> UpdateResult:
+    def _update(self, change: Change, now_s: int, num_done: int) -> tuple[int, int]:
         """Update rows, of which the first are done; count what is not applied."""
         state = self._store.states[change.table]
         ids_N, hints_N, grads_ND = change.ids, change.hints, change.values
@@ -222,8 +230,10 @@ class Requests:
             ids_N, hints_N = ids_N[num_done:], hints_N[num_done:]
             grads_ND = grads_ND[num_done:]
         more = state.step_rows(ids_N, hints_N, grads_ND, step=change.step, now_s=now_s)
-        missed, refused = missed + more[0], refused + more[1]
-        unadmitted = 0
+        return missed + more[0], refused + more[1]
+
+    def _build_result(self, change: Change, missed: int, refused: int) -> UpdateResult:
+        unadmitted, state = 0, self._store.states[change.table]
         if missed and state.admission is not None:
             # Its lookup left it without a row, if what that found is known.
             num_without = int(np.count_nonzero(change.hints == memory.MISSING))

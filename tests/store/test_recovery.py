@@ -152,6 +152,7 @@ def sweep_and_remove(store):
 
 def clear(store):
     with store.request() as request:
+        store.add_update(0, ids_of(1, 99), ones(2))
         store.clear()
         request.note(0, 1)
 
@@ -315,12 +316,14 @@ def run_and_be_killed(path, eviction, engine, num_kills):
 
 
 @pytest.mark.parametrize(
-    ("eviction", "num_kills"), [("lru", 25), ("lfu", 15)], ids=["lru", "lfu"]
+    ("eviction", "engine", "num_kills"),
+    [("lru", "fused", 20), ("lfu", "fused", 10), ("lru", "fbgemm", 10)],
+    ids=["lru", "lfu", "fbgemm"],
 )
 def test_sigkill_at_any_moment_leaves_whole_requests(
-    tmp_path, path, eviction, num_kills
+    tmp_path, path, eviction, engine, num_kills
 ):
-    arguments = path, eviction, "fused", num_kills
+    arguments = path, eviction, engine, num_kills
     with Processes(tmp_path) as processes:
         process = processes.start("store", run_and_be_killed, *arguments)
         assert process.status() == 0, process.output()
