@@ -110,6 +110,7 @@ class _Member:
         self._num_beats = 0
         self._silent_ticks = 0
         self._away_ticks = 0
+        self._away_since = 0.0
         self._num_restarts = 0  # since there was progress
         self._progress_then = -1  # of the whole job, at the last restart
 
@@ -146,12 +147,13 @@ class _Member:
 
     def _note_absence(self, wrong: str) -> None:
         if self._away_ticks == 0:
+            self._away_since = time.monotonic()
             logger.warning("%s; the job waits for its return", wrong)
         self._away_ticks += 1
 
     def _note_return(self) -> None:
         if self._away_ticks:
-            away_s = self._away_ticks * self._tick_s
+            away_s = time.monotonic() - self._away_since
             logger.info("%s is back, after %.1f s", self.record.who, away_s)
         self._away_ticks = 0
 

@@ -1,4 +1,4 @@
-"""A job that trains, whose embedding workers, loader and coordinator are killed."""
+"""A job that trains, whose processes but for the NN worker are killed."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from tests.integration.persia_scripts import Scripts
 from tests.processes import wait_until
 
 NUM_KILLS = 12
-MEMBERS = [("worker", 0), ("worker", 1), ("loader", 0), ("coordinator", 0)]
+NAMES = ["server 0", "server 1", "worker 0", "worker 1", "loader 0", "coordinator 0"]
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -26,14 +26,16 @@ def test_every_batch_is_trained_once_however_often_its_carriers_are_killed(tmp_p
     scripts = Scripts(tmp_path)
     with scripts.start(
         *("--recover", "True", "--python", sys.executable),
-        *("--embedding_workers", "2", "--max_restarts", "1000"),
+        *("--embedding_servers", "2", "--embedding_workers", "2"),
+        *("--max_restarts", "1000"),
         num_batches=1500,
         PYTHONPATH=str(ROOT),
     ) as job:
         job.has_printed("current idx: 5 ")
         with contextlib.closing(AddressBook.join("localhost", job.port)) as book:
             for _ in range(NUM_KILLS):
-                record = MemberRecord(book, *draw.choice(MEMBERS))
+                role, index = draw.choice(NAMES).split()
+                record = MemberRecord(book, role, int(index))
                 before = record.process()
                 os.kill(before.pid, signal.SIGKILL)
                 wait_until(
