@@ -113,6 +113,15 @@ class EmbeddingClient:
         """
         return cls(Servers(addresses, timeout_s, greeting, recovery_s, generation))
 
+    @property
+    def generation(self) -> int:
+        """The newest generation of trainers that the servers had met, or this one's."""
+        return self._servers.generation
+
+    def begin_generation(self, generation: int) -> None:
+        """Belong to a generation from now on, and have older ones refused: a fence."""
+        self._servers.begin_generation(generation)
+
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make tables known to every server, or change the settings of known ones.
 

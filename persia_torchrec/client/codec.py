@@ -203,6 +203,7 @@ class ServerHello(msgspec.Struct):
     incarnation: int
     max_request_ids: int
     tables: list[AddedTable] = []
+    generation: int = 0
 
 
 class PushOutcome(msgspec.Struct, frozen=True):

@@ -146,6 +146,15 @@ class Servers(Peers):
             raise
         self.incarnations[:] = [hello.incarnation for hello in hellos]
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
+        self.generation = max(hello.generation for hello in hellos)
+
+    def begin_generation(self, generation: int) -> None:
+        """Have all servers refuse what older trainers still send; wait for them."""
+        self._stream = BatchNumber.new_stream(generation)
+        header = _HELLO[0]._replace(stream=self._stream, batch=next(self._numbers))
+        for reply in self.send_all(header, _HELLO[1], "beginning a generation"):
+            reply.frames()
+        self.generation = generation
 
     def send(
         self,

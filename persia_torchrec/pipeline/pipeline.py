@@ -28,6 +28,7 @@ from persia_torchrec.pipeline.staleness import (
     StalenessSemaphore,
     TrainingSummary,
 )
+from persia_torchrec.wire.messages import NO_GENERATION
 
 _MAX_WAITING = 4096
 """Batches that may wait for their pull."""
@@ -233,7 +234,7 @@ class BatchPipeline(PushQueue[Source, Handle]):
     ) -> None:
         super().__init__(lookup, timeout_s)
         self.trainers: Trainers | None = None  # guarded by _starting, set before use
-        self._stream = BatchNumber.new_stream()
+        self._stream = BatchNumber.new_stream(NO_GENERATION)
         self._starting = threading.Lock()
         self._num_started = 0  # guarded by _starting
         self.training = Pulls("training pulls", self.semaphore)

@@ -241,6 +241,7 @@ def _answer_hello(shard: Shard, _: Request) -> Frames:
         "shard": shard.config.shard,
         "num_shards": shard.config.num_shards,
         "incarnation": shard.checkpoints.incarnation,
+        "generation": shard.streams.generation,
         "max_request_ids": shard.config.max_request_ids,
         "tables": [_describe_table(shard, n) for n in range(len(shard.store.states))],
     }

@@ -181,7 +181,7 @@ class Engine:
         )
         self.client, self._workers = connect_to_job()
         data_parallel.init_process_group(distributed, device)
-        self.job_id, generation = at_first(partial(_begin_generation, store))
+        self.job_id, generation = _begin_generation(store, self.client)
         self.sharder = SlotsSharder(self._workers, self._spec)
         hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
@@ -359,10 +359,18 @@ class Engine:
             self._settings = settings
 
 
-def _begin_generation(store: env.JobStore) -> tuple[str, int]:
-    """Return the id of the job, and how often its trainers were started by now."""
+def _begin_generation(store: env.JobStore, client: EmbeddingClient) -> tuple[str, int]:
+    """Return the job's id, and the trainers' generation; earlier ones are refused."""
+    job_id, generation = at_first(partial(_find_generation, store, client))
+    client.begin_generation(generation)
+    return job_id, generation
+
+
+def _find_generation(store: env.JobStore, client: EmbeddingClient) -> tuple[str, int]:
+    """Return the id of the job, and the generation of its trainers, and note this."""
     with contextlib.closing(AddressBook.join(*store)) as book:
-        generation = int(book.peek(f"note/{_GENERATION}") or 0) + 1
+        generation = max(client.generation, int(book.peek(f"note/{_GENERATION}") or 0))
+        generation += env.num_group_restarts() > 0
         book.tell(_GENERATION, str(generation))
         return book.greeting.job_id, generation
 

@@ -184,6 +184,15 @@ class Recovery:
         self.num_batches = 0
         self.last_numbers: dict[int, int] = {}
 
+    def begin_generation(self) -> None:
+        """Have the servers refuse what trainers of an earlier start still send."""
+        client, is_restart = self._client, env.num_group_restarts() > 0
+        generation = at_first(lambda: client.generation + is_restart)
+        client.begin_generation(generation)
+        for sharder in self._sharders:
+            for pipeline, _ in sharder.remote_tables.pipelines:
+                pipeline.set_generation(generation)
+
     def resume(self, *, is_restart: bool) -> None:
         """Load the newest checkpoint that can be loaded; before the first batch.
 
@@ -442,6 +451,7 @@ def recoverable(
     """
     config = RecoveryConfig(folder=path, interval_s=interval_s, resume=resume)
     recovery = Recovery(config, client, sharders, state)
+    recovery.begin_generation()
     recovery.resume(is_restart=env.num_group_restarts() > 0)
     with recovery.joinable():
         yield Run(recovery)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from persia_torchrec.errors import ConfigError
+from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.training.recovery import (
     CheckpointClock,
     RecoveryConfig,
@@ -140,6 +140,18 @@ def test_a_torchrec_loop_that_is_killed_ends_as_one_that_was_not(tmp_path):
         for key, values in expected.items():
             for of_run in received:
                 np.testing.assert_array_equal(of_run[key], values, err_msg=key)
+
+
+def test_what_trainers_of_an_earlier_start_send_is_refused(servers):
+    running = servers.start(2)
+    old, new = (servers.client(running) for _ in range(2))
+    old.begin_generation(1)
+    old.clear()
+    new.begin_generation(2)
+    new.clear()
+    with pytest.raises(RemoteError, match=r"must be of generation 2\. Received: 1"):
+        old.clear()
+    assert servers.client(running).generation == 2
 
 
 def test_the_clock_is_asked_rarely_and_says_when_it_is_time():
