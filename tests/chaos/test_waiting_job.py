@@ -21,7 +21,7 @@ from tests.local_job import ONE_SLOT
 from tests.ports import draw_port
 from tests.processes import DEADLINE_S, is_running, wait_until
 
-NUM_ROUNDS = 12
+NUM_ROUNDS = 60
 MEMBERS = [("server", 0), ("server", 1), ("worker", 0), ("coordinator", 0)]
 TABLE = TableSpec(name="kept", dim=4, optimizer=Adagrad(0.1))
 IDS = np.arange(10_000, dtype=np.uint64)
