@@ -25,7 +25,7 @@ from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index
-from persia_torchrec.store.journal import RING_WORDS, ChangeJournal, Ring, UsedRows
+from persia_torchrec.store.journal import ChangeJournal, Ring, UsedRows
 from persia_torchrec.store.memory import (
     Arenas,
     Counts,
@@ -163,7 +163,9 @@ class EmbeddingStore:
         self._addresses: Words = np.zeros(6, dtype=np.uint64)
         self.states: list[TableState] = []
         self._set_addresses()
-        self._ring = self._open_ring(tables.get("journal", 0))
+        self._ring = None
+        if self.recovery is not None:
+            self._ring = Ring.open(self.memory, self._steps, tables.get("journal", 0))
         self.journal = ChangeJournal(self.tally, self._ring)
         for table in tables["tables"]:
             self.states.append(self._open_table(**table))
@@ -548,21 +550,9 @@ class EmbeddingStore:
             "num_arenas": len(self.arenas.words),
             "tables": [state.describe(self._steps) for state in states],
             "notes": self._requests.describe_notes(),
-            "journal": 0
-            if self._ring is None
-            else memory.distance(self._steps, self._ring.words),
+            "journal": self._ring.at(self._steps) if self._ring else 0,
         }
         self.memory.publish(json.dumps(found).encode())
-
-    def _open_ring(self, at: int) -> Ring | None:
-        """Return the journal's ring in a memory file; None if that has none."""
-        if self.memory.is_new and self.recovery is not None:
-            [words] = self.memory.reserve(RING_WORDS)
-        elif at:
-            words = self.memory.find(memory.address_at(self._steps, at))[:RING_WORDS]
-        else:
-            return None
-        return Ring(words, self.memory.commit)
 
     def _change_table(self, state: TableState, spec: TableSpec) -> TableState:
         """Return the state of a known table under new settings."""

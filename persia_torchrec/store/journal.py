@@ -26,7 +26,7 @@ import numpy as np
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import memory
 from persia_torchrec.store.loops import Indices
-from persia_torchrec.store.memory import Ids, Tally, Words
+from persia_torchrec.store.memory import Ids, StoreMemory, Tally, Words
 
 RING_WORDS = 2**22
 """Words of the ring: 32 MiB, of which only what is used costs memory."""
@@ -99,6 +99,21 @@ class Ring:
         commit(words, _HEADER_WORDS)
         self._header = words[:_HEADER_WORDS].data
         self._notes = words[_HEADER_WORDS:]
+
+    @classmethod
+    def open(cls, source: StoreMemory, begin: Words, at: int) -> "Ring | None":
+        """Return the ring of a memory file; it may have none, a new file gets one."""
+        if source.is_new:
+            [words] = source.reserve(RING_WORDS)
+        elif at:
+            words = source.find(memory.address_at(begin, at))[:RING_WORDS]
+        else:
+            return None
+        return cls(words, source.commit)
+
+    def at(self, begin: Words) -> int:
+        """Return the bytes from an area to the ring."""
+        return memory.distance(begin, self.words)
 
     @property
     def head(self) -> int:

@@ -449,10 +449,8 @@ class Connections:
         reply = self._take(header.request, server)
         if reply is None:
             return  # its deadline has passed
-        if error is not None and error.kind == RestartedError.__name__:
-            # It was on its way when the server was renewed.
-            gone = RestartedError(str(error), server=name)
-            reply.set_exception(gone if self._recovery_s else error)
+        if error and self._recovery_s and error.kind == RestartedError.__name__:
+            reply.set_exception(RestartedError(str(error), server=name))
         elif error is not None:
             reply.set_exception(error)
         else:
