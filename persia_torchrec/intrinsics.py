@@ -112,7 +112,7 @@ def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
 def fence(builder: Any) -> None:
     """Keep the compiler from moving reads and writes of memory across; no instruction.
 
-    Whoever reads the memory after this process was killed sees writes in this order.
+    A reader of the memory of a killed process sees writes in this order.
     """
     builder.fence("seq_cst", "singlethread")
 

@@ -123,7 +123,7 @@ def copy_bytes(target: np.uint64, source: np.uint64, num_bytes: np.uint64) -> No
 
 
 def fence() -> None:
-    """Keep writes in their order, for whoever reads the memory of a killed process."""
+    """Keep writes in their order, for a reader of the memory of a killed process."""
 
 
 vars(load_word)["intrinsic"] = "load_u64"

@@ -213,12 +213,12 @@ def watched(walk: Walk, loop):
 def test_a_lookup_passes_few_files_and_functions(walks):
     walk, _ = walks
     assert walk.num_hand_overs() == 2
-    assert len(walk.files) <= 26
-    assert len(walk.hops) <= 38
+    assert len(walk.files) <= 28  # two keep requests whole, and know those repeated
+    assert len(walk.hops) <= 47
 
 
 def test_a_gradient_passes_few_files_and_functions(walks):
     _, walk = walks
     assert walk.num_hand_overs() == 2
-    assert len(walk.files) <= 26
-    assert len(walk.hops) <= 36
+    assert len(walk.files) <= 29
+    assert len(walk.hops) <= 50
