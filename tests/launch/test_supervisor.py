@@ -49,7 +49,8 @@ def processes(tmp_path):
 
 
 def supervise(words):
-    """Run a supervisor that does not wait long."""
+    """Run a supervisor that does not wait long, and no nohup keeps from ending."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     supervisor._FIRST_DELAY_S = 0.01
     return supervisor.main(words)
 
