@@ -310,8 +310,8 @@ def test_only_the_incarnation_that_is_meant_answers(server):
         right = json.loads(hello[0])["incarnation"]
         meant = Header(Kind.CLEAR, incarnation=right + 1).encode()
         header, answer = stranger.ask(meant, encode_json(None))
-        assert answer["kind"] == "ConfigError"
-        assert "server restarted" in answer["message"]
+        assert answer["kind"] == "RestartedError"
+        assert "restarted since the client connected" in answer["message"]
         assert is_untouched(server)
         meant = Header(Kind.CLEAR, incarnation=right).encode()
         header, _ = stranger.ask(meant, encode_json(None))

@@ -128,7 +128,7 @@ class Answering:
 
     def __init__(self, dims):
         self.names = ["server 0", "server 1"]
-        self.timeout_s = DEADLINE_S
+        self.timeout_s, self.recovery_s = DEADLINE_S, 0.0
         self._dims = dims
 
     def __len__(self):
