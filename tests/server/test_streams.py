@@ -4,7 +4,7 @@ import gc
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia_torchrec.client.codec import BatchNumber
@@ -60,6 +60,7 @@ steps = st.lists(
 
 
 def test_what_is_remembered_is_what_was_noted(path):
+    @settings(max_examples=settings().max_examples // 4)  # a store is opened slowly
     @given(steps)
     def remembers(steps):
         os.truncate(path, 0)
