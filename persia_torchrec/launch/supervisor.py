@@ -57,9 +57,7 @@ ALL = "all"  # value of host
 AUTO, PRIVATE = "auto", "private"  # values of memory_dir
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 10.0
-_MAX_UNJOINED = (
-    3  # times in a row that a command is started again without having joined
-)
+_MAX_UNJOINED = 3  # times in a row that a command starts again without having joined
 _END_TIMEOUT_S = 60.0
 _LOOK_S = 0.5
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
