@@ -50,12 +50,6 @@ class Lifetime(contextlib.ExitStack):
     def __init__(self, host: str = LOOPBACK) -> None:
         super().__init__()
         self.host = host
-        supervisor = processes.find_supervisor()
-        if supervisor is not None:
-            watch = threading.Thread(
-                target=_keep_supervisor, args=(supervisor,), daemon=True
-            )
-            watch.start()
         self._end: Future[None] = Future()
         self._handles_signals = False
 
@@ -105,12 +99,6 @@ class ChildLifetime(Lifetime):
         while os.getppid() == parent:
             time.sleep(_PARENT_CHECK_S)
         self._reach_end()
-
-
-def _keep_supervisor(pid: int) -> None:
-    while os.getppid() == pid:
-        time.sleep(_PARENT_CHECK_S)
-    processes.replace_supervisor()
 
 
 def tell_ready(address: str) -> None:

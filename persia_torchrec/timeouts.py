@@ -1,5 +1,8 @@
 """Default timeouts in seconds: the deadlines that an operator may meet in an error.
 
+What waits for a process that is started again outlasts what that may take: a request is
+shorter than ``RECOVERY_S``, joint steps and collective operations are longer.
+
 Heartbeats, and how long a job waits for members to leave, are flags of the coordinator.
 Each wait of a start may take ``PERSIA_JOIN_TIMEOUT_S``; a long one says what for.
 """
@@ -18,8 +21,9 @@ TRAINING_REQUEST_S = 120.0  # a server or a worker answers a trainer
 ADD_TABLES_S = 120.0  # the servers have all tables; the first time they compile
 PERMIT_S = 3600.0  # a staleness permit is free: the trainer takes steps meanwhile
 SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
-JOINT_UPDATE_S = 600.0  # all trainers have sent their gradients of a joint step
 RECOVERY_S = 600.0  # a member with a supervisor is back after it was killed
+JOINT_UPDATE_S = 900.0  # all trainers have sent their gradients of a joint step
+COLLECTIVE_S = 900.0  # all trainers take part in an operation of their process group
 COMPILING_S = 900.0  # the longest extension while a process compiles its loops
 CHECKPOINT_S = 3600.0  # all servers have written or loaded a checkpoint
 

@@ -3,6 +3,7 @@
 Each worker of pytest-xdist has a forkserver, which imports ``tests/preloaded.py``.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -44,11 +45,36 @@ def wait_until(
 
 def is_running(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
+    return _stat(pid)[0] not in "ZX"
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started and that run."""
+    everyone = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [one for one in everyone if _stat(one)[1] == str(pid) and is_running(one)]
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process, and then those that it has started."""
+    children = children_of(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_all(child)
+
+
+def parent_of(pid: int) -> int:
+    """Return the process that has started another."""
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel says of a process: its state first, then its parent."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return ["X", "0"]
+    return stat.rpartition(")")[2].split()
 
 
 class Running:
@@ -101,7 +127,7 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         for running in self.started:
             if running.process.is_alive():
-                running.send(signal.SIGKILL)
+                kill_all(running.pid)
             running.process.join(DEADLINE_S)
 
     def start(

@@ -32,6 +32,7 @@ from persia_torchrec.errors import (
     WireError,
 )
 from persia_torchrec.timeouts import CHECKPOINT_S
+from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.messages import Kind, TaskState
 
 T = TypeVar("T")
@@ -166,6 +167,7 @@ class Checkpoints:
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
             manifest = self._write_files(task, folder, step, timeout_s)
             manifest.write(folder)
+            tell_job(folder)
             _write(files, run)
             return SavedCheckpoint.of(folder, manifest)
 
@@ -277,6 +279,12 @@ class Checkpoints:
                 message = f"{what}: {error.message}"
                 raise RemoteError(message, server=name, kind=error.kind)
         return states
+
+
+def tell_job(folder: Folder) -> None:
+    """Make a complete checkpoint known as the last one in the job of this process."""
+    if JobMember.current is not None:
+        JobMember.current.tell_checkpoint(folder.url)
 
 
 def _write(files: Mapping[str, bytes] | None, folder: Folder) -> None:

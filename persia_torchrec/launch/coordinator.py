@@ -17,6 +17,7 @@ finds the address book as it was, and watches on.
 """
 
 import logging
+import math
 import os
 import sys
 import time
@@ -31,7 +32,7 @@ from persia_torchrec.service_main import run_service
 from persia_torchrec.wire import failures, membership, processes
 from persia_torchrec.wire.address_book import AddressBook, JobState
 from persia_torchrec.wire.member_record import Ending, MemberRecord
-from persia_torchrec.wire.processes import ProcessIdentity, Siblings
+from persia_torchrec.wire.processes import Siblings
 from persia_torchrec.wire.signals import EndSignals
 
 logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __main__
@@ -39,7 +40,10 @@ logger = logging.getLogger("persia_torchrec.launch.coordinator")  # also as __ma
 _ROLES = ("server", "worker", "loader", "trainer", "predictor")
 
 _START_S = 5.0  # within which torchx has started all roles
+_TRAINED = 2**62  # progress that NN workers count is beyond that of others
+_SLOW = 5  # a member is, after this part of the time in which it counts as silent
 _CALM_S = 60.0  # without an end are progress where nothing is trained
+_UNSUPERVISED_S = 60.0  # within which the next supervisor has started a member again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +106,9 @@ class _Member:
 
     def __init__(self, record: MemberRecord, config: CoordinatorConfig) -> None:
         self.record = record
-        self.process: ProcessIdentity | None = None
-        self.progress = 0  # the most that it has reported
+        # Both are there before, if the address book is that of a previous coordinator.
+        self.process = record.process()
+        self.progress = record.progress()  # the most that it has reported
         self._timings = config.timings
         self._tick_s = config.tick_s()
         self._max_restarts = config.max_restarts
@@ -111,8 +116,9 @@ class _Member:
         self._silent_ticks = 0
         self._away_ticks = 0
         self._away_since = 0.0
-        self._num_restarts = 0  # since there was progress
-        self._progress_then = -1  # of the whole job, at the last restart
+        # How often it was started again since there was progress of the whole job, and
+        # how much that was at the last time.
+        self._num_restarts, self._progress_then = record.restarts()
 
     def failure(self, progress: int) -> str | None:
         """Check the member, once per tick; return why the job fails, or None.
@@ -130,17 +136,19 @@ class _Member:
         if previous is not None and previous != self.process:
             self._num_restarts = 1 if has_progress else self._num_restarts + 1
             self._progress_then = progress
+            self.record.report_restarts(self._num_restarts, progress)
             self._note_absence(f"{self.record.who} (process {previous.pid}) has ended")
         if wrong is None:
             self._note_return()
             return None
         self._note_absence(wrong)
-        if ending in ("killed", "left") and self.process.supervisor.has_ended():
-            return f"{wrong}, and so was its supervisor"
         is_at_limit = self._num_restarts >= self._max_restarts and not has_progress
         if is_at_limit and ending in ("killed", "left"):
             return f"{wrong}, after {self._num_restarts} restarts without progress"
         limit_s = self._timings.recovery_timeout_s
+        if ending in ("killed", "left") and self.process.supervisor.has_ended():
+            wrong = f"{wrong}, and so was its supervisor"
+            limit_s = min(limit_s, _UNSUPERVISED_S)
         if self._away_ticks * self._tick_s > limit_s:
             return f"{wrong}, and was not back within {limit_s:g} s"
         return None
@@ -178,6 +186,10 @@ class _Member:
         if ending == "left" and (cause := self.record.cause(self.process)) is not None:
             return f"{who}: {cause}"
         silent_s = self._timings.silent_s
+        slow_ticks = math.ceil(silent_s / _SLOW / self._tick_s)
+        if ending is None and self._silent_ticks == slow_ticks:
+            slow_s = slow_ticks * self._tick_s
+            logger.warning("%s has sent no heartbeat for %.1f s", who, slow_s)
         if self._silent_ticks * self._tick_s > silent_s:
             return f"{who} was silent for {silent_s:g} s"
         return None
@@ -214,8 +226,7 @@ class Coordinator:
         self._trainers = [
             m for m in self._members if m.record.who.startswith("trainer")
         ]
-        self._supervisor = processes.find_supervisor()
-        self._parent = self._supervisor or os.getppid()
+        self._parent = os.getppid()
         self._siblings = Siblings()
         self._lacking_since: float | None = None
         self._end_signal = ""
@@ -269,11 +280,13 @@ class Coordinator:
         self._await(lambda: self._running([*left, *killed]))
 
     def _cause(self, reason: str) -> str:
-        """Return why the job failed, and where the log of the failed member is."""
+        """Return why the job failed, the last checkpoint, and the failed one's log."""
         who = failures.find_member(reason)
         logs = [m.record.find_log() for m in self._members if m.record.who == who]
         why = reason.removeprefix("coordinator: ").removesuffix(".")
-        return "; ".join([why, *filter(None, logs)])
+        checkpoint = self._book.peek(f"note/{membership.LAST_CHECKPOINT}")
+        last = f"the last checkpoint is {checkpoint}" if checkpoint else ""
+        return "; ".join(filter(None, [why, last, *logs]))
 
     def _watch(self) -> tuple[JobState, str]:
         trainers = [member.record for member in self._trainers]
@@ -300,12 +313,8 @@ class Coordinator:
         if self._end_signal and self._config.num_trainers:
             return f"it was told to end ({self._end_signal})"
         if os.getppid() != self._parent:
-            if self._supervisor is not None and not self._end_signal:
-                processes.replace_supervisor()
             return "the process that started it is gone"
-        progress = sum(member.progress for member in self._members)
-        if not self._trainers:
-            progress = int(time.monotonic() / _CALM_S)
+        progress = self._progress()
         for member in self._members:
             failure = member.failure(progress)
             if failure is not None:
@@ -322,6 +331,18 @@ class Coordinator:
             )
         return None
 
+    def _progress(self) -> int:
+        """Return a number that grows with trained batches, or with time without ends.
+
+        What NN workers count holds, as others do their work again when these have gone
+        back to a checkpoint; but not all scripts count.
+        """
+        if not self._trainers:
+            return int(time.monotonic() / _CALM_S)
+        trained = sum(member.progress for member in self._trainers)
+        others = sum(member.progress for member in self._members)
+        return _TRAINED + trained if trained else others
+
     def _absent(self) -> list[_Member]:
         return [member for member in self._members if member.process is None]
 
@@ -331,10 +352,10 @@ class Coordinator:
 
     def _lacks_a_process(self, num_absent: int) -> bool:
         """Return whether fewer siblings are running than have yet to join."""
-        running = self._siblings.running()
-        joined = {os.getpid(), self._parent}
+        running = self._siblings.running() if num_absent else None
+        joined = processes.with_ancestors(os.getpid())
         for process in (m.process for m in self._members if m.process is not None):
-            joined |= {process.pid, (process.supervisor or process).pid}
+            joined |= processes.with_ancestors(process.pid)
         if running is None or len(running - joined) >= num_absent:
             self._lacking_since = None
             return False

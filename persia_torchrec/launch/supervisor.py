@@ -3,7 +3,7 @@ r"""Run a command, and start it again when it was killed.
     python -m persia_torchrec.launch.supervisor --port 0 --memory-dir auto -- \
         python -m persia_torchrec.server
 
-One such process stands above each process of a job that may be killed. It opens what
+Such a supervisor stands above each process of a job that may be killed. It opens what
 has to survive that one, and hands it down; ``env.py`` names the variables:
 
     a listening socket    the port stays, and clients that connect meanwhile wait
@@ -16,13 +16,22 @@ has to survive that one, and hands it down; ``env.py`` names the variables:
                                        a row at most
     with any other status              the supervisor ends with the same
 
+It is two processes, the second a fork of the first, so that either may be killed, also
+while the command is down, or together with it:
+
+    outer --starts--> inner --starts--> command
+
+    which is killed   what follows
+    inner             the kernel kills the command with it; the outer one starts the
+                      next inner one, and that the command
+    outer             the command runs on; the inner one has a child that waits in the
+                      place of its parent, to be the outer one of the next
+
 SIGTERM, SIGINT and SIGHUP are passed on. The end of the process that has started the
 supervisor counts as a SIGTERM. After one of these the command is not started again, and
-is killed if it runs for another minute. It has a process group of its own, so that a
-signal to a whole group reaches it once.
-
-When a supervisor is killed, its command turns into the next one, with the same socket
-and memory: see ``wire/processes.py``. This module imports little, and starts at once.
+is killed if it runs for another minute. Each process has a process group of its own, so
+that a signal to the group of the outer one reaches the command once. This module
+imports little, and starts at once.
 """
 
 import contextlib
@@ -35,12 +44,13 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from persia_torchrec import env
 from persia_torchrec.command_line import format_flags, parse_flags
@@ -60,8 +70,10 @@ _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 10.0
 _MAX_UNJOINED = 3  # times in a row that a command starts again without having joined
 _END_TIMEOUT_S = 60.0
 _LOOK_S = 0.5
+_PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,33 +97,75 @@ class SupervisorConfig:
 
 
 class Supervisor:
-    """A command, as often as it has to be started. The main thread owns it.
+    """A command, as often as it has to be started, and the two processes above it.
 
-    The command inherits ``descriptors``, and the environment with what it has to know.
+    The outer one, which the launcher watches, waits for the inner one, and starts the
+    next if that is killed. The inner one starts the command, which is killed with it;
+    if the outer one is killed, it has a child wait for its own end. The command has
+    the environment with what it has to know, and the descriptors that are inherited.
     """
 
-    def __init__(self, command: Sequence[str], descriptors: Sequence[int]) -> None:
-        self._command = command
-        self._descriptors = descriptors
-        self._child: subprocess.Popen[bytes] | None = None
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._process: int | None = None  # descriptor of the one that is waited for
+        self._spare: int | None = None  # of a child that waits for the end of this one
         self._end_signal = 0  # that of a signal
         self._kill_at = math.inf
         self._has_joined = False
-        self._parents: list[int] = []  # descriptors: one process, or none
+        # What follows when a process has ended, by its descriptor.
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._parents: dict[int, Callable[[], None]] = {}  # of these: one, or none
 
-    def run(self, num_restarts: int) -> int:
+    def run(self, num_restarts: int = 0) -> int:
         """Run the command until it ends for good; return its exit status."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: self.end(number))
         signal.signal(JOINED, lambda *_: self._note_join())
         self._watch_parent()
+        own = os.pidfd_open(os.getpid())
+        for num in itertools.count(num_restarts):
+            if self._end_signal:
+                break
+            status = self._run_once(partial(self._supervise, num, own))
+            if status >= 0 or self._end_signal:
+                return _as_shell(status)
+            how = _BY_SIGNAL[_as_shell(status)]
+            logger.warning("a supervisor %s: its process starts under another", how)
+        return 128 + self._end_signal
+
+    def end(self, number: int) -> None:
+        """Have the command end, and not be started again; the handler of signals."""
+        self._end_signal = number
+        self._kill_at = min(self._kill_at, time.monotonic() + _END_TIMEOUT_S)
+        if self._process is not None:
+            is_hangup = number == signal.SIGHUP
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(
+                    self._process, signal.SIGTERM if is_hangup else number
+                )
+
+    def _note_join(self) -> None:
+        self._has_joined = True
+
+    def _supervise(self, num_restarts: int, outer: int) -> int:
+        """Run the command until it ends for good; be the inner process."""
+        env.set_variable("PERSIA_SUPERVISOR", os.getpid())
+        self._watched = {outer: self._replace_outer}
+        status = self._start_again_and_again(num_restarts)
+        if self._spare is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._spare, signal.SIGKILL)
+        return status
+
+    def _start_again_and_again(self, num_restarts: int) -> int:
         num_unjoined = 0
         for num in itertools.count(num_restarts):
             if self._end_signal:
                 break
             env.set_variable("PERSIA_RESTARTS", num)
-            status = self._run_once()
+            self._has_joined = False
+            status = _as_shell(self._run_once(self._become_command))
             if self._end_signal or status not in (START_AGAIN, *_BY_SIGNAL):
                 return status
             num_unjoined = 0 if self._has_joined else num_unjoined + 1
@@ -128,68 +182,79 @@ class Supervisor:
             self._pause(delay_s)
         return 128 + self._end_signal
 
-    def end(self, number: int) -> None:
-        """Have the command end, and not be started again; the handler of signals."""
-        self._end_signal = number
-        self._kill_at = min(self._kill_at, time.monotonic() + _END_TIMEOUT_S)
-        if self._child is not None:
-            is_hangup = number == signal.SIGHUP
-            self._child.send_signal(signal.SIGTERM if is_hangup else number)
-
-    def _note_join(self) -> None:
-        self._has_joined = True
-
-    def _run_once(self) -> int:
-        """Start the command, and wait for its end; return its status as a shell."""
-        self._has_joined = False
+    def _become_command(self) -> NoReturn:
+        """Run the command in this process, which is killed with its parent."""
+        for number in _PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self._end_signal or os.getppid() != env.supervisor():
+            os._exit(128 + signal.SIGKILL)
         try:
-            self._child = child = subprocess.Popen(
-                self._command, pass_fds=self._descriptors, process_group=0
-            )
+            os.execvp(self._command[0], self._command)
         except OSError as exc:
             raise ConfigError(
                 f"The command must be one that can be run. Received: {exc}."
             ) from exc
-        if self._end_signal:  # it came while the command was being started
+
+    def _run_once(self, work: Callable[[], int]) -> int:
+        """Do work in a child; return its status, or -N if signal N has ended it."""
+        pid = _fork(work)
+        self._process = process = os.pidfd_open(pid)
+        if self._end_signal:  # it came while the child was being started
             self.end(self._end_signal)
-        process = os.pidfd_open(child.pid)
-        try:
-            while child.poll() is None:
+        # Any child: where this is the first process of a container, it has orphans.
+        while (ended := os.waitpid(-1, os.WNOHANG))[0] != pid:
+            if ended[0] == 0:
                 self._look(_LOOK_S, process)
-                if time.monotonic() > self._kill_at:
-                    child.kill()
-        finally:
-            os.close(process)
-            self._child = None
-        status = int(child.returncode)
-        return status if status >= 0 else 128 - status
+            if time.monotonic() > self._kill_at:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        self._process = None
+        os.close(process)
+        return os.waitstatus_to_exitcode(ended[1])
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self._end_signal and (left_s := deadline - time.monotonic()) > 0:
             self._look(min(left_s, _LOOK_S))
 
+    def _look(self, timeout_s: float, *processes: int) -> None:
+        """Wait until a process has ended, of these or of those that are watched."""
+        poller = select.poll()
+        for descriptor in (*self._watched, *processes):
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(1000 * timeout_s):
+            if descriptor in self._watched:
+                self._watched.pop(descriptor)()
+
     def _watch_parent(self) -> None:
         pid = env.supervisor_parent()
-        if pid:  # 0: of another process namespace, as for the first of a container
+        if pid and not self._parents:
+            # 0: of another process namespace, as for the first of a container
             try:
-                self._parents = [os.pidfd_open(pid)]
+                self._parents = {os.pidfd_open(pid): self._end_with_parent}
             except ProcessLookupError:
                 self._end_with_parent()
-
-    def _look(self, timeout_s: float, *processes: int) -> None:
-        """Wait until one of the processes, or the parent, has ended."""
-        poller = select.poll()
-        for descriptor in (*self._parents, *processes):
-            poller.register(descriptor, select.POLLIN)
-        ready = [descriptor for descriptor, _ in poller.poll(1000 * timeout_s)]
-        if self._parents and self._parents[0] in ready:
-            self._end_with_parent()
+        self._watched = dict(self._parents)
 
     def _end_with_parent(self) -> None:
         logger.warning("the process that started this one has ended; so does this one")
-        self._parents = []
         self.end(signal.SIGTERM)
+
+    def _replace_outer(self) -> None:
+        """Have a child wait for the end of this process, in place of its parent."""
+        own = os.pidfd_open(os.getpid())
+        self._spare = os.pidfd_open(_fork(partial(self._stand_by, own)))
+        os.close(own)
+        logger.warning("the process above a supervisor has ended: another one waits")
+        self._watched = {**self._parents, self._spare: self._replace_outer}
+
+    def _stand_by(self, inner: int) -> int:
+        """Wait until the inner process is killed; be the outer one of another then."""
+        self._process = self._spare = None
+        while not select.select([inner], [], [], _LOOK_S)[0]:
+            pass
+        return self.run(env.num_restarts() + 1)
 
 
 _BY_SIGNAL = {128 + number: f"was ended by {number.name}" for number in signal.Signals}
@@ -204,28 +269,49 @@ def under_supervisor(command: Sequence[str], **flags: object) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
     get_default_logger()
+    return _tell_errors(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
+    end = words.index("--") if "--" in words else len(words)
+    prog = "python -m persia_torchrec.launch.supervisor"
+    config = parse_flags(SupervisorConfig, words[:end], prog=prog)
+    command = words[end + 1 :]
+    if not command:
+        raise ConfigError(f"{prog} must be given a command, after --.")
+    _open_for_command(config)
+    return Supervisor(command).run()
+
+
+def _fork(work: Callable[[], int]) -> int:
+    """Do work in a child, in a process group of its own; return its number."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            status = _tell_errors(work)
+        except Exception:
+            logger.exception("a supervisor broke")
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _tell_errors(work: Callable[[], int]) -> int:
+    """Do work; return its exit status, or log an error."""
     try:
-        config = parse_flags(SupervisorConfig, words[:end], prog=_PROG)
-        command = words[end + 1 :]
-        if not command:
-            raise ConfigError(f"{_PROG} must be given a command, after --.")
-        # Else a command that has lost its supervisor has turned into this one.
-        is_first = env.supervisor() != os.getpid()
-        if is_first:
-            _open_for_command(config)
-        env.set_variable("PERSIA_SUPERVISOR", os.getpid())
-        descriptors = [env.listen_fd(), env.memory_fd()]
-        supervisor = Supervisor(command, [d for d in descriptors if d is not None])
-        return supervisor.run(0 if is_first else env.num_restarts() + 1)
+        return work()
     except PersiaError as exc:
         logger.error("%s", exc)
         failures.tell_launcher(str(exc))
         return 1
 
 
-_PROG = "python -m persia_torchrec.launch.supervisor"
+def _as_shell(status: int) -> int:
+    """Return the exit status as a shell has it, where ``-N`` is an end by a signal."""
+    return status if status >= 0 else 128 - status
 
 
 def _open_for_command(config: SupervisorConfig) -> None:
@@ -243,6 +329,9 @@ def _open_for_command(config: SupervisorConfig) -> None:
     memory: int | str = ""
     if config.memory_dir != PRIVATE:
         memory = open_memory(config.memory_dir)
+    for descriptor in (listener, memory):
+        if isinstance(descriptor, int):
+            os.set_inheritable(descriptor, True)
     for name, value in {
         "PERSIA_SUPERVISOR_PARENT": os.getppid(),
         "PERSIA_LISTEN_FD": listener,

@@ -137,7 +137,7 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
         book.tell(f"updates/server/{server.config.shard}", str(updates))
         if isinstance(shard.checkpoints, Checkpoints) and shard.checkpoints.run:
             book.tell("checkpoint_dir", shard.checkpoints.run)
-        return 0  # that of trainers counts
+        return updates
 
     return tell
 

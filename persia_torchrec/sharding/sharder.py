@@ -211,7 +211,8 @@ class RemoteSharder(CollectionSharder):
             as many training steps (see ``join`` where data end unevenly), and the
             staleness counts joint updates. "each": the gradients of each trainer are
             applied as they come, as in PERSIA; no trainer waits for another.
-        joint_timeout_s: seconds that a joint update may wait for the slowest trainer.
+        joint_timeout_s: seconds that a joint update may wait for the slowest trainer;
+            more than the ``recovery_s`` of the client, for which that may wait itself.
 
     Raises:
         ConfigError: an argument is out of its range. When the model is sharded, or at
@@ -236,11 +237,17 @@ class RemoteSharder(CollectionSharder):
         joint_timeout_s: float = timeouts.JOINT_UPDATE_S,
     ) -> None:
         is_joint, precisions = update == "joint", list(_PRECISIONS)
-        fits_joint = not is_joint or 0 < joint_timeout_s < math.inf
+        least_s = client.recovery_s
+        fits_joint = not is_joint or least_s < joint_timeout_s < math.inf
         fits_dtype = wire_dtype in precisions
         for name, value, fits, must in (
             ("update", update, update in ("joint", "each"), '"joint" or "each"'),
-            ("joint_timeout_s", joint_timeout_s, fits_joint, "finite and positive"),
+            (
+                "joint_timeout_s",
+                joint_timeout_s,
+                fits_joint,
+                f"finite and > {least_s:g}",
+            ),
             ("wire_dtype", wire_dtype, fits_dtype, f"one of {precisions}"),
             ("staleness", staleness, staleness >= 0, ">= 0"),
         ):

@@ -40,7 +40,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from persia_torchrec import env, timeouts
 from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.client.checkpoints import SavedCheckpoint, Task
+from persia_torchrec.client.checkpoints import SavedCheckpoint, Task, tell_job
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.sharding.remote_tables import TableControl
@@ -112,6 +112,7 @@ def save_checkpoint(
         dense = catalog.DenseHalf(begun)
         manifest = dataclasses.replace(servers.wait(), dense=dense)
         manifest.write(folder)
+        tell_job(folder)
         return SavedCheckpoint.of(folder, manifest)
 
     return at_first(complete)

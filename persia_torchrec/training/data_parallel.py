@@ -58,7 +58,6 @@ BLOCK = 512
 _LEVELS = 255
 _RANGE_BYTES = 8  # lo and step of a block, float32 each
 
-_COLLECTIVE_S = 600.0
 _POLL_S = 0.05
 
 
@@ -188,14 +187,20 @@ def decode_blocks(data: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def init_process_group(
-    option: distributed.DistributedBaseOption, device: torch.device
+    option: distributed.DistributedBaseOption,
+    device: torch.device,
+    recovery_s: float = 0.0,
 ) -> None:
-    """Join the trainers to torch's process group, unless the script has done so."""
+    """Join the trainers to torch's process group, unless the script has done so.
+
+    Its operations wait longer than another process of the job may be away.
+    """
     if dist.is_initialized():
         return
     backend = option.backend_for(device.type)
     rank, world_size = env.get_rank(), env.get_world_size()
-    timeout = timedelta(seconds=max(_COLLECTIVE_S, env.join_timeout_s()))
+    longest_s = recovery_s + timeouts.TRAINING_REQUEST_S
+    most_s = max(timeouts.COLLECTIVE_S, env.join_timeout_s(), longest_s)
     what = f"waiting for the other NN workers of {world_size}"
     with timeouts.saying(logger, lambda: what):
         store = _make_store(option, rank, world_size)
@@ -204,7 +209,7 @@ def init_process_group(
         meeting: dict[str, Any] = {}
         if store is not None:
             meeting = {"store": store, "rank": rank, "world_size": world_size}
-        dist.init_process_group(backend, timeout=timeout, **meeting)
+        dist.init_process_group(backend, timeout=timedelta(seconds=most_s), **meeting)
 
 
 def _make_store(

@@ -180,7 +180,7 @@ class Engine:
             slots.build_features(schema),
         )
         self.client, self._workers = connect_to_job()
-        data_parallel.init_process_group(distributed, device)
+        data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = _begin_generation(store, self.client)
         self.sharder = SlotsSharder(self._workers, self._spec)
         hybrid = HybridModel(make_collection(self._spec), model)

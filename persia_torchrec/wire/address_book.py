@@ -10,7 +10,8 @@ on the job stands. The book is a store of strings by key, served by one thread:
                                 trainers leave yet; "finished"; "failed <who>: <why>"
     address/<role>/size         how many processes the role has
     address/<role>/<index>      the address of one of them
-    note/<name>                 what one process tells the others: rendezvous, timings
+    note/<name>                 what one process tells the others: rendezvous, timings,
+                                the last checkpoint
     member/<role>/<index>       identity of a process of the job, as JSON
     log/<role>/<index>          its host, and the file that its stderr is, if it is one
     agent/<role>/<index>        identity of the torchrun process that started it
@@ -19,6 +20,8 @@ on the job stands. The book is a store of strings by key, served by one thread:
     progress/<role>/<index>     number that grows with its trained batches
     failed/<role>/<index>       process number of one that its supervisor starts again
                                 because it has raised, and why
+    restarts/<role>/<index>     how often it was started again without progress of the
+                                job, and how much there was when it was last
     job/recovery_s              how long its members wait for the coordinator; absent:
                                 it has no supervisor
     done/<role>/<index>         "1": the work of this member is done

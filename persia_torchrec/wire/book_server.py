@@ -18,7 +18,9 @@ is not back within ``LOST_S`` is lost, until it is back.
 
 A coordinator with a supervisor writes what is set to memory that outlives it, in lines
 of JSON: ``["key", "value", "name of the member's connection"]``. The next one reads it,
-and continues. Numbers of heartbeats are not written.
+and continues; of two lines of a key the later one holds. A key's last line is replaced
+in its place where there is room, so that a number that changes every second takes no
+more memory in a week than in an hour. Numbers of heartbeats are not written.
 """
 
 import os
@@ -37,11 +39,13 @@ JOB_ID = "job/id"
 LOST_S = 1.0  # how long a member's connection is not there when it is lost
 
 _MEMBER, _LOST = "member/", "lost/"
-_UNWRITTEN = ("beats/", "progress/", COMPILING)
+_UNWRITTEN = ("beats/", COMPILING)
 _MAX_KEYS = 2**18
 _MAX_TEXT = 2**20
 _LOOK_S = 0.2
 _BACK_S = 5.0  # within which members are connected to the next coordinator
+_PAGE = 4096  # which a kill finds written or not, as a whole
+_SPARE = 8  # bytes that a line may grow by; 1 at least
 
 
 class Get(msgspec.Struct, tag="get"):
@@ -84,9 +88,11 @@ class Journal:
         self.values: dict[str, str] = {}
         self.members: dict[str, bytes] = {}  # name of the connection, by key
         self._file: int | None = None
+        self._places: dict[str, tuple[int, int]] = {}  # and length of a key's last line
+        self._end = 0
         if memory is None:
             return
-        self._file = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND)
+        self._file = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)
         text = os.pread(self._file, os.fstat(self._file).st_size, 0)
         whole, newline, _ = text.rpartition(b"\n")
         os.truncate(self._file, len(whole + newline))  # of a line that was not finished
@@ -96,12 +102,21 @@ class Journal:
             self.values[key] = value
             if name:
                 self.members[key] = bytes.fromhex(name)
+            self._places[key] = self._end, len(line) + 1
+            self._end += len(line) + 1
 
     def write(self, key: str, value: str, name: bytes = b"") -> None:
-        """Add what is set, and by which member's connection."""
-        if self._file is not None and not key.startswith(_UNWRITTEN):
-            line = msgspec.json.encode((key, value, name.hex()))
-            os.write(self._file, line + b"\n")
+        """Write what is set, and by which member's connection."""
+        if self._file is None or key.startswith(_UNWRITTEN):
+            return
+        line = msgspec.json.encode((key, value, name.hex()))
+        place, length = self._places.get(key, (0, 0))
+        is_in_page = place // _PAGE == (place + length - 1) // _PAGE
+        if len(line) >= length or not is_in_page:
+            place, length = self._end, len(line) + _SPARE
+            self._places[key] = place, length
+            self._end += length
+        os.pwrite(self._file, line.ljust(length - 1) + b"\n", place)
 
     def close(self) -> None:
         """Close the file, which stays. May be called twice."""
@@ -157,10 +172,10 @@ class BookServer(ListenerThread):
             case Put(key, value):
                 self._set(key, value)
             case Swap(key, expected, value):
+                is_member = key.startswith(_MEMBER)
                 if values.get(key, "") == expected:
-                    self._set(key, value)
-                if key.startswith(_MEMBER) and values.get(key) == value:
-                    self._journal.write(key, value, peer)
+                    self._set(key, value, peer if is_member else b"")
+                if is_member and values.get(key) == value:
                     self._members[key] = peer
                     self._absent_since.pop(key, None)
             case Add(key):
@@ -172,11 +187,11 @@ class BookServer(ListenerThread):
                 self._set(key, str(int(number) + 1))
         return [values.get(request.key, "")]
 
-    def _set(self, key: str, value: str) -> None:
+    def _set(self, key: str, value: str, name: bytes = b"") -> None:
         if len(self._values) >= _MAX_KEYS and key not in self._values:
             raise FrameError(f"An address book must have at most {_MAX_KEYS} keys.")
         self._values[key] = value
-        self._journal.write(key, value)
+        self._journal.write(key, value, name)
 
     def _work(self) -> bool:
         """Look which members are connected, and write down which are lost."""

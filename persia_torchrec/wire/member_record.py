@@ -91,6 +91,11 @@ class MemberRecord:
         """Return the process that has registered last, or None."""
         return self._read("member")
 
+    def successor(self) -> ProcessIdentity | None:
+        """Return the process that has registered in the place of this one, or None."""
+        held = self._book.peek(f"member/{self._key}")
+        return None if held in (None, self._own) else _parse(held)
+
     def num_beats(self) -> int:
         """Return the number of heartbeats, over all restarts of the member."""
         return int(self._book.peek(f"beats/{self._key}") or 0)
@@ -98,6 +103,19 @@ class MemberRecord:
     def progress(self) -> int:
         """Return the progress that the member has reported last, or 0."""
         return int(self._book.peek(f"progress/{self._key}") or 0)
+
+    def report_restarts(self, num: int, progress: int) -> None:
+        """Note how often the member started again without progress of the job.
+
+        ``progress`` is that of the job when it did last.
+        """
+        self._book.put(f"restarts/{self._key}", f"{num} {progress}")
+
+    def restarts(self) -> tuple[int, int]:
+        """Return what was noted last, or 0 and -1."""
+        noted = self._book.peek(f"restarts/{self._key}") or "0 -1"
+        num, _, progress = noted.partition(" ")
+        return int(num), int(progress)
 
     def cause(self, process: ProcessIdentity) -> str | None:
         """Return why that process has failed, or None: it has not reported it."""

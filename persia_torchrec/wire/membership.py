@@ -21,7 +21,7 @@ With a supervisor (``launch/supervisor.py``) this is otherwise:
 
     this process raised       the coordinator is told why, and the process ends with
                               START_AGAIN. Not if the exception is a ConfigError.
-    the supervisor has ended  this process turns into a new one.
+    the supervisor has ended  the kernel has killed this process, too.
 
 That of a trainer under torchrun is torchrun, as long as it may start all of them again.
 Before it does, it ends those that are left by SIGTERM, which is no failure then.
@@ -66,6 +66,7 @@ from persia_torchrec.wire.signals import START_AGAIN, EndSignals, is_in_compiler
 logger = logging.getLogger(__name__)
 
 _TIMINGS = "timings"
+LAST_CHECKPOINT = "checkpoint"  # note that names the last complete one
 _LEAVE_TIMEOUT_S = 2.0
 _VOLUNTARY_S = 0.5
 _RETRY_S = 0.1
@@ -163,7 +164,7 @@ class JobMember:
         self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._pid = os.getpid()
         self._supervisor = processes.find_supervisor()
-        self._parent = self._supervisor or os.getppid()
+        self._parent = os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
         self._verdict: tuple[JobState, str] = ("running", "")  # set under _lock
         self._lock = threading.Lock()  # no handler of signals takes it
@@ -182,6 +183,12 @@ class JobMember:
             self.record.tell_agent(self._parent)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
         processes.tell_joined()
+
+    def tell_checkpoint(self, path: str) -> None:
+        """Make known in the job that a checkpoint is complete."""
+        if self._pid == os.getpid():  # else of a forked child
+            with contextlib.suppress(JobError):  # the coordinator has ended
+                self.book.tell(LAST_CHECKPOINT, path)
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Have another thread call something quick when the job ends, or has ended."""
@@ -349,6 +356,19 @@ class JobMember:
         if state == "finished":
             raise SystemExit(0)
 
+    def _require_place(self) -> None:
+        """End this process at once if another one is this member by now.
+
+        It was stopped, or cut off, for so long that the job has given it up.
+        """
+        other = self.record.successor()
+        if other is not None:
+            logger.error(
+                "%s was given up, and ends: another process (%d) has its place",
+                *(self.who, other.pid),
+            )
+            os._exit(1)
+
     def _find_coordinator(self) -> ProcessIdentity | None:
         return MemberRecord(self.book, "coordinator", 0).process()
 
@@ -394,6 +414,7 @@ class JobMember:
         try:
             while not self._leaving.is_set():
                 self.record.beat()
+                self._require_place()
                 if self.progress is not None:
                     self.record.report_progress(self.progress())
                 if self._is_compiling:
@@ -437,11 +458,7 @@ class JobMember:
             silent_ticks += 1
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
-            is_orphan = os.getppid() != self._parent
-            is_alone = self._has_asked or env.is_under_torchrun()
-            if is_orphan and self._supervisor is not None and not is_alone:
-                processes.replace_supervisor()
-            elif is_orphan and self.watches_parent:
+            if self.watches_parent and os.getppid() != self._parent:
                 self._fail_alone(f"{self.who} lost the process that started it")
             silent_s = silent_ticks * tick_s
             limit_s = max(timings.silent_s, self.book.recovery_s)

@@ -3,16 +3,13 @@
 A number alone says little: a later process may have it. Where ``/proc`` is missing, or
 a process is of another host, nothing is known of its end.
 
-A process may have a supervisor, which starts it again: ``launch/supervisor.py``. When
-that is killed, the process turns into another one, by ``exec``: nothing runs twice, and
-socket and memory stay. What it does is interrupted, as if it had been killed itself.
+A process may have a supervisor, which starts it again: ``launch/supervisor.py``. It is
+killed with that, so that nothing runs twice.
 """
 
 import contextlib
-import logging
 import os
 import signal
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -23,8 +20,6 @@ from msgspec import structs
 from persia_torchrec import env
 from persia_torchrec.errors import JobError
 from persia_torchrec.wire.signals import JOINED
-
-logger = logging.getLogger(__name__)
 
 _COORDINATOR = b"persia_torchrec.launch.coordinator"
 _LOOK_S = 0.5
@@ -61,11 +56,9 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         return place == (self.pid, self.process_table, self.start)
 
     def succeeds(self, previous: "ProcessIdentity") -> bool:
-        """Return whether one supervisor has started both, or was the previous one."""
+        """Return whether one supervisor has started both."""
         mine = self.supervisor
-        return mine is not None and any(
-            map(mine.is_same, (previous, previous.supervisor))
-        )
+        return mine is not None and mine.is_same(previous.supervisor)
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended: one of this host."""
@@ -139,16 +132,13 @@ class Siblings:
 
 
 def find_supervisor() -> int | None:
-    """Return the process that starts this one again when it is killed, or None.
-
-    It may have been killed before this process looks.
-    """
+    """Return the process that starts this one again when it is killed, or None."""
     if env.is_under_torchrun():  # which starts all of its own again
         return os.getppid() if env.group_restarts_left() else None
     pid = env.supervisor()
     if pid is None:
         return None
-    return pid if pid == os.getppid() or _read_stat(pid)[0] in "ZX" else None
+    return pid if pid == os.getppid() else None
 
 
 def tell_joined() -> None:
@@ -157,14 +147,10 @@ def tell_joined() -> None:
         os.kill(os.getppid(), JOINED)
 
 
-def replace_supervisor() -> None:
-    """Turn into a new supervisor, which starts this process again; does not return."""
-    logger.warning("the supervisor has ended: this process starts again under another")
-    env.set_variable("PERSIA_SUPERVISOR", os.getpid())
-    env.set_variable("PERSIA_MEMBER", "")
-    command = [sys.executable, *sys.orig_argv[1:]]
-    supervisor = [sys.executable, "-m", "persia_torchrec.launch.supervisor"]
-    os.execv(sys.executable, [*supervisor, "--", *command])
+def with_ancestors(pid: int) -> set[int]:
+    """Return a process of this host, its parent, and the parent of that."""
+    parent = _read_stat(pid)[1]
+    return {pid, parent, _read_stat(parent)[1]}
 
 
 def _is_coordinator(pid: int) -> bool:

@@ -16,10 +16,17 @@ from persia_torchrec.errors import PersiaError
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.ports import open_listening
 from tests.integration.torchx_jobs import TorchxJob
 from tests.local_job import ONE_SLOT
 from tests.ports import draw_port
-from tests.processes import DEADLINE_S, is_running, wait_until
+from tests.processes import (
+    DEADLINE_S,
+    children_of,
+    is_running,
+    parent_of,
+    wait_until,
+)
 
 NUM_ROUNDS = 60
 MEMBERS = [("server", 0), ("server", 1), ("worker", 0), ("coordinator", 0)]
@@ -66,13 +73,25 @@ def client_of(book):
         yield client
 
 
-def child_of(pid):
-    """Return the process that a supervisor runs now, if it does."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
-                return int(stat.parent.name)
-    return None
+def is_supervisor(pid):
+    """Return whether a process is one, and not what orphans are given to."""
+    return b"supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def draw_victims(process, draw):
+    """Yield processes of a member to be killed; it starts again after these."""
+    inner = process.supervisor.pid
+    how = draw.choice(["command", "command", "again", "inner", "both", "outer"])
+    outer = parent_of(inner)
+    if how == "outer" and is_supervisor(outer):  # after which all else is as before
+        yield outer
+        wait_until(lambda: len(children_of(inner)) != 1, "another one waits")
+    yield inner if how == "inner" else process.pid
+    if how == "again":  # the next one, too, or its supervisor while there is none
+        time.sleep(draw.random())
+        yield from children_of(inner) or [inner]
+    if how == "both":
+        yield inner
 
 
 def kill_some(book, draw):
@@ -82,15 +101,9 @@ def kill_some(book, draw):
         record = MemberRecord(book, role, index)
         wait_until(record.process, f"{role} {index} joins")
         process = record.process()
-        is_supervisor = draw.random() < 0.25
-        victim = process.supervisor.pid if is_supervisor else process.pid
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
-        if not is_supervisor and draw.random() < 0.25:  # the next one, too
-            time.sleep(draw.random())
-            child = child_of(process.supervisor.pid)
-            if child is not None:
-                os.kill(child, signal.SIGKILL)
+        for victim in draw_victims(process, draw):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
         killed.append((record, process))
     return killed
 
@@ -126,7 +139,7 @@ def test_a_waiting_job_survives_kills_of_all_roles_and_keeps_its_rows(tmp_path):
 def test_nothing_stays_behind_of_a_job_whose_launcher_is_ended(tmp_path, number):
     with waiting_job(tmp_path) as (job, _):
         pids = job.pids()
-        assert len(pids) == 2 * len(MEMBERS) + 2  # the NN worker and torchx
+        assert len(pids) == 3 * len(MEMBERS) + 2  # the NN worker and torchx
         os.kill(job._torchx.pid, number)
         job._torchx.wait()
         wait_until(
@@ -134,3 +147,14 @@ def test_nothing_stays_behind_of_a_job_whose_launcher_is_ended(tmp_path, number)
             "all processes end",
             details=job.output,
         )
+
+
+def test_nothing_stays_behind_of_a_job_whose_processes_are_killed_at_once(tmp_path):
+    shared = set(Path("/dev/shm").iterdir())
+    with waiting_job(tmp_path) as (job, book):
+        for pid in job.pids():
+            with contextlib.suppress(ProcessLookupError):  # with its supervisor
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not job.pids(), "all processes end", details=job.output)
+        with open_listening(port=book.port):
+            assert set(Path("/dev/shm").iterdir()) <= shared

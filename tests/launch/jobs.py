@@ -77,12 +77,12 @@ class Job:
         command = [role, str(path), *arguments]
         return self.processes.start(name, main, command, env=variables)
 
-    def start_member(self, main: str) -> Running:
+    def start_member(self, main: str, name: str = "server-0") -> Running:
         """Start server 0 with a supervisor: a function of ``wire/members.py``."""
         code = f"from tests.wire import members; members.{main}({self.port})"
         command = ["--", sys.executable, "-c", code]
         env = {"PYTHONPATH": str(ROOT)}
-        return self.processes.start("server-0", supervisor.main, command, env=env)
+        return self.processes.start(name, supervisor.main, command, env=env)
 
     @property
     def folder(self) -> Path:

@@ -3,13 +3,16 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch import coordinator
 from persia_torchrec.launch.coordinator import CoordinatorConfig
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.processes import ProcessIdentity
 from tests.launch.jobs import Job, run_on_another_host
 from tests.ports import draw_port
 from tests.processes import Processes, wait_until
@@ -255,3 +258,39 @@ def test_a_port_in_use_ends_the_coordinator_with_an_error(processes):
 def test_an_invalid_setting_is_rejected(counts, message):
     with pytest.raises(ConfigError, match=message):
         CoordinatorConfig(port=0, **counts)
+
+
+@pytest.fixture
+def deaths():
+    """Say how often a member of a role has died, with how much progress of the job."""
+    book = AddressBook.host(0, loopback=True)
+    own = ProcessIdentity.of_this_process()
+    config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
+    members = {}
+
+    def die(role, progress, *, again=False):
+        record = MemberRecord(book, role, 0)
+        if role not in members or again:
+            members[role] = coordinator._Member(record, config)
+        dead = structs.replace(ProcessIdentity.of(2**22 + 1), supervisor=own)
+        book.put(f"member/{role}/0", msgspec.json.encode(dead).decode())
+        return members[role].failure(progress)
+
+    yield die
+    book.close()
+
+
+@pytest.mark.parametrize("role", ["server", "worker", "loader", "trainer"])
+def test_a_member_may_end_any_number_of_times_if_batches_are_trained_between(
+    deaths, role
+):
+    assert [deaths(role, progress) for progress in range(100)] == [None] * 100
+    assert deaths(role, 99) is None
+    assert "after 3 restarts without progress" in deaths(role, 99)
+    assert deaths(role, 100) is None
+
+
+def test_the_next_coordinator_knows_how_often_a_member_has_ended(deaths):
+    assert [deaths("server", 7) for _ in range(3)] == [None] * 3
+    assert "after 3 restarts" in deaths("server", 7, again=True)
+    assert deaths("server", 8, again=True) is None

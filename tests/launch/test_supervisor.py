@@ -13,7 +13,13 @@ from persia_torchrec.launch import supervisor
 from persia_torchrec.launch.supervisor import AUTO, PRIVATE, open_memory
 from persia_torchrec.wire.ports import open_listening
 from persia_torchrec.wire.signals import START_AGAIN
-from tests.processes import DEADLINE_S, Processes, is_running, wait_until
+from tests.processes import (
+    DEADLINE_S,
+    Processes,
+    children_of,
+    is_running,
+    wait_until,
+)
 
 ROOT = Path(__file__).parents[2]
 KILLED = "a process was ended by SIGKILL, and is started again"
@@ -28,16 +34,10 @@ if os.environ["PERSIA_RESTARTS"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 print("memory", os.pread(memory, 4, 2**30) if memory >= 0 else None)
 """
-LOSES_ITS_SUPERVISOR = """
-import os, time
-from persia_torchrec import env
-from persia_torchrec.wire import processes
-parent = os.getppid()
-print(f"{os.getpid()} is under {parent}, restart {env.num_restarts()}.", flush=True)
-while env.num_restarts() == 0:
-    if os.getppid() != parent:
-        processes.replace_supervisor()
-    time.sleep(0.01)
+SAYS_WHERE_IT_IS = """
+echo $$ is under $PPID, restart $PERSIA_RESTARTS.
+[ $PERSIA_RESTARTS = 0 ] && exec sleep 600
+exit 0
 """
 pytestmark = pytest.mark.multiprocess
 
@@ -163,18 +163,80 @@ def test_a_command_ends_with_the_process_that_started_its_supervisor(processes):
     assert "the process that started this one has ended" in parent.output()
 
 
-def test_a_command_whose_supervisor_is_killed_goes_on_under_another(processes):
-    code = ["-c", LOSES_ITS_SUPERVISOR]
-    running = start(processes, sys.executable, *code, flags=["--port", "0"])
+def kill(*pids):
+    """Kill processes at once: none sees the end of another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
+def start_again(processes, *, kill_outer=False):
+    """Start a command, and kill the process above its supervisor; return both pids."""
+    running = shell(processes, SAYS_WHERE_IT_IS)
     running.has_printed("restart 0.")
-    running.send(signal.SIGKILL)
+    command, inner = re.search(r"(\d+) is under (\d+)", running.output()).groups()
+    if kill_outer:
+        running.send(signal.SIGKILL)
+        wait_until(lambda: "another one waits" in running.output(), "it is replaced")
+    return running, int(command), int(inner)
+
+
+def has_started_again(running, *ended):
+    """Wait for the next start of the command, and for its end."""
     wait_until(
-        lambda: "restart 1." in running.output(), "another one", details=running.output
+        lambda: "restart 1." in running.output(), "another", details=running.output
     )
-    first, second = re.findall(r"(\d+) is under (\d+), restart", running.output())
-    assert first[1] == str(running.pid)
-    assert second[1] == first[0]  # the command has become the supervisor
-    wait_until(lambda: not is_running(int(first[0])), "it ends")
+    command, inner = re.findall(r"(\d+) is under (\d+)", running.output())[1]
+    for pid in (*ended, int(command), int(inner)):
+        wait_until(lambda pid=pid: not is_running(pid), f"{pid} ends")
+
+
+def test_a_command_whose_supervisor_is_killed_starts_again_under_another(processes):
+    running, command, inner = start_again(processes)
+    kill(inner)
+    has_started_again(running, command, inner)
+    assert running.status() == 0
+    assert "a supervisor was ended by SIGKILL" in running.output()
+
+
+def test_a_command_and_its_supervisor_may_be_killed_at_once(processes):
+    running, command, inner = start_again(processes)
+    kill(command, inner)
+    has_started_again(running, command, inner)
+    assert running.status() == 0
+
+
+def test_a_supervisor_that_is_killed_while_its_command_is_down_is_replaced(processes):
+    flags = ["--", "sh", "-c", SAYS_WHERE_IT_IS.replace("exec sleep 600", "kill -9 $$")]
+    running = processes.start("supervisor", _be_slow, flags)
+    running.has_printed("is started again")
+    inner = int(re.search(r"is under (\d+)", running.output())[1])
+    kill(inner)
+    has_started_again(running, inner)
+    assert running.status() == 0
+
+
+def _be_slow(words):
+    supervisor._FIRST_DELAY_S = supervisor._LAST_DELAY_S = 600.0
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    return supervisor.main(words)
+
+
+def test_the_process_above_a_supervisor_may_be_killed_and_then_any_other(processes):
+    running, command, inner = start_again(processes, kill_outer=True)
+    assert is_running(command)
+    kill(command, inner)
+    has_started_again(running, command, inner)
+
+
+def test_a_process_that_waits_for_a_supervisor_ends_with_it(processes):
+    running, _, inner = start_again(processes, kill_outer=True)
+    children = children_of(inner)
+    assert len(children) == 2
+    os.kill(inner, signal.SIGTERM)
+    for pid in (inner, *children):
+        wait_until(lambda pid=pid: not is_running(pid), f"{pid} ends")
+    assert "restart 1." not in running.output()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A trainer that goes away fails the others soon, with an error that names it.
 
-No trainer here sets ``joint_timeout_s``: whoever waited for it would wait ten minutes.
+No trainer here sets ``joint_timeout_s``: whoever waited for it would wait 15 minutes.
 """
 
 import contextlib

@@ -11,6 +11,7 @@ from persia_torchrec import (
     Constant,
     RemoteEmbeddingBagCollectionSharder,
     TableSettings,
+    timeouts,
 )
 from persia_torchrec.errors import ConfigError
 from tests.sharding.remote_job import CPU, Bags, kjt_of, remote_modules
@@ -94,3 +95,17 @@ def test_a_table_config_of_half_precision_keeps_weights_in_half(job):
     pooled = model(kjt_of({"ad": [[1], [2]]})).values()
     assert (pooled.half().float() == pooled).all()
     assert job.client.table("thin").weight_dtype == "fp16"
+
+
+def test_what_waits_for_others_outlasts_the_time_that_these_may_be_away():
+    longest_s = min(timeouts.JOINT_UPDATE_S, timeouts.COLLECTIVE_S)
+    assert timeouts.TRAINING_REQUEST_S < timeouts.RECOVERY_S < longest_s
+
+
+def test_a_joint_timeout_below_the_time_that_a_server_may_be_away_is_refused(
+    job, monkeypatch
+):
+    monkeypatch.setattr(job.client, "recovery_s", 600.0)
+    must = r"joint_timeout_s must be finite and > 600\. Received: 600"
+    with pytest.raises(ConfigError, match=must):
+        RemoteEmbeddingBagCollectionSharder(job.client, joint_timeout_s=600.0)

@@ -349,6 +349,8 @@ def test_the_next_host_of_a_book_finds_what_the_one_before_had(inherited):
     before.tell("text", "two\nlines")
     before.claim("member/server/0", "{}")
     before.increase("beats/server/0")
+    for number in range(300):  # in one place
+        before.put("progress/trainer/0", str(number))
     before.fail("trainer 0", "no data")
     before.close()
     os.pwrite(inherited, b'["note/half', os.fstat(inherited).st_size)
@@ -357,6 +359,8 @@ def test_the_next_host_of_a_book_finds_what_the_one_before_had(inherited):
     assert after.ask(["text"], timeout_s=TIMEOUT_S) == ["two\nlines"]
     assert after.state() == ("failed", "trainer 0: no data")
     assert after.peek("beats/server/0") is None  # they only have to grow
+    assert after.peek("progress/trainer/0") == "299"
+    assert os.fstat(inherited).st_size < 2000
     after.tell("more", "1")
     after.close()
     last = host_again(inherited)

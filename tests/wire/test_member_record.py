@@ -122,16 +122,10 @@ def test_a_member_whose_process_has_ended_is_replaced_at_once(book):
     assert record.process().pid == os.getpid()
 
 
-@pytest.mark.parametrize("is_the_supervisor", [False, True])
-def test_a_member_is_replaced_at_once_by_the_next_of_its_supervisor(
-    book, monkeypatch, is_the_supervisor
-):
-    """Also if it has become the supervisor itself, since the one before was killed."""
+def test_a_member_is_replaced_at_once_by_the_next_of_its_supervisor(book, monkeypatch):
     monkeypatch.setenv("PERSIA_SUPERVISOR", str(os.getppid()))
     supervisor = ProcessIdentity.of(os.getppid())
-    holder = supervisor if is_the_supervisor else ProcessIdentity.of(1)
-    previous = None if is_the_supervisor else supervisor
-    holder = structs.replace(holder, supervisor=previous)
+    holder = structs.replace(ProcessIdentity.of(1), supervisor=supervisor)
     book.put("member/server/0", msgspec.json.encode(holder).decode())
     record = MemberRecord(book, "server", 0)
     record.register(3600)

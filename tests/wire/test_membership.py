@@ -3,6 +3,7 @@ import os
 import re
 import signal
 
+import msgspec
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -11,6 +12,7 @@ from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.book_server import COMPILING
 from persia_torchrec.wire.member_record import MemberRecord
 from persia_torchrec.wire.membership import JobTimings
+from persia_torchrec.wire.processes import ProcessIdentity
 from tests.processes import Processes, is_running, wait_until
 from tests.wire import members
 
@@ -258,6 +260,18 @@ def test_a_killed_member_may_be_restarted(book, processes):
     again.has_printed("serving")
     book.finish()
     assert again.status() == 0
+
+
+def test_a_member_ends_once_another_process_has_its_place(book, processes):
+    """It was stopped, or cut off, for so long that it was given up."""
+    member = processes.start("member", members.serve, book.port)
+    member.has_printed("serving")
+    other = ProcessIdentity.of_this_process()
+    book.put("member/server/0", msgspec.json.encode(other).decode())
+    assert member.status() == 1
+    assert "server 0 was given up, and ends: another process (" in member.output()
+    assert "left" not in member.output()
+    assert book.state() == ("running", "")
 
 
 def test_an_error_of_the_process_group_waits_for_its_cause(book, processes):

@@ -559,7 +559,10 @@ def test_more_peers_connect_than_a_listener_remembers(start, connect, monkeypatc
 
 
 class Relay:
-    """Passes bytes on; can break the connection at one end, unseen by the other."""
+    """Passes bytes on; can break the connection at one end, unseen by the other.
+
+    While ``is_open`` is not set, it passes nothing on, as a network that is cut.
+    """
 
     def __init__(self, address):
         host, _, port = address.rpartition("/")[2].rpartition(":")
@@ -567,6 +570,8 @@ class Relay:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
         self._near, self._all = [], [self._socket]
+        self.is_open = threading.Event()
+        self.is_open.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -577,7 +582,8 @@ class Relay:
                 self._near.append(near)
                 self._all += [near, far]
                 for ends in ((near, far), (far, near)):
-                    threading.Thread(target=_pass_on, args=ends, daemon=True).start()
+                    args = self.is_open, *ends
+                    threading.Thread(target=_pass_on, args=args, daemon=True).start()
 
     def break_the_near_end(self):
         for near in self._near:
@@ -585,15 +591,17 @@ class Relay:
                 near.shutdown(socket.SHUT_RDWR)
 
     def close(self):
+        self.is_open.set()
         for each in self._all:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
 
-def _pass_on(source, target):
+def _pass_on(is_open, source, target):
     with contextlib.suppress(OSError):
         while data := source.recv(65536):
+            is_open.wait()
             target.sendall(data)
 
 
