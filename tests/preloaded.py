@@ -6,7 +6,7 @@ TorchRec, the mains of all roles, and the compiled loops, loaded from numba's ca
 import gc
 import logging
 
-import persia_torchrec.ctx
+import persia_torchrec.ctx.train_ctx
 import persia_torchrec.launch.coordinator
 import persia_torchrec.launch.script
 import persia_torchrec.server.__main__

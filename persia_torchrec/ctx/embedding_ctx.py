@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from persia_torchrec import timeouts
-from persia_torchrec.ctx.base_ctx import LookupCtx, PreprocessMode
+from persia_torchrec.ctx.base_ctx import PreprocessMode
+from persia_torchrec.ctx.lookup_ctx import LookupCtx
 from persia_torchrec.data.loader import entered_context
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.errors import ConfigError, RemoteError

@@ -10,8 +10,9 @@ from torch import nn
 
 from persia_torchrec import distributed, env
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.ctx.base_ctx import B, BaseCtx, PreprocessMode, Tensors
+from persia_torchrec.ctx.base_ctx import BaseCtx, PreprocessMode
 from persia_torchrec.ctx.embedding_ctx import EmbeddingCtx
+from persia_torchrec.ctx.lookup_ctx import B, Tensors
 from persia_torchrec.data.loader import PersiaTrainingBatch, require_at_least_1
 from persia_torchrec.embedding import EmbeddingConfig
 from persia_torchrec.embedding.optim import Optimizer
