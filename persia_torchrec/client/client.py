@@ -467,7 +467,7 @@ class EmbeddingClient:
         """
         server = self._servers.names.index(name)
         with self._renewing:
-            if not self._servers.connections.is_restarted(server):
+            if self._servers.connections.lost(server) is not RestartedError:
                 return  # another thread has renewed it
 
             def prepare(fresh: Peers) -> None:

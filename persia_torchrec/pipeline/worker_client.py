@@ -37,6 +37,7 @@ from persia_torchrec.errors import (
     LostBatchError,
     PersiaError,
     RemoteError,
+    RequestTimeoutError,
     ServerError,
 )
 from persia_torchrec.lookup.bags import Bags, encode_bags
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 0.1
-_AVOID_S = 5.0  # how long a worker that has failed is asked after the others
+_AVOID_S = 5.0  # how long a worker that has hung is asked after the others
 _FORWARD = "forward_client_time_cost_sec"
 _FORWARD_ERROR = "forward_error"
 _BACKWARD = "backward_client_time_cost_sec"
@@ -136,7 +137,7 @@ class RemoteWorkers(Peers):
         self.observed.count(_FORWARD_ERROR, 0)
         self._num_direct = itertools.count()
         self._tables: dict[str, TableSpec] = {}
-        self._away: dict[int, float] = {}  # when it has failed last
+        self._away: dict[int, float] = {}  # when it has hung last
         self._closing = threading.Event()
         # Bounded by the permits: each is a push in flight.
         self._again: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
@@ -393,16 +394,18 @@ class RemoteWorkers(Peers):
         return self.send(worker, header, body, "adding tables", limit_s).frames()
 
     def _choose(self, worker: int) -> int:
-        """Return the worker, or the next that has not failed lately, if one is."""
+        """Return the worker, or the next that is there and has not hung lately."""
         now_s, num = time.monotonic(), self.num_workers
-        for other in range(worker, worker + num):
-            if now_s - self._away.get(other % num, -math.inf) > _AVOID_S:
-                return other % num
+        for other in [at % num for at in range(worker, worker + num)]:
+            has_hung = now_s - self._away.get(other, -math.inf) <= _AVOID_S
+            if not has_hung and self.connections.lost(other) is None:
+                return other
         return (worker + 1) % num
 
     def _note_away(self, worker: int, error: PersiaError) -> None:
         is_new = worker not in self._away
-        self._away[worker] = time.monotonic()
+        is_late = isinstance(error, RequestTimeoutError)
+        self._away[worker] = time.monotonic() if is_late else -math.inf
         if is_new:
             logger.warning(
                 "%s Its batches continue through another one, or wait for it, for %g s "

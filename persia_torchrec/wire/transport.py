@@ -336,10 +336,10 @@ class Connections:
         self._wakeup.wake()
         self._thread.join(timeout=5)
 
-    def is_restarted(self, server: int) -> bool:
-        """Return whether a server came back without its rows, and is not renewed."""
+    def lost(self, server: int) -> type[ServerError] | None:
+        """Return with what requests to a server fail at once; None: they do not."""
         with self._lock:
-            return self._lost.get(server, ("", ServerError))[1] is RestartedError
+            return self._lost[server][1] if server in self._lost else None
 
     def renew(self, server: int, incarnation: int) -> None:
         """Send requests to the start of a server that came back without its rows."""

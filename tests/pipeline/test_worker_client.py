@@ -324,13 +324,18 @@ def recovering(workers):
 class TestRecovery:
     """Workers that end, and are started again at the same addresses."""
 
-    def test_lookups_go_on_through_another_worker(self, workers, recovering):
+    def test_lookups_go_on_through_another_worker_until_it_is_back(
+        self, workers, recovering
+    ):
+        def turns(*batches):
+            pulled = [recovering.pull(bags_of([1]), number(n))[1] for n in batches]
+            return [handle.worker for handle in pulled]
+
         workers.end(0)
-        turns = [
-            recovering.pull(bags_of([1]), number(batch))[1].worker for batch in (1, 2)
-        ]
-        assert turns == [1, 1]
+        assert turns(1, 2) == [1, 1]
         workers.restart(0)
+        wait_until(lambda: recovering.connections.lost(0) is None, "it is back")
+        assert turns(3, 4) == [0, 1]
 
     def test_a_lookup_waits_for_the_only_worker(self, servers):
         workers = Workers([servers.client(servers.start(1))])
