@@ -75,13 +75,15 @@ def test_small_buffers_make_the_loaders_wait_and_lose_nothing(
         assert len(job.buffers[0]) == 0
 
 
-def test_a_loader_sends_no_more_than_the_trainer_takes(job, sending):
-    sent = threading.Semaphore(0)
+def test_a_loader_sends_and_keeps_no_more_than_the_trainer_takes(
+    recovering_job, sending
+):
+    job, sent = recovering_job, threading.Semaphore(0)
     with job.train_ctx() as ctx:
         loader = DataLoader(StreamingDataset(2), forward_buffer_size=1)
-        batches = iter(loader)
+        batches, data_ctx = iter(loader), job.data_ctx()
         thread = sending.start(
-            job.data_ctx(), share(0, 1), after_each=lambda _: sent.release()
+            data_ctx, share(0, 1), after_each=lambda _: sent.release()
         )
         first = next(batches)
         # Two wait to be looked up, one waits for the loop, one for its place.
@@ -89,8 +91,11 @@ def test_a_loader_sends_no_more_than_the_trainer_takes(job, sending):
             assert sent.acquire(timeout=DEADLINE_S)
         assert not sent.acquire(timeout=0.3)
         assert thread.is_alive()
+        assert 5 <= len(data_ctx._kept) <= 6
         ctx.backward(ctx.forward(first)[0].sum())
         train(ctx, batches)
+    sending.join()
+    assert data_ctx._kept == {}
 
 
 def test_batches_without_gradients_come_through_as_well(job, sending):
