@@ -261,12 +261,15 @@ class ShardLoad(BackgroundTask):
 
     def load(self) -> None:
         """Put the rows into the store, once checked; if that fails, leave it empty."""
+        was_loading, self._store.is_loading = self._store.is_loading, True
         with self._opened:
             try:
                 self._fill()
             except BaseException:
                 self._store.clear()
                 raise
+            finally:
+                self._store.is_loading = was_loading
 
     def _fill(self) -> None:
         store = self._store

@@ -70,13 +70,16 @@ def restore(
     """
     lines = [] if logs is None else catalog.find_lines(logs, {})
     own = [line for line in lines if line.is_of(target.shard, target.num_shards)]
+    store.is_loading, found = True, Restored()  # the next process begins again
     for plan in _plans(own[-1] if own else None, run):
         try:
-            return _carry_out(plan, store, target, logs)
+            found = _carry_out(plan, store, target, logs)
+            break
         except CheckpointError as exc:
             logger.warning("not restored, but something older: %s", exc)
             store.clear()
-    return Restored()
+    store.is_loading = False
+    return found
 
 
 def _plans(line: Line | None, run: Folder | None) -> Iterator[_Plan]:

@@ -153,7 +153,8 @@ class EmbeddingStore:
         if isinstance(self.memory, MemoryFile):
             self.recovery = Recovery(self.memory, self.tally, tables["num_arenas"])
         self._requests = Requests(self, self.recovery)
-        self.was_loading = bool(self.tally[memory.CHANGE] == memory.LOAD)
+        is_load = self.tally[memory.CHANGE] == memory.LOAD
+        self.was_loading = bool(is_load or self.is_loading)
         self.tally[memory.CAPACITY] = self.capacity_rows
         self._steps = self.memory.area(memory.STEPS)
         self.index = Index(self.capacity_rows, self.memory)
@@ -192,6 +193,15 @@ class EmbeddingStore:
     @tick.setter
     def tick(self, tick: int) -> None:
         self.tally[memory.TICK] = tick
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether rows are being loaded: of a process that dies now, none are left."""
+        return bool(self.tally[memory.LOADING])
+
+    @is_loading.setter
+    def is_loading(self, is_loading: bool) -> None:
+        self.tally[memory.LOADING] = is_loading
 
     def add_tables(self, specs: Sequence[TableSpec]) -> list[int]:
         """Add tables, or change known ones; return their numbers.

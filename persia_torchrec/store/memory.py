@@ -70,18 +70,19 @@ seed; the table's step, and the second of the current request."""
 HITS, MISSES, INSERTED, REJECTED, ROWS, TICK = range(6)
 EVICTED, EXPIRED_STEPS, EXPIRED_SECONDS, EXPIRED_NORM = range(6, 10)
 LEFT_AT, LEFT_ROOM, CAPACITY, MISSED, REFUSED = range(10, 15)
-CHANGE, SWEPT_ARENA, SWEPT_SLOT = range(15, 18)
-NUM_TALLIES = 18
+CHANGE, SWEPT_ARENA, SWEPT_SLOT, LOADING = range(15, 19)
+NUM_TALLIES = 19
 """Columns of the tally: ids found, ids not found, rows made, ids refused a row, rows in
 use, tick of the current request; rows that left because the store was full, because of
 their age in steps, in seconds, because of their norm; address at which the next row to
 leave is noted, or 0, and for how many there is room (see ``journal.py``); rows that the
 store may hold; gradients without a row, and with NaN or an infinity; what change is in
-progress (see ``NO_CHANGE``); arena and slot where the next slice of a sweep begins."""
+progress (see ``NO_CHANGE``); arena and slot where the next slice of a sweep begins;
+whether the rows of a checkpoint, and of increments, are being loaded."""
 
-NO_CHANGE, REQUEST, LOAD, CLEAR, COMMIT = range(5)
+NO_CHANGE, REQUEST, LOAD, COMMIT = 0, 1, 2, 4
 """What changes the store right now: nothing; a request that would be undone; a load; a
-clear; a request that would be completed (see ``recovery.py``)."""
+request that would be completed (see ``recovery.py``)."""
 
 FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24, 28))
 """Bytes of a row at which its metadata stand, each a uint32."""

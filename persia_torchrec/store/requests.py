@@ -177,10 +177,10 @@ class Requests:
         if change == memory.COMMIT and self.recovery is not None:
             self._apply(*self.recovery.resume())
             self.end()
-        elif change == memory.CLEAR:
-            self._store.clear()
-        elif change == memory.LOAD:
+        if self._store.was_loading:
             self._store.drop_rows()  # and load again
+            self._store.tally[memory.CHANGE] = memory.LOAD
+            self._store.is_loading = False
 
     def _image_bytes(self, change: Change) -> int:
         """Return what the images of rows take that change at the same time."""

@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from persia_torchrec.embedding.kernel import LOST
 from persia_torchrec.store.index import BOUNDARY, ENTRIES, NEW, OLD, OVERFLOW_LINES
 from persia_torchrec.store.loops import find_slots
 from persia_torchrec.store.memory import (
     ARENA,
     FREE,
     OWNER_SHIFT,
+    RECOVERY,
     TICK_MASK,
     USED,
     distance,
@@ -18,6 +20,8 @@ from persia_torchrec.store.recency import LOG, NONE, pop_oldest
 def check_store(store):
     """Raise AssertionError if index, rows and recency do not agree."""
     assert store.num_rows <= store.capacity_rows
+    if store.recovery is not None:
+        assert not store.memory.area(RECOVERY)[int(LOST) // 8]
     check_index(store.index)
     num_found = 0
     for number, table in enumerate(store.states):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
+from persia_torchrec import AdmitBloom, AdmitFrequency, AdmitProbability, Expiry
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
@@ -29,7 +29,14 @@ TABLES = [
 FBGEMM_TABLES = [
     TableSpec(name="rare", dim=8, optimizer=SGD(0.1), admission=AdmitFrequency(2, 60)),
     TableSpec(name="half", dim=8, optimizer=Adagrad(0.1), weight_dtype="fp16"),
-    TableSpec(name="adagrad", dim=4, optimizer=Adagrad(0.1), keeps_metadata=True),
+    TableSpec(
+        name="brain",
+        dim=4,
+        optimizer=Adagrad(0.1),
+        weight_dtype="bf16",
+        admission=AdmitProbability(0.8),
+        keeps_metadata=True,
+    ),
 ]
 """With optimizers and dims that fbgemm has."""
 
