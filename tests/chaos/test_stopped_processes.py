@@ -27,6 +27,16 @@ LOST_S = 6  # after which the kernel ends the connections of a network that is c
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
+def cut(relay, seconds):
+    """Cut a network for a while: at both ends the kernel does what it does then."""
+    relay.is_open.clear()
+    time.sleep(min(seconds, LOST_S))
+    if seconds > LOST_S:
+        relay.break_both_ends()
+    time.sleep(max(seconds - LOST_S, 0))
+    relay.is_open.set()
+
+
 def test_a_stopped_coordinator_is_replaced_and_a_stopped_member_waited_for(tmp_path):
     with Processes(tmp_path) as processes:
         job = Job(processes, "--silent-s", "2", recovers=True, server=1, trainer=1)
@@ -72,6 +82,26 @@ def test_a_stopped_member_that_was_replaced_ends_when_it_runs_again(tmp_path):
             assert book.state() == ("running", "")
         (job.folder / "go").touch()
         assert [p.status() for p in (trainer, job.coordinator, second)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seconds", [5, 15, 60])
+def test_a_member_whose_network_is_cut_is_waited_for(tmp_path, seconds):
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(Processes(tmp_path))
+        job = Job(processes, recovers=True, server=1, trainer=1)
+        trainer = job.start("trainer", WAIT_FOR_GO)
+        trainer.has_printed("at work")
+        relay = Relay(f"tcp://127.0.0.1:{job.port}")
+        stack.callback(relay.close)
+        server = job.start_member("serve", port=int(relay.address.rpartition(":")[2]))
+        server.has_printed("serving")
+        cut(relay, seconds)
+        job.coordinator.has_printed("server 0 has sent no heartbeat for 4.0 s")
+        if seconds > LOST_S:
+            job.coordinator.has_printed("server 0 was lost: its process")
+            job.coordinator.has_printed("server 0 is back, after ")
+        (job.folder / "go").touch()
+        assert [p.status() for p in (trainer, job.coordinator, server)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("seconds", [5, 15, 60])
@@ -122,12 +152,7 @@ def test_no_update_is_lost_or_applied_twice_though_servers_do_not_answer(what, s
             time.sleep(seconds)
             cluster.processes[0].send_signal(signal.SIGCONT)
         else:
-            relays[0].is_open.clear()
-            time.sleep(min(seconds, LOST_S))
-            if seconds > LOST_S:
-                relays[0].break_the_near_end()
-            time.sleep(max(seconds - LOST_S, 0))
-            relays[0].is_open.set()
+            cut(relays[0], seconds)
         for trainer in trainers:
             trainer.last_step = trainer.num_steps + 50
         for trainer in trainers:

@@ -77,9 +77,14 @@ class Job:
         command = [role, str(path), *arguments]
         return self.processes.start(name, main, command, env=variables)
 
-    def start_member(self, main: str, name: str = "server-0") -> Running:
-        """Start server 0 with a supervisor: a function of ``wire/members.py``."""
-        code = f"from tests.wire import members; members.{main}({self.port})"
+    def start_member(
+        self, main: str, *, name: str = "server-0", port: int | None = None
+    ) -> Running:
+        """Start server 0 with a supervisor: a function of ``wire/members.py``.
+
+        ``port`` is what it takes for that of the job.
+        """
+        code = f"from tests.wire import members; members.{main}({port or self.port})"
         command = ["--", sys.executable, "-c", code]
         env = {"PYTHONPATH": str(ROOT)}
         return self.processes.start(name, supervisor.main, command, env=env)

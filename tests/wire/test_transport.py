@@ -569,7 +569,7 @@ class Relay:
         self._target = host, int(port)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._near, self._all = [], [self._socket]
+        self._near, self._ends = [], []
         self.is_open = threading.Event()
         self.is_open.set()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -580,22 +580,29 @@ class Relay:
                 near, _ = self._socket.accept()
                 far = socket.create_connection(self._target)
                 self._near.append(near)
-                self._all += [near, far]
+                self._ends += [near, far]
                 for ends in ((near, far), (far, near)):
                     args = self.is_open, *ends
                     threading.Thread(target=_pass_on, args=args, daemon=True).start()
 
     def break_the_near_end(self):
-        for near in self._near:
-            with contextlib.suppress(OSError):
-                near.shutdown(socket.SHUT_RDWR)
+        _shut(self._near)
+
+    def break_both_ends(self):
+        _shut(self._ends)
 
     def close(self):
         self.is_open.set()
-        for each in self._all:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        ends = [self._socket, *self._ends]
+        _shut(ends)
+        for each in ends:
             each.close()
+
+
+def _shut(ends):
+    for each in ends:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _pass_on(is_open, source, target):
