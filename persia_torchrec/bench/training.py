@@ -6,12 +6,16 @@ TorchRec's rows; at staleness 0 the first losses must agree, and in the end no g
 may have missed its row.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +32,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from persia_torchrec import env
 from persia_torchrec.bench import harness
 from persia_torchrec.bench.harness import Benchmark, Settings, Table
 from persia_torchrec.bench.reference import Numbers, chunks, require, scattered
@@ -37,6 +42,7 @@ from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import StoreError
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.sharding.sharder import RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.training.recovery import Run, recoverable
 
 TABLES = tuple(f"table{f}" for f in range(26))
 """Names of the tables, and of their features, one id each."""
@@ -44,6 +50,7 @@ TABLES = tuple(f"table{f}" for f in range(26))
 _NUM_DENSE, _RATE, _EPS = 13, 0.05, 1e-8
 _CPU = torch.device("cpu")
 _NUM_WARM_STEPS, _CHECKED_STEPS = 2, 5
+_SHORT_S = 1e-3  # between checkpoints: the least that is possible
 _LOST = dict.fromkeys(("gradients_missed", "gradients_refused", "evictions"), 0)
 
 
@@ -59,6 +66,7 @@ class TrainingSettings(Settings):
     batches: Annotated[int, "different batches, used again and again"] = 32
     steps: Annotated[int, "steps timed together"] = 16
     repeats: Annotated[int, "turns of each model; the median counts"] = 7
+    saved_to: Annotated[Path | None, "folder for checkpoints"] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,12 +108,16 @@ class Server(NamedTuple):
 
 
 class Arm:
-    """DLRM in plain TorchRec, or on a server: from staleness 2 on, a step ahead."""
+    """DLRM in plain TorchRec, or on a server: from staleness 2 on, a step ahead.
+
+    ``after_step`` is called after each.
+    """
 
     def __init__(self, settings: TrainingSettings, dim: int, at: Server | None) -> None:
         self.server, self._turns = at, list[Sequence[float]]()
         self._pipeline: Any = None
         self.flush: Callable[[], None] = lambda: None
+        self.after_step: Callable[[], None] = lambda: None
         if at is None:
             rowwise = EmbOptimType.EXACT_ROWWISE_ADAGRAD
             params = {"optimizer": rowwise, "learning_rate": _RATE, "eps": _EPS}
@@ -114,29 +126,30 @@ class Arm:
         else:
             adagrad = Adagrad(_RATE, 0, eps=_EPS, vectorwise_shared=True)
             sharder = RemoteEmbeddingBagCollectionSharder
-            remote = sharder(at.client, adagrad, at.staleness)
+            self.sharder = remote = sharder(at.client, adagrad, at.staleness)
             self.model, self.flush = _dlrm(settings, dim, remote), remote.flush
             self.close = remote.close
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self._optimizer = torch.optim.SGD(dense.values(), _RATE)
+        self.optimizer = torch.optim.SGD(dense.values(), _RATE)
         if at is not None and at.staleness >= 2:
-            self._pipeline = TrainPipelineSparseDist(self.model, self._optimizer, _CPU)
+            self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, _CPU)
 
     def train(self, batches: Sequence[Batch]) -> list[float]:
         """Take a step per batch; return the losses when every update is applied."""
         rest = iter(batches)
-        if self._pipeline is None:
-            losses = [self._step(batch) for batch in rest]
-        else:
-            losses = [float(self._pipeline.progress(rest)[0]) for _ in batches]
+        losses = [self._step(rest) for _ in batches]
         self.flush()
         return losses
 
-    def _step(self, batch: Batch) -> float:
-        self._optimizer.zero_grad()
-        loss, _ = self.model(batch)
-        loss.backward()
-        self._optimizer.step()
+    def _step(self, rest: Iterator[Batch]) -> float:
+        if self._pipeline is None:
+            self.optimizer.zero_grad()
+            loss, _ = self.model(next(rest))
+            loss.backward()
+            self.optimizer.step()
+        else:
+            loss, *_ = self._pipeline.progress(rest)
+        self.after_step()
         return float(loss.detach())
 
     def take_turn(self, batches: Sequence[Batch]) -> None:
@@ -224,11 +237,12 @@ def fill(server: Server, plain: Arm, ids: list[Numbers]) -> None:
             server.client.write(name, some_N.view(np.uint64), rows_ND)
 
 
-@harness.per_dim
-def measure(settings: TrainingSettings, dim: int) -> Table:
-    """Train on plain TorchRec and on servers, in turn."""
-    batches, rows = draw_batches(settings), []
-    ids, first = ids_by_table(batches), batches[:_CHECKED_STEPS]
+@contextmanager
+def _arms(
+    settings: TrainingSettings, dim: int, batches: Sequence[Batch]
+) -> Iterator[tuple[Arm, list[Arm]]]:
+    """Give plain TorchRec, and models on servers, which begin with its rows."""
+    ids = ids_by_table(batches)
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, not in __all__
     with ExitStack() as stack:
         dist.init_process_group("gloo", rank=0, world_size=1, store=store)
@@ -239,6 +253,21 @@ def measure(settings: TrainingSettings, dim: int) -> Table:
             arm.server.pid: arm.server for arm in remote if arm.server
         }.values():
             fill(server, plain, ids)
+        yield plain, remote
+
+
+def _require_none_lost(arm: Arm) -> None:
+    counters = arm.server.client.counters()[0] if arm.server else {}
+    lost = {name: counters.get(name, 0) for name in _LOST}
+    require("gradients that missed a row", received=lost, expected=_LOST)
+
+
+@harness.per_dim
+def measure(settings: TrainingSettings, dim: int) -> Table:
+    """Train on plain TorchRec and on servers, in turn."""
+    batches, rows = draw_batches(settings), []
+    first = batches[:_CHECKED_STEPS]
+    with _arms(settings, dim, batches) as (plain, remote):
         expected = plain.train(first)
         for arm in remote:
             if arm.server and arm.server.staleness == 0:
@@ -252,9 +281,7 @@ def measure(settings: TrainingSettings, dim: int) -> Table:
             for arm in (plain, *remote):
                 arm.take_turn(turn)
         for arm in (plain, *remote):
-            counters = arm.server.client.counters()[0] if arm.server else {}
-            lost = {name: counters.get(name, 0) for name in _LOST}
-            require("gradients that missed a row", received=lost, expected=_LOST)
+            _require_none_lost(arm)
             rows.append(arm.row(settings, median(plain.rates(settings))))
     question = f"DLRM, {len(TABLES)} tables, {torch.get_num_threads()} torch threads."
     header = (
@@ -264,11 +291,84 @@ def measure(settings: TrainingSettings, dim: int) -> Table:
     return Table("training", question, header, rows)
 
 
+class _Saves:
+    """Lets a model be saved after a step, as often as automatic checkpoints may be."""
+
+    def __init__(self, run: Run, folder: str) -> None:
+        self._run, self._folder = run, folder
+        self._names = set(os.listdir(folder))  # noqa: PTH208  # after each step: quick
+        self.num_steps = 0
+        self.begun: list[tuple[int, float]] = []  # after how many steps, and when
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """Call it after each step."""
+        self.num_steps += 1
+        began_s = time.perf_counter()
+        self._run.step()
+        if (names := set(os.listdir(self._folder))) != self._names:  # noqa: PTH208
+            self._names = names
+            self.begun.append((self.num_steps, began_s))
+            self.seconds.append(time.perf_counter() - began_s)
+
+
+def _train_and_save(
+    arm: Arm, settings: TrainingSettings, batches: Sequence[Batch]
+) -> list[object]:
+    """Train in turns: from one checkpoint to the next, and for as long without."""
+    assert arm.server is not None
+    endless, rates, seconds = cycle(batches), list[tuple[float, float]](), list[float]()
+    with TemporaryDirectory(dir=settings.saved_to) as folder:
+        state = {"model": arm.model, "optimizer": arm.optimizer}
+        given = folder, state, arm.server.client, arm.sharder
+        with recoverable(*given, interval_s=_SHORT_S) as run:
+            for _ in range(settings.repeats):
+                saves, num_turns = _Saves(run, folder), 0
+                arm.after_step = saves.step
+                while len(saves.begun) < 2:
+                    arm.train(list(islice(endless, settings.steps)))
+                    num_turns += 1
+                (first, began_s), *_, (last, ended_s) = saves.begun
+                arm.after_step = lambda: None
+                os.sync()  # what was written is not for the other turn
+                without_s = 0.0
+                for _ in range(num_turns):
+                    turn = partial(arm.train, list(islice(endless, settings.steps)))
+                    without_s += harness.timed(turn)[0]
+                num = num_turns * settings.steps
+                rates.append(((last - first) / (ended_s - began_s), num / without_s))
+                seconds += saves.seconds
+    took_s, ratios = median(seconds), [with_ / without for with_, without in rates]
+    middle = [settings.batch_size * median(of) for of in zip(*rates, strict=True)]
+    at_default = 1 / (1 + took_s / max(env.CHECKPOINT_INTERVAL_S, 20 * took_s))
+    of_without = [median(ratios), min(ratios), max(ratios)]
+    return [arm.server.num_rows, *middle, *of_without, took_s, at_default]
+
+
+@harness.per_dim
+def measure_checkpoints(settings: TrainingSettings, dim: int) -> Table:
+    """Train with automatic checkpoints, as many as there may be, and without."""
+    batches, rows = draw_batches(settings), []
+    last = replace(settings, staleness=settings.staleness[-1:], rows=settings.rows[:1])
+    with _arms(last, dim, batches) as (_, remote):
+        for arm in remote:
+            rows.append(_train_and_save(arm, settings, batches))
+            _require_none_lost(arm)
+    question = "The next checkpoint comes after 20 times what the last one took."
+    header = "rows on the server | samples/s with checkpoints, median | without | with,"
+    header += (
+        " of without | lowest | highest | seconds of a checkpoint | of without, at"
+    )
+    header += f" {env.CHECKPOINT_INTERVAL_S:g} s"
+    return Table("checkpoints", question, header, rows)
+
+
 BENCHMARK = Benchmark(
     name="training",
     normal=TrainingSettings(),
     tiny=TrainingSettings(
         dims=(4,), rows=(2048, 4096), table_rows=99, batch_size=32, steps=4, repeats=2
     ),
-    figures={"training": measure},
+    figures={"training": measure, "checkpoints": measure_checkpoints},
+    only_for={"saved_to": "checkpoints"},
 )
