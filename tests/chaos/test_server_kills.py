@@ -1,11 +1,166 @@
 """Many kills of embedding servers in the middle of training."""
 
-import pytest
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from persia_torchrec import AdmitFrequency, RemoteEmbeddingBagCollectionSharder
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.server.cluster import EmbeddingCluster
+from persia_torchrec.table import TableSpec
+from tests.reference import ReferenceStore
 from tests.server.test_restarts import train_through_kills
+from tests.servers import DEADLINE_S, ids_of
+from tests.sharding.remote_job import shard
+from tests.sharding.two_trainers import NUM_IDS, TABLES, Model, batches, loss_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
+NUM_SERVERS = 2
+CAPACITY = 100  # rows of a server: fewer than are admitted
+MANY = 2000  # ids
+NUM_UNDISTURBED = 100  # steps before the first kill, and after the last
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
+RARE = TableSpec(
+    name="rare",
+    dim=4,
+    optimizer=Adagrad(0.1),
+    admission=AdmitFrequency(3),
+    keeps_metadata=True,
+    seed=5,
+)
 
-def test_no_update_is_lost_or_applied_twice_in_many_kills(servers):
-    train_through_kills(servers, num_kills=40)
+
+def test_no_update_is_lost_or_applied_twice_in_many_kills(servers, kills):
+    train_through_kills(servers, num_kills=kills(40))
+
+
+class Killing(threading.Thread):
+    """Kills one server after the other, when the one before answers again."""
+
+    def __init__(self, cluster, draw, num):
+        super().__init__(name="kills", daemon=True)
+        self._cluster, self._draw, self._num = cluster, draw, num
+        self._client = connect(cluster)
+        self.num_killed = 0
+
+    def run(self):
+        with closing(self._client):
+            while self.num_killed < self._num:
+                threading.Event().wait(self._draw.uniform(0.0, 0.3))
+                self._draw.choice(self._cluster.processes).kill()
+                self.num_killed += 1
+                self._client.counters()  # when all answer
+
+
+def connect(cluster):
+    given = {"timeout_s": DEADLINE_S, "recovery_s": cluster.recovery_s}
+    return EmbeddingClient.connect(cluster.addresses, **given)
+
+
+@contextmanager
+def killed_cluster(draw, num_kills, **settings) -> Iterator[tuple]:
+    """Give a client of servers, and steps until all kills are over, and some more."""
+    settings = {"num_servers": NUM_SERVERS, "restarts": True, **settings}
+    with EmbeddingCluster.local(**settings) as cluster, closing(connect(cluster)) as c:
+        killing = Killing(cluster, draw, num_kills)
+
+        def steps():
+            yield from range(NUM_UNDISTURBED)
+            killing.start()
+            while killing.is_alive():
+                yield
+            yield from range(NUM_UNDISTURBED)
+
+        yield c, steps()
+        assert killing.num_killed == num_kills
+
+
+def draw_ids(number):
+    """Return ids of a batch, popular ones more often, and how often each occurs."""
+    draw = np.random.default_rng(number)
+    ids = (MANY ** draw.random(60)).astype(np.uint64)
+    return np.unique(ids, return_counts=True)
+
+
+def test_rows_that_are_admitted_and_evicted_are_those_of_the_reference(draw, kills):
+    references = [ReferenceStore(CAPACITY, "lfu") for _ in range(NUM_SERVERS)]
+    for reference in references:
+        reference.tables = [RARE]
+    cluster = killed_cluster(draw, kills(100), capacity=CAPACITY, eviction="lfu")
+    with cluster as (client, steps):
+        client.add_tables([RARE])
+        for number, _ in enumerate(steps, start=1):
+            drawn, counts = draw_ids(number)
+            split, batch = client.split(drawn), BatchNumber(7, number)
+            counts = counts.astype(np.uint32)[np.searchsorted(drawn, split.ids)]
+            tables = [("rare", split)]
+            [rows] = client.pull(tables, batch=batch, counts=[counts])
+            grads = np.random.default_rng(-number % 2**32).normal(size=rows.shape)
+            grads = grads.astype(np.float32)
+            client.outcome(client.push(tables, [grads], batch))
+            pieces = itertools.pairwise(split.offsets)
+            for reference, (begin, end) in zip(references, pieces, strict=True):
+                own = split.ids[begin:end].tolist()
+                given = {"training": True, "counts": counts[begin:end].tolist()}
+                expected = reference.lookup(0, own, **given)
+                # A lookup that is answered again lacks what it made and evicted.
+                stays = [(0, id_) in reference.rows for id_ in own]
+                received = rows[begin:end][stays]
+                np.testing.assert_allclose(received, expected[stays], **NEAR)
+                reference.update(0, own, grads[begin:end])
+        ids = ids_of(*range(MANY + 1))
+        found, frequencies = client.read("rare", ids), client.metadata("rare", ids)
+        split = client.split(ids)
+        names = "inserted", "rejected", "evictions", "rows"
+        counters = client.counters()
+    for number, reference in enumerate(references):
+        own = split.ids[split.offsets[number] : split.offsets[number + 1]].astype(int)
+        expected = reference.read(0, own.tolist())
+        np.testing.assert_allclose(found[own], expected, **NEAR)
+        rows = [reference.rows.get((0, id_)) for id_ in own.tolist()]
+        seen = [0 if row is None else row.frequency for row in rows]
+        assert frequencies.frequency[own].tolist() == seen
+        told = {name: counters[number][name] for name in names}
+        assert told == {name: reference.counters()[name] for name in names}
+        assert reference.counts["evictions"] > CAPACITY
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_model_learns_bit_by_bit_what_it_does_undisturbed(draw, kills, staleness):
+    with ExitStack() as stack:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        stack.callback(dist.destroy_process_group)
+        cluster = killed_cluster(draw, kills(20))
+        client, steps = stack.enter_context(cluster)
+        *learnt, num_steps = learn(client, staleness, steps)
+        undisturbed = EmbeddingCluster.local(NUM_SERVERS, restarts=True)
+        client = stack.enter_context(closing(connect(stack.enter_context(undisturbed))))
+        *expected, _ = learn(client, staleness, range(num_steps))
+    assert learnt == expected
+
+
+def learn(client, staleness, steps):
+    """Train a model; return its weights and rows as bytes, and the number of steps."""
+    torch.manual_seed(0)
+    sharder = RemoteEmbeddingBagCollectionSharder(client, Adagrad(0.1), staleness)
+    with closing(sharder):
+        model = shard(Model(), sharder)
+        dense = [weight for name, weight in model.named_parameters() if "over" in name]
+        optimizer, number = torch.optim.Adam(dense, lr=0.01), 0
+        for number, _ in enumerate(steps, start=1):
+            [batch] = batches(0, 1, seed=number)
+            optimizer.zero_grad()
+            loss_of(model, [batch]).backward()
+            optimizer.step()
+        sharder.flush()
+        rows = [client.read(t.name, ids_of(*range(NUM_IDS))) for t in TABLES]
+        found = [*(weight.detach().numpy() for weight in dense), *rows]
+        return *(array.tobytes() for array in found), number
