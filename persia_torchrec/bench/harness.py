@@ -306,15 +306,19 @@ def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
+_ALLOWED_CORES = _cores()
+
+
 @contextmanager
 def pinned(which: int | None) -> Iterator[None]:
     """Pin this thread, and all that it starts, to a core, if the system can do so.
 
-    0 is the first core that this process may use, -1 the last; None changes nothing.
+    0 is the first core that this process may use, -1 the last, also where it is pinned
+    already; None changes nothing.
     """
     previous = _cores()
     if previous and which is not None:
-        os.sched_setaffinity(0, {previous[which]})
+        os.sched_setaffinity(0, {_ALLOWED_CORES[which]})
     try:
         yield
     finally:
