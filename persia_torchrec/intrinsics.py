@@ -20,6 +20,7 @@ Pointer = npt.NDArray[np.float32]
 writes an element; there are no negative indices."""
 
 _BYTE, _HALF, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LINE = ir.VectorType(_WORD, 8)
 
 
 def _emitted(returned: Any, *taken: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -106,6 +107,35 @@ def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
     to, from_ = builder.inttoptr(target, pointer), builder.inttoptr(source, pointer)
     is_volatile = ir.Constant(ir.IntType(1), 0)
     builder.call(copy, [to, from_, num_bytes, is_volatile])
+
+
+def _streamer(kind: Any) -> Callable[[Any, Any, Any], None]:
+    """Return what emits a store past the caches, of memory aligned to its own size."""
+    num_bytes = kind.count * 8 if kind is _LINE else 8
+
+    def emit(builder: Any, target: Any, value: Any) -> None:
+        pointer = builder.inttoptr(target, kind.as_pointer())
+        store = builder.store(value, pointer, align=num_bytes)
+        hint = builder.module.add_metadata([ir.Constant(_HALF, 1)])
+        store.set_metadata("nontemporal", hint)
+
+    return emit
+
+
+_stream_word, _stream_line = _streamer(_WORD), _streamer(_LINE)
+
+
+@_emitted(types.void, types.uint64, types.uint64)
+def stream_u64(builder: Any, address: Any, value: Any) -> None:
+    """Write a word past the caches, for memory that is not read soon."""
+    _stream_word(builder, address, value)
+
+
+@_emitted(types.void, types.uint64, types.uint64)
+def stream_line(builder: Any, target: Any, source: Any) -> None:
+    """Copy 64 bytes past the caches; the target is aligned to them."""
+    pointer = builder.inttoptr(source, _LINE.as_pointer())
+    _stream_line(builder, target, builder.load(pointer, align=8))
 
 
 @_emitted(types.void)

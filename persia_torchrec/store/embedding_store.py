@@ -323,8 +323,8 @@ class EmbeddingStore:
 
         If the process dies, the next one that opens the memory file finds all of it, or
         nothing. Lookups, sweeps and removals are done at once; updates, writes, steps
-        and clears at the end, in their order, and then notes. After an error nothing is
-        done at the end. A request in another one is a part of that.
+        and a clear, which is the last one, at the end, and then notes. After an error
+        nothing is done at the end. A request in another one is a part of that.
         """
         return self._requests.request()
 
@@ -350,12 +350,12 @@ class EmbeddingStore:
         weights_ND = np.empty((len(ids_N), state.spec.dim), dtype=np.float32)
         ids_N, rows_NK = read_only(ids_N), read_only(rows_NK)
         admission, state.admission = state.admission, None
-        with self.request() as request:
+        with self.request():
             try:
                 self.lookup(table, ids_N, weights_ND, training=True)
             finally:
                 state.admission = admission
-            request.changes.append(Change(WRITE, table, ids=ids_N, values=rows_NK))
+            self._requests.add(Change(WRITE, table, ids=ids_N, values=rows_NK))
 
     def read(self, table: int, ids_N: Ids) -> Floats:
         """Return weights and state of ids, ``(N, D + S)``; zeros without a row."""
@@ -386,7 +386,7 @@ class EmbeddingStore:
             self.journal.updated(table, _NO_IDS)
         with self.request() as request:
             request.steps[table] = step
-            request.changes.append(Change(STEP, table, step))
+            self._requests.add(Change(STEP, table, step))
 
     def metadata(self, table: int, ids_N: Ids) -> Metadata:
         """Return how often ids were looked up, and when they were last updated."""
@@ -451,8 +451,8 @@ class EmbeddingStore:
 
     def clear(self) -> None:
         """Drop all rows and their optimizer state; the tables stay known."""
-        with self.request() as request:
-            request.changes.append(Change(CLEAR))
+        with self.request():
+            self._requests.add(Change(CLEAR))
 
     def drop_rows(self) -> None:
         """Clear, as a part of what is in progress."""

@@ -30,7 +30,6 @@ import numpy.typing as npt
 
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined
-from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.optim import Optimizer
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.store import memory, recovery
@@ -52,16 +51,16 @@ _WORTH = 0.9
 memory (230 MB with torch 2.13 and fbgemm 1.8) and a longer start."""
 
 _BLOCK_FLOATS = 2**16
-_LEAST_ROWS, MOST_ROWS = 64, 8192
+_LEAST_ROWS, _MOST_ROWS = 64, 8192
 _MOST_BLOCKS = 2**32 - 1
 _SUM = 0  # fbgemm's pooling mode; of one id per bag, all modes are the same
 _AHEAD = 10
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S32, _ONE = np.uint64(32), np.uint64(1)
 
-NEXT, BLOCK, MISSED, REFUSED, NOTED = range(5)
+NEXT, BLOCK, MISSED, REFUSED = range(4)
 """Columns of ``DenseRows.progress``: the first id of the next block, the number of the
-last block, ids without a row, gradients refused, the ids that are noted as done."""
+last block, ids without a row, gradients refused."""
 
 
 class FbgemmEngine:
@@ -82,7 +81,7 @@ class FbgemmEngine:
                 'choose optimizer_engine="fused".'
             ) from exc
         self._torch = torch
-        self._indices = torch.arange(MOST_ROWS + 1)
+        self._indices = torch.arange(_MOST_ROWS + 1)
         self.dense: dict[tuple[int, int], DenseRows] = {}
 
     def build_update(
@@ -107,7 +106,7 @@ class FbgemmEngine:
             progress = dense.progress
             if progress[BLOCK] > _MOST_BLOCKS // 2:  # more than any request needs
                 progress[BLOCK] = dense.seen[:] = 0
-            progress[[NEXT, MISSED, REFUSED, NOTED]] = 0
+            progress[[NEXT, MISSED, REFUSED]] = 0
             while progress[NEXT] < len(ids_N):
                 num = gather_rows(layout, ids_N, slots_N, grads_ND, dense)
                 if num:
@@ -165,7 +164,7 @@ class DenseRows(NamedTuple):
     """Room for the rows of one block: ``(U, D)``, ``(U, S)``, ``(U, D)``; their slots.
 
     ``seen`` ``(Z,)`` says which slots are in the block whose number is in the upper
-    half of a word; ``progress`` ``(5,)``: see ``NEXT`` and the others.
+    half of a word; ``progress`` ``(4,)``: see ``NEXT`` and the others.
     """
 
     weights: Floats
@@ -178,14 +177,14 @@ class DenseRows(NamedTuple):
     @classmethod
     def allocate(cls, dim: int, num_state: int) -> "DenseRows":
         """Return room for rows, in memory that is touched already."""
-        num_rows = min(max(_BLOCK_FLOATS // dim, _LEAST_ROWS), MOST_ROWS)
+        num_rows = min(max(_BLOCK_FLOATS // dim, _LEAST_ROWS), _MOST_ROWS)
         return cls(
             np.zeros((num_rows, dim), dtype=np.float32),
             np.zeros((num_rows, num_state), dtype=np.float32),
             np.zeros((num_rows, dim), dtype=np.float32),
             np.zeros(num_rows, dtype=np.uint64),
             np.zeros(4 << (num_rows - 1).bit_length(), dtype=np.uint64),
-            np.zeros(5, dtype=np.int64),
+            np.zeros(4, dtype=np.int64),
         )
 
 
@@ -234,15 +233,13 @@ def gather_rows(
 @compiled
 def scatter_rows(table: TableAt, num: int, dense: DenseRows, bound: np.float32) -> None:
     """Clamp the first ``num`` rows, and copy them back to where they came from."""
-    layout, progress = table[0], dense.progress
-    noted = recovery.completion_at(memory.log_address(table[1]))
-    store = memory.store_at(layout)
-    rows = memory.rows_at(store, layout)
-    _begin_rows(noted, rows, num, dense.slots)
+    layout, log = table
+    rows = memory.rows_at(memory.store_at(layout), layout)
     weights = np.uint64(dense.weights.ctypes.data)
     from_state = np.uint64(dense.state.ctypes.data)
     for row in range(num):
         address = rows.base + dense.slots[row] * rows.stride
+        recovery.keep_updated(memory.log_address(log), address, rows.stride)
         new = weights
         if rows.dtype == FP32:
             new = address + rows.weights
@@ -251,21 +248,6 @@ def scatter_rows(table: TableAt, num: int, dense: DenseRows, bound: np.float32) 
         cpu.copy_bytes(address + rows.state, from_state, rows.state_bytes)
         weights += np.uint64(4 * rows.dim)
         from_state += rows.state_bytes
-    recovery.end_rows(noted, progress[NEXT] - progress[NOTED])
-    progress[NOTED] = progress[NEXT]
-
-
-@inlined
-def _begin_rows(
-    noted: recovery.Completion, rows: memory.RowsAt, num: int, slots_U: Words
-) -> None:
-    """Keep the images of a block's rows, which are about to change."""
-    if noted.log != NO_LOG:
-        image = noted.images + memory.WORD
-        for row in range(num):
-            address = rows.base + slots_U[row] * rows.stride
-            image = recovery.keep_image(noted.log, image, address, rows.stride)
-        recovery.begin_rows(noted, 0, num)
 
 
 @inlined

@@ -483,8 +483,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
 
     ``slots_N`` are hints, or ``MISSING``. ``numbers`` are the largest magnitude of a
     weight after the update (inf for none), then the optimizer's. The loop returns how
-    many ids have no row, and how many gradients were refused. In a memory file each row
-    is changed as ``recovery.py`` says, which notes how many more are done.
+    many ids have no row, and how many gradients were refused.
     """
     step_row = inlined_kernel(kernel)
 
@@ -492,8 +491,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         table: TableAt, ids_N: Ids, slots_N: Slots, grads_ND: Floats, numbers: Floats
     ) -> tuple[int, int]:
         ids_N, slots_N = cpu.unowned(ids_N), cpu.unowned(slots_N)
-        layout = cpu.unowned(table[0])
-        progress = recovery.completion_at(memory.log_address(table[1]))
+        layout, log = cpu.unowned(table[0]), memory.log_address(table[1])
         store = memory.store_at(layout)
         rows, index = memory.rows_at(store, layout), index_at(store)
         bound = numbers[0]
@@ -503,7 +501,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
         for i in range(len(ids_N)):
             if i + _AHEAD < len(ids_N):
                 ahead = np.uint64(slots_N[i + _AHEAD])
-                _prefetch_updated(rows, ahead, progress.log)
+                _prefetch_updated(rows, ahead, log)
             hint = np.uint64(slots_N[i])
             slot = find_hinted(index, rows, ids_N[i], hint)
             address = rows.base + slot * rows.stride
@@ -512,7 +510,7 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
             elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
                 num_refused += 1
             else:
-                recovery.begin_row(progress, i, address, rows.stride)
+                recovery.keep_updated(log, address, rows.stride)
                 weights = address + rows.weights
                 if rows.dtype != FP32:
                     weights = layout[memory.SCRATCH]
@@ -520,7 +518,6 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
                 w, s = cpu.floats_at(weights), cpu.floats_at(address + rows.state)
                 step_row(p, w, s, cpu.floats_at(grad), rows.dim)
                 finish_row(layout, rows, address, weights, bound)
-                recovery.end_rows(progress, i + 1)
             grad += grad_bytes
         return num_missed, num_refused
 
@@ -529,31 +526,12 @@ def build_update(kernel: Kernel) -> Callable[..., tuple[int, int]]:
 
 @inlined
 def _prefetch_updated(rows: RowsAt, slot: np.uint64, log: np.uint64) -> None:
-    """Prefetch a row that is updated; its image, if one is kept, needs it at once."""
+    """Prefetch a row that is updated; one that is kept needs all of it at once."""
     address = rows.base + slot * rows.stride
     if log == NO_LOG:
         prefetch_row(address, rows.stride)
     else:
         prefetch_lines(address, rows.stride)
-
-
-@compiled
-def count_unapplied(
-    layout: Layout, ids_N: Ids, slots_N: Slots, grads_ND: Floats
-) -> tuple[int, int]:
-    """Return what the loop of :func:`build_update` would, changing nothing."""
-    store = memory.store_at(layout)
-    rows, index = memory.rows_at(store, layout), index_at(store)
-    grad, grad_bytes = np.uint64(grads_ND.ctypes.data), np.uint64(4 * rows.dim)
-    num_missed = num_refused = 0
-    for i in range(len(ids_N)):
-        slot = find_hinted(index, rows, ids_N[i], np.uint64(slots_N[i]))
-        if slot == NOT_FOUND:
-            num_missed += 1
-        elif not memory.is_finite(cpu.floats_at(grad), rows.dim):
-            num_refused += 1
-        grad += grad_bytes
-    return num_missed, num_refused
 
 
 @inlined

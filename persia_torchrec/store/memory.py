@@ -80,9 +80,9 @@ store may hold; gradients without a row, and with NaN or an infinity; what chang
 progress (see ``NO_CHANGE``); arena and slot where the next slice of a sweep begins;
 whether the rows of a checkpoint, and of increments, are being loaded."""
 
-NO_CHANGE, REQUEST, LOAD, COMMIT = 0, 1, 2, 4
+NO_CHANGE, REQUEST, LOAD, CLEAR = range(4)
 """What changes the store right now: nothing; a request that would be undone; a load; a
-request that would be completed (see ``recovery.py``)."""
+clear, which would be done once more (see ``recovery.py``)."""
 
 FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24, 28))
 """Bytes of a row at which its metadata stand, each a uint32."""

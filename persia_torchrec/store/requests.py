@@ -3,8 +3,8 @@
     request() .. lookups, sweeps, removals  |  updates, writes, steps, clears, notes
                  done at once               |  done at the end, in their order
 
-In private memory that is all. In a memory file the first part is kept so that it can be
-undone, and the second one is written down before it is done: see ``recovery.py``.
+In private memory that is all. In a memory file what changes is kept so that it can be
+undone: see ``recovery.py``.
 """
 
 import weakref
@@ -17,10 +17,10 @@ import numpy as np
 from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import loops, memory
-from persia_torchrec.store.fbgemm_engine import MOST_ROWS
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
 from persia_torchrec.store.recovery import (
     CLEAR,
+    ROW_BYTES,
     STEP,
     UPDATE,
     WRITE,
@@ -67,9 +67,12 @@ class Requests:
         self._open = request = Request()
         try:
             yield request
+            if request.changes or request.notes or request.results_at:
+                self._finish(request)
         finally:
             self._open = None
-        self.finish(request)
+        if request.has_begun or request.changes:
+            self.end()
 
     def make_notes(self, num_words: int) -> Words:
         """Return the notes; see ``EmbeddingStore.notes``."""
@@ -151,86 +154,99 @@ class Requests:
             self._store.journal.updated(table, ids_N)
         steps[table] = steps.get(table, state.num_updates) + 1
         arrays = ids_N, read_only(hints_N), read_only(grads_ND)
-        self._open.changes.append(Change(UPDATE, table, steps[table], *arrays))
+        self.add(Change(UPDATE, table, steps[table], *arrays))
 
-    def finish(self, request: Request) -> None:
-        """Do what a request has left for its end."""
-        if request.changes or request.notes:
-            changes, store = request.changes, self._store
-            for number, change in enumerate(changes):
-                if change.kind == WRITE:  # rows may have left since
-                    slots_N = read_only(store.find(change.table, change.ids))
-                    changes[number] = change._replace(hints=slots_N)
-            request.now_s = max(int(store.clock()), 0)
-            tally = store.tally
-            request.before = [int(tally[memory.MISSED]), int(tally[memory.REFUSED])]
-            if self.recovery is not None:
-                image_bytes = max(map(self._image_bytes, changes), default=0)
-                self.recovery.keep(request, image_bytes)
-            self._apply(request)
-        if request.changes or request.notes or request.has_begun:
-            self.end()
+    def add(self, change: Change) -> None:
+        """Do a change at the end of the request that is open."""
+        assert self._open is not None
+        changes = self._open.changes
+        if changes and changes[-1].kind == CLEAR:
+            raise StoreError(
+                "A clear must be the last change of its request. Received: another one "
+                "after it. Make it a request of its own."
+            )
+        changes.append(change)
 
     def complete(self) -> None:
         """Complete what the previous process of the memory has begun."""
         change = self._store.tally[memory.CHANGE]
-        if change == memory.COMMIT and self.recovery is not None:
-            self._apply(*self.recovery.resume())
+        if change == memory.CLEAR and self.recovery is not None:
+            self._store.drop_rows()
+            self.recovery.end_clear()
             self.end()
         if self._store.was_loading:
             self._store.drop_rows()  # and load again
             self._store.tally[memory.CHANGE] = memory.LOAD
             self._store.is_loading = False
 
-    def _image_bytes(self, change: Change) -> int:
-        """Return what the images of rows take that change at the same time."""
-        if change.kind != UPDATE:
-            return 0
-        state = self._store.states[change.table]
-        num_rows = 1 if state.engine is None else min(len(change.ids), MOST_ROWS)
-        return 8 + num_rows * (self._store.arena(state).strides[0] + 16)
+    def _finish(self, request: Request) -> None:
+        """Do what a request has left for its end."""
+        store, changes, recovery = self._store, request.changes, self.recovery
+        for number, change in enumerate(changes):
+            if change.kind == WRITE:  # rows may have left since
+                slots_N = read_only(store.find(change.table, change.ids))
+                changes[number] = change._replace(hints=slots_N)
+        if recovery is not None:
+            self.begin()
+            num_notes = len(request.notes) + _NUM_RESULTS * len(request.results_at)
+            recovery.make_room(sum(map(self._count_bytes, changes)) + 16 * num_notes)
+        now_s = max(int(store.clock()), 0)
+        is_clear = bool(changes) and changes[-1].kind == CLEAR
+        for change in changes[: len(changes) - is_clear]:
+            self._change(request, change, now_s)
+        if is_clear:
+            self._clear(self._notes_of(request))
+        elif recovery is not None:
+            recovery.note(self.notes, self._notes_of(request))
+        else:
+            self._set_notes(self._notes_of(request))
 
-    def _apply(self, request: Request, first: int = 0, num_done: int = 0) -> None:
-        """Make the changes of a request, from the ``num_done``-th row of the first."""
-        recovery, results = self.recovery, request.results
-        for number, change in enumerate(request.changes):
-            if number < first and recovery is not None:
-                if change.kind == UPDATE:
-                    counts = recovery.counts(number)
-                    results.append(self._build_result(change, *counts))
-                continue
-            if number > first and recovery is not None:
-                recovery.begin_change(number)
-            if change.kind == UPDATE:
-                num = num_done if number == first else 0
-                counts = self._update(change, request.now_s, num)
-                if recovery is not None and len(request.changes) > 1:
-                    recovery.keep_counts(number, *counts)
-                results.append(self._build_result(change, *counts))
-            else:
-                self._change(change)
+    def _clear(self, notes_N2: Words) -> None:
+        """Drop all rows, and set notes."""
+        if self.recovery is not None:
+            self.recovery.begin_clear(self.notes, notes_N2)
+        self._store.drop_rows()
+        if self.recovery is not None:
+            self.recovery.end_clear()
+        else:
+            self._set_notes(notes_N2)
+
+    def _notes_of(self, request: Request) -> Words:
+        """Count the results of a request; return its notes, with their offsets."""
         sums = [sum(column) for column in zip(*request.results, strict=True)]
         if any(sums):
-            missed, refused = request.before
-            totals = missed + sums[0], refused + sums[1]
-            self._store.tally[[memory.MISSED, memory.REFUSED]] = totals
+            self._store.tally[memory.MISSED] += sums[0]
+            self._store.tally[memory.REFUSED] += sums[1]
+        notes = dict(request.notes)  # the last one of an offset
         for offset in request.results_at:
-            self.notes[offset : offset + _NUM_RESULTS] = sums or 0
-        for offset, value in request.notes:
-            self.notes[offset] = value
+            notes.update(enumerate(sums or [0] * _NUM_RESULTS, offset))
+        return np.array(list(notes.items()), dtype=np.uint64).reshape(-1, 2)
 
-    def _update(self, change: Change, now_s: int, num_done: int) -> tuple[int, int]:
-        """Update rows, of which the first are done; count what is not applied."""
-        state = self._store.states[change.table]
-        ids_N, hints_N, grads_ND = change.ids, change.hints, change.values
-        missed = refused = 0
-        if num_done:
-            done = ids_N[:num_done], hints_N[:num_done], grads_ND[:num_done]
-            missed, refused = loops.count_unapplied(state.layout, *done)
-            ids_N, hints_N = ids_N[num_done:], hints_N[num_done:]
-            grads_ND = grads_ND[num_done:]
-        more = state.step_rows(ids_N, hints_N, grads_ND, step=change.step, now_s=now_s)
-        return missed + more[0], refused + more[1]
+    def _set_notes(self, notes_N2: Words) -> None:
+        self.notes[notes_N2[:, 0]] = notes_N2[:, 1]
+
+    def _count_bytes(self, change: Change) -> int:
+        """Return what keeping a change takes."""
+        if change.kind not in (UPDATE, WRITE):
+            return ROW_BYTES
+        row_bytes = self._store.arena(self._store.states[change.table]).strides[0]
+        return ROW_BYTES + len(change.ids) * (row_bytes + ROW_BYTES)
+
+    def _change(self, request: Request, change: Change, now_s: int) -> None:
+        state, recovery = self._store.states[change.table], self.recovery
+        if change.kind == WRITE:
+            if recovery is not None:
+                recovery.keep_rows(state.layout, change.hints)
+            memory.write_rows(state.layout, change.hints, change.values)
+            return
+        if recovery is not None:
+            recovery.keep(state.step)
+        if change.kind == STEP:
+            state.num_updates = change.step
+            return
+        arrays = change.ids, change.hints, change.values
+        counts = state.step_rows(*arrays, step=change.step, now_s=now_s)
+        request.results.append(self._build_result(change, *counts))
 
     def _build_result(self, change: Change, missed: int, refused: int) -> UpdateResult:
         unadmitted, state = 0, self._store.states[change.table]
@@ -239,13 +255,3 @@ class Requests:
             num_without = int(np.count_nonzero(change.hints == memory.MISSING))
             unadmitted = min(num_without, missed)
         return UpdateResult(missed, refused, unadmitted)
-
-    def _change(self, change: Change) -> None:
-        if change.kind == WRITE:
-            layout = self._store.states[change.table].layout
-            memory.write_rows(layout, change.hints, change.values)
-        elif change.kind == STEP:
-            self._store.states[change.table].num_updates = change.step
-        else:
-            assert change.kind == CLEAR
-            self._store.drop_rows()

@@ -105,7 +105,7 @@ class TableState:
         self.spec, self.at, self.engine = spec, at, engine
         self.layout = layout = at[0]
         self.has_metadata = bool(layout[memory.HAS_METADATA])
-        self.remembered, self._step = remembered, step
+        self.remembered, self.step = remembered, step
         layout[memory.STEP] = step[0]
         self._log = NO_LOG if at[1] is None else at[1]
         rule = spec.admission, spec.seed
@@ -135,11 +135,11 @@ class TableState:
     @property
     def num_updates(self) -> int:
         """Update requests so far: the table's step, Adam's ``t``."""
-        return int(self._step[0])
+        return int(self.step[0])
 
     @num_updates.setter
     def num_updates(self, step: int) -> None:
-        self._step[0] = self.layout[memory.STEP] = step
+        self.step[0] = self.layout[memory.STEP] = step
 
     def admit(
         self, ids_N: Ids, counts_N: Counts, missing: loops.Indices, out_ND: Floats
@@ -172,7 +172,7 @@ class TableState:
     ) -> "TableState":
         """Return the state under new settings."""
         at = self.layout.copy(), self.at[1]
-        return TableState(spec, at, engine, step=self._step, remembered=remembered)
+        return TableState(spec, at, engine, step=self.step, remembered=remembered)
 
     def admits_as(self, spec: TableSpec) -> bool:
         """Return whether other settings may keep what the admission remembers."""

@@ -9,7 +9,7 @@ from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding import admission
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import Adagrad
-from persia_torchrec.store import memory, memory_file, recovery, row_moves
+from persia_torchrec.store import memory, memory_file, row_moves
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.table import TableSpec
 
@@ -35,12 +35,9 @@ def warm_up() -> None:
     try:
         store = EmbeddingStore(4, memory_file=f"/proc/self/fd/{file}")
         _run(store)
-        for change in (memory.REQUEST, memory.COMMIT):  # as if it had died there
-            store.tally[memory.CHANGE] = change
-            store.memory.area(memory.RECOVERY)[recovery.PROGRESS >> np.uint64(3)] = 3
-            store.close()
-            store = EmbeddingStore(4, memory_file=f"/proc/self/fd/{file}")
+        store.tally[memory.CHANGE] = memory.REQUEST  # as if it had died there
         store.close()
+        EmbeddingStore(4, memory_file=f"/proc/self/fd/{file}").close()
     finally:
         memory_file.logger.disabled = False
         os.close(file)

@@ -162,7 +162,7 @@ def test_memory_of_another_layout_is_refused(path):
     header = store.memory.area(memory.Area(0, 64))
     header[memory_file.VERSION_AT] += np.uint64(1)
     store.close()
-    with pytest.raises(StoreError, match=r"layout 2. Received: layout 3"):
+    with pytest.raises(StoreError, match=r"layout 3. Received: layout 4"):
         store_of(path=path)
 
 
