@@ -158,3 +158,26 @@ def test_nothing_stays_behind_of_a_job_whose_processes_are_killed_at_once(tmp_pa
         wait_until(lambda: not job.pids(), "all processes end", details=job.output)
         with open_listening(port=book.port):
             assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+@pytest.mark.parametrize("is_outer", [False, True])
+def test_torchx_says_failed_only_if_the_process_that_it_started_was_killed(
+    tmp_path, is_outer
+):
+    with waiting_job(tmp_path) as (job, book):
+        record = MemberRecord(book, "server", 0)
+        for role, num in (("server", 2), ("worker", 1)):  # which all start
+            assert len(book.addresses(role)) == num
+        process = record.process()
+        inner = process.supervisor.pid
+        if is_outer:
+            os.kill(parent_of(inner), signal.SIGKILL)
+            job.has_printed("another one waits")
+            assert record.process() == process
+        else:
+            os.kill(inner, signal.SIGKILL)
+            job.has_printed("server 0 is back, after ")
+        (tmp_path / "go").touch()
+        ended = job.wait()
+    assert ended.status == is_outer
+    assert "the job is finished" in ended.output
