@@ -37,8 +37,9 @@ class ServerError(PersiaError):
     """A server, or an embedding worker, did not do what was asked."""
 
     def __init__(self, message: str, *, server: str) -> None:
-        super().__init__(f"{server}: {message}")
-        self.server = server  # as ``embedding server 1 at tcp://127.0.0.1:7000``
+        super().__init__(f"{server}: {message}" if server else message)
+        # As ``embedding server 1 at tcp://127.0.0.1:7000``, or empty: this process
+        self.server = server
 
 
 class RequestTimeoutError(ServerError, TimeoutError):
@@ -50,7 +51,7 @@ class NotReadyError(ServerError):
 
 
 class RestartedError(ServerError):
-    """The server was started again without its rows: connect, and load a checkpoint."""
+    """The server was started again without its rows, or with older ones."""
 
 
 class FencedError(PersiaError):

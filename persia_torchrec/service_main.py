@@ -20,7 +20,7 @@ from persia_torchrec.wire import processes
 from persia_torchrec.wire.greeting import NO_JOB
 from persia_torchrec.wire.ports import LOOPBACK
 from persia_torchrec.wire.signals import EndSignals, end_by_signals
-from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.sockets import Listener
 
 _PARENT_CHECK_S = 1.0
 _POLL_MS = 100
@@ -116,7 +116,7 @@ def refusing_requests(listener: Listener) -> Iterator[None]:
             message = listener.receive(_POLL_MS)
             if message is not None:
                 peer, header, _ = message
-                error = NotReadyError(_NOT_READY, server=listener.address)
+                error = NotReadyError(_NOT_READY, server="")
                 listener.send_error(peer, header.request, error)
 
     thread = threading.Thread(target=refuse, name="not ready", daemon=True)

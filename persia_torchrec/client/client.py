@@ -17,6 +17,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ from persia_torchrec.client.transfer import (
     export_blocks,
     rows_to_write,
 )
-from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
+from persia_torchrec.errors import BatchError, ConfigError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.store.embedding_store import Metadata as Metadata
@@ -60,6 +61,14 @@ _MAX_GROUPS = 2  # of joint steps, of one collection, that are known
 
 _BLOCKS_IN_FLIGHT = 2
 """One that the servers write while the next is cut and encoded."""
+
+
+class _Joined(NamedTuple):
+    """This trainer in a group: its process and host, and its next share if any."""
+
+    who: str
+    share: Share
+    has_left: bool = False
 
 
 class EmbeddingClient:
@@ -83,9 +92,9 @@ class EmbeddingClient:
         self.num_servers = len(servers)
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
+        servers.renewal = self._renew
         self._renewing = threading.Lock()
-        # Who this trainer is, and its next share, by group. guarded by _renewing
-        self._joined: dict[int, tuple[str, Share]] = {}
+        self._joined: dict[int, _Joined] = {}  # by group. guarded by _renewing
 
     @classmethod
     def connect(
@@ -107,9 +116,11 @@ class EmbeddingClient:
 
         Where servers are started again with their rows, one that is lost, or hangs, may
         be away for ``recovery_s`` seconds: requests wait for it, and each is applied
-        once. One that comes back without its rows is a RestartedError. A client of
-        trainers that recover says their ``generation``, see ``BatchNumber.new_stream``;
-        to the servers, an older one than they have met is a FencedError.
+        once. One that comes back without its rows gets the tables again, requests are
+        repeated, and updates that it had not acknowledged are lost; a fill or an export
+        that it interrupts is a RestartedError. A client of trainers that recover says
+        their ``generation``, see ``BatchNumber.new_stream``; to the servers, an older
+        one than they have met is a FencedError.
         """
         return cls(Servers(addresses, timeout_s, greeting, recovery_s, generation))
 
@@ -121,6 +132,10 @@ class EmbeddingClient:
     def begin_generation(self, generation: int) -> None:
         """Belong to a generation from now on, and have older ones refused: a fence."""
         self._servers.begin_generation(generation)
+
+    def require_current(self, stream: int) -> None:
+        """Have a stream refused whose generation is older than the servers have met."""
+        self._servers.require_current(stream)
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make tables known to every server, or change the settings of known ones.
@@ -167,7 +182,8 @@ class EmbeddingClient:
                 )
             learnt.append(spec)
         for spec, of_table in zip(learnt, told, strict=True):
-            self._know(spec, of_table)
+            is_own = spec.name in self.tables and self.tables[spec.name].is_own
+            self._know(spec, of_table, is_own=is_own)
         return learnt
 
     def set_learning_rate(self, lr: float, tables: Iterable[str] | None = None) -> None:
@@ -229,12 +245,7 @@ class EmbeddingClient:
             [table.spec.dim for table in known],
             counts=counts,
         )
-        while True:
-            replies = self._send(header, request)
-            try:
-                return request.merge([reply.frames() for reply in replies], precision)
-            except RestartedError as exc:
-                self._renew(exc.server)
+        return self._fetch(header, request)
 
     def push(
         self,
@@ -272,9 +283,9 @@ class EmbeddingClient:
         if share is None:
             return self._send(header, request)
         with self._renewing:  # whose share is the first that a restarted server gets
-            if share.group in self._joined:
-                who, _ = self._joined[share.group]
-                self._joined[share.group] = who, share._replace(step=share.step + 1)
+            if joined := self._joined.get(share.group):
+                following = share._replace(step=share.step + 1)
+                self._joined[share.group] = joined._replace(share=following)
             return self._send(header, request)
 
     def join(
@@ -291,19 +302,31 @@ class EmbeddingClient:
         value = {"who": who[:most], "ended": ended[:most]}
         frames = [messages.encode_json(value), share.encode()]
         what = "joining the trainers"
-        if not ended:
-            with self._renewing:
-                self._joined.pop(share.group - _MAX_GROUPS, None)
-                self._joined[share.group] = who, share
-        replies = self._servers.send_all(Header(Kind.JOIN), frames, what, timeout_s)
-        answers = [decode_json(reply.frames(timeout_s), str) for reply in replies]
-        return str(answers[0])
+
+        def ask() -> list[str]:
+            replies = self._servers.send_all(Header(Kind.JOIN), frames, what, timeout_s)
+            return [decode_json(reply.frames(timeout_s), str) for reply in replies]
+
+        if ended:  # who waits for a server now, waits in vain
+            return ask()[0]
+        with self._renewing:
+            self._note(_Joined(who, share))
+        return self._servers.repeat(ask)[0]
 
     def leave(self, share: Share) -> None:
         """Give no share of a joint step, nor of later ones; the others proceed."""
-        frames = [share.encode()]
-        for reply in self._servers.send_all(Header(Kind.LEAVE), frames, "leave"):
-            reply.frames()
+        with self._renewing:
+            if joined := self._joined.get(share.group):
+                following = share._replace(group=share.group + 1, step=1)
+                self._joined[share.group] = joined._replace(share=share, has_left=True)
+                self._note(_Joined(joined.who, following))
+
+        def ask() -> None:
+            frames = [share.encode()]
+            for reply in self._servers.send_all(Header(Kind.LEAVE), frames, "leave"):
+                reply.frames()
+
+        self._servers.repeat(ask)
 
     def outcome(self, replies: Sequence[Reply]) -> PushOutcome:
         """Wait for the replies to a push; return what was not applied anywhere."""
@@ -318,7 +341,8 @@ class EmbeddingClient:
         them side by side. None leaves the state of a row, and a new row gets the
         initial one.
         """
-        self.fill(table, [RowBlock(ids, weights, state)])
+        block = RowBlock(ids, weights, state)
+        self._servers.repeat(lambda: self.fill(table, [block]))
 
     def fill(self, table: str, blocks: Iterable[RowBlock]) -> int:
         """Write the rows of a whole table, block by block; return how many there were.
@@ -363,12 +387,18 @@ class EmbeddingClient:
         With ``step`` it continues counting from there, as a warm start does; updates on
         their way count before it.
         """
-        what, replies = f"step of table {table!r}", []
-        for server, number in enumerate(self.tables[table].numbers):
-            frames = [messages.encode_json({"table": number, "step": step})]
-            replies.append(self._servers.send(server, Header(Kind.STEP), frames, what))
-        steps: list[int] = [decode_json(reply.frames(), int) for reply in replies]
-        return max(steps)
+        what = f"step of table {table!r}"
+
+        def ask() -> int:
+            replies = []
+            for server, number in enumerate(self.tables[table].numbers):
+                frames = [messages.encode_json({"table": number, "step": step})]
+                reply = self._servers.send(server, Header(Kind.STEP), frames, what)
+                replies.append(reply)
+            steps: list[int] = [decode_json(reply.frames(), int) for reply in replies]
+            return max(steps)
+
+        return self._servers.repeat(ask)
 
     def read(self, table: str, ids: Ids) -> Floats:
         """Return weights and optimizer state of ids; changes nothing.
@@ -427,11 +457,18 @@ class EmbeddingClient:
         """Close the connections; the servers continue. May be called twice."""
         self._servers.close()
 
-    def _know(self, spec: TableSpec, told: Sequence[AddedTable]) -> None:
+    def _know(
+        self, spec: TableSpec, told: Sequence[AddedTable], *, is_own: bool = True
+    ) -> None:
         """Note a table that all servers have, and what each tells of it."""
         numbers = tuple(table.number for table in told)
         wants_counts = any(table.wants_counts for table in told)
-        self.tables[spec.name] = KnownTable(spec, numbers, wants_counts)
+        self.tables[spec.name] = KnownTable(spec, numbers, wants_counts, is_own)
+
+    def _note(self, joined: _Joined) -> None:
+        """Note a group of this trainer; the lock is held."""
+        self._joined.pop(joined.share.group - _MAX_GROUPS, None)
+        self._joined[joined.share.group] = joined
 
     def _send(self, header: Header, request: TableRequest) -> list[Reply]:
         """Send every server its part of a request, unless a part is too large."""
@@ -460,47 +497,63 @@ class EmbeddingClient:
             for server in range(self.num_servers)
         ]
 
-    def _renew(self, name: str) -> None:
+    def _fetch(self, header: Header, request: TableRequest) -> list[Floats]:
+        """Send every server its part of a request for rows; return them merged."""
+
+        def ask() -> list[Floats]:
+            replies = [reply.frames() for reply in self._send(header, request)]
+            return request.merge(replies, header.precision)
+
+        return self._servers.repeat(ask)
+
+    def _renew(self, server: int) -> None:
         """Continue with a server that came back without the rows that it had.
 
-        It gets the tables with their current settings, and this trainer's next share.
+        It gets the tables that were added here with their current settings, and hears
+        this trainer's next share, or that it has left.
         """
-        server = self._servers.names.index(name)
         with self._renewing:
             if self._servers.connections.lost(server) is not RestartedError:
                 return  # another thread has renewed it
 
-            def prepare(fresh: Peers) -> None:
-                known = list(self.tables.values())
-                specs = [table.spec.to_json() for table in known]
-                [answer] = fresh.ask(
-                    *(Kind.ADD_TABLES, specs, "adding tables again"),
-                    answer=list[AddedTable],
-                    timeout_s=timeouts.ADD_TABLES_S,
-                )
-                for table, told in zip(known, answer, strict=True):
-                    numbers = list(table.numbers)
-                    numbers[server] = told.number
-                    changed = table._replace(numbers=tuple(numbers))
-                    self.tables[table.spec.name] = changed
-                for who, share in self._joined.values():
-                    value = {"who": who, "ended": ""}
-                    frames = [messages.encode_json(value), share.encode()]
-                    for reply in fresh.send_all(Header(Kind.JOIN), frames, "joining"):
-                        reply.frames()
+            def prepare(fresh: Peers, hello: ServerHello) -> None:
+                known = {table.spec.get("name"): table.number for table in hello.tables}
+                tables = self.tables.copy()  # other threads may add some
+                specs = [
+                    table.spec.to_json()
+                    for name, table in tables.items()
+                    if table.is_own or name not in known
+                ]
+                if specs:
+                    [answer] = fresh.ask(
+                        *(Kind.ADD_TABLES, specs, "adding tables again"),
+                        answer=list[AddedTable],
+                        timeout_s=timeouts.ADD_TABLES_S,
+                    )
+                    known |= {told.spec.get("name"): told.number for told in answer}
+                for name in tables:
+                    numbers = list(self.tables[name].numbers)
+                    numbers[server] = known[name]
+                    changed = self.tables[name]._replace(numbers=tuple(numbers))
+                    self.tables[name] = changed
 
             self._servers.renew(server, prepare)
+            for who, share, has_left in reversed(self._joined.values()):
+                body = messages.encode_json({"who": who, "ended": ""})
+                told = [(Kind.JOIN, [body, share.encode()])]
+                told += [(Kind.LEAVE, [share.encode()])] if has_left else []
+                for kind, frames in told:
+                    self._servers.send(server, Header(kind), frames, "joining").frames()
         logger.warning(
             "%s came back without the rows that it had. Training continues; updates "
             "that it had not acknowledged are lost.",
-            name,
+            self._servers.names[server],
         )
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""
         request = TableRequest([self.tables[table]], [self.split(ids)], [width])
-        replies = self._send(Header(kind), request)
-        (rows,) = request.merge([reply.frames() for reply in replies], Precision.FP32)
+        (rows,) = self._fetch(Header(kind), request)
         return rows[request.ids[0].inverse]
 
 

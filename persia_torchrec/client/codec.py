@@ -50,11 +50,15 @@ class BatchNumber(NamedTuple):
 
 
 class KnownTable(NamedTuple):
-    """A table that all servers have, with its number on each of them."""
+    """A table that all servers have, with its number on each of them.
+
+    ``is_own`` says that this client has added it, not only learned of it.
+    """
 
     spec: TableSpec
     numbers: tuple[int, ...]
     wants_counts: bool
+    is_own: bool = True
 
 
 class KnownTables(dict[str, KnownTable]):

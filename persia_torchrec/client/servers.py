@@ -2,14 +2,24 @@
 
 import contextlib
 import itertools
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from persia_torchrec import timeouts
 from persia_torchrec.client.codec import BatchNumber, ServerHello, body_of
 from persia_torchrec.decoding import parse_json
-from persia_torchrec.errors import ConfigError, NotReadyError, RemoteError, WireError
+from persia_torchrec.errors import (
+    ConfigError,
+    NotReadyError,
+    PersiaError,
+    RemoteError,
+    RestartedError,
+    WireError,
+)
 from persia_torchrec.wire.greeting import Greeting
 from persia_torchrec.wire.messages import (
     NO_GENERATION,
@@ -21,9 +31,16 @@ from persia_torchrec.wire.messages import (
 from persia_torchrec.wire.transport import Connections
 from persia_torchrec.wire.transport import Reply as Reply
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 _RETRY_S = 0.2
 _HELLO = Header(Kind.HELLO), [encode_json(None)], "connecting"
-_CHANGES = {Kind.ADD_TABLES, Kind.CLEAR, Kind.WRITE, Kind.STEP, Kind.JOIN, Kind.LEAVE}
+_CHANGES = {
+    *(Kind.ADD_TABLES, Kind.CLEAR, Kind.WRITE, Kind.STEP, Kind.JOIN, Kind.LEAVE),
+    Kind.CHECKPOINT,
+}
 
 
 class Peers:
@@ -46,7 +63,11 @@ class Peers:
     ) -> None:
         self.timeout_s, self.recovery_s = timeout_s, recovery_s
         self.connections = Connections(
-            role, addresses, greeting=greeting, recovery_s=recovery_s
+            role,
+            addresses,
+            greeting=greeting,
+            recovery_s=recovery_s,
+            when_restarted=self.when_restarted,
         )
         self.names = self.connections.names
         # Which start of each is meant; 0 is any.
@@ -103,6 +124,9 @@ class Peers:
             body, answer, source, lambda why: WireError(f"{why} {self.hint}")
         )
 
+    def when_restarted(self, peer: int) -> None:
+        """Do nothing: what a process had is not known here."""
+
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self.connections.close()
@@ -114,6 +138,9 @@ class Servers(Peers):
     At first it asks each server which shard it is; see ``EmbeddingClient.connect``. The
     time in which a server compiles its loops does not count. What changes the servers
     is numbered in a stream of ``generation``, unless it is of a batch.
+
+    Where a server comes back without the rows that it had, ``renewal`` is called, in a
+    thread of its own, and by :meth:`repeat`.
     """
 
     hint = "This is not an embedding server of this version."
@@ -129,6 +156,7 @@ class Servers(Peers):
         self._addresses, self._greeting = addresses, greeting
         self._stream = BatchNumber.new_stream(generation)
         self._numbers = itertools.count(1)
+        self.renewal: Callable[[int], None] = lambda _: None
         if isinstance(addresses, str):
             raise ConfigError(
                 "addresses must be a list, with the address of each server. "
@@ -151,10 +179,19 @@ class Servers(Peers):
     def begin_generation(self, generation: int) -> None:
         """Have all servers refuse what older trainers still send; wait for them."""
         self._stream = BatchNumber.new_stream(generation)
-        header = _HELLO[0]._replace(stream=self._stream, batch=next(self._numbers))
-        for reply in self.send_all(header, _HELLO[1], "beginning a generation"):
-            reply.frames()
+        self.require_current(self._stream)
         self.generation = generation
+
+    def require_current(self, stream: int) -> None:
+        """Have a stream of an older generation than the servers' refused."""
+        header, body, what = _HELLO
+        header = header._replace(stream=stream, batch=next(self._numbers))
+
+        def ask() -> None:
+            for reply in self.send_all(header, body, what):
+                reply.frames()
+
+        self.repeat(ask)
 
     def send(
         self,
@@ -170,7 +207,42 @@ class Servers(Peers):
             header = header._replace(stream=self._stream, batch=number)
         return super().send(peer, header, frames, what, timeout_s)
 
-    def renew(self, server: int, prepare: Callable[[Peers], None]) -> None:
+    def ask(
+        self,
+        kind: Kind,
+        value: object,
+        what: str,
+        *,
+        answer: Any = Any,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Send all servers the same JSON value; return the ``answer`` of each."""
+        ask = partial(super().ask, kind, value, what)
+        return self.repeat(partial(ask, answer=answer, timeout_s=timeout_s))
+
+    def repeat(self, request: Callable[[], T]) -> T:
+        """Make a request that may be repeated; again if a server has lost its rows."""
+        lost: int | None = None
+        while True:
+            try:
+                if lost is not None:
+                    self.renewal(lost)
+                return request()
+            except RestartedError as exc:
+                lost = self.names.index(exc.server)
+
+    def when_restarted(self, peer: int) -> None:
+        """Renew a server also if no request comes, as of a trainer that has left."""
+
+        def renew() -> None:
+            try:
+                self.repeat(partial(self.renewal, peer))
+            except PersiaError as exc:
+                logger.warning("%s is not renewed: %s", self.names[peer], exc)
+
+        threading.Thread(target=renew, name="renewal", daemon=True).start()
+
+    def renew(self, server: int, prepare: Callable[[Peers, ServerHello], None]) -> None:
         """Continue with a server that came back without the rows that it had.
 
         Requests to it fail until it is prepared, over a connection of its own.
@@ -179,9 +251,14 @@ class Servers(Peers):
             *("embedding server", [self._addresses[server]], self.timeout_s),
             *(self._greeting, self.recovery_s),
         )
+        fresh.names[0] = self.names[server]
         with contextlib.closing(fresh):
-            [hello] = fresh.ask(Kind.HELLO, None, "connecting", answer=ServerHello)
-            prepare(fresh)
+            header, body, what = _HELLO
+            number = next(self._numbers)
+            own = header._replace(stream=self._stream, batch=number)  # or refused
+            reply = fresh.send(0, own, body, what)
+            hello: ServerHello = self.read(server, reply, ServerHello)
+            prepare(fresh, hello)
         self.max_request_ids[server] = hello.max_request_ids
         self.connections.renew(server, hello.incarnation)
 

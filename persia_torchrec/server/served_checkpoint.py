@@ -292,8 +292,7 @@ class ServedCheckpoint:
                 f"has loaded {self._folder.url}, and applies what the training has "
                 "changed since"
             )
-        shard = f"embedding server {self._config.shard}"
-        return NotReadyError(f"It {does}. Wait until it is ready.", server=shard)
+        return NotReadyError(f"It {does}. Wait until it is ready.", server="")
 
     def counters(self) -> dict[str, int]:
         """Return what has been applied of the training's increments."""

@@ -54,9 +54,9 @@ The JSON values of an embedding server; those not named here are null:
                          had a row, "gradients": ids of the update}
     reply to COUNTERS    {name: number}
     CHECKPOINT           {"do": "dump", "task": chosen by the client, "folder": path or
-                         URL}, {"do": "check", "task", "folder", "replace": bool,
-                         "increments": path, URL or null}, or
-                         {"do": "load" | "cancel", "task"}
+                         URL}, {"do": "check" | "load", "task", "folder", "replace":
+                         bool, "increments": path, URL or null}, or
+                         {"do": "cancel", "task"}
     PROGRESS             {"task"}
     reply to CHECKPOINT  {"phase", "progress": in [0, 1], "error": null or as in ERROR,
       and PROGRESS       "result"}; see server/checkpoints.py

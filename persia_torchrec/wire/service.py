@@ -12,8 +12,7 @@ from persia_torchrec.errors import PersiaError
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Frames, Header, Kind, error_frames
 from persia_torchrec.wire.ports import LOOPBACK
-from persia_torchrec.wire.sockets import require_sendable
-from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.sockets import Listener, require_sendable
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,30 @@
 """Sockets of ZeroMQ with the limits that all connections of a job have, and messages.
 
 A socket belongs to one thread. What others want of that thread, they tell it through a
-``Wakeup``, which it polls beside its sockets.
+``Wakeup``, which it polls beside its sockets. ``Listener`` is a server's socket, to
+which many clients connect.
 """
 
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
 
 import zmq
 
-from persia_torchrec.errors import ConfigError, WireError
-from persia_torchrec.wire.messages import Frame, Frames
+from persia_torchrec.errors import ConfigError, JobMismatchError, WireError
+from persia_torchrec.wire.greeting import NO_JOB, Greeting
+from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, error_frames
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnected
 SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is lost
 
 _MIN_ZERO_COPY_BYTES = 65536
+_MAX_KNOWN_PEERS = 4096
 
 # The kernels end connections to a host that is gone, whatever its process does.
 _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
@@ -31,6 +37,104 @@ _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
 }
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+class Listener:
+    """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
+
+    It answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
+    TCP socket that listens already, and stays open: see ``ports.open_listening``.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        greeting: Greeting = NO_JOB,
+        *,
+        fd: int | None = None,
+    ) -> None:
+        self._greeting = greeting
+        self._known: set[bytes] = set()  # routing ids of admitted peers
+        # A client reconnects under its routing id, maybe before its loss is seen.
+        options: dict[zmq.SocketOption, int | bytes]
+        options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
+        if fd is not None:
+            options[zmq.USE_FD] = duplicate(fd)  # ZeroMQ closes it
+        self._socket = open_socket(zmq.ROUTER, options)
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.bytes_received = 0  # of all frames, without what ZeroMQ adds
+        self.bytes_sent = 0
+        self.wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.wakeup.fd, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Wait for a message or a wake-up; return whether a message is there."""
+        ready = dict(self._poller.poll(timeout_ms))
+        # A signal may interrupt wake() before it writes: drain after each idle wait.
+        if not ready or self.wakeup.fd in ready:
+            self.wakeup.drain()
+        return self._socket in ready
+
+    def take(self) -> tuple[bytes, Header, Frames] | None:
+        """Take a message: routing id, header, all frames; None: it was rejected."""
+        name, *frames = receive_frames(self._socket)
+        self.bytes_received += sum(map(len, frames))
+        peer, number = bytes(name), 0
+        try:
+            header = Header.decode(frames[0])
+            number = header.request
+            if peer not in self._known:
+                self._greeting.admit(peer, self.address)
+                if len(self._known) >= _MAX_KNOWN_PEERS:
+                    self._known.clear()
+                self._known.add(peer)
+        except (WireError, JobMismatchError) as exc:
+            if isinstance(exc, WireError):
+                logger.warning("rejected a message: %s", exc)
+            self.send_error(peer, number, exc)
+            return None
+        return peer, header, frames
+
+    def receive(self, timeout_ms: int) -> tuple[bytes, Header, Frames] | None:
+        """Wait for a message, and :meth:`take` it; None also when none came in time."""
+        return self.take() if self.wait(timeout_ms) else None
+
+    def send(self, peer: bytes, header: Header, frames: Sequence[Frame] = ()) -> None:
+        """Send a message to a peer; it is dropped if the peer is gone."""
+        message: list[Frame] = [header.encode(), *(frames or [b""])]
+        self.bytes_sent += sum(map(len, message))
+        self._socket.send(peer, zmq.SNDMORE)
+        send_frames(self._socket, message)
+
+    def send_error(self, peer: bytes, request: int, error: BaseException) -> None:
+        """Answer a request with an error."""
+        self.send(peer, Header(Kind.ERROR, request), error_frames(error))
+
+    def is_connected(self, peer: bytes) -> bool:
+        """Return whether a peer is connected; messages of it may still be queued."""
+        # It is sent a reply without a request, which it drops.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            reply = [peer, Header(Kind.REPLY).encode(), b""]
+            self._socket.send_multipart(reply, zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            return exc.errno != zmq.EHOSTUNREACH  # a full queue: it is slow, but there
+        finally:
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        return True
+
+    def close(self) -> None:
+        """Close the socket; replies under way are sent for up to a second."""
+        self._socket.close()
+        self.wakeup.close()
 
 
 class Wakeup:

@@ -1,8 +1,7 @@
-"""Both ends of the connections between the processes of a job, on ZeroMQ.
+"""The connections of a client to other processes of a job, on ZeroMQ.
 
-``Listener`` is a server's socket: many clients connect to it, one thread owns it.
-``Connections`` are a client's sockets, one per server; a thread of their own owns them,
-so that any thread may send requests and wait for replies:
+``Connections`` are sockets, one per server; a thread of their own owns them, so that
+any thread may send requests and wait for replies:
 
     caller  --submit-->  queue  --I/O thread-->  socket  --network-->  Listener
     caller  <--future---  pending by request number  <-----------------
@@ -38,7 +37,6 @@ import zmq.utils.monitor
 
 from persia_torchrec.errors import (
     ConfigError,
-    JobMismatchError,
     NotReadyError,
     PersiaError,
     RemoteError,
@@ -47,6 +45,7 @@ from persia_torchrec.errors import (
     ServerError,
     WireError,
 )
+from persia_torchrec.timeouts import SAY_S
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     ErrorReply,
@@ -56,11 +55,9 @@ from persia_torchrec.wire.messages import (
     Kind,
     decode_json,
     encode_json,
-    error_frames,
 )
 from persia_torchrec.wire.sockets import (
     Wakeup,
-    duplicate,
     open_socket,
     receive_frames,
     require_sendable,
@@ -73,109 +70,15 @@ _IDLE_POLL_MS = 200
 _MAX_PENDING = 256  # requests that wait for replies; the caller of one more waits
 _GRACE_S = 5.0  # a reply that is later than its deadline: the I/O thread is dead
 _RETRY_S = 0.1  # until a server that is not ready is asked again
+_LOOK_S = 1.0  # between two looks for servers that do not answer
 _LEAST_LEFT_S = 1.0  # for requests that were sent again
-_MAX_KNOWN_PEERS = 4096
 _STILL_LOST = "the connection was lost, and is not there yet. Did the process end?"
+_ROWS_GONE = (
+    "the server was started again, and its rows are gone. Fill or export the table "
+    "once more, or load a checkpoint."
+)
 _CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _monitor_numbers = itertools.count()
-
-
-class Listener:
-    """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
-
-    It answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
-    TCP socket that listens already, and stays open: see ``ports.open_listening``.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        greeting: Greeting = NO_JOB,
-        *,
-        fd: int | None = None,
-    ) -> None:
-        self._greeting = greeting
-        self._known: set[bytes] = set()  # routing ids of admitted peers
-        # A client reconnects under its routing id, maybe before its loss is seen.
-        options: dict[zmq.SocketOption, int | bytes]
-        options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
-        if fd is not None:
-            options[zmq.USE_FD] = duplicate(fd)  # ZeroMQ closes it
-        self._socket = open_socket(zmq.ROUTER, options)
-        try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as exc:
-            self._socket.close()
-            raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.bytes_received = 0  # of all frames, without what ZeroMQ adds
-        self.bytes_sent = 0
-        self.wakeup = Wakeup()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self.wakeup.fd, zmq.POLLIN)
-
-    def wait(self, timeout_ms: int) -> bool:
-        """Wait for a message or a wake-up; return whether a message is there."""
-        ready = dict(self._poller.poll(timeout_ms))
-        # A signal may interrupt wake() before it writes: drain after each idle wait.
-        if not ready or self.wakeup.fd in ready:
-            self.wakeup.drain()
-        return self._socket in ready
-
-    def take(self) -> tuple[bytes, Header, Frames] | None:
-        """Take a message: routing id, header, all frames; None: it was rejected."""
-        name, *frames = receive_frames(self._socket)
-        self.bytes_received += sum(map(len, frames))
-        peer, number = bytes(name), 0
-        try:
-            header = Header.decode(frames[0])
-            number = header.request
-            if peer not in self._known:
-                self._greeting.admit(peer, self.address)
-                if len(self._known) >= _MAX_KNOWN_PEERS:
-                    self._known.clear()
-                self._known.add(peer)
-        except (WireError, JobMismatchError) as exc:
-            if isinstance(exc, WireError):
-                logger.warning("rejected a message: %s", exc)
-            self.send_error(peer, number, exc)
-            return None
-        return peer, header, frames
-
-    def receive(self, timeout_ms: int) -> tuple[bytes, Header, Frames] | None:
-        """Wait for a message, and :meth:`take` it; None also when none came in time."""
-        return self.take() if self.wait(timeout_ms) else None
-
-    def send(self, peer: bytes, header: Header, frames: Sequence[Frame] = ()) -> None:
-        """Send a message to a peer; it is dropped if the peer is gone."""
-        message: list[Frame] = [header.encode(), *(frames or [b""])]
-        self.bytes_sent += sum(map(len, message))
-        self._socket.send(peer, zmq.SNDMORE)
-        send_frames(self._socket, message)
-
-    def send_error(self, peer: bytes, request: int, error: BaseException) -> None:
-        """Answer a request with an error."""
-        self.send(peer, Header(Kind.ERROR, request), error_frames(error))
-
-    def is_connected(self, peer: bytes) -> bool:
-        """Return whether a peer is connected; messages of it may still be queued."""
-        # It is sent a reply without a request, which it drops.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        try:
-            reply = [peer, Header(Kind.REPLY).encode(), b""]
-            self._socket.send_multipart(reply, zmq.NOBLOCK)
-        except zmq.ZMQError as exc:
-            return exc.errno != zmq.EHOSTUNREACH  # a full queue: it is slow, but there
-        finally:
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
-        return True
-
-    def close(self) -> None:
-        """Close the socket; replies under way are sent for up to a second."""
-        self._socket.close()
-        self.wakeup.close()
 
 
 class Reply(Future[tuple[Header, Frames]]):
@@ -197,6 +100,7 @@ class Reply(Future[tuple[Header, Frames]]):
         self.recovery_s = recovery_s
         self.server = server
         self.what = what
+        self.begun_s, self.incarnation = time.monotonic(), 0
         # Of the connections, guarded by their lock: what is sent again; what is left
         # of the timeout while the server is away; the deadline while it is not.
         self.message: Sequence[Frame] = ()
@@ -231,7 +135,8 @@ class Connections:
     ``role`` is what the servers are called in errors, as ``"embedding server"``. They
     must belong to the job of the greeting, or to none. A server that was lost may be
     away for ``recovery_s`` seconds, and must come back as the start that
-    ``incarnations`` says, where 0 is any.
+    ``incarnations`` says, where 0 is any. If it does not, ``when_restarted`` is called
+    in the I/O thread, which must not wait.
     """
 
     def __init__(
@@ -241,6 +146,7 @@ class Connections:
         *,
         greeting: Greeting = NO_JOB,
         recovery_s: float = 0.0,
+        when_restarted: Callable[[int], None] = lambda _: None,
     ) -> None:
         if not addresses:
             raise ConfigError(f"At least one address of an {role} is needed.")
@@ -249,6 +155,7 @@ class Connections:
         self._addresses = list(addresses)
         self._routing_ids = [greeting.encode() for _ in addresses]
         self._recovery_s = recovery_s
+        self._when_restarted = when_restarted
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock = threading.Lock()
         self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
@@ -263,6 +170,9 @@ class Connections:
         self._numbers = itertools.count(1)
         self._wakeup = Wakeup()
         # From its start on, the I/O thread owns these.
+        self._heard_s = [0.0] * len(addresses)  # when they have sent something
+        self._say_s = [SAY_S] * len(addresses)  # after how much silence to say so
+        self._look_s = 0.0 if recovery_s else math.inf  # for silence
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
@@ -307,6 +217,7 @@ class Connections:
                 server=name,
             )
         reply = Reply(timeout_s, server, what, recovery_s=self._recovery_s)
+        reply.incarnation = header.incarnation
         number = next(self._numbers)
         message: list[Frame] = [header.encode(request=number), *frames]
         if self._recovery_s:
@@ -402,6 +313,7 @@ class Connections:
 
     def _look_around(self) -> int | None:
         """Do what is due; return how many ms to wait, None once closed."""
+        self._name_the_silent()
         wait_ms = self._greet_those_away() if self._away else _IDLE_POLL_MS
         while True:
             with self._lock:
@@ -420,6 +332,26 @@ class Connections:
                 late = f"no reply within {reply.timeout_s:g} s. Is it running, and is "
                 self._fail(f"{late}the address right?", [number], RequestTimeoutError)
 
+    def _name_the_silent(self) -> None:
+        """Log which servers do not answer, as ones that hang or are away."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s, oldest = now_s + _LOOK_S, dict[int, Reply]()
+        with self._lock:
+            for reply in self._pending.values():
+                oldest.setdefault(reply.server, reply)
+        for server, reply in oldest.items():
+            silent_s = now_s - max(self._heard_s[server], reply.begun_s)
+            if silent_s < SAY_S:
+                self._say_s[server] = SAY_S
+            elif silent_s >= self._say_s[server]:
+                self._say_s[server] = 2 * silent_s
+                logger.warning(
+                    "%s has not answered for %.0f s; waiting: %s",
+                    *(self.names[server], silent_s, reply.what),
+                )
+
     def _send_outgoing(self) -> None:
         self._wakeup.drain()
         with self._lock:
@@ -432,7 +364,8 @@ class Connections:
         """Hand a reply to the caller that waits for it."""
         frames = receive_frames(self._sockets[server])
         name = self.names[server]
-        error = None
+        self._heard_s[server] = time.monotonic()
+        error: RemoteError | None = None
         try:
             header = Header.decode(frames[0])
             if header.kind is Kind.ERROR:
@@ -446,11 +379,18 @@ class Connections:
             return
         if self._recovery_s and self._concerns_recovery(server, header, frames, error):
             return
+        if self._say_s[server] > SAY_S:
+            logger.warning("%s answers again", name)
+            self._say_s[server] = SAY_S
         reply = self._take(header.request, server)
         if reply is None:
             return  # its deadline has passed
         if error and self._recovery_s and error.kind == RestartedError.__name__:
-            reply.set_exception(RestartedError(str(error), server=name))
+            if reply.incarnation == self.incarnations[server]:  # none that was renewed
+                self._lose_rows(server)
+            reply.set_exception(
+                RestartedError(f"{reply.what}: {_ROWS_GONE}", server=name)
+            )
         elif error is not None:
             reply.set_exception(error)
         else:
@@ -474,10 +414,11 @@ class Connections:
         monitor = self._monitors[server]
         event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
         is_lost = event == zmq.EVENT_DISCONNECTED
+        _, why = self._lost.get(server, ("", None))
         if server in self._away:  # ZeroMQ connects again by itself
             away = self._away[server]
             away.hello, away.hello_s = -1, math.inf if is_lost else 0.0
-        elif is_lost and self._recovery_s and server not in self._lost:
+        elif is_lost and self._recovery_s and why is not ServerError:
             self._begin_recovery(server)
             # Another socket: this one would send what waits in it, out of order.
             self._close_socket(server)
@@ -485,7 +426,7 @@ class Connections:
         elif is_lost:
             lost = "the connection was lost. Did the process end?"
             self._lose(server, lost, _STILL_LOST)
-        elif self._lost.get(server, ("", ServerError))[1] is ServerError:
+        elif why is ServerError:
             with self._lock:
                 self._lost.pop(server, None)
 
@@ -501,6 +442,11 @@ class Connections:
             self._away.pop(server, None)
             self._lost[server] = why_later, kind
         self._fail(why, self._pending_of([server]), kind)
+
+    def _lose_rows(self, server: int) -> None:
+        """Fail the requests to a server that was started again without its rows."""
+        self._lose(server, _ROWS_GONE, _ROWS_GONE, RestartedError)
+        self._when_restarted(server)
 
     def _pending_of(self, servers: Sequence[int]) -> list[int]:
         with self._lock:
@@ -577,9 +523,7 @@ class Connections:
             self._lose(server, str(exc), str(exc))
             return
         if self.incarnations[server] not in (0, told.incarnation):
-            gone = "the server was started again, and its rows are gone. Connect again,"
-            why = f"{gone} and load a checkpoint."
-            self._lose(server, why, why, RestartedError)
+            self._lose_rows(server)
             return
         now_s = time.monotonic()
         with self._lock:

@@ -22,7 +22,7 @@ from persia_torchrec.errors import (
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Header, Kind, Precision
-from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.sockets import Listener
 from tests.ports import draw_port
 from tests.reference import ReferenceStore, uniform_weights
 from tests.servers import DEADLINE_S, RunningServer, ids_of, once_the_port_is_free

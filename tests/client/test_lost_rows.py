@@ -101,3 +101,53 @@ def test_a_joint_step_does_not_wait_for_a_share_that_was_lost(server):
         for client, replies in zip((first, second), both, strict=True):
             assert client.outcome(replies).num_gradients == 3
         assert (pull(first, 2) == 7 - 3).all()
+
+
+def test_what_changes_no_batch_is_asked_again(server):
+    with closing(server.connect()) as client:
+        for ask in (
+            client.counters,
+            client.learn_tables,
+            lambda: client.read("item", IDS),
+            lambda: client.set_learning_rate(0.5),
+            lambda: client.write("item", IDS, np.ones((3, 2), np.float32)),
+            lambda: client.step("item"),
+        ):
+            server.stop()
+            server.start()
+            ask()
+        assert (client.read("item", IDS)[:, 0] == 7).all()
+        assert [spec.optimizer.lr for spec in client.learn_tables()] == [0.5, 0.5]
+        server.stop()
+        server.start()
+        client.clear()
+        assert client.num_rows() == [0]
+
+
+def test_settings_that_a_client_has_only_learned_are_not_set_again(server):
+    with closing(server.connect()) as tool:
+        tool.tables.clear()
+        with closing(server.connect()) as trainer:
+            trainer.set_learning_rate(0.5)
+        tool.learn_tables()
+        server.stop()
+        server.start()
+        tool.read("item", IDS)
+        assert [spec.optimizer.lr for spec in tool.learn_tables()] == [1.0, 1.0]
+
+
+def test_a_trainer_that_has_left_says_so_without_a_request(server):
+    shares = [Share(5, 1, rank, 2, 60_000) for rank in range(2)]
+    with closing(server.connect()) as first, closing(server.connect()) as second:
+        for client, share in zip((first, second), shares, strict=True):
+            client.join(share, "a trainer")
+        first.leave(shares[0])
+        server.stop()
+        server.start()
+        pull(second, 0)
+        assert second.outcome(push(second, 0, shares[1])).num_gradients == 3
+        later = [share._replace(group=6) for share in shares]
+        second.leave(shares[1]._replace(step=2))
+        both = push(first, 1, later[0]), push(second, 1, later[1])
+        for client, replies in zip((first, second), both, strict=True):
+            assert client.outcome(replies).num_gradients == 3

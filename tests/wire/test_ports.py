@@ -7,7 +7,7 @@ from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.utils import find_free_port
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.ports import free_port, free_port_from, reserved_port_from
-from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.sockets import Listener
 from tests.ports import draw_port
 
 

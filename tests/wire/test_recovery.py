@@ -14,7 +14,8 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.ports import open_listening
-from persia_torchrec.wire.transport import Connections, Listener
+from persia_torchrec.wire.sockets import Listener
+from persia_torchrec.wire.transport import Connections
 from tests.processes import wait_until
 from tests.servers import DEADLINE_S
 from tests.wire.test_transport import Relay

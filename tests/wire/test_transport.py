@@ -20,7 +20,8 @@ from persia_torchrec.errors import (
 from persia_torchrec.wire import transport as transport_module
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Header, Kind, decode_json
-from persia_torchrec.wire.transport import Connections, Listener
+from persia_torchrec.wire.sockets import Listener
+from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
 from tests.servers import DEADLINE_S, once_the_port_is_free
 
@@ -551,7 +552,7 @@ def test_a_client_without_a_greeting_is_refused_by_a_listener_of_a_job(start, na
 
 
 def test_more_peers_connect_than_a_listener_remembers(start, connect, monkeypatch):
-    monkeypatch.setattr(transport_module, "_MAX_KNOWN_PEERS", 2)
+    monkeypatch.setattr("persia_torchrec.wire.sockets._MAX_KNOWN_PEERS", 2)
     peer = start(echo, Greeting("ours"))
     all_of_them = [connect(peer.address, greeting=Greeting("ours")) for _ in range(5)]
     for connections in all_of_them * 2:
@@ -572,15 +573,17 @@ class Relay:
         self._near, self._ends = [], []
         self.is_open = threading.Event()
         self.is_open.set()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def _accept(self):
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._socket.accept()
-                far = socket.create_connection(self._target)
                 self._near.append(near)
-                self._ends += [near, far]
+                self._ends.append(near)
+                far = socket.create_connection(self._target)
+                self._ends.append(far)
                 for ends in ((near, far), (far, near)):
                     args = self.is_open, *ends
                     threading.Thread(target=_pass_on, args=args, daemon=True).start()
@@ -593,9 +596,10 @@ class Relay:
 
     def close(self):
         self.is_open.set()
-        ends = [self._socket, *self._ends]
-        _shut(ends)
-        for each in ends:
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._thread.join(DEADLINE_S)
+        _shut(self._ends)
+        for each in [self._socket, *self._ends]:
             each.close()
 
 
