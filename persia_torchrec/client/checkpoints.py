@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,7 +39,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 Path = str | os.PathLike[str]
 
-_RUNNING = {"dumping", "checking", "loading"}
 _FIRST_POLL_S = 0.005
 _POLL_S = 0.2
 
@@ -208,9 +207,9 @@ class Checkpoints:
         folder = catalog.find_checkpoint(path)
         manifest = Manifest.read(folder)
         logs = None if increments is None else Folder(increments).url
-        check = {"do": "check", "folder": folder.url, "replace": replace}
-        steps: list[dict[str, object]]
-        steps = [{**check, "increments": logs}, {"do": "load"}]
+        request = {"folder": folder.url, "replace": replace, "increments": logs}
+        steps = {"checked": {**request, "do": "check"}}
+        steps["loaded"] = {**request, "do": "load"}
         what = f"load of {folder.url}"
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
@@ -227,7 +226,7 @@ class Checkpoints:
         self, task: Task[T], folder: Folder, step: int | None, timeout_s: float
     ) -> Manifest:
         created, what = datetime.now(UTC).isoformat(), f"dump to {folder.url}"
-        steps = [{"do": "dump", "folder": folder.url}]
+        steps = {"dumped": {"do": "dump", "folder": folder.url}}
         results = self._run_steps(task, steps, what, timeout_s, DumpResult)
         tables = catalog.merge_tables([result.tables for result in results])
         return Manifest(tables, tuple(r.shard for r in results), created, step)
@@ -235,26 +234,28 @@ class Checkpoints:
     def _run_steps(
         self,
         task: Task[T],
-        steps: Sequence[Mapping[str, object]],
+        steps: Mapping[str, Mapping[str, object]],
         what: str,
         timeout_s: float,
         kind: type[R],
     ) -> list[R]:
         """Make all servers do one step after the other, each when all have done it.
 
-        Returns the result of each server after the last step. If one fails, or is not
-        done in time, the others give up.
+        ``steps`` are by the phase of a server that has done it. Returns the result of
+        each server after the last one. If one fails, or is not done in time, the others
+        give up; one that was started again does all steps so far.
         """
         number, deadline = secrets.randbits(53), time.monotonic() + timeout_s
         states: list[TaskState] = []
         try:
-            for step in steps:
-                states = self._ask(Kind.CHECKPOINT, {**step, "task": number}, what)
+            for phase, step in steps.items():
+                begin = {**step, "task": number}
+                states = self._ask(Kind.CHECKPOINT, begin, what)
                 poll_s = _FIRST_POLL_S
                 while slow := [
                     name
                     for name, state in zip(self._servers.names, states, strict=True)
-                    if state.phase in _RUNNING
+                    if state.phase != phase
                 ]:
                     if time.monotonic() >= deadline:
                         raise RequestTimeoutError(
@@ -263,7 +264,11 @@ class Checkpoints:
                         )
                     task.pause(poll_s, min(state.progress for state in states))
                     poll_s = min(2 * poll_s, _POLL_S)
-                    states = self._ask(Kind.PROGRESS, {"task": number}, what)
+                    # A server that was started again must be told once more.
+                    if {s.phase for s in states} & ({"idle", "checked"} - {phase}):
+                        states = self._ask(Kind.CHECKPOINT, begin, what)
+                    else:
+                        states = self._ask(Kind.PROGRESS, {"task": number}, what)
         except BaseException:
             request = {"do": "cancel", "task": number}
             with contextlib.suppress(PersiaError):  # the first error is the one to tell

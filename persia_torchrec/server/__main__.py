@@ -113,7 +113,7 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
 
 
 def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
-    """Restore the rows of a server that had run before, if its memory was lost."""
+    """Restore the rows of a server that had run before, if they were lost."""
     config = server.config
     address = run = updates = None
     if isinstance(life, JobMember):
@@ -121,7 +121,8 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
         address = life.book.peek(f"address/{replica}")
         run = life.book.peek("note/checkpoint_dir")
         updates = life.book.peek(f"note/updates/{replica}")
-    if env.num_restarts() or address is not None:
+    was_loading = server.shard.store.was_loading
+    if env.num_restarts() or address is not None or was_loading:
         known_updates = None if updates is None else int(updates)
         server.restore(config.resume_dir or run, known_updates)
     if isinstance(life, JobMember):

@@ -8,8 +8,9 @@
 A server that lost its memory restores what was written of it before it serves.
 
 A request begins something, or asks how far it has come, and is answered at once by the
-state of the task: ``phase`` is ``idle`` or that of the task; ``result``, at the end, a
-``DumpResult`` or a ``Loaded``.
+state of the task: ``phase`` is that of the task, or ``idle`` if the server is not at
+it, as when it was started again; ``result``, at the end, a ``DumpResult`` or a
+``Loaded``. What was begun is not begun again: a request may be sent again.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import logging
 import queue
 import secrets
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -47,8 +49,8 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
     """What a CHECKPOINT or PROGRESS asks for; the client chooses the task's number.
 
     ``dump`` into a folder, which exists; ``check`` a checkpoint, and its increments if
-    they are named; ``load`` what was checked; ``cancel`` a dump, or a load that does
-    not fill the store yet.
+    they are named; ``load`` it once it is checked, else check it first; ``cancel`` a
+    dump, or a load that does not fill the store yet.
     """
 
     do: Literal["dump", "check", "load", "cancel", "progress"] = "progress"
@@ -58,7 +60,7 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
     increments: str | None = None
 
     def __post_init__(self) -> None:
-        if self.do in ("dump", "check") and not self.folder:
+        if self.do in ("dump", "check", "load") and not self.folder:
             raise ValueError("folder must be a path or URL")
 
 
@@ -164,6 +166,7 @@ class Checkpoints:
         self._dump: ShardDump | None = None
         self._load: ShardLoad | None = None
         self._task = -1
+        self._stream = 0  # of the client that has begun it
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._increments = Increments(config, store, activity)
         shard, num_shards = config.shard, config.num_shards
@@ -211,43 +214,44 @@ class Checkpoints:
             *(config.shard, numbers, found.checkpoint or "none"),
         )
 
-    def handle(self, request: CheckpointRequest) -> TaskState:
-        """Do what a client asks; return the state of the task."""
+    def handle(self, request: CheckpointRequest, stream: int = 0) -> TaskState:
+        """Do what a client asks, whose own stream is told; return the task's state."""
         self.is_active = True
-        config, store, load = self._config, self._store, self._load
-        is_known = request.task == self._task
+        load, is_known = self._load, request.task == self._task
         match request.do:
-            case "dump":
+            case "dump" | "check" | "load" if not is_known:
                 self._require_idle()
-                self.cancel("another dump begins")
-                self._dump = ShardDump(Folder(request.folder), store, config)
-                self._dump.log = self._increments.begin_dump(request.folder)
-                self._task, self._url = request.task, request.folder
-            case "check":
-                self._require_idle()
-                self.cancel("another load begins")
-                logs = request.increments
-                self._load = ShardLoad(
-                    Folder(request.folder),
-                    self._target,
-                    store,
-                    replaces=request.replace,
-                    logs=None if logs is None else Folder(logs),
-                )
-                self._load.start("checking", self._load.check, "checked")
-                self._dump, self._task = None, request.task
+                self.cancel("another dump or load begins")
+                self._begin(request)
+                self._task, self._stream = request.task, stream
                 self._url = request.folder
-            case "load":
-                if not is_known or load is None or load.phase != "checked":
-                    raise CheckpointError("A checkpoint must be checked before a load.")
+            case "load" if load is not None and load.phase == "checked":
                 self._increments.suspend()
                 self.is_loading = True
                 load.start("loading", load.load, "loaded")
             case "cancel" if is_known:
                 self.cancel("it was cancelled")
-            case "progress" if not is_known:
-                raise CheckpointError("The server is not at this dump or load.")
+        if request.task != self._task:
+            return TaskState("idle", 0.0)
         return self._state()
+
+    def _begin(self, request: CheckpointRequest) -> None:
+        """Begin a dump, or the check before a load."""
+        folder = Folder(request.folder)
+        if request.do == "dump":
+            self._dump = ShardDump(folder, self._store, self._config)
+            self._dump.log = self._increments.begin_dump(request.folder)
+            return
+        logs = request.increments
+        self._load = ShardLoad(
+            folder,
+            self._target,
+            self._store,
+            replaces=request.replace,
+            logs=None if logs is None else Folder(logs),
+        )
+        self._load.start("checking", self._load.check, "checked")
+        self._dump = None
 
     def not_loaded(self) -> StoreError:
         """Return the error of requests for rows while ``is_loading``."""
@@ -266,6 +270,15 @@ class Checkpoints:
         if self._load is not None and not self.is_loading:
             self._load.cancel()
             self._load = None
+            self._task = -1
+
+    def drop(self, is_over: Callable[[int], bool]) -> None:
+        """End what a client of a stream that is over has begun."""
+        if self._is_running and is_over(self._stream):
+            if self.is_loading and self._load is not None:
+                self._load.cancel()
+                self._end_load(self._load)
+            self.cancel("the group of trainers was started again")
 
     def close(self) -> None:
         """End all tasks; write the last increment. May be called twice."""
@@ -277,9 +290,8 @@ class Checkpoints:
     def work(self, idle_ms: int) -> int:
         """Do a slice of what is due; return how long to wait for a message."""
         load, dump = self._load, self._dump
-        if self.is_loading and load is not None and load.phase != "loading":
-            self.is_loading = False
-            self._increments.begin_log(load.base, f"{self._task:x}")
+        if self.is_loading and load is not None:
+            self._end_load(load)
         idle_ms = self._increments.work(idle_ms)
         if dump is None or not dump.is_copying:
             self.is_active = self.is_loading or self._config.incremental_dir is not None
@@ -294,10 +306,20 @@ class Checkpoints:
         """Return what has been counted of increments, and of a lost memory."""
         return {**self._increments.counters(), **self._lost}
 
-    def _require_idle(self) -> None:
+    def _end_load(self, load: ShardLoad) -> None:
+        """Serve rows again, if the store is filled."""
+        if load.phase != "loading":
+            self.is_loading = False
+            self._increments.begin_log(load.base, f"{self._task:x}")
+
+    @property
+    def _is_running(self) -> bool:
         task = self._dump or self._load
         phases = ("dumping", "checking", "loading")
-        if self.is_loading or (task is not None and task.phase in phases):
+        return self.is_loading or (task is not None and task.phase in phases)
+
+    def _require_idle(self) -> None:
+        if self._is_running:
             raise CheckpointError(
                 "A server dumps or loads one checkpoint at a time, and one is running. "
                 "Wait for its end, or cancel it."

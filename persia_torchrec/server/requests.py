@@ -304,7 +304,8 @@ def _answer_checkpoint(shard: Shard, request: Request) -> Frames:
     asked = messages.decode_json(request.frames, CheckpointRequest)
     if asked.do != "progress":
         shard.apply_all_updates()  # acknowledged updates are in a dump
-    return [msgspec.json.encode(shard.checkpoints.handle(asked))]
+    state = shard.checkpoints.handle(asked, request.header.stream)
+    return [msgspec.json.encode(state)]
 
 
 KINDS = {

@@ -21,7 +21,7 @@ from persia_torchrec.server.shard import Request, RequestKind, Shard
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import TRAINING, Header, Kind
 from persia_torchrec.wire.pushgateway import push_metrics
-from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.sockets import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ class EmbeddingServer:
         Before it serves; the arguments are those of ``Checkpoints.restore``.
         """
         tasks, store = self.shard.checkpoints, self.shard.store
+        if store.was_loading:
+            for state in store.states:
+                state.num_updates = 0
         has_rows = store.states and not store.was_loading
         if isinstance(tasks, Checkpoints) and not has_rows:
             tasks.restore(run, known_updates)
@@ -116,7 +119,7 @@ class EmbeddingServer:
         shard.stages.lap("dump")
         if self.snapshots.is_wanted and not tasks.is_loading:
             self.snapshots.give(shard.counters())
-        if shard.joint_steps.num_steps:
+        if shard.joint_steps.num_steps and not tasks.is_loading:
             shard.joint_steps.refuse_overdue()
         is_full = len(shard.updates) >= self.config.update_queue_batches
         if is_full or shard.num_overtaking >= _MAX_OVERTAKING:
@@ -177,7 +180,7 @@ class EmbeddingServer:
             raise RestartedError(
                 "it restarted since the client connected, and the previous rows are "
                 "gone. Connect again, and load a checkpoint.",
-                server=f"embedding server {self.config.shard}",
+                server="",
             )
         if header.stream and shard.streams.admit(header.stream, header.batch):
             shard.drop_older_streams()

@@ -36,8 +36,7 @@ from persia_torchrec.server.updates import (
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, TableIds
 from persia_torchrec.wire.precision import Floats, decode_floats
-from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
-from persia_torchrec.wire.transport import Listener
+from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES, Listener
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +99,8 @@ class Shard:
 
     def drop_older_streams(self) -> None:
         """Give up what trainers of older generations have begun."""
+        if isinstance(self.checkpoints, Checkpoints):
+            self.checkpoints.drop(self.streams.is_older)
         self.apply_all_updates()
         self.joint_steps.refuse_all("The group of trainers was started again.")
         self.open_batches.drop(self.streams.is_older)

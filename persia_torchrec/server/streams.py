@@ -65,11 +65,14 @@ class Streams:
         # Single words are faster to reach in them than in an array.
         self._words = notes.data
         self._bytes = self._words.cast("B")
+        stop = _STREAMS + self._words[_NUM_STREAMS] * _STREAM_WORDS
+        if store.was_loading:  # all that is known is of rows that are gone
+            self._words[_INCARNATION] = self._words[_GROUPS] = 0
+            notes[_STREAMS:stop:_STREAM_WORDS] = 0
         if not self._words[_INCARNATION]:
             self._words[_INCARNATION] = secrets.randbits(63) | 1
         self.incarnation = self._words[_INCARNATION]
         self.generation = self._words[_GENERATION]
-        stop = _STREAMS + self._words[_NUM_STREAMS] * _STREAM_WORDS
         found = list(range(_STREAMS, stop, _STREAM_WORDS))
         self._free = [at for at in found if not self._words[at + _STREAM]]
         found.sort(key=lambda at: self._words[at + _USED])

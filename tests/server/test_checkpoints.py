@@ -122,8 +122,7 @@ def test_requests_that_need_no_rows_are_no_activity():
 def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints):
     checkpoints.cancel("the test ends")
     assert checkpoints.work(100) == 100
-    with pytest.raises(CheckpointError, match="not at this dump"):
-        checkpoints.handle(CheckpointRequest(task=8))
+    assert checkpoints.handle(CheckpointRequest(task=8)).phase == "idle"
     state = checkpoints.handle(CheckpointRequest(task=7))
     assert state.phase == "failed"
     assert state.error.message == "The dump ended early: the test ends."
@@ -138,6 +137,7 @@ def test_without_a_dump_the_server_waits_for_its_full_poll_interval(checkpoints)
         ({"do": "dump"}, "must have the key 'task'"),
         ({"do": "dump", "task": 7}, "folder must be a path or URL"),
         ({"do": "check", "task": 7}, "folder must be a path or URL"),
+        ({"do": "load", "task": 7}, "folder must be a path or URL"),
         ({"do": "dump", "task": 7, "folder": 3}, r"folder must be .*Received: 3"),
         ({"do": "check", "task": "7", "folder": ""}, r"task must be an integer"),
         ({"do": "x", "task": 7}, "Frame 1: do"),
@@ -156,13 +156,35 @@ def test_a_missing_folder_is_refused(checkpoints, tmp_path):
         )
 
 
-@pytest.mark.parametrize("task", [3, 7])
-def test_nothing_is_loaded_that_was_not_checked(checkpoints, task):
-    with pytest.raises(CheckpointError, match="must be checked before"):
-        checkpoints.handle(CheckpointRequest(do="load", task=task))
+def test_what_was_begun_is_not_begun_again(checkpoints, tmp_path):
+    dump = CheckpointRequest(do="dump", task=7, folder=str(tmp_path))
+    before = checkpoints.handle(CheckpointRequest(task=7))
+    for _ in range(2):
+        assert checkpoints.handle(dump) == before
+    with pytest.raises(CheckpointError, match="one checkpoint at a time"):
+        checkpoints.handle(CheckpointRequest(do="dump", task=8, folder=str(tmp_path)))
 
 
-def test_a_load_is_given_up_when_its_server_ends(servers, tmp_path, monkeypatch):
+def test_nothing_is_loaded_that_was_not_checked(checkpoints, tmp_path):
+    checkpoints.cancel("the test loads")
+    load = CheckpointRequest(do="load", task=8, folder=str(tmp_path))
+    assert checkpoints.handle(load).phase == "checking"
+    wait_until(lambda: checkpoints.handle(load).phase == "failed", "the check fails")
+    assert "manifest.json" in checkpoints.handle(load).error.message
+
+
+def test_trainers_that_start_again_end_what_earlier_ones_have_begun(checkpoints):
+    checkpoints.drop(lambda stream: stream > 0)
+    assert checkpoints.handle(CheckpointRequest(task=7)).phase == "dumping"
+    checkpoints.drop(lambda stream: stream == 0)
+    state = checkpoints.handle(CheckpointRequest(task=7))
+    assert state.error.message == (
+        "The dump ended early: the group of trainers was started again."
+    )
+
+
+def begin_a_load(servers, tmp_path, monkeypatch):
+    """Begin a load that ends when it is cancelled; return how to ask for its state."""
     client = servers.client(servers.start())
     client.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
     client.write("item", ids_of(1), np.ones((1, 2), np.float32))
@@ -182,7 +204,22 @@ def test_a_load_is_given_up_when_its_server_ends(servers, tmp_path, monkeypatch)
     state("check")
     wait_until(lambda: state().phase == "checked", "the checkpoint is checked")
     assert state("load").phase == "loading"
+    return checkpoints, store, state
+
+
+def test_a_load_is_given_up_when_its_server_ends(servers, tmp_path, monkeypatch):
+    checkpoints, store, state = begin_a_load(servers, tmp_path, monkeypatch)
     checkpoints.close()
     assert state().phase == "failed"
     assert "cancelled" in state().error.message
     assert store.num_rows == 0
+
+
+def test_a_load_of_earlier_trainers_is_given_up(servers, tmp_path, monkeypatch):
+    checkpoints, store, state = begin_a_load(servers, tmp_path, monkeypatch)
+    assert checkpoints.is_loading
+    checkpoints.drop(lambda _: True)
+    assert not checkpoints.is_loading
+    assert state().phase == "idle"
+    assert store.num_rows == 0
+    checkpoints.close()

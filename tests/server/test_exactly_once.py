@@ -153,6 +153,16 @@ def test_a_lookup_admits_once(server, restarts):
     assert server.client.num_rows() == [1]
 
 
+@both
+def test_tables_that_are_added_again_stay_as_they_are(server, restarts):
+    server.ask(*lookup(1, 7))
+    server.ask(*lookup(2, 7, table=1))
+    tables = encode_json([COUNT.to_json(), RARE.to_json()])
+    again(server, numbered(Kind.ADD_TABLES, 9, tables), restarts)
+    server.ask(*lookup(3, 7, table=1))  # its second sighting
+    assert server.client.num_rows() == [2]
+
+
 def test_a_batch_has_seven_lookups(server):
     _, error = server.ask(*lookup(1, 7, part=7))
     assert "A batch may have 7 lookups" in error["message"]
@@ -207,6 +217,9 @@ def test_the_server_refuses_older_generations(server):
     assert header.kind is Kind.ERROR
     assert error["kind"] == "FencedError"
     assert server.weights(7) == [0.0]
+    older_dump = encode_json({"do": "dump", "task": 1, "folder": "none"})
+    request = Header(Kind.CHECKPOINT, 3, stream=older).encode(), older_dump
+    assert server.ask(*request)[1]["kind"] == "FencedError"
     server.client.clear()  # of no generation
 
 

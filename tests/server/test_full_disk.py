@@ -103,7 +103,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_loaded(checkpoint):
     handle(checkpoints, do="check", folder=checkpoint)
     reach(checkpoints, "checked")
     shutil.rmtree(checkpoint)
-    handle(checkpoints, do="load")
+    handle(checkpoints, do="load", folder=checkpoint)
     reach(checkpoints, "loaded")
     assert store.num_rows == len(IDS)
     checkpoints.close()
