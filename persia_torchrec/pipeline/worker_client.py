@@ -118,6 +118,7 @@ class RemoteWorkers(Peers):
     Attributes:
         num_workers: how many workers there are.
         observed: latencies of pulls and pushes, and failures, for a trainer's metrics.
+        generation: of the trainer that changes tables, as of ``EmbeddingClient``.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class RemoteWorkers(Peers):
         self.num_workers = len(addresses)
         self.recovery_s = recovery_s
         self._precision = precision
+        self.generation = messages.NO_GENERATION
         self.observed = Observations(_HELPS)
         self.observed.count(_FORWARD_ERROR, 0)
         self._num_direct = itertools.count()
@@ -174,7 +176,8 @@ class RemoteWorkers(Peers):
 
     def add_tables(self, specs: Sequence[TableSpec]) -> None:
         """Make every worker, and through it every server, know the tables."""
-        header = Header(Kind.ADD_TABLES)
+        stream = BatchNumber.new_stream(self.generation)
+        header = Header(Kind.ADD_TABLES, stream=stream)
         body: Frames = [messages.encode_json([spec.to_json() for spec in specs])]
         for worker in range(self.num_workers):
             # One after the other: servers compile only once what the first one needs.

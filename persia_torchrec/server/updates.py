@@ -101,6 +101,8 @@ class OpenBatches:
         stream, number = batch
         numbers = self._open.setdefault(stream, set())
         numbers.add(number)
+        if len(self._open) > _MAX_OPEN:  # of clients that have died
+            self.drop(next(iter(self._open)).__eq__)
         self._max_open = max(self._max_open, len(numbers))
         if len(numbers) > _MAX_OPEN:
             # A trainer that died leaves its stream open; a live one is bounded.

@@ -182,6 +182,7 @@ class Engine:
         self.client, self._workers = connect_to_job()
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = _begin_generation(store, self.client)
+        self._workers.generation = generation
         self.sharder = SlotsSharder(self._workers, self._spec)
         hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None

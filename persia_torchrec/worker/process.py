@@ -240,6 +240,7 @@ class WorkerProcess:
             case Kind.BUFFER_IDS:
                 return [encode_json(self._keep_ids(header, frames))]
             case Kind.ADD_TABLES:
+                self.lookup.client.require_current(header.stream)
                 tables = decode_json(frames, list[dict[str, Any]])
                 self.lookup.add_tables([TableSpec.from_json(t) for t in tables])
                 return [encode_json(None)]
