@@ -135,7 +135,7 @@ def test_half_a_load_is_never_served(server, source, tmp_path):
     expected = rows_of(source)
     train(source, 1)
     source.checkpoints.dump(after)
-    server.start(dies_in=(f"{LOAD}.RowImport", "finish"))
+    server.start(dies_in=(f"{LOAD}.RowImport", "__init__"))
     with server.connect() as client:
         task = client.checkpoints.start_load(after)
         server.dies()
