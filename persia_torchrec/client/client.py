@@ -41,7 +41,7 @@ from persia_torchrec.client.transfer import (
     export_blocks,
     rows_to_write,
 )
-from persia_torchrec.errors import BatchError, ConfigError, WireError
+from persia_torchrec.errors import BatchError, ConfigError, RestartedError, WireError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import Counts, ShardedIds, unique_ids
 from persia_torchrec.store.embedding_store import Metadata as Metadata
