@@ -428,6 +428,7 @@ def die_now_and_then(path):
     die_before_any_store(path, cases, 3)
     die_within_recovery(path, cases[:2], 1, 4)
     die_while_it_is_made(path, 3)
+    separate_stores_by_a_fence(path)
 
 
 def die_before_any_store(path, cases, most):
@@ -486,6 +487,30 @@ def die_while_it_is_made(path, most):
         del store, streams
         gc.collect()
     report("made", len(numbers), start_s)
+
+
+def separate_stores_by_a_fence(path):
+    """Count two stores to a word, with a fence between them, and without one."""
+    os.truncate(path, 0)
+    store = EmbeddingStore(1, memory_file=path)
+    begin = store.tally.ctypes.data - memory.TALLY.offset
+    at = np.uint64(store.tally[-1:].ctypes.data)
+    found = []
+    for fence in (intrinsics.fence, numba.njit(lambda: None)):
+        loop = _build_two_stores(fence)
+        loop(at)
+        found.append(die_before(_NEVER, lambda loop=loop: (watch(begin), loop(at))))
+    assert found == [2, 1]  # the compiler drops the first one
+
+
+def _build_two_stores(fence):
+    @numba.njit
+    def write_twice(at):
+        intrinsics.store_u64(at, np.uint64(1))
+        fence()
+        intrinsics.store_u64(at, np.uint64(2))
+
+    return write_twice
 
 
 def report(case, num, start_s):
