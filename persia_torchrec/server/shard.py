@@ -168,8 +168,7 @@ class Shard:
                 num_ids += len(part.ids)
             for update in updates:
                 self.streams.settle_update(request, update.batch, num_ids)
-        sums = [sum(column) for column in zip(*request.results, strict=True)]
-        return *(sums or (0, 0, 0)), num_ids
+        return *request.totals, num_ids
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted, see ``METRICS.md``."""

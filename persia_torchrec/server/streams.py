@@ -20,8 +20,7 @@ import numpy as np
 
 from persia_torchrec.errors import FencedError, FrameError
 from persia_torchrec.server.updates import Batch
-from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.recovery import Request
+from persia_torchrec.store.embedding_store import EmbeddingStore, Request
 from persia_torchrec.wire.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
 
 Outcome = tuple[int, ...]
@@ -77,6 +76,7 @@ class Streams:
         self._free = [at for at in found if not self._words[at + _STREAM]]
         found.sort(key=lambda at: self._words[at + _USED])
         self._tick = self._words[found[-1] + _USED] if found else 0
+        self._latest = 0
         # Where the words of a stream begin, the least recently used stream first.
         self._at = OrderedDict(
             (self._words[at + _STREAM], at) for at in found if self._words[at + _STREAM]
@@ -136,9 +136,8 @@ class Streams:
         """Note that an update of the request is applied, with its results."""
         if self._mark(request, batch, _SETTLED):
             at = self._outcome_at(batch)
-            request.note(at, batch[1] + 1)
+            request.notes += (at, batch[1] + 1), (at + 4, num_ids)
             request.note_results(at + 1)
-            request.note(at + 4, num_ids)
 
     def was_looked_up(self, batch: Batch, part: int) -> bool:
         """Return whether the lookup of a part was answered before."""
@@ -197,9 +196,11 @@ class Streams:
     def _find(self, stream: int, number: int) -> int:
         """Return where the marks of a number are; 0 if it is older than all others."""
         at, words = self._at.get(stream) or self._begin(stream), self._words
-        self._at.move_to_end(stream)
-        self._tick += 1
-        words[at + _USED] = self._tick
+        if stream != self._latest:
+            self._latest = stream
+            self._at.move_to_end(stream)
+            self._tick += 1
+            words[at + _USED] = self._tick
         marks, next_ = 8 * (at + _MARKS), words[at + _NEXT]
         if number >= next_:
             for new in range(max(next_, number + 1 - WINDOW), number + 1):
@@ -211,6 +212,7 @@ class Streams:
 
     def _begin(self, stream: int) -> int:
         """Return where a new stream begins."""
+        self._latest = 0
         if self._free:
             at = self._free.pop()
         elif len(self._at) < MAX_STREAMS:

@@ -12,6 +12,7 @@ Dimensions: N rows of a table, D embedding dim, S optimizer-state floats per row
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,10 +22,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from persia_torchrec.client import transfer
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
+from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import BatchError, ConfigError
+from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.sharding.collection import table_configs
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
-from persia_torchrec.store.embedding_store import build_initial_rows
+from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.precision import Floats
 
 OptimizerState = Mapping[str, object]
@@ -295,7 +299,7 @@ def read_table(
         absent = np.flatnonzero(~is_present)
         for start in range(0, len(absent), transfer.BLOCK_ROWS):
             numbers = absent[start : start + transfer.BLOCK_ROWS]
-            rows = build_initial_rows(spec, ids_N[numbers])
+            rows = _build_initial_rows(spec, ids_N[numbers])
             weights[numbers], state[numbers] = np.split(rows, [spec.dim], axis=1)
     tensors = map(torch.from_numpy, (weights, state, is_present))
     return TableTensors._make([*tensors, client.step(table)])
@@ -334,3 +338,12 @@ def plain_state_dict(
             given: Any = {"ids": (ids or {}).get(table), "missing": missing}
             tensors[key] = read_table(client, table, num_rows[table], **given).weights
     return tensors
+
+
+def _build_initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
+    """Return the rows ``(N, D + S)`` that different ids start with, on any server."""
+    store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
+    table = store.add_table(replace(spec, admission=AdmitAll()))
+    weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
+    store.lookup(table, ids_N, weights_ND, training=True)
+    return store.read(table, ids_N)

@@ -13,14 +13,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import astuple, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
 
 from persia_torchrec.compiled import read_only
-from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
@@ -39,10 +38,10 @@ from persia_torchrec.store.memory import (
 )
 from persia_torchrec.store.memory_file import MemoryFile
 from persia_torchrec.store.recency import NUM_LFU_CLASSES, RecencyLogs
-from persia_torchrec.store.recovery import CLEAR, STEP, WRITE, Change, Recovery
-from persia_torchrec.store.recovery import Request as Request
-from persia_torchrec.store.recovery import UpdateResult as UpdateResult
-from persia_torchrec.store.requests import Requests
+from persia_torchrec.store.recovery import Recovery
+from persia_torchrec.store.requests import CLEAR, STEP, WRITE, Change, Requests
+from persia_torchrec.store.requests import Request as Request
+from persia_torchrec.store.requests import UpdateResult as UpdateResult
 from persia_torchrec.store.tables import ROW_COLUMNS, TableState
 from persia_torchrec.table import TableSpec
 
@@ -318,7 +317,7 @@ class EmbeddingStore:
         """Do :meth:`update` at the end of the open request, which has the result."""
         self._requests.add_update(table, ids_N, grads_ND, hints_N)
 
-    def request(self) -> AbstractContextManager[Request]:
+    def request(self) -> Request:
         """Make several calls, and notes, one change.
 
         If the process dies, the next one that opens the memory file finds all of it, or
@@ -598,12 +597,3 @@ class EmbeddingStore:
         out = np.empty((len(slots_N), width), dtype=np.float32)
         memory.read_rows(state.layout, slots_N, out)
         return out
-
-
-def build_initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
-    """Return the rows ``(N, D + S)`` that different ids start with, on any server."""
-    store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
-    table = store.add_table(replace(spec, admission=AdmitAll()))
-    weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
-    store.lookup(table, ids_N, weights_ND, training=True)
-    return store.read(table, ids_N)

@@ -279,8 +279,10 @@ class ChangeJournal:
 
     def keep_left(self) -> None:
         """Write down which rows have left, before their change is complete."""
+        if not self.is_on:
+            return
         num = len(self._left) - int(self._tally[memory.LEFT_ROOM])
-        if self.is_on and num > self._num_kept:
+        if num > self._num_kept:
             words = self._left[self._num_kept : num].reshape(-1)
             self._keep(_Note(_LEFT, 0, 0, words))
             self._num_kept = num

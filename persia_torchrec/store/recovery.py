@@ -23,13 +23,10 @@ Only the order of instructions matters, not that of caches: the kernel keeps wha
 killed process has written. ``fence`` binds the compiler.
 """
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 import numpy as np
 
 from persia_torchrec import intrinsics as cpu
-from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.compiled import compiled, inlined
 from persia_torchrec.embedding.kernel import (
     BEFORE,
     BEGIN,
@@ -46,8 +43,6 @@ from persia_torchrec.store.memory import (
     STRIDE,
     TAGS,
     WORD,
-    Floats,
-    Ids,
     Layout,
     Slots,
     StoreMemory,
@@ -58,9 +53,6 @@ from persia_torchrec.store.memory import (
 PROMISED = np.uint64(32)
 """Bytes of the area, behind the log's own words: from there to the end of what a clear
 shall leave, which is kept behind ``END``."""
-
-UPDATE, WRITE, STEP, CLEAR = range(4)
-"""Kinds of changes that are done at the end of a request."""
 
 ROW_BYTES = 192
 """What keeping a row takes besides its bytes, at most."""
@@ -74,60 +66,6 @@ _AHEAD_BYTES = 2**16
 _KEPT_BYTES = 2**28
 _LARGEST_MEMORY = 2**20
 _RESERVED_WORDS = 2**33
-_NO_IDS = read_only(np.empty(0, dtype=np.uint64))
-_NO_SLOTS = read_only(np.empty(0, dtype=np.uint32))
-_NO_VALUES = read_only(np.empty((0, 0), dtype=np.float32))
-
-
-class UpdateResult(NamedTuple):
-    """How many gradients were not applied.
-
-    ``num_missed`` had no row, of which ``num_unadmitted`` were never admitted, the
-    others evicted; ``num_refused`` held NaN or an infinity.
-    """
-
-    num_missed: int
-    num_refused: int
-    num_unadmitted: int = 0
-
-
-class Change(NamedTuple):
-    """What a request does at its end; all arrays are read-only.
-
-    ``values`` are gradients ``(N, D)``, or rows ``(N, K)``; ``step`` is the table's,
-    afterwards; ``hints`` are slots.
-    """
-
-    kind: int
-    table: int = 0
-    step: int = 0
-    ids: Ids = _NO_IDS
-    hints: Slots = _NO_SLOTS
-    values: Floats = _NO_VALUES
-
-
-@dataclass(slots=True)
-class Request:
-    """Several calls of a store that are one change: see ``EmbeddingStore.request``.
-
-    ``results`` are those of its updates, in their order, when it has ended; ``steps``
-    those of tables at its end.
-    """
-
-    results: list[UpdateResult] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    notes: list[tuple[int, int]] = field(default_factory=list)
-    results_at: list[int] = field(default_factory=list)
-    steps: dict[int, int] = field(default_factory=dict)
-    has_begun: bool = False
-
-    def note(self, offset: int, value: int) -> None:
-        """Set one of the store's notes, together with the rows."""
-        self.notes.append((offset, value % 2**64))
-
-    def note_results(self, offset: int) -> None:
-        """Set three notes: sums of ``results``, missed, refused, unadmitted."""
-        self.results_at.append(offset)
 
 
 class Recovery:

@@ -8,9 +8,8 @@ undone: see ``recovery.py``.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -18,39 +17,124 @@ from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
-from persia_torchrec.store.recovery import (
-    CLEAR,
-    ROW_BYTES,
-    STEP,
-    UPDATE,
-    WRITE,
-    Change,
-    Recovery,
-    Request,
-    UpdateResult,
-)
+from persia_torchrec.store.recovery import ROW_BYTES, Recovery
 from persia_torchrec.store.tables import TableState
 
 if TYPE_CHECKING:
     from persia_torchrec.store.embedding_store import EmbeddingStore
 
+UPDATE, WRITE, STEP, CLEAR = range(4)
+"""Kinds of changes that are done at the end of a request."""
+
 _KEPT_BYTES = 800
 """Kept of a row that is made or leaves besides its bytes, most if the index grows."""
 
-_NUM_RESULTS = len(UpdateResult._fields)
+_NO_IDS = read_only(np.empty(0, dtype=np.uint64))
+_NO_SLOTS = read_only(np.empty(0, dtype=np.uint32))
+_NO_VALUES = read_only(np.empty((0, 0), dtype=np.float32))
+
+
+class UpdateResult(NamedTuple):
+    """How many gradients were not applied.
+
+    ``num_missed`` had no row, of which ``num_unadmitted`` were never admitted, the
+    others evicted; ``num_refused`` held NaN or an infinity.
+    """
+
+    num_missed: int
+    num_refused: int
+    num_unadmitted: int = 0
+
+
+_NOTHING = UpdateResult(0, 0)
+
+
+class Change(NamedTuple):
+    """What a request does at its end; all arrays are read-only.
+
+    ``values`` are gradients ``(N, D)``, or rows ``(N, K)``; ``step`` is the table's,
+    afterwards; ``hints`` are slots.
+    """
+
+    kind: int
+    table: int = 0
+    step: int = 0
+    ids: Ids = _NO_IDS
+    hints: Slots = _NO_SLOTS
+    values: Floats = _NO_VALUES
+
+
+class Request:
+    """Several calls of a store that are one change: see ``EmbeddingStore.request``.
+
+    ``results`` are those of its updates, in their order, when it has ended, and
+    ``totals`` their sums; ``steps`` those of tables at its end.
+    """
+
+    __slots__ = (
+        "_depth",
+        "_requests",
+        "changes",
+        "has_begun",
+        "notes",
+        "results",
+        "results_at",
+        "steps",
+        "totals",
+    )
+
+    def __init__(self, requests: "Requests") -> None:
+        self._requests, self._depth = requests, 0
+        self.results: list[UpdateResult] = []
+        self.totals = _NOTHING
+        self.changes: list[Change] = []
+        self.notes: list[tuple[int, int]] = []
+        self.results_at: list[int] = []
+        self.steps: dict[int, int] = {}
+        self.has_begun = False
+
+    def note(self, offset: int, value: int) -> None:
+        """Set one of the store's notes, together with the rows."""
+        self.notes.append((offset, value % 2**64))
+
+    def note_results(self, offset: int) -> None:
+        """Set three notes: ``totals``, missed, refused, unadmitted."""
+        self.results_at.append(offset)
+
+    def __enter__(self) -> Self:
+        self._requests.opened = self
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        try:
+            if kind is None:
+                self._requests.finish(self)
+        finally:
+            self._requests.opened = None
+        if kind is None and (self.has_begun or self.changes):
+            self._requests.end()
 
 
 class Requests:
     """The requests of one store, whose thread owns them.
 
     ``recovery`` is None in private memory; ``notes`` are empty before
-    :meth:`make_notes`.
+    :meth:`make_notes`; ``opened`` is the request that is open, if one is.
     """
 
     def __init__(self, store: "EmbeddingStore", recovery: Recovery | None) -> None:
         self._store: EmbeddingStore = weakref.proxy(store)  # which owns this
         self.recovery = recovery
-        self._open: Request | None = None
+        self.opened: Request | None = None
         self.notes: Words = np.empty(0, dtype=np.uint64)
 
     @property
@@ -58,21 +142,9 @@ class Requests:
         """The address of the log of what changes."""
         return None if self.recovery is None else self.recovery.log
 
-    @contextmanager
-    def request(self) -> Iterator[Request]:
-        """Begin a request, or continue the one that is open."""
-        if self._open is not None:
-            yield self._open
-            return
-        self._open = request = Request()
-        try:
-            yield request
-            if request.changes or request.notes or request.results_at:
-                self._finish(request)
-        finally:
-            self._open = None
-        if request.has_begun or request.changes:
-            self.end()
+    def request(self) -> Request:
+        """Return a request to begin, or the one that is open."""
+        return self.opened or Request(self)
 
     def make_notes(self, num_words: int) -> Words:
         """Return the notes; see ``EmbeddingStore.notes``."""
@@ -106,7 +178,7 @@ class Requests:
         """Keep what a change needs to be undone, unless its request has begun."""
         if self.recovery is None:
             return
-        logs, request = self._store.logs, self._open
+        logs, request = self._store.logs, self.opened
         if request is None or not request.has_begun:
             self.recovery.begin(self._store.index.cursor, logs.directory)
         if request is not None:
@@ -117,7 +189,7 @@ class Requests:
     def end(self) -> None:
         """End a change, unless it is a part of an open request."""
         self._store.journal.keep_left()
-        if self.recovery is not None and self._open is None:
+        if self.recovery is not None and self.opened is None:
             self.recovery.end()
 
     def make_room(self, num_rows: int) -> None:
@@ -145,21 +217,21 @@ class Requests:
         self, table: int, ids_N: Ids, grads_ND: Floats, hints_N: Slots | None
     ) -> None:
         """Update rows at the end of the request that is open."""
-        assert self._open is not None
-        state, steps = self._store.states[table], self._open.steps
-        ids_N = read_only(ids_N)
+        assert self.opened is not None
+        store, steps = self._store, self.opened.steps
+        state, ids_N = store.states[table], read_only(ids_N)
         if hints_N is None or len(hints_N) != len(ids_N):
             hints_N = loops.find_slots(state.layout, ids_N)
-        if self._store.journal.is_on:
-            self._store.journal.updated(table, ids_N)
+        if store.journal.is_on:
+            store.journal.updated(table, ids_N)
         steps[table] = steps.get(table, state.num_updates) + 1
         arrays = ids_N, read_only(hints_N), read_only(grads_ND)
         self.add(Change(UPDATE, table, steps[table], *arrays))
 
     def add(self, change: Change) -> None:
         """Do a change at the end of the request that is open."""
-        assert self._open is not None
-        changes = self._open.changes
+        assert self.opened is not None
+        changes = self.opened.changes
         if changes and changes[-1].kind == CLEAR:
             raise StoreError(
                 "A clear must be the last change of its request. Received: another one "
@@ -179,73 +251,80 @@ class Requests:
             self._store.tally[memory.CHANGE] = memory.LOAD
             self._store.is_loading = False
 
-    def _finish(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
         """Do what a request has left for its end."""
-        store, changes, recovery = self._store, request.changes, self.recovery
-        for number, change in enumerate(changes):
-            if change.kind == WRITE:  # rows may have left since
-                slots_N = read_only(store.find(change.table, change.ids))
-                changes[number] = change._replace(hints=slots_N)
+        changes = request.changes
+        if not (changes or request.notes):
+            return
+        store, recovery = self._store, self.recovery
         if recovery is not None:
             self.begin()
-            num_notes = len(request.notes) + _NUM_RESULTS * len(request.results_at)
+            num_notes = len(request.notes) + 3 * len(request.results_at)
             recovery.make_room(sum(map(self._count_bytes, changes)) + 16 * num_notes)
-        now_s = max(int(store.clock()), 0)
         is_clear = bool(changes) and changes[-1].kind == CLEAR
-        for change in changes[: len(changes) - is_clear]:
-            self._change(request, change, now_s)
+        if changes:
+            now_s = max(int(store.clock()), 0)
+            for change in changes[:-1] if is_clear else changes:
+                self._change(request, change, now_s)
+        self._sum_up(request)
+        for offset in request.results_at:
+            request.notes += enumerate(request.totals, offset)
         if is_clear:
-            self._clear(self._notes_of(request))
+            self._clear(request.notes)
         elif recovery is not None:
-            recovery.note(self.notes, self._notes_of(request))
+            recovery.note(self.notes, _as_words(request.notes))
         else:
-            self._set_notes(self._notes_of(request))
+            self._set_notes(request.notes)
 
-    def _clear(self, notes_N2: Words) -> None:
+    def _sum_up(self, request: Request) -> None:
+        """Count what the updates of a request have not applied."""
+        results = request.results
+        if len(results) == 1:
+            request.totals = results[0]
+        elif results:
+            request.totals = UpdateResult(*map(sum, zip(*results, strict=True)))
+        if any(request.totals):
+            self._store.tally[memory.MISSED] += request.totals.num_missed
+            self._store.tally[memory.REFUSED] += request.totals.num_refused
+
+    def _clear(self, notes: list[tuple[int, int]]) -> None:
         """Drop all rows, and set notes."""
         if self.recovery is not None:
-            self.recovery.begin_clear(self.notes, notes_N2)
+            self.recovery.begin_clear(self.notes, _as_words(notes))
         self._store.drop_rows()
         if self.recovery is not None:
             self.recovery.end_clear()
         else:
-            self._set_notes(notes_N2)
+            self._set_notes(notes)
 
-    def _notes_of(self, request: Request) -> Words:
-        """Count the results of a request; return its notes, with their offsets."""
-        sums = [sum(column) for column in zip(*request.results, strict=True)]
-        if any(sums):
-            self._store.tally[memory.MISSED] += sums[0]
-            self._store.tally[memory.REFUSED] += sums[1]
-        notes = dict(request.notes)  # the last one of an offset
-        for offset in request.results_at:
-            notes.update(enumerate(sums or [0] * _NUM_RESULTS, offset))
-        return np.array(list(notes.items()), dtype=np.uint64).reshape(-1, 2)
-
-    def _set_notes(self, notes_N2: Words) -> None:
-        self.notes[notes_N2[:, 0]] = notes_N2[:, 1]
+    def _set_notes(self, notes: list[tuple[int, int]]) -> None:
+        words = self.notes.data  # faster than an array, word by word
+        for offset, value in notes:
+            words[offset] = value
 
     def _count_bytes(self, change: Change) -> int:
         """Return what keeping a change takes."""
         if change.kind not in (UPDATE, WRITE):
             return ROW_BYTES
-        row_bytes = self._store.arena(self._store.states[change.table]).strides[0]
+        store = self._store
+        row_bytes = store.arena(store.states[change.table]).strides[0]
         return ROW_BYTES + len(change.ids) * (row_bytes + ROW_BYTES)
 
     def _change(self, request: Request, change: Change, now_s: int) -> None:
-        state, recovery = self._store.states[change.table], self.recovery
-        if change.kind == WRITE:
+        kind, table, step, ids_N, hints_N, values_NK = change
+        state, recovery = self._store.states[table], self.recovery
+        if kind == WRITE:
+            slots_N = read_only(self._store.find(table, ids_N))  # rows may have left
             if recovery is not None:
-                recovery.keep_rows(state.layout, change.hints)
-            memory.write_rows(state.layout, change.hints, change.values)
+                recovery.keep_rows(state.layout, slots_N)
+            memory.write_rows(state.layout, slots_N, values_NK)
             return
         if recovery is not None:
             recovery.keep(state.step)
-        if change.kind == STEP:
-            state.num_updates = change.step
+        if kind == STEP:
+            state.num_updates = step
             return
-        arrays = change.ids, change.hints, change.values
-        counts = state.step_rows(*arrays, step=change.step, now_s=now_s)
+        counts = state.step_rows(ids_N, hints_N, values_NK, step=step, now_s=now_s)
         request.results.append(self._build_result(change, *counts))
 
     def _build_result(self, change: Change, missed: int, refused: int) -> UpdateResult:
@@ -255,3 +334,8 @@ class Requests:
             num_without = int(np.count_nonzero(change.hints == memory.MISSING))
             unadmitted = min(num_without, missed)
         return UpdateResult(missed, refused, unadmitted)
+
+
+def _as_words(notes: list[tuple[int, int]]) -> Words:
+    """Return notes as ``(offset, value)``, of an offset the last one."""
+    return np.array(list(dict(notes).items()), dtype=np.uint64).reshape(-1, 2)
