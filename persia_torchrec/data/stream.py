@@ -41,6 +41,7 @@ from persia_torchrec.wire.transport import Connections
 
 _PUT_TIMEOUT_S = 0.5
 _RETRY_S = 0.2
+_TRY_S = 5.0  # for an answer, where a message may be sent again
 _MAX_LOADERS_AT_ONCE = 16
 _NUM_CHECKSUMS = 64  # of the latest batches of each loader
 
@@ -341,9 +342,11 @@ class BatchSender:
             kind, 0, self.start, self._loader, number, flags=self._num_loaders
         )
         deadline_s: float | None = None
+        # Nothing answers at an address of before a restart: look for the next one.
+        timeout_s = min(self._timeout_s, _TRY_S) if self.recovery_s else self._timeout_s
         while True:
             reply = self._connections.submit(
-                trainer, header, frames, timeout_s=self._timeout_s, what="a batch"
+                trainer, header, frames, timeout_s=timeout_s, what="a batch"
             )
             try:
                 return _read(reply.frames())

@@ -1,10 +1,11 @@
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from persia_torchrec.data import stream
 from persia_torchrec.data.stream import BatchSender, Inbox
 from persia_torchrec.embedding.data import (
     IDTypeFeatureWithSingleID,
@@ -231,13 +232,22 @@ def test_a_message_to_a_trainer_that_is_away_is_sent_again(trainers):
     trainers.receivers[1].close()
 
 
+def refuse(trainer):
+    raise DataflowError(f"NN worker {trainer} was started again")
+
+
 def test_a_message_is_not_sent_again_when_that_is_in_vain(trainers):
     sender = trainers.sender()
-
-    def look(trainer):
-        raise DataflowError(f"NN worker {trainer} was started again")
-
-    sender.recovery_s, sender.look = DEADLINE_S, look
+    sender.recovery_s, sender.look = DEADLINE_S, refuse
     trainers.receivers[0].close()
     with pytest.raises(DataflowError, match="NN worker 0 was started again"):
         sender.send(1, batch_of(), WORKER)
+
+
+def test_a_trainer_that_never_answers_is_looked_for(trainers, monkeypatch):
+    monkeypatch.setattr(stream, "_TRY_S", 0.1)
+    trainers.receivers[0].close()
+    with closing(BatchSender(trainers.addresses, 0, 1, timeout_s=3600)) as sender:
+        sender.recovery_s, sender.look = DEADLINE_S, refuse
+        with pytest.raises(DataflowError, match="NN worker 0 was started again"):
+            sender.begin()
