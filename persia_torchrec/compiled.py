@@ -32,6 +32,7 @@ import numpy.typing as npt
 from numba.core import event
 from numba.core.caching import FunctionCache
 from numba.core.errors import NumbaError
+from numba.core.runtime import rtsys
 
 from persia_torchrec import intrinsics
 from persia_torchrec.errors import ConfigError
@@ -201,8 +202,10 @@ class _SourceCache(FunctionCache):  # type: ignore[misc]  # untyped
         self._stamps = sha256(code.__code__.co_code).hexdigest(), stamp
 
     def load_overload(self, sig: object, target_context: object) -> object:
+        # numba would prepare to compile first, which takes longer than all loops take.
+        rtsys.initialize(target_context)
         try:
-            return super().load_overload(sig, target_context)
+            return self._load_overload(sig, target_context)
         except (AttributeError, ImportError):
             # The entries of another release name a class that is gone.
             self.flush()

@@ -29,6 +29,7 @@ from persia_torchrec.embedding.kernel import as_written, divide
 NUMBAS_PRIVATE_NAMES = {
     "_cache": "a dispatcher's cache, which loads and saves its machine code",
     "_index_key": "what an entry of the cache is found by",
+    "_load_overload": "loads machine code without preparing to compile",
 }
 """All that this package uses, in ``compiled.py`` alone."""
 CHECKED_WITH = (0, 61), (0, 68)
