@@ -100,16 +100,26 @@ def _run(config: ServerConfig, life: JobMember | Lifetime) -> None:
     logger.debug("settings %s", config)
     import_settings(config.imports)
     server = EmbeddingServer(config, life.greeting, fd=env.listen_fd())
-    with (
-        refusing_requests(server.listener),
-        telling_of_compilation(life.tell_compiling),
-    ):
-        precision.warm_up()
-        warm_up()
-        _restore(server, life)
+    if server.has_rows:  # what they need is loaded, and the process before had it all
+        server.when_idle = _load_all
+    else:
+        with (
+            refusing_requests(server.listener),
+            telling_of_compilation(life.tell_compiling),
+        ):
+            _load_all()
+            _restore(server, life)
+    if isinstance(life, JobMember):
+        life.progress = _teller(server, life)
     life.call_at_end(server.stop)
     life.register(server.address)
     server.serve_and_push(tell_ready)
+
+
+def _load_all() -> None:
+    """Load all compiled loops; compile those that never were."""
+    precision.warm_up()
+    warm_up()
 
 
 def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
@@ -125,8 +135,6 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
     if env.num_restarts() or address is not None or was_loading:
         known_updates = None if updates is None else int(updates)
         server.restore(config.resume_dir or run, known_updates)
-    if isinstance(life, JobMember):
-        life.progress = _teller(server, life)
 
 
 def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:

@@ -26,6 +26,7 @@ from persia_torchrec.wire.sockets import Listener
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS = 100
+_IDLE_TURNS = 10  # until there is time for what is not urgent
 
 _MAX_OVERTAKING = 16
 """Messages that may be answered before the update that has waited longest."""
@@ -41,6 +42,7 @@ class EmbeddingServer:
     The thread that calls :meth:`serve` owns ``shard`` and ``listener``; ``snapshots``
     are for another one. Listening begins with the constructor, so that ``address`` is
     known before the first request is served. ``fd`` is a socket that listens already.
+    ``when_idle`` may be set to what is called once, when requests leave time for it.
     """
 
     def __init__(
@@ -59,8 +61,16 @@ class EmbeddingServer:
             raise
         self.address = self.listener.address
         self.snapshots = Snapshots()
+        self.when_idle: Callable[[], object] | None = None
+        self._num_idle = 0
         self._num_since_sweep = 0
         self._must_sweep_on = False
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it continues with the tables, and rows, of an earlier process."""
+        store = self.shard.store
+        return bool(store.states) and not store.was_loading
 
     def restore(self, run: str | None, known_updates: int | None = None) -> None:
         """Restore the rows of a server that had run, unless its memory has them.
@@ -71,8 +81,7 @@ class EmbeddingServer:
         if store.was_loading:
             for state in store.states:
                 state.num_updates = 0
-        has_rows = store.states and not store.was_loading
-        if isinstance(tasks, Checkpoints) and not has_rows:
+        if isinstance(tasks, Checkpoints) and not self.has_rows:
             tasks.restore(run, known_updates)
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:
@@ -134,6 +143,10 @@ class EmbeddingServer:
             shard.stages.lap("idle")
             shard.joint_steps.has_read_all()
             self._sweep(shard)
+            self._num_idle += 1
+            if self.when_idle is not None and self._num_idle >= _IDLE_TURNS:
+                self.when_idle()
+                self.when_idle = None
 
     def _sweep(self, shard: Shard) -> None:
         """Take out some expired rows; those of a served checkpoint never expire."""

@@ -492,3 +492,13 @@ def test_a_cluster_hands_the_settings_of_the_store_on():
         command = cluster.processes[0].args
         assert command[command.index("--eviction") + 1] == "lfu"
         assert command[command.index("--optimizer-engine") + 1] == "fused"
+
+    def test_what_can_wait_is_done_once_when_requests_leave_time_for_it(
+        self, recording
+    ):
+        server, done = recording.server, []
+        server.when_idle = lambda: done.append(server.when_idle)
+        recording.store.num_to_sweep = 1000  # so that it is idle often
+        wait_until(lambda: server.when_idle is None, "there was time")
+        recording.client.num_rows()
+        assert len(done) == 1
