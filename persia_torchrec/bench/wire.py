@@ -6,6 +6,7 @@ stages  where the time of a request goes: client, server by stage, send
 redis   the same next to Redis (--redis PROGRAM): a row with its state is a value; a
         trainer fetches values (MGET), applies the optimizer, and stores them
         (MSET). Ids in flight all differ: Redis would lose updates of shared ones.
+restarts  time without a server that was killed, and of new ones (restarts.py)
 """
 
 import subprocess
@@ -25,7 +26,7 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from persia_torchrec.bench import harness
+from persia_torchrec.bench import harness, restarts
 from persia_torchrec.bench.filled import IN_FLIGHT, Filled, FilledServer, filled_server
 from persia_torchrec.bench.harness import RATES, Benchmark, Table, Timings, interleave
 from persia_torchrec.bench.reference import Numbers, ids_of, require
@@ -248,6 +249,11 @@ BENCHMARK = Benchmark(
     name="wire",
     normal=WireSettings(repeats=11),
     tiny=WireSettings.tiny(in_flight_batches=6),
-    figures={"rates": _rates, "stages": _stages, "redis": _redis},
+    figures={
+        "rates": _rates,
+        "stages": _stages,
+        "redis": _redis,
+        "restarts": restarts.measure_restarts,
+    },
     only_for={"redis": "redis"},
 )
