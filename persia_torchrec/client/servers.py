@@ -14,13 +14,16 @@ from persia_torchrec.client.codec import BatchNumber, ServerHello, body_of
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import (
     ConfigError,
+    JobError,
     NotReadyError,
     PersiaError,
     RemoteError,
     RestartedError,
     WireError,
 )
+from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import Greeting
+from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.messages import (
     NO_GENERATION,
     Frame,
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_S = 0.2
+_LOOK_S = 1.0
 _HELLO = Header(Kind.HELLO), [encode_json(None)], "connecting"
 _CHANGES = {
     *(Kind.ADD_TABLES, Kind.CLEAR, Kind.WRITE, Kind.STEP, Kind.JOIN, Kind.LEAVE),
@@ -139,6 +143,7 @@ class Servers(Peers):
     time in which a server compiles its loops does not count. What changes the servers
     is numbered in a stream of ``generation``, unless it is of a batch.
 
+    One that is away is looked for where the address book of the job says, in a thread.
     Where a server comes back without the rows that it had, ``renewal`` is called, in a
     thread of its own, and by :meth:`repeat`.
     """
@@ -153,7 +158,8 @@ class Servers(Peers):
         recovery_s: float = 0.0,
         generation: int = NO_GENERATION,
     ) -> None:
-        self._addresses, self._greeting = addresses, greeting
+        self._greeting = greeting
+        self._closing = threading.Event()
         self._stream = BatchNumber.new_stream(generation)
         self._numbers = itertools.count(1)
         self.renewal: Callable[[int], None] = lambda _: None
@@ -175,6 +181,11 @@ class Servers(Peers):
         self.incarnations[:] = [hello.incarnation for hello in hellos]
         self.max_request_ids = [hello.max_request_ids for hello in hellos]
         self.generation = max(hello.generation for hello in hellos)
+        member = JobMember.current
+        if recovery_s and member is not None and member.greeting == greeting:
+            threading.Thread(
+                target=self._follow, args=(member.book,), name="moves", daemon=True
+            ).start()
 
     def begin_generation(self, generation: int) -> None:
         """Have all servers refuse what older trainers still send; wait for them."""
@@ -248,7 +259,7 @@ class Servers(Peers):
         Requests to it fail until it is prepared, over a connection of its own.
         """
         fresh = Peers(
-            *("embedding server", [self._addresses[server]], self.timeout_s),
+            *("embedding server", [self.connections.address(server)], self.timeout_s),
             *(self._greeting, self.recovery_s),
         )
         fresh.names[0] = self.names[server]
@@ -261,6 +272,19 @@ class Servers(Peers):
             prepare(fresh, hello)
         self.max_request_ids[server] = hello.max_request_ids
         self.connections.renew(server, hello.incarnation)
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self._closing.set()
+        super().close()
+
+    def _follow(self, book: AddressBook) -> None:
+        """Look in the job for servers that are away: another host may have one now."""
+        while not self._closing.wait(_LOOK_S):
+            for server in self.connections.those_away():
+                with contextlib.suppress(JobError):  # the coordinator is away, too
+                    if address := book.peek(f"address/server/{server}"):
+                        self.connections.move(server, address)
 
     def _read_hello(self, server: int, reply: Reply, give_up_s: float) -> ServerHello:
         """Wait for a server, which compiles its loops at first; check its shard."""

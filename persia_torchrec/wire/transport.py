@@ -167,6 +167,7 @@ class Connections:
         # Why requests to a server fail at once. guarded by _lock
         self._lost: dict[int, tuple[str, type[ServerError]]] = {}
         self._away: dict[int, _Away] = {}  # the I/O thread changes it, under _lock
+        self._moved: dict[int, str] = {}  # address by server; guarded by _lock
         self._numbers = itertools.count(1)
         self._wakeup = Wakeup()
         # From its start on, the I/O thread owns these.
@@ -257,6 +258,21 @@ class Connections:
         with self._lock:
             self.incarnations[server] = incarnation
             self._lost.pop(server, None)
+
+    def address(self, server: int) -> str:
+        """Return where a server is, or was when it was last there."""
+        return self._addresses[server]
+
+    def those_away(self) -> list[int]:
+        """Return the servers that were lost and are not back."""
+        with self._lock:
+            return list(self._away)
+
+    def move(self, server: int, address: str) -> None:
+        """Look for a server that is away at another address from now on."""
+        with self._lock:
+            if server in self._away and address != self._addresses[server]:
+                self._moved[server] = address
 
     # The I/O thread
 
@@ -483,6 +499,14 @@ class Connections:
         now_s = time.monotonic()
         next_s = now_s + _IDLE_POLL_MS / 1000
         for server, away in list(self._away.items()):
+            with self._lock:
+                address = self._moved.pop(server, None)
+            if address is not None:
+                logger.warning("%s is looked for at %s", self.names[server], address)
+                self._addresses[server] = address
+                away.hello, away.hello_s = -1, math.inf
+                self._close_socket(server)
+                self._open(server)
             if now_s - away.since_s > self._recovery_s:
                 gone = (
                     f"the server was away for {self._recovery_s:g} s, and is not back"

@@ -11,11 +11,12 @@ import pytest
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import PersiaError, RemoteError
+from persia_torchrec.logger import get_default_logger
 from persia_torchrec.server.__main__ import main
 from persia_torchrec.server.server import EmbeddingServer, ServerConfig
 from persia_torchrec.service_main import refusing_requests
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.membership import JobTimings
+from persia_torchrec.wire.membership import JobMember, JobTimings
 from persia_torchrec.wire.messages import Header, Kind, encode_json
 from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
@@ -161,6 +162,46 @@ def test_a_server_of_a_job_that_had_registered_restores_its_rows(
         assert lost[2] == "1"
         book.finish()
         assert server.status() == 0
+
+
+def test_a_training_continues_with_a_server_that_is_started_elsewhere(
+    processes, tmp_path
+):
+    book = AddressBook.host(0, loopback=True, recovery_s=DEADLINE_S)
+    JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
+    env = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "127.0.0.1"}
+    with closing(book):
+        server = processes.start("first", main, ["--capacity", "1000"], env=env)
+        trainer = processes.start("trainer", read_until_told, book.port, tmp_path)
+        trainer.has_printed("reads")
+        wait_until(lambda: book.peek("note/checkpoint_dir"), "the run is known")
+        server.send(signal.SIGKILL)
+        assert server.status() == -signal.SIGKILL
+        again = processes.start("again", main, ["--capacity", "1000"], env=env)
+        trainer.has_printed("is looked for at")
+        (tmp_path / "go").touch()
+        trainer.has_printed("the rows are there")
+        book.finish()
+        assert (trainer.status(), again.status()) == (0, 0)
+
+
+def read_until_told(port, folder):
+    """Read rows all the time, as a member of the job."""
+    get_default_logger()
+    with JobMember("trainer", 0, 1, store=("localhost", port, "")) as member:
+        job = {"greeting": member.greeting, "recovery_s": DEADLINE_S}
+        client = EmbeddingClient.connect(member.book.addresses("server"), **job)
+        client.add_tables([ITEM])
+        client.write("item", IDS, np.ones((len(IDS), ITEM.dim), np.float32))
+        weights = client.read("item", IDS)
+        client.checkpoints.dump(folder / "run")
+        print("reads", flush=True)
+        while not (folder / "go").exists():
+            assert np.array_equal(client.read("item", IDS), weights)
+        print("the rows are there", flush=True)
+        client.close()
+        member.record.report_done()
+        member.wait_for_end()
 
 
 def test_requests_are_refused_until_the_rows_are_restored(

@@ -120,6 +120,19 @@ def test_what_is_unanswered_is_sent_again_in_order_to_the_next_start(starts, con
     assert later.frames()
 
 
+def test_requests_are_sent_again_to_a_server_that_has_moved(starts, connect):
+    connections = connect(starts.address)
+    reply = submit(connections, b"0")
+    starts.take()
+    starts.kill()
+    wait_until(lambda: connections.those_away() == [0], "the loss is noticed")
+    with contextlib.closing(Starts()) as elsewhere:
+        connections.move(0, elsewhere.address)
+        assert elsewhere.answer() == [b"0"]
+        assert reply.frames()
+        assert connections.address(0) == elsewhere.address
+
+
 def test_a_start_that_lost_its_rows_gets_nothing(starts, connect):
     connections = connect(starts.address)
     reply = submit(connections, b"0")
