@@ -20,6 +20,7 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_MEMBER                              member that this process is, or works for
     PERSIA_SUPERVISOR                          process that starts this one again
     PERSIA_SUPERVISOR_PARENT                   process that has started the supervisor
+    PERSIA_AGENT                               process that has started this NN worker
     PERSIA_RESTARTS                            how often it started this one before
     PERSIA_LISTEN_FD, PERSIA_MEMORY_FD         descriptors of a socket that listens
                                                and of memory; the supervisor has both
@@ -47,11 +48,12 @@ from persia_torchrec.errors import ConfigError
 MAX_PORT = 65_535
 JOIN_TIMEOUT_S = 600.0  # a cold compile, after an image has been pulled
 CHECKPOINT_INTERVAL_S = 600.0
+CHECKPOINT_DIR = "persia_checkpoints"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 _HANDED = {
     *("PERSIA_LISTEN_FD", "PERSIA_MEMORY_FD", "PERSIA_RESTARTS"),
-    *("PERSIA_SUPERVISOR", "PERSIA_SUPERVISOR_PARENT"),
+    *("PERSIA_SUPERVISOR", "PERSIA_SUPERVISOR_PARENT", "PERSIA_AGENT"),
 }
 
 
@@ -145,6 +147,7 @@ def number(name: str) -> int | None:
 # Processes and descriptors of a supervised process, each None when unset.
 supervisor = partial(number, "PERSIA_SUPERVISOR")
 supervisor_parent = partial(number, "PERSIA_SUPERVISOR_PARENT")
+agent = partial(number, "PERSIA_AGENT")
 listen_fd = partial(number, "PERSIA_LISTEN_FD")
 memory_fd = partial(number, "PERSIA_MEMORY_FD")
 
@@ -223,7 +226,8 @@ def num_group_restarts() -> int:
 def group_restarts_left() -> int:
     """Return how often torchrun starts the trainers of this job again at most."""
     most = integer("TORCHELASTIC_MAX_RESTARTS", 0)
-    return max(most - num_group_restarts(), 0) if is_under_torchrun() else 0
+    left = most - integer("TORCHELASTIC_RESTART_COUNT", 0)
+    return max(left, 0) if is_under_torchrun() else 0
 
 
 def checkpoint_interval_s() -> float:
@@ -238,7 +242,7 @@ def checkpoint_interval_s() -> float:
 
 def checkpoint_dir() -> str:
     """Return the folder of the automatic checkpoints of all jobs."""
-    return text("PERSIA_CHECKPOINT_DIR") or str(Path.cwd() / "persia_checkpoints")
+    return text("PERSIA_CHECKPOINT_DIR") or str(Path.cwd() / CHECKPOINT_DIR)
 
 
 def job_store() -> JobStore | None:

@@ -63,6 +63,8 @@ class CoordinatorConfig:
     """How many embedding workers the job has."""
     num_loaders: int = 0
     """How many data loaders the job has."""
+    nproc_per_node: int = 1
+    """How many NN workers one torchrun starts."""
     join_timeout_s: float = field(default_factory=env.join_timeout_s)
     """How long after the start a member may join [PERSIA_JOIN_TIMEOUT_S, or 600]"""
     leave_timeout_s: float = 30.0
@@ -79,12 +81,13 @@ class CoordinatorConfig:
     """Heartbeat intervals and timeouts of all members."""
 
     def __post_init__(self) -> None:
-        timeouts = {n: getattr(self, n) for n in ("join_timeout_s", "leave_timeout_s")}
+        names = ("join_timeout_s", "leave_timeout_s", "nproc_per_node")
+        positive = {name: getattr(self, name) for name in names}
         counts = {f"num_{role}s": size for role, size in self.sizes().items()}
         counts["max_restarts"] = self.max_restarts
-        for name, value in {"linger_s": self.linger_s, **counts, **timeouts}.items():
-            if value < 0 or (value == 0 and name in timeouts):
-                must = "> 0" if name in timeouts else ">= 0"
+        for name, value in {"linger_s": self.linger_s, **counts, **positive}.items():
+            if value < 0 or (value == 0 and name in positive):
+                must = "> 0" if name in positive else ">= 0"
                 raise ConfigError(f"{name} must be {must}. Received: {value}.")
         if bool(self.num_trainers) == bool(self.num_predictors):
             raise ConfigError(
@@ -324,7 +327,7 @@ class Coordinator:
         if absent and joining_is_over:
             within = f"within {self._config.join_timeout_s:g} s"
             return f"{names} did not join {within}; see their logs"
-        if self._lacks_a_process(len(absent)):
+        if self._lacks_a_process(absent):
             return (
                 f"a process ended before it joined, of {names}; see their "
                 "logs. (To start one by hand, give JobSettings a host.)"
@@ -350,8 +353,13 @@ class Coordinator:
         names = [member.record.who for member in members]
         return timeouts.waiting_for(names, len(self._members))
 
-    def _lacks_a_process(self, num_absent: int) -> bool:
+    def _lacks_a_process(self, absent: Sequence[_Member]) -> bool:
         """Return whether fewer siblings are running than have yet to join."""
+        size = self._config.nproc_per_node
+        num_absent = sum(member not in self._trainers for member in absent)
+        for first in range(0, len(self._trainers), size):  # of one torchrun
+            group = self._trainers[first : first + size]
+            num_absent += all(member in absent for member in group)
         running = self._siblings.running() if num_absent else None
         joined = processes.with_ancestors(os.getpid())
         for process in (m.process for m in self._members if m.process is not None):
@@ -385,7 +393,7 @@ class Coordinator:
         """
         remaining = [member for member in self._members if member.ending() is None]
         absent = self._absent()
-        if self._end_signal or self._lacks_a_process(len(absent)):
+        if self._end_signal or self._lacks_a_process(absent):
             remaining = [m for m in remaining if m not in absent]
         return remaining
 

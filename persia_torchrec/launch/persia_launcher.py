@@ -6,7 +6,6 @@ Its four commands and their flags, and a fifth where PERSIA starts nats-server; 
 
 import argparse
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,13 +16,8 @@ from persia_torchrec import env
 from persia_torchrec.command_line import ImportFlags, add_flags, build, format_flags
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
-from persia_torchrec.errors import ConfigError, JobMismatchError, PersiaError
+from persia_torchrec.errors import ConfigError, PersiaError
 from persia_torchrec.launch.supervisor import ALL, AUTO, PRIVATE, under_supervisor
-from persia_torchrec.logger import get_default_logger
-from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
-
-_MACHINE = "machine of NN workers"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -78,7 +72,19 @@ class _Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NnWorker(_Process):
+class _Recovering:
+    recover: bool = False
+    """Start the process again when it is killed."""
+
+    def _command(self, words: list[str], **survives: object) -> list[str]:
+        """Return a command line, with a supervisor if it shall be started again."""
+        if not self.recover:
+            return words
+        return under_supervisor([sys.executable, *words], **survives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NnWorker(_Process, _Recovering):
     """Train: run the user's script."""
 
     file: str = _path("FILE", "PERSIA_NN_WORKER_ENTRY", positional=True)
@@ -91,50 +97,25 @@ class NnWorker(_Process):
     """Machines with NN workers."""
     max_restarts: int = 3
     """How often all NN workers are started again when one fails. They continue from the
-    last automatic checkpoint."""
+    last automatic checkpoint. With --recover, without a trained batch in between."""
 
     def words(self) -> list[str]:
-        """Return torchrun's command line, which starts the scripts."""
+        """Return the command line of torchrun, which starts the scripts."""
         refuse_inference("NN worker", env.global_config_path())
         if self.nproc_per_node < 1:
             raise ConfigError(
                 f"--nproc-per-node must be >= 1. Received: {self.nproc_per_node}."
             )
         _require_index("--node-rank", self.node_rank, "--nnodes", self.nnodes)
-        store = env.require_job_store("An NN worker")
-        address, port = LOOPBACK, str(free_port())
-        if self.nnodes > 1:
-            address, port = self._meet(store)
+        env.require_job_store("An NN worker")
         flags = format_flags(
             nproc_per_node=self.nproc_per_node,
             nnodes=self.nnodes,
             node_rank=self.node_rank,
-            master_addr=address,
-            master_port=port,
             max_restarts=self.max_restarts,
-            module="persia_torchrec.launch.script",
         )
-        return ["-m", "torch.distributed.run", *flags, "trainer", self.file]
-
-    def _meet(self, store: env.JobStore) -> tuple[str, str]:
-        """Return address and port at which torchrun's agents of all machines meet."""
-        get_default_logger()
-        book = AddressBook.join(*store)
-        book.claim_size(_MACHINE, self.node_rank, self.nnodes)
-        own = secrets.token_hex(8)
-        if book.claim_note(f"{_MACHINE}/{self.node_rank}", own) != own:
-            raise JobMismatchError(
-                f"The NN workers of --node-rank {self.node_rank} must be started once "
-                f"in a job. Received: job {book.greeting.job_id!r}, at port "
-                f"{book.port}, has them already. {book.another_port()}"
-            )
-        if self.node_rank == 0:
-            address = local_address(book.host_name)
-            book.tell("nn-worker/master", f"{address} {free_port(address)}")
-        (master,) = book.ask(["nn-worker/master"])
-        book.close()
-        address, _, port = master.rpartition(" ")
-        return address, port
+        words = ["-m", "persia_torchrec.launch.torchrun", *flags, "--", self.file]
+        return self._command(words, memory_dir=PRIVATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,18 +131,6 @@ class _Replica(_Process):
         _require_index("--replica-index", index, "--replica-size", size)
         env.set_variable("REPLICA_INDEX", index)
         env.set_variable("REPLICA_SIZE", size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recovering:
-    recover: bool = False
-    """Start the process again when it is killed."""
-
-    def _command(self, words: list[str], **survives: object) -> list[str]:
-        """Return a command line, with a supervisor if it shall be started again."""
-        if not self.recover:
-            return words
-        return under_supervisor([sys.executable, *words], **survives)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,6 +198,7 @@ class Recovery:
 
         A restart without one starts again without rows, or with ``rows_ahead``.
         """
+        is_restart = at_first(lambda: is_restart)  # one of others may join late
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
         paths = at_first(lambda: [f.url for f in catalog.complete_checkpoints(run)])
         for path in paths:

@@ -28,8 +28,11 @@ class MemberRecord:
         self._key = f"{role}/{index}"
         self._own = ""
 
-    def register(self, silent_s: float) -> None:
-        """Become the member, unless a living process is that one: JobMismatchError."""
+    def register(self, silent_s: float) -> bool:
+        """Become the member, unless a living process is that one: JobMismatchError.
+
+        Returns whether another process was it before.
+        """
         process = ProcessIdentity.of_this_process()
         own = msgspec.json.encode(process).decode()
         key = f"member/{self._key}"
@@ -46,7 +49,7 @@ class MemberRecord:
                 place = f"{socket.gethostname()} {failures.find_own_log()}"
                 self._book.put(f"log/{self._key}", place)
                 self.beat()
-                return
+                return holder is not None
             holder = self._book.peek(key)  # another was faster
         raise JobMismatchError(
             f"No other process must be {self.who} in job "

@@ -164,7 +164,7 @@ class JobMember:
         self._signals = EndSignals(self._hear, handler=self._interrupt)
         self._pid = os.getpid()
         self._supervisor = processes.find_supervisor()
-        self._parent = os.getppid()
+        self._parent = env.agent() or os.getppid()
         self._callbacks: Future[None] = Future()  # done: they have been called
         self._verdict: tuple[JobState, str] = ("running", "")  # set under _lock
         self._lock = threading.Lock()  # no handler of signals takes it
@@ -178,7 +178,9 @@ class JobMember:
             target=self._keep_beating, name="job-heartbeat", daemon=True
         )
         book.claim_size(role, index, size)
-        self.record.register(self._timings.silent_s)
+        if self.record.register(self._timings.silent_s):
+            # Also where torchrun counts no restart, as none of its own has failed.
+            env.set_variable("PERSIA_RESTARTS", max(env.num_restarts(), 1))
         if role == "trainer" and env.is_under_torchrun():
             self.record.tell_agent(self._parent)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
@@ -317,7 +319,7 @@ class JobMember:
         is_new = True
         with contextlib.suppress(JobError):  # the coordinator has ended
             is_new = self.record.report_failure(cause)
-        traceback = exc if is_new else None
+        traceback = exc if is_new and not self._has_asked else None  # of a signal
         logger.info("%s ends, and is started again", self.who, exc_info=traceback)
         end = threading.Timer(self._timings.grace_s, os._exit, (START_AGAIN,))
         end.daemon = True
@@ -459,6 +461,8 @@ class JobMember:
             if self._num_beats != last_seen:
                 silent_ticks, last_seen = 0, self._num_beats
             if self.watches_parent and os.getppid() != self._parent:
+                if env.is_under_torchrun() and self._supervisor is not None:
+                    os._exit(START_AGAIN)  # the next torchrun starts another
                 self._fail_alone(f"{self.who} lost the process that started it")
             silent_s = silent_ticks * tick_s
             limit_s = max(timings.silent_s, self.book.recovery_s)

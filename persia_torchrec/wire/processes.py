@@ -133,9 +133,11 @@ class Siblings:
 
 def find_supervisor() -> int | None:
     """Return the process that starts this one again when it is killed, or None."""
-    if env.is_under_torchrun():  # which starts all of its own again
-        return os.getppid() if env.group_restarts_left() else None
     pid = env.supervisor()
+    if env.is_under_torchrun():  # which starts all of its own again
+        if pid is not None and env.agent() is not None:
+            return pid
+        return os.getppid() if env.group_restarts_left() else None
     if pid is None:
         return None
     return pid if pid == os.getppid() else None
@@ -148,9 +150,11 @@ def tell_joined() -> None:
 
 
 def with_ancestors(pid: int) -> set[int]:
-    """Return a process of this host, its parent, and the parent of that."""
-    parent = _read_stat(pid)[1]
-    return {pid, parent, _read_stat(parent)[1]}
+    """Return a process of this host, and those above it that belong to its role."""
+    found = [pid]
+    for _ in ("torchrun", "inner supervisor", "outer supervisor"):
+        found.append(_read_stat(found[-1])[1])
+    return set(found)
 
 
 def _is_coordinator(pid: int) -> bool:

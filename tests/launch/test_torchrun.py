@@ -1,10 +1,13 @@
 """Trainers of a job that torchrun starts again, all of them when one fails."""
 
-import pytest
-from torch.distributed import run
+import contextlib
 
+import pytest
+
+from persia_torchrec.errors import ConfigError, JobMismatchError
+from persia_torchrec.launch import torchrun
+from persia_torchrec.wire.address_book import AddressBook
 from tests.launch.jobs import Job
-from tests.ports import draw_port
 from tests.processes import Processes
 
 pytestmark = pytest.mark.multiprocess
@@ -23,21 +26,36 @@ raise ValueError("a bug of its own")
 """
 
 
-def run_torchrun(script, *options):
-    """Be torchrun on one machine."""
-    run.main([*options, "-m", "persia_torchrec.launch.script", "trainer", script])
-
-
 def start_trainers(processes, job, text, num, *, max_restarts):
     """Start torchrun with so many trainers of a job."""
     script = processes.folder / "train.py"
     script.write_text(text)
+    options = ["--nproc-per-node", str(num), "--max-restarts", str(max_restarts)]
     return processes.start(
-        *("torchrun", run_torchrun, str(script)),
-        *("--nproc-per-node", str(num), "--max-restarts", str(max_restarts)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(draw_port())),
+        *("torchrun", torchrun.main, [*options, "--", str(script)]),
         env={"PERSIA_STORE_PORT": str(job.port)},
     )
+
+
+def meet(book, node_rank, nnodes=2):
+    """Return where an agent meets those of the other machines."""
+    config = torchrun.AgentConfig(node_rank=node_rank, nnodes=nnodes)
+    return torchrun.Agent(config, book)._meet().rdzv_endpoint
+
+
+def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
+    with contextlib.closing(AddressBook.host(0, loopback=True)) as book:
+        place = meet(book, 0)
+        assert place.startswith("127.0.0.1:")
+        assert meet(book, 1) == place
+        for node in range(2):
+            must = f"--node-rank {node} must be started once in a job. Received: job"
+            with pytest.raises(JobMismatchError, match=must):
+                meet(book, node)
+        with pytest.raises(ConfigError, match="3 from machine of NN workers 2, 2"):
+            meet(book, 2, nnodes=3)
+        monkeypatch.setenv("PERSIA_RESTARTS", "1")
+        assert meet(book, 0) == place  # that of an agent before it
 
 
 def test_a_job_waits_for_trainers_that_torchrun_starts_again(tmp_path):

@@ -1,0 +1,216 @@
+"""Start the NN workers of one machine by torchrun's agent, which restarts them.
+
+    python -m persia_torchrec.launch.torchrun --nproc-per-node 2 -- train.py --epochs 2
+
+Each NN worker is a ``launch/script.py``. The agents of all machines meet at the first
+one's (c10d); where that is, a note in the address book says.
+
+    what ends          what follows
+    an NN worker       its agent restarts those of its machine. The other agents notice,
+                       and restart theirs
+    an agent           its NN workers end. A supervisor starts the next agent, and the
+                       others restart their NN workers with that. Where they met at the
+                       agent that has ended, they end, and are started again too
+    the job, failed    the agent ends its NN workers, and itself
+"""
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from persia_torchrec import env
+from persia_torchrec.command_line import parse_flags
+from persia_torchrec.config.global_config import refuse_inference
+from persia_torchrec.errors import ConfigError, JobError, JobMismatchError, PersiaError
+from persia_torchrec.logger import get_default_logger
+from persia_torchrec.wire import failures, processes
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.ports import LOOPBACK, free_port, local_address
+from persia_torchrec.wire.processes import Siblings
+from persia_torchrec.wire.signals import START_AGAIN
+
+logger = logging.getLogger("persia_torchrec.launch.torchrun")  # also as __main__
+
+_PROG = "python -m persia_torchrec.launch.torchrun"
+_MACHINE = "machine of NN workers"
+_MEETING = "nn-worker/master"
+_LOOK_S = 0.5
+_SHUTDOWN_S = 10  # after which torchrun kills an NN worker that does not end
+# They report each NN worker that fails; the job's members do so themselves.
+_REPEATING = ("multiprocessing.api", "agent.server.api")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentConfig:
+    """Start the NN workers of one machine by torchrun."""
+
+    nproc_per_node: int = 1
+    """NN workers of this machine."""
+    nnodes: int = field(default_factory=env.get_replica_size)
+    """Machines with NN workers [REPLICA_SIZE]"""
+    node_rank: int = field(default_factory=env.get_replica_index)
+    """Index of this machine [REPLICA_INDEX]"""
+    max_restarts: int = 3
+    """How often torchrun starts them again; with a supervisor, until that does."""
+
+
+class Agent:
+    """torchrun's agent in this process. The main thread runs it; another watches."""
+
+    def __init__(self, config: AgentConfig, book: AddressBook) -> None:
+        self._config = config
+        self._book = book
+        self._supervisor = processes.find_supervisor()
+        self._is_over = threading.Event()
+        self._failure = ""  # why the job has failed
+
+    def run(self, script: Sequence[str]) -> int:
+        """Run a script as NN workers until all have ended; return the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _end)
+        for name in _REPEATING:
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel("CRITICAL")
+        self._set_variables()
+        config = self._meet()
+        processes.tell_joined()
+        threading.Thread(target=self._watch, name="job watch", daemon=True).start()
+        status = self._launch(config, script)
+        self._is_over.set()
+        if self._failure:
+            failures.tell_launcher(self._failure)
+            return 1
+        return status
+
+    def _launch(self, config: LaunchConfig, script: Sequence[str]) -> int:
+        try:
+            with tempfile.TemporaryDirectory(prefix="torchrun") as logs:
+                config.logs_specs = DefaultLogsSpecs(log_dir=logs)
+                launch = elastic_launch(config, sys.executable)
+                launch("-m", "persia_torchrec.launch.script", "trainer", *script)
+        except SignalException as exc:
+            return 128 + exc.sigval
+        except SystemExit as exc:
+            return int(exc.code or 0)
+        except ChildFailedError as exc:
+            return self._status(f"{len(exc.failures)} NN workers have failed")
+        except (RendezvousError, RuntimeError) as exc:  # of the store, if it is gone
+            return self._status(f"torchrun has failed: {exc}")
+        return 0
+
+    def _set_variables(self) -> None:
+        if self._supervisor is None:
+            env.set_variable("PERSIA_SUPERVISOR_PARENT", os.getppid())
+        env.set_variable("PERSIA_SUPERVISOR", self._supervisor or "")
+        env.set_variable("PERSIA_AGENT", os.getpid())
+        # Else agents that stay remember the store of one that was killed.
+        env.set_variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", 1)
+        if self._config.nproc_per_node > 1 and env.text("OMP_NUM_THREADS") is None:
+            env.set_variable("OMP_NUM_THREADS", 1)  # as torchrun
+
+    def _status(self, why: str) -> int:
+        """Return the exit status after a failure: whether to be started again."""
+        self._ask_for_failure()
+        has_joined = MemberRecord(self._book, "trainer", 0).process() is not None
+        if self._failure or self._supervisor is None or not has_joined:
+            logger.error("%s", why)
+            return 1
+        logger.warning("%s, and are started again", why)
+        return START_AGAIN
+
+    def _ask_for_failure(self) -> None:
+        try:
+            _, self._failure = self._book.state()
+        except JobError as exc:  # the coordinator has ended
+            self._failure = str(exc)
+
+    def _meet(self) -> LaunchConfig:
+        """Return torchrun's settings; agents of several machines know the first one."""
+        config, book = self._config, self._book
+        address, port, is_first = LOOPBACK, "0", config.node_rank == 0
+        if config.nnodes > 1:
+            book.claim_size(_MACHINE, config.node_rank, config.nnodes)
+            own = secrets.token_hex(8)
+            known = book.claim_note(f"{_MACHINE}/{config.node_rank}", own)
+            if known != own and not env.num_restarts():
+                raise JobMismatchError(
+                    f"The NN workers of --node-rank {config.node_rank} must be started "
+                    f"once in a job. Received: job {book.greeting.job_id!r}, at port "
+                    f"{book.port}, has them already. {book.another_port()}"
+                )
+            address = local_address(book.host_name)
+            if is_first:  # the next agent of this machine takes the same port
+                book.claim_note(_MEETING, f"{address} {free_port(address)}")
+            (meeting,) = book.ask([_MEETING])
+            host, _, port = meeting.rpartition(" ")
+        else:
+            host = address
+        return LaunchConfig(
+            min_nodes=config.nnodes,
+            max_nodes=config.nnodes,
+            nproc_per_node=config.nproc_per_node,
+            run_id=book.greeting.job_id,
+            role="trainer",
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{host}:{port}",
+            rdzv_configs={
+                "is_host": is_first,
+                "join_timeout": math.ceil(env.join_timeout_s()),
+            },
+            max_restarts=config.max_restarts,
+            local_addr=address,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+
+    def _watch(self) -> None:
+        """End the agent with the job."""
+        while not self._is_over.wait(_LOOK_S):
+            self._ask_for_failure()
+            if self._failure:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._is_over.wait(1.5 * _SHUTDOWN_S):
+                    os._exit(1)
+                return
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the NN workers of one machine; return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    get_default_logger()
+    try:
+        config = parse_flags(AgentConfig, words[:end], prog=_PROG)
+        if not words[end + 1 :]:
+            raise ConfigError(f"{_PROG} must be given a script, after --.")
+        refuse_inference("NN worker", env.global_config_path())
+        store = env.require_job_store("An NN worker")
+        book = AddressBook.join(*store, look=Siblings().require_coordinator)
+        with contextlib.closing(book):
+            return Agent(config, book).run(words[end + 1 :])
+    except PersiaError as exc:
+        logger.error("%s", exc)
+        failures.tell_launcher(str(exc))
+        return 1
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Handle a signal before torchrun does: there are no NN workers yet."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
