@@ -31,9 +31,10 @@ def serve(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
-    recover: bool = False,
+    recover: bool = True,
     recovery_timeout_s: float = 600.0,
     max_restarts: int = 3,
+    max_retries: int = 3,
 ) -> specs.AppDef:
     """Predict over HTTP from a checkpoint, whose embeddings are sharded over servers.
 
@@ -62,11 +63,13 @@ def serve(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
-        recover: True starts the coordinator, embedding servers and embedding workers
-            again when they are killed
+        recover: start what is killed again, at its port; the others answer meanwhile.
+            False: the job fails
         recovery_timeout_s: seconds after which the job fails if a process that recovers
             is not back
-        max_restarts: how often such a process may end without a trained batch between
+        max_restarts: how often such a process may end within a minute
+        max_retries: how often Slurm or Kubernetes may start the whole job again, as if
+            a host was lost; Kubernetes does once less. 0: never
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -81,6 +84,7 @@ def serve(
         recover=recover,
         recovery_timeout_s=recovery_timeout_s,
         max_restarts=max_restarts,
+        max_retries=max_retries,
     )
     return specs.AppDef(
         name=roles.APP_NAME,

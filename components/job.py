@@ -23,6 +23,7 @@ def train(
     data_loaders: int = 1,
     nn_workers: int = 1,
     nn_worker_gpus: int = 0,
+    nproc_per_node: int = 1,
     eviction: str = "lru",
     port: int = 0,
     python: str = "python3",
@@ -32,10 +33,11 @@ def train(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
-    recover: bool = False,
+    recover: bool = True,
     memory_dir: str = "auto",
     recovery_timeout_s: float = 600.0,
     max_restarts: int = 3,
+    max_retries: int = 3,
 ) -> specs.AppDef:
     """Train a model whose embeddings live on servers.
 
@@ -47,8 +49,9 @@ def train(
         embedding_servers: number of servers; ids are sharded over them by hash
         embedding_workers: number of embedding workers
         data_loaders: number of data loaders; 0 if the NN workers read their own data
-        nn_workers: number of NN workers, one process each
-        nn_worker_gpus: GPUs that each NN worker asks the scheduler for
+        nn_workers: number of replicas with NN workers, as of machines
+        nn_worker_gpus: GPUs that each of these asks the scheduler for
+        nproc_per_node: NN workers that torchrun starts in each of them
         eviction: which row leaves a full server: the least recently (lru) or the least
             frequently (lfu) used
         port: TCP port of the job's address book; 0 takes one that is free on the
@@ -62,13 +65,15 @@ def train(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
-        recover: True starts the coordinator, embedding servers and workers, and loaders
-            again when they are killed; the job continues
+        recover: start what is killed again, and NN workers all together, from their
+            last automatic checkpoint; the job continues. False: it fails
         memory_dir: where the rows of servers are that recover: auto for the fastest
             memory there is, a folder of each host, or private: with the process
         recovery_timeout_s: seconds after which the job fails if a process that recovers
             is not back
         max_restarts: how often such a process may end without a trained batch between
+        max_retries: how often Slurm or Kubernetes may start the whole job again, as if
+            a host was lost; Kubernetes does once less. 0: never
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -80,9 +85,11 @@ def train(
         imports=imports,
         settings=roles.read_settings(roles_file, set),
         join_timeout_s=join_timeout_s,
+        nproc_per_node=nproc_per_node,
         recover=recover,
         recovery_timeout_s=recovery_timeout_s,
         max_restarts=max_restarts,
+        max_retries=max_retries,
         memory_dir=memory_dir,
     )
     loaders = (

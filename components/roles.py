@@ -28,7 +28,7 @@ def embedding_server(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
-    recover: bool = False,
+    recover: bool = True,
     memory_dir: str = "auto",
 ) -> specs.AppDef:
     """Start the embedding servers, one process per shard.
@@ -50,7 +50,7 @@ def embedding_server(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
-        recover: True starts a server again when it is killed, with its rows
+        recover: start a server again when it is killed, with its rows
         memory_dir: where the rows are then: auto for the fastest memory there is, a
             folder of each host, or private: with the process
     """
@@ -75,7 +75,7 @@ def embedding_worker(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
-    recover: bool = False,
+    recover: bool = True,
 ) -> specs.AppDef:
     """Start the embedding workers.
 
@@ -94,7 +94,7 @@ def embedding_worker(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
-        recover: True starts a worker again when it is killed
+        recover: start a worker again when it is killed
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
@@ -117,7 +117,7 @@ def data_loader(
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
-    recover: bool = False,
+    recover: bool = True,
 ) -> specs.AppDef:
     """Start the data loaders.
 
@@ -135,7 +135,7 @@ def data_loader(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
-        recover: True starts a data loader again when it is killed
+        recover: start a data loader again when it is killed
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
@@ -153,12 +153,14 @@ def nn_worker(
     global_config: str,
     replicas: int = 1,
     gpus: int = 0,
+    nproc_per_node: int = 1,
     python: str = "python3",
     image: str = "",
     env: Optional[Dict[str, str]] = None,
     roles_file: str = "",
     set: str = "",
     join_timeout_s: float = 600.0,
+    recover: bool = True,
 ) -> specs.AppDef:
     """Start the NN workers, one process per device.
 
@@ -168,8 +170,9 @@ def nn_worker(
         script: the NN workers' script and its arguments, as "train.py --epochs 2"
         embedding_config: path of embedding_config.yml, where the role runs
         global_config: path of global_config.yml, where the role runs
-        replicas: number of NN workers, one process each
-        gpus: GPUs that each NN worker asks the scheduler for
+        replicas: number of replicas with NN workers, as of machines
+        gpus: GPUs that each of these asks the scheduler for
+        nproc_per_node: NN workers that torchrun starts in each of them
         python: interpreter, looked up in PATH where the role runs
         image: container image; not used by local_cwd
         env: further variables for the role, as NAME=value,NAME=value
@@ -177,11 +180,14 @@ def nn_worker(
             runs torchx: processors, memory, GPUs, volumes, variables, image, replicas
         set: the same in words, over the file: "server.cpu=8 server.memory=64Gi"
         join_timeout_s: seconds that each wait of the start may take
+        recover: start all NN workers again when one fails or is killed, from their last
+            automatic checkpoint
     """
     asked = roles.read_settings(roles_file, set)
     job = _job(
         *(host, port, embedding_config, global_config),
-        *(python, image, env, join_timeout_s, asked),
+        *(python, image, env, join_timeout_s, asked, "", recover),
+        nproc_per_node=nproc_per_node,
     )
     return _app(roles.scripts(job, "trainer", script, replicas, gpus=gpus))
 
@@ -197,8 +203,9 @@ def _job(
     join_timeout_s: float,
     settings: Dict[str, roles.RoleSettings],
     imports: str = "",
-    recover: bool = False,
+    recover: bool = True,
     memory_dir: str = "auto",
+    nproc_per_node: int = 1,
 ) -> roles.JobSettings:
     return roles.JobSettings(
         embedding_config=embedding_config,
@@ -213,6 +220,7 @@ def _job(
         join_timeout_s=join_timeout_s,
         recover=recover,
         memory_dir=memory_dir,
+        nproc_per_node=nproc_per_node,
     )
 
 

@@ -163,10 +163,10 @@ class Converted:
         workers = self._add("worker", "embeddingWorker", spec)
         loaders = self._add("loader", "dataloader", spec)
         trainers = self._add("trainer", "nnWorker", spec)
+        assert spec.nn_worker is not None
         script = self._script("NN_WORKER_ENTRY", files.NN_WORKER_ENTRY)
-        loader = ""
-        if loaders:
-            loader = self._script("DATALOADER_ENTRY", files.DATALOADER_ENTRY)
+        entry = files.DATALOADER_ENTRY
+        loader = self._script("DATALOADER_ENTRY", entry) if loaders else ""
         image = self.roles["server"]["image"]
         for role in self.roles.values():
             if role.get("image") == image:
@@ -182,20 +182,18 @@ class Converted:
             "embedding_workers": str(workers),
             "data_loaders": str(loaders),
             "nn_workers": str(trainers),
-            "port": str(PORT),
+            "nproc_per_node": str(spec.nn_worker.nproc_per_node),
             "image": image,
         }
 
     def command(self, roles_file: str) -> str:
         """Return the command line, each flag of the component in a line."""
         cfg = shlex.quote(f"queue=default,namespace={self._namespace}")
+        flags = {**self.flags, "port": str(PORT), "roles_file": roles_file}
         lines = [
             f"torchx run -s kubernetes -cfg {cfg} --workspace ''",
             "components/job.py:train",
-            *(
-                f"--{name} {shlex.quote(value)}"
-                for name, value in {**self.flags, "roles_file": roles_file}.items()
-            ),
+            *(f"--{name} {shlex.quote(value)}" for name, value in flags.items()),
         ]
         return " \\\n    ".join(lines)
 
@@ -256,7 +254,8 @@ class Converted:
             )
         if spec.restart_policy not in (None, "Never"):
             self.left["spec.restartPolicy"] = (
-                "No pod is restarted: a job ends as one, and is started again."
+                "What is killed in a pod is started again there, and the whole job "
+                "when a pod is lost (--recover, --max_retries)."
             )
         if spec.image_pull_policy is not None:
             self.left["spec.imagePullPolicy"] = (
@@ -281,8 +280,7 @@ class Converted:
                 f"{self._path}: {path} must have replicas, for a job that trains. "
                 "Received: none. For one that serves use components/inference.py."
             )
-        num = block.nproc_per_node if isinstance(block, NNWorkerBlock) else 1
-        section = self._read_resources(path, block, num)
+        section = self._read_resources(path, block)
         volumes = self._read_mounts(path, block.volume_mounts or [])
         variables = self._read_env(path, block.env)
         image = block.image
@@ -298,14 +296,9 @@ class Converted:
         if variables:
             section["env"] = variables
         self.roles[role] = {**section, "image": image}
-        if num > 1:
-            self.left[f"{path}.nprocPerNode"] = (
-                f"Each of the {block.replicas * num} NN workers has a pod of its own, "
-                f"with 1/{num} of the resources."
-            )
-        return block.replicas * num
+        return block.replicas
 
-    def _read_resources(self, path: str, block: Block, num: int) -> dict[str, Any]:
+    def _read_resources(self, path: str, block: Block) -> dict[str, Any]:
         given = {key: value or {} for key, value in (block.resources or {}).items()}
         requests = given.pop("requests", {})
         limits = {**requests, **given.pop("limits", {})}
@@ -319,15 +312,11 @@ class Converted:
         section: dict[str, Any] = {}
         for key, amount in limits.items():
             if key == "nvidia.com/gpu":
-                section["gpus"] = math.ceil(roles.quantity(amount) / num)
-            elif key not in ("cpu", "memory"):
-                self.left[f"{path}.resources.{key}"] = "torchx has no such setting."
-            elif num == 1:
+                section["gpus"] = math.ceil(roles.quantity(amount))
+            elif key in ("cpu", "memory"):
                 section[key] = amount
-            elif key == "cpu":
-                section[key] = f"{math.ceil(1000 * roles.quantity(amount) / num)}m"
             else:
-                section[key] = f"{math.ceil(roles.quantity(amount) / num / 2**20)}Mi"
+                self.left[f"{path}.resources.{key}"] = "torchx has no such setting."
         return section
 
     def _read_mounts(self, path: str, mounts: list[dict[str, Any]]) -> list[str]:

@@ -2,7 +2,8 @@
 
 A job is made from a component's own roles, and each process does what ``python -m``
 does. The processes come from the tests' forkserver, which has imported TorchRec: a job
-of six is up within a second, and not within ten.
+of six is up within a second, and not within ten. What supervisors and torchrun start
+does not: without ``--recover`` there are none.
 """
 
 import os
@@ -73,7 +74,8 @@ class ForkedJob:
         function = get_component(f"{ROOT / 'components'}/{component}").fn
         self.port = draw_port()
         port = ["--port", str(self.port)]
-        app = materialize_appdef(function, [*arguments, *port])
+        once = [] if "--recover" in arguments else ["--recover", "False"]
+        app = materialize_appdef(function, [*arguments, *port, *once])
         self.job_id = f"{app.name}-{uuid.uuid4().hex[:8]}"
         self._processes = Processes(folder)
         self._processes.__enter__()

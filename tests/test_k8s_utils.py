@@ -108,13 +108,13 @@ def test_a_persia_job_becomes_a_job_of_torchx(tmp_path, capsys):
     assert cfg == {"queue": "default", "namespace": "ads"}
     assert [name.rpartition("-")[0] for name in found] == [
         *("coordinator", "server", "server", "worker", "worker", "worker"),
-        *("loader", "trainer", "trainer", "trainer", "trainer"),
+        *("loader", "trainer", "trainer"),
     ]
     limits = {name: c["resources"].get("limits") for name, c in found.items()}
     assert limits["server-1"] == {"cpu": "4000m", "memory": "25770M"}
     assert limits["worker-0"] == {"cpu": "1000m"}
-    share = {"cpu": "1500m", "memory": "1611M", "nvidia.com/gpu": "1"}
-    assert limits["trainer-3"] == share
+    of_pod = {"cpu": "3000m", "memory": "3222M", "nvidia.com/gpu": "2"}
+    assert limits["trainer-1"] == of_pod
     mounts = {
         name: [(m["mountPath"], m["readOnly"]) for m in c["volumeMounts"][1:]]
         for name, c in found.items()
@@ -133,7 +133,8 @@ def test_a_persia_job_becomes_a_job_of_torchx(tmp_path, capsys):
         assert env["PERSIA_EMBEDDING_CONFIG"] == "/conf/embedding.yml"
         assert ("CUBLAS_WORKSPACE_CONFIG" in env) == is_trainer
         assert not env.keys() & {"NICS", "NODE", "PERSIA_NATS_URL"}
-    assert found["trainer-0"]["command"][-2:] == ["trainer", "/src/the train.py"]
+    script = ["--nproc-per-node", "2", "--", "/src/the train.py"]
+    assert found["trainer-0"]["command"][-4:] == script
     assert found["loader-0"]["command"][-2:] == ["loader", "/src/loader.py"]
 
 
@@ -148,10 +149,9 @@ def test_what_is_not_carried_over_is_named(tmp_path, capsys):
         f"{server}.resources.ephemeral-storage",
         f"{server}.volumeMounts.cache",
         "spec.embeddingWorker.resources.requests",
-        *(f"{trainer}.{key}" for key in ("image", "nprocPerNode", "volumeMounts.data")),
+        *(f"{trainer}.{key}" for key in ("image", "volumeMounts.data")),
     }
     assert left["spec.env.PERSIA_NATS_URL"] == left["NatsCluster"]
-    assert "4 NN workers" in left["spec.nnWorker.nprocPerNode"]
     assert "subPath" in left["spec.nnWorker.volumeMounts.data"]
 
 

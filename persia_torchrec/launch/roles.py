@@ -27,7 +27,7 @@ from torchx import specs
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
-from persia_torchrec.env import JOIN_TIMEOUT_S, MAX_PORT
+from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.supervisor import ALL, AUTO, PRIVATE, under_supervisor
 from persia_torchrec.timeouts import RECOVERY_S
@@ -171,10 +171,12 @@ class JobSettings:
     imports: str = ""  # modules that servers and workers import, separated by commas
     settings: Mapping[str, RoleSettings] = field(default_factory=dict)  # by role
     join_timeout_s: float = JOIN_TIMEOUT_S  # of each wait of the start
-    recover: bool = False  # whether what is killed starts again; not trainers
+    nproc_per_node: int = 1  # trainers that torchrun starts in each of their replicas
+    recover: bool = True  # whether what is killed starts again
     memory_dir: str = AUTO  # where the servers' rows are then, see ``SupervisorConfig``
     recovery_timeout_s: float = RECOVERY_S  # how long the job waits then
     max_restarts: int = 3  # of a process without progress since
+    max_retries: int = 0  # of the whole job, by Slurm and Volcano
 
     def __post_init__(self) -> None:
         for name in ("embedding_config", "global_config", "python", "memory_dir"):
@@ -183,6 +185,9 @@ class JobSettings:
             raise ConfigError(
                 f"port must be in [1, {MAX_PORT}]. Received: {self.port}."
             )
+        if self.nproc_per_node < 1:
+            must = "nproc_per_node must be >= 1."
+            raise ConfigError(f"{must} Received: {self.nproc_per_node}.")
         for name in ("join_timeout_s", "recovery_timeout_s"):
             if not getattr(self, name) > 0:
                 received = getattr(self, name)
@@ -242,7 +247,7 @@ class JobSettings:
         """Build a role that runs a module of this package."""
         own = self.settings.get(name, RoleSettings())
         words = ["-m", f"persia_torchrec.{module}", *arguments]
-        if self.recover and name in ("coordinator", "server", "worker", "loader"):
+        if self.recover:
             words = under_supervisor([self.python, *words], **self._survives(name))
         if name in _SETTINGS:
             num_replicas = self.num_replicas(name, num_replicas)
@@ -259,6 +264,7 @@ class JobSettings:
             # torchx adds to it
             env={**self.variables(num_replicas), **self.env, **own.env},
             num_replicas=num_replicas,
+            max_retries=self.max_retries if self.recover else 0,
             resource=own.resource(gpus),
             mounts=own.mounts(),
         )
@@ -268,8 +274,16 @@ class JobSettings:
         if name == "coordinator":
             return {"host": ALL, "port": self.port}
         memory_dir = self.memory_dir if name == "server" else PRIVATE
-        port = None if name == "loader" else 0  # it connects to others
+        # The others connect, or have a port of their own.
+        port = 0 if name in ("server", "worker") else None
         return {"port": port, "memory_dir": memory_dir}
+
+    def run_dir(self) -> str:
+        """Return the folder of the automatic checkpoints, as ``TrainCtx`` does."""
+        trainer = self.settings.get("trainer", RoleSettings())
+        variables = {**self.env, **trainer.env}
+        folder = variables.get("PERSIA_CHECKPOINT_DIR", CHECKPOINT_DIR)
+        return f"{folder}/{specs.macros.app_id}"
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:
@@ -277,6 +291,9 @@ def coordinator(job: JobSettings, **counts: int) -> specs.Role:
     for name, number in counts.items():
         role = name.removeprefix("num_").removesuffix("s")
         counts[name] = job.num_replicas(role, number)
+    if job.nproc_per_node > 1:
+        counts["num_trainers"] *= job.nproc_per_node
+        counts["nproc_per_node"] = job.nproc_per_node
     flags = format_flags(port=job.port, **counts)
     if job.recover:
         timeout_s, restarts = job.recovery_timeout_s, job.max_restarts
@@ -299,6 +316,8 @@ def embedding_servers(
         job = replace(job, memory_dir=PRIVATE)  # they load the rows again
     imports = job.imported_modules()
     flags = format_flags(eviction=eviction, checkpoint=checkpoint, import_=imports)
+    if job.recover and checkpoint is None and not job.host:
+        flags += format_flags(resume_dir=job.run_dir())
     return job.role("server", "server", flags, num_servers)
 
 
@@ -349,7 +368,11 @@ def scripts(
     if gpus < 0:
         raise ConfigError(f"{name}_gpus must be >= 0. Received: {gpus}.")
     words = _split(name, "a file name and its arguments", script)
-    return job.role(role, "launch.script", [role, *words], num, gpus=gpus)
+    if role == "loader" or (job.nproc_per_node == 1 and not job.recover):
+        return job.role(role, "launch.script", [role, *words], num, gpus=gpus)
+    restarts = None if job.recover else 0
+    flags = format_flags(nproc_per_node=job.nproc_per_node, max_restarts=restarts)
+    return job.role(role, "launch.torchrun", [*flags, "--", *words], num, gpus=gpus)
 
 
 def _parse_words(text: str) -> dict[str, dict[str, Any]]:

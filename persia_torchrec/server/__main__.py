@@ -3,7 +3,8 @@
     python -m persia_torchrec.server --shard 0 --num-shards 2
 
 In a job the server registers in its address book, and ends with the job. If it had
-registered before, and its memory is lost, it restores what was written of its rows.
+registered before, and its memory is lost, it restores what was written of its rows; so
+it does if ``--resume-dir`` has a checkpoint, as where the whole job is started again.
 With ``--standalone`` it belongs to the process that started it, prints ``ready
 ADDRESS``, and ends with that process or by SIGTERM.
 
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from persia_torchrec import env
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.command_line import given_flags
 from persia_torchrec.compiled import telling_of_compilation
 from persia_torchrec.config.global_config import (
@@ -131,8 +134,11 @@ def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
         address = life.book.peek(f"address/{replica}")
         run = life.book.peek("note/checkpoint_dir")
         updates = life.book.peek(f"note/updates/{replica}")
-    was_loading = server.shard.store.was_loading
-    if env.num_restarts() or address is not None or was_loading:
+    has_run = env.num_restarts() > 0 or address is not None
+    has_run |= server.shard.store.was_loading
+    if config.resume_dir and not has_run:  # the whole job may have been started again
+        has_run = any(catalog.complete_checkpoints(Folder(config.resume_dir)))
+    if has_run:
         known_updates = None if updates is None else int(updates)
         server.restore(config.resume_dir or run, known_updates)
 

@@ -49,7 +49,7 @@ def waiting_job(folder):
     port = draw_port()
     arguments = ["--nn_worker", folder / "wait.py", "--data_loader", "none"]
     arguments += ["--data_loaders", 0, "--embedding_servers", 2, "--port", port]
-    arguments += ["--embedding_config", folder / "embedding.yml", "--recover", True]
+    arguments += ["--embedding_config", folder / "embedding.yml"]
     arguments += ["--max_restarts", 1000]
     arguments += ["--global_config", folder / "global.yml"]
     with TorchxJob(folder, "components/job.py:train", *map(str, arguments)) as job:
@@ -139,7 +139,8 @@ def test_a_waiting_job_survives_kills_of_all_roles_and_keeps_its_rows(tmp_path):
 def test_nothing_stays_behind_of_a_job_whose_launcher_is_ended(tmp_path, number):
     with waiting_job(tmp_path) as (job, _):
         pids = job.pids()
-        assert len(pids) == 3 * len(MEMBERS) + 2  # the NN worker and torchx
+        # And two supervisors, torchrun and NN worker, and torchx.
+        assert len(pids) == 3 * len(MEMBERS) + 5
         os.kill(job._torchx.pid, number)
         job._torchx.wait()
         wait_until(

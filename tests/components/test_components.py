@@ -31,7 +31,7 @@ def load(name):
 
 
 def train(**changes):
-    arguments = {**SCRIPTS, **CONFIGS, **changes}
+    arguments = {**SCRIPTS, **CONFIGS, "recover": False, **changes}
     app = load("job.py:train")(**arguments)
     return {role.name: role for role in app.roles}
 
@@ -68,6 +68,7 @@ def test_a_component_is_understood_by_every_scheduler(
     app = load(name)(**COMPONENTS[name])
     request = str(runner.dryrun(app, scheduler, cfg_of(scheduler, tmp_path)))
     for role in app.roles:
+        assert role.args[1] == "persia_torchrec.launch.supervisor"
         assert role.args[1] in request
         assert role.name.isalpha()
 
@@ -135,26 +136,70 @@ def test_servers_and_workers_have_their_index():
 
 
 def test_roles_that_recover_have_a_supervisor():
-    roles = train(recover=True, memory_dir="/fast", python="python3.12", port=29400)
+    changes = {"python": "python3.12", "port": 29400}
+    roles = train(recover=True, memory_dir="/fast", **changes)
     survives = {
         "coordinator": ["--host", "all", "--port", "29400"],
         "server": ["--port", "0", "--memory-dir", "/fast"],
         "worker": ["--port", "0", "--memory-dir", "private"],
         "loader": ["--memory-dir", "private"],
+        "trainer": ["--memory-dir", "private"],
     }
-    unchanged = train(python="python3.12", port=29400)
-    limits = ["--recovery-timeout-s", "600.0", "--max-restarts", "3"]
-    unchanged["coordinator"].args.extend(limits)
+    own = {name: role.args for name, role in train(**changes).items()}
+    own["coordinator"] += ["--recovery-timeout-s", "600.0", "--max-restarts", "3"]
+    own["server"] += ["--resume-dir", "persia_checkpoints/${app_id}"]
+    script = ["--nproc-per-node", "1", "--", "train.py", "--epochs", "2"]
+    own["trainer"] = ["-m", "persia_torchrec.launch.torchrun", *script]
     for name, role in roles.items():
-        own = unchanged[name].args
-        if name in survives:
-            supervisor = ["-m", "persia_torchrec.launch.supervisor", *survives[name]]
-            own = [*supervisor, "--", "python3.12", *own]
-        assert role.args == own
-    serving = load("inference.py:serve")(
-        **COMPONENTS["inference.py:serve"], recover=True
+        supervisor = ["-m", "persia_torchrec.launch.supervisor", *survives[name]]
+        assert role.args == [*supervisor, "--", "python3.12", *own[name]]
+    private = ["--memory-dir", "private", "--"]
+    _, server, _, predictor = serve(recover=True).values()
+    assert server.args[2:7] == ["--port", "0", *private]
+    assert predictor.args[2:5] == private
+
+
+def test_torchrun_starts_several_nn_workers_in_each_replica():
+    roles = train(nn_workers=2, nproc_per_node=4)
+    assert roles["trainer"].num_replicas == 2
+    torchrun = ["-m", "persia_torchrec.launch.torchrun", "--nproc-per-node", "4"]
+    assert roles["trainer"].args[:7] == [*torchrun, "--max-restarts", "0", "--"]
+    assert roles["coordinator"].args[10:] == [
+        *("--num-trainers", "8", "--nproc-per-node", "4")
+    ]
+    restarted = load("roles.py:nn_worker")(
+        **COMPONENTS["roles.py:nn_worker"], nproc_per_node=4
     )
-    assert serving.roles[1].args[2:6] == ["--port", "0", "--memory-dir", "private"]
+    assert "--max-restarts" not in restarted.roles[0].args
+
+
+@pytest.mark.parametrize("name", ["job.py:train", "inference.py:serve"])
+def test_slurm_and_volcano_restart_the_whole_job(runner, tmp_path, name):
+    arguments = COMPONENTS[name]
+    if name == "job.py:train":
+        arguments = {**arguments, "env": {"PERSIA_CHECKPOINT_DIR": "/all/run"}}
+    app = load(name)(**arguments)
+    script = str(runner.dryrun(app, "slurm", cfg_of("slurm", tmp_path)))
+    assert "export TORCHX_MAX_RETRIES=3" in script
+    assert "--requeue" in script
+    assert 'PERSIA_JOB_ID="$SLURM_JOB_ID"' in script
+    job = yaml.safe_load(str(runner.dryrun(app, "kubernetes", {"queue": "default"})))
+    assert job["spec"]["maxRetry"] == 3
+    restarts = [
+        {"event": event, "action": "RestartJob"}
+        for event in ("PodEvicted", "PodFailed")
+    ]
+    assert all(task["policies"] == restarts for task in job["spec"]["tasks"])
+    job_id = job["metadata"]["name"]
+    for task in job["spec"]["tasks"]:
+        (container,) = task["template"]["spec"]["containers"]
+        env = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert env["PERSIA_JOB_ID"] == job_id  # the same in each start
+        if name == "job.py:train" and task["name"] == "server-0":
+            assert container["command"][-2:] == ["--resume-dir", f"/all/run/{job_id}"]
+            assert '--resume-dir /all/run/"$SLURM_JOB_ID"' in script
+    once = load(name)(**arguments, recover=False)
+    assert {role.max_retries for role in once.roles} == {0}
 
 
 def test_image_and_interpreter_are_passed_on_unchanged():
@@ -189,6 +234,7 @@ def test_a_single_role_has_the_host():
         ({"data_loaders": -1}, "data_loaders must be >= 1"),
         ({"nn_workers": 0}, "nn_workers must be >= 1"),
         ({"nn_worker_gpus": -1}, "nn_worker_gpus must be >= 0"),
+        ({"nproc_per_node": 0}, r"nproc_per_node must be >= 1\. Received: 0"),
         ({"join_timeout_s": 0}, r"join_timeout_s must be > 0\. Received: 0"),
         ({"port": 65_536}, r"\[1, 65535\]\. Received: 65536"),
         ({"nn_worker": ""}, "nn_worker must name a file"),
@@ -207,7 +253,7 @@ def test_an_invalid_argument_is_rejected(changes, message):
 
 
 def serve(**changes):
-    arguments = {**CONFIGS, "checkpoint": "runs/7", **changes}
+    arguments = {**CONFIGS, "checkpoint": "runs/7", "recover": False, **changes}
     app = load("inference.py:serve")(**arguments)
     return {role.name: role for role in app.roles}
 

@@ -19,7 +19,9 @@ from persia_torchrec.wire.ports import free_port
 
 def train(port: int = 0) -> specs.AppDef:
     port = port or free_port("")
-    job = roles.JobSettings(embedding_config="e", global_config="g", port=port)
+    job = roles.JobSettings(
+        embedding_config="e", global_config="g", port=port, recover=False
+    )
     counts = {"num_servers": 0, "num_workers": 0, "num_loaders": 1, "num_trainers": 1}
     return specs.AppDef(
         name=roles.APP_NAME,
