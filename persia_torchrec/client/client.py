@@ -307,7 +307,7 @@ class EmbeddingClient:
             replies = self._servers.send_all(Header(Kind.JOIN), frames, what, timeout_s)
             return [decode_json(reply.frames(timeout_s), str) for reply in replies]
 
-        if ended:  # who waits for a server now, waits in vain
+        if ended:  # the process does not wait for servers that are away
             return ask()[0]
         with self._renewing:
             self._note(_Joined(who, share))

@@ -181,8 +181,7 @@ class Engine:
         )
         self.client, self._workers = connect_to_job()
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
-        self.job_id, generation = _begin_generation(store, self.client)
-        self._workers.generation = generation
+        self.job_id, generation = self._begin_generation(store)
         self.sharder = SlotsSharder(self._workers, self._spec)
         hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
@@ -314,6 +313,14 @@ class Engine:
         self._workers.close()
         self.client.close()
 
+    def _begin_generation(self, store: env.JobStore) -> tuple[str, int]:
+        """Return the job's id, and the generation; earlier ones are refused."""
+        find = partial(_find_generation, store, self.client)
+        job_id, generation = at_first(find)
+        self.client.begin_generation(generation)
+        self._workers.generation = generation
+        return job_id, generation
+
     def _plan(self, collection: nn.Module) -> ShardingPlan:
         """Return the only plan that there is, for which a planner is not needed."""
         plan = construct_module_sharding_plan(
@@ -358,13 +365,6 @@ class Engine:
             self.pipeline.set_staleness(staleness, pulls_late=late)
             self.pipeline.training.set_num_threads(settings.num_workers)
             self._settings = settings
-
-
-def _begin_generation(store: env.JobStore, client: EmbeddingClient) -> tuple[str, int]:
-    """Return the job's id, and the trainers' generation; earlier ones are refused."""
-    job_id, generation = at_first(partial(_find_generation, store, client))
-    client.begin_generation(generation)
-    return job_id, generation
 
 
 def _find_generation(store: env.JobStore, client: EmbeddingClient) -> tuple[str, int]:

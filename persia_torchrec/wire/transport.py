@@ -123,6 +123,14 @@ class _Away:
     hello_s: float = math.inf
 
 
+@dataclass(slots=True)
+class _Silence:
+    """When a server has sent something, and how long a silence was said last."""
+
+    heard_s: float = 0.0
+    said_s: float = 0.0
+
+
 class _Told(msgspec.Struct):
     """What is read of a reply to HELLO."""
 
@@ -154,8 +162,7 @@ class Connections:
         self.incarnations = [0] * len(addresses)
         self._addresses = list(addresses)
         self._routing_ids = [greeting.encode() for _ in addresses]
-        self._recovery_s = recovery_s
-        self._when_restarted = when_restarted
+        self._recovery_s, self._when_restarted = recovery_s, when_restarted
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock = threading.Lock()
         self._outgoing: list[tuple[int, list[Frame]]] = []  # guarded by _lock
@@ -171,9 +178,7 @@ class Connections:
         self._numbers = itertools.count(1)
         self._wakeup = Wakeup()
         # From its start on, the I/O thread owns these.
-        self._heard_s = [0.0] * len(addresses)  # when they have sent something
-        self._say_s = [SAY_S] * len(addresses)  # after how much silence to say so
-        self._look_s = 0.0 if recovery_s else math.inf  # for silence
+        self._silences, self._look_s = [_Silence() for _ in addresses], 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
@@ -351,18 +356,19 @@ class Connections:
     def _name_the_silent(self) -> None:
         """Log which servers do not answer, as ones that hang or are away."""
         now_s = time.monotonic()
-        if now_s < self._look_s:
+        if now_s < self._look_s or not self._recovery_s:
             return
         self._look_s, oldest = now_s + _LOOK_S, dict[int, Reply]()
         with self._lock:
             for reply in self._pending.values():
                 oldest.setdefault(reply.server, reply)
         for server, reply in oldest.items():
-            silent_s = now_s - max(self._heard_s[server], reply.begun_s)
+            silence = self._silences[server]
+            silent_s = now_s - max(silence.heard_s, reply.begun_s)
             if silent_s < SAY_S:
-                self._say_s[server] = SAY_S
-            elif silent_s >= self._say_s[server]:
-                self._say_s[server] = 2 * silent_s
+                silence.said_s = 0.0
+            elif silent_s >= 2 * silence.said_s:
+                silence.said_s = silent_s
                 logger.warning(
                     "%s has not answered for %.0f s; waiting: %s",
                     *(self.names[server], silent_s, reply.what),
@@ -380,7 +386,8 @@ class Connections:
         """Hand a reply to the caller that waits for it."""
         frames = receive_frames(self._sockets[server])
         name = self.names[server]
-        self._heard_s[server] = time.monotonic()
+        silence = self._silences[server]
+        silence.heard_s = time.monotonic()
         error: RemoteError | None = None
         try:
             header = Header.decode(frames[0])
@@ -395,9 +402,9 @@ class Connections:
             return
         if self._recovery_s and self._concerns_recovery(server, header, frames, error):
             return
-        if self._say_s[server] > SAY_S:
+        if silence.said_s:
             logger.warning("%s answers again", name)
-            self._say_s[server] = SAY_S
+            silence.said_s = 0.0
         reply = self._take(header.request, server)
         if reply is None:
             return  # its deadline has passed
