@@ -83,3 +83,11 @@ def _keep_what_mains_set():
 def servers():
     with Servers() as servers:
         yield servers
+
+
+@pytest.fixture
+def path():
+    """An empty file that this process holds open, for itself and for others."""
+    file = os.memfd_create("store")
+    yield f"/proc/{os.getpid()}/fd/{file}"
+    os.close(file)

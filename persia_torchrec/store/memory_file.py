@@ -81,9 +81,10 @@ class MemoryFile:
                 self._make(capacity_rows, num_classes)
             else:
                 self._require_usable(capacity_rows, num_classes)
+            lines = self._lines[: int(self._header[NUM_REGIONS])]
             self._numbers = {
                 self._base + offset: number
-                for number, offset in enumerate(self._used_lines()[:, OFFSET].tolist())
+                for number, (offset, *_) in enumerate(lines.tolist())
             }
             self.tables = self._read_tables()
             if not self.is_new:
@@ -280,9 +281,6 @@ class MemoryFile:
         published = int(self._header[PUBLISHED])
         area = _TABLES[published >> 63]
         return self.area(area).view(np.uint8)[: published & (2**32 - 1)].tobytes()
-
-    def _used_lines(self) -> Words:
-        return self._lines[: int(self._header[NUM_REGIONS])]
 
     def _allocate(self, number: int, num_bytes: int) -> None:
         """Allocate more of a reservation, and a little ahead."""

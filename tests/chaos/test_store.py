@@ -1,7 +1,5 @@
 """Deaths of a store's process at every moment; ``pytest -rP`` prints how many."""
 
-import os
-
 import pytest
 
 from tests.processes import Processes, wait_until
@@ -13,14 +11,6 @@ ALL = 10**9
 needs_traps = pytest.mark.skipif(
     not deaths.ARE_POSSIBLE, reason="needs the trap flag of x86"
 )
-
-
-@pytest.fixture
-def path():
-    """A file that this process holds open, for itself and for others."""
-    file = os.memfd_create("store")
-    yield f"/proc/{os.getpid()}/fd/{file}"
-    os.close(file)
 
 
 def run(folder, target, *arguments):

@@ -1,7 +1,6 @@
 """A server that is killed, and another one that is started with its memory file."""
 
 import contextlib
-import os
 import signal
 from contextlib import closing
 
@@ -28,14 +27,6 @@ SPEC = TableSpec(name="item", dim=8, optimizer=Adagrad(0.1), keeps_metadata=True
 def processes(tmp_path):
     with Processes(tmp_path) as processes:
         yield processes
-
-
-@pytest.fixture
-def path():
-    """A file that this process holds open, and no server has made."""
-    file = os.memfd_create("store")
-    yield f"/proc/{os.getpid()}/fd/{file}"
-    os.close(file)
 
 
 def start(processes, name, path, *more):

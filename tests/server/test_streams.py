@@ -21,13 +21,6 @@ from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.wire.messages import NO_GENERATION
 
 
-@pytest.fixture
-def path():
-    file = os.memfd_create("store")
-    yield f"/proc/{os.getpid()}/fd/{file}"
-    os.close(file)
-
-
 class Reopened:
     """Streams in a memory file, which another store opens again and again."""
 

@@ -2,7 +2,6 @@
 
 import json
 import mmap
-import os
 
 import numpy as np
 
@@ -19,9 +18,11 @@ MARK = 2**32 - 1
 class Reader:
     """A copy of a memory file, without what a request has done that is in progress."""
 
-    def __init__(self, file):
+    def __init__(self, path):
         flags = mmap.MAP_PRIVATE | 0x4000  # MAP_NORESERVE
-        self.words = np.frombuffer(mmap.mmap(file, FILE_BYTES, flags=flags), np.uint64)
+        with open(path, "r+b") as file:  # noqa: PTH123  # a descriptor
+            memory = mmap.mmap(file.fileno(), FILE_BYTES, flags=flags)
+        self.words = np.frombuffer(memory, np.uint64)
         self.bytes = self.words.view(np.uint8)
         assert bytes(self.bytes[:8]) == b"PERSIAME"
         assert self.words[1] == 3
@@ -102,9 +103,8 @@ class Reader:
         return sorted(found)
 
 
-def test_a_file_is_read_by_the_numbers_of_its_document():
-    file = os.memfd_create("store")
-    store, number = kills.store_of(f"/proc/self/fd/{file}"), 0
+def test_a_file_is_read_by_the_numbers_of_its_document(path):
+    store, number = kills.store_of(path), 0
     while number < 40 or store.logs.directory[0, 12]:
         kills.request(store, number)
         number += 1
@@ -115,7 +115,7 @@ def test_a_file_is_read_by_the_numbers_of_its_document():
     steps = [state.num_updates for state in store.states]
 
     def is_read():
-        reader = Reader(file)
+        reader = Reader(path)
         assert reader.oldest_first() == order
         assert reader.rows(0) | reader.rows(1) | reader.rows(2) == rows
         assert reader.used_slots() == reader.indexed_slots()
@@ -131,4 +131,3 @@ def test_a_file_is_read_by_the_numbers_of_its_document():
         store.remove(0, ids)
         assert ids_oldest_first(store) != order
         assert is_read()
-    os.close(file)

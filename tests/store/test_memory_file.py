@@ -35,14 +35,6 @@ TABLES = [
 SETTINGS = {"optimizer_engine": "fused", "clock": lambda: 7.0}
 
 
-@pytest.fixture
-def path():
-    """A file that this process holds open, for itself and for others."""
-    file = os.memfd_create("store")
-    yield f"/proc/{os.getpid()}/fd/{file}"
-    os.close(file)
-
-
 def store_of(capacity_rows=100, path=None, **settings):
     return EmbeddingStore(capacity_rows, memory_file=path, **{**SETTINGS, **settings})
 

@@ -1,5 +1,3 @@
-import os
-
 import numpy as np
 import pytest
 
@@ -24,14 +22,6 @@ OTHER = TableSpec(
     admission=AdmitFrequency(2, 5),
     expiry=Expiry(steps_to_live=2),
 )
-
-
-@pytest.fixture
-def path():
-    """A file that this process holds open, for itself and for others."""
-    file = os.memfd_create("store")
-    yield f"/proc/{os.getpid()}/fd/{file}"
-    os.close(file)
 
 
 def store_of(path=None, capacity_rows=8, **settings):
