@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +23,9 @@ SUPERVISOR = "supervisor"  # of any member
 AGENT = "agent"  # which has started the trainers
 RAISING = "exception"  # not a kill: a trainer finds a file of this name, and raises
 
-_TOGETHER = 0.25  # of the kills come before the one before is back
+# What is waited for after a kill; else the next one comes sooner.
+_BACK, _TRAINING = 0.75, 0.5
+_MOST_STEPS = 20
 
 
 class Killer:
@@ -34,6 +36,7 @@ class Killer:
         job: whose output says what happened if one does not come back.
         book: its address book.
         draw: says who is killed, and when.
+        progress: returns a number that grows with each step.
         roles: which are drawn, from a sequence that may have some several times.
         sizes: how many members each role has.
 
@@ -47,11 +50,12 @@ class Killer:
         job: ForkedJob,
         book: AddressBook,
         draw: random.Random,
+        progress: Callable[[], int],
         roles: Sequence[str],
         **sizes: int,
     ) -> None:
         self._folder, self._job, self._book = folder, job, book
-        self._draw, self._roles = draw, roles
+        self._draw, self._progress, self._roles = draw, progress, roles
         self._records = {
             role: [MemberRecord(book, role, index) for index in range(size)]
             for role, size in {"coordinator": 1, **sizes}.items()
@@ -63,8 +67,11 @@ class Killer:
         """Kill so many processes; all are back in the end."""
         for _ in range(num):
             wait_until(self._kill_one, "a process is killed", details=self._job.output)
-            if self._draw.random() >= _TOGETHER:
+            patience = self._draw.random()
+            if patience < _BACK:
                 self.wait()
+            if patience < _TRAINING:
+                self._wait_for_steps(self._draw.randint(1, _MOST_STEPS))
             time.sleep(most_pause_s * self._draw.random())  # it is killed anywhere
         self.wait()
         assert self._book.state() == ("running", ""), self._job.output()
@@ -79,6 +86,12 @@ class Killer:
         return "away " + ", ".join(
             f"{role} {len(away_s)}: {median(away_s):.1f} ({max(away_s):.1f})"
             for role, away_s in sorted(self.away_s.items())
+        )
+
+    def _wait_for_steps(self, num: int) -> None:
+        before, output = self._progress(), self._job.output
+        wait_until(
+            lambda: self._progress() >= before + num, "it trains", details=output
         )
 
     def _kill_one(self) -> bool:

@@ -31,6 +31,8 @@ import train
 class Slow(train.DNN):
     def forward(self, *tensors):
         if self.training and Path("slow").exists():
+            with Path("steps").open("a") as file:
+                file.write(".")
             time.sleep(0.4)
         return super().forward(*tensors)
 
@@ -49,7 +51,7 @@ def learn(tmp_path, draw):
         for name in ("embedding_config.yml", "global_config.yml"):
             shutil.copy(EXAMPLE / name, folder)
         (folder / "slowly.py").write_text(SLOWLY)
-        slow = folder / "slow"
+        slow, steps = folder / "slow", folder / "steps"
         variables = {"PERSIA_DATA_DIR": env.data_dir(), "SEED": str(seed)}
         variables["PERSIA_CHECKPOINT_INTERVAL_S"] = "1"
         scripts = "slowly.py", str(EXAMPLE / "data_loader.py")
@@ -58,7 +60,8 @@ def learn(tmp_path, draw):
                 slow.touch()
                 job.has_printed("step 0: ")
                 roles = [*SIZES, "coordinator", SUPERVISOR]
-                Killer(folder, job, book, draw, roles, **SIZES).kill(num_kills)
+                given = job, book, draw, lambda: steps.stat().st_size, roles
+                Killer(folder, *given, **SIZES).kill(num_kills)
                 slow.unlink()
             ended = job.wait()
         assert ended.status == 0, ended.output
