@@ -116,11 +116,15 @@ class Reply(Future[tuple[Header, Frames]]):
 
 @dataclass(slots=True)
 class _Away:
-    """Since when a server is away, the HELLO it was sent, and when it gets the next."""
+    """Since when a server is away, the HELLO it was sent, and when it gets the next.
+
+    ``address`` is where it is now, if it has moved.
+    """
 
     since_s: float
     hello: int = -1
     hello_s: float = math.inf
+    address: str = ""
 
 
 @dataclass(slots=True)
@@ -174,7 +178,6 @@ class Connections:
         # Why requests to a server fail at once. guarded by _lock
         self._lost: dict[int, tuple[str, type[ServerError]]] = {}
         self._away: dict[int, _Away] = {}  # the I/O thread changes it, under _lock
-        self._moved: dict[int, str] = {}  # address by server; guarded by _lock
         self._numbers = itertools.count(1)
         self._wakeup = Wakeup()
         # From its start on, the I/O thread owns these.
@@ -277,7 +280,7 @@ class Connections:
         """Look for a server that is away at another address from now on."""
         with self._lock:
             if server in self._away and address != self._addresses[server]:
-                self._moved[server] = address
+                self._away[server].address = address
 
     # The I/O thread
 
@@ -506,11 +509,10 @@ class Connections:
         now_s = time.monotonic()
         next_s = now_s + _IDLE_POLL_MS / 1000
         for server, away in list(self._away.items()):
-            with self._lock:
-                address = self._moved.pop(server, None)
-            if address is not None:
-                logger.warning("%s is looked for at %s", self.names[server], address)
-                self._addresses[server] = address
+            if away.address not in ("", self._addresses[server]):
+                self._addresses[server] = away.address
+                where = self.names[server], away.address
+                logger.warning("%s is looked for at %s", *where)
                 away.hello, away.hello_s = -1, math.inf
                 self._close_socket(server)
                 self._open(server)
