@@ -107,7 +107,6 @@ def lookup_training(
     ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
     rows, index = memory.rows_at(store, layout), index_at(store)
     logs, num_classes = np.uint64(store.logs.ctypes.data), len(store.logs)
-    num_kept = np.uint64(2 if rows.has_metadata else 1)
     tick = np.uint64(store.tally[memory.TICK])
     target = np.uint64(out_ND.ctypes.data)
     row_bytes = np.uint64(4 * rows.dim)
@@ -127,7 +126,7 @@ def lookup_training(
         address = rows.base + slot * rows.stride
         is_first = memory.tick_at(address) != tick
         if is_first:
-            memory.keep_row(store.log, address + memory.WORD, num_kept)
+            recovery.keep_use(store.log, address, rows.has_metadata)
         class_ = _ZERO
         if rows.has_metadata:
             count = np.uint64(counts_N[i]) if len(counts_N) else _ONE

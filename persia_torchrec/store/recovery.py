@@ -231,6 +231,28 @@ def _restore_tag(arenas: Words, address: np.uint64) -> None:
 
 
 @inlined
+def keep_use(log: np.uint64, address: np.uint64, has_metadata: bool) -> None:
+    """Keep what a use changes of the row at an address: its tick, and its frequency."""
+    if log == NO_LOG:
+        return
+    to = log + cpu.load_u64(log + END)
+    if to + _LINE > log + cpu.load_u64(log + STOP):
+        cpu.store_u64(log + LOST, _ONE)
+        cpu.fence()
+        return
+    cpu.store_u64(to, cpu.load_u64(address + WORD))
+    what = _describe(log, address + WORD, _ONE)
+    if has_metadata:
+        to += WORD
+        cpu.store_u64(to, cpu.load_u64(address + _HEADER_BYTES))
+        what += _ONE
+    cpu.store_u64(to + WORD, what | IS_ROW)
+    cpu.fence()
+    cpu.store_u64(log + END, to + _HEADER_BYTES - log)
+    cpu.fence()
+
+
+@inlined
 def keep_updated(log: np.uint64, address: np.uint64, num_bytes: np.uint64) -> None:
     """Keep what an update may change of a row: all but its header.
 
