@@ -1,16 +1,20 @@
 """Embedding servers and workers of ``job_type: Infer``, as processes of a test."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from persia_torchrec.launch import supervisor
 from persia_torchrec.lookup.pooling import warm_up as warm_up_worker
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.store.warm_up import warm_up as warm_up_store
 from persia_torchrec.wire import precision
 from persia_torchrec.worker import __main__ as worker
-from tests.ports import draw_ports
-from tests.processes import Processes, Running
+from tests.forked_jobs import ROOT
+from tests.ports import draw_port, draw_ports
+from tests.processes import Processes, Running, children_of, wait_until
 
 
 def run_server(*arguments):
@@ -21,6 +25,29 @@ def run_server(*arguments):
 def run_worker(*arguments):
     sys.argv = ["worker", *arguments]
     return worker.main()
+
+
+def run_supervised(module, port, *arguments):
+    """Be the supervisor of a role, which listens on its socket."""
+    flags = ["--port", str(port), "--memory-dir", "private"]
+    command = [sys.executable, "-m", f"persia_torchrec.{module}", *arguments]
+    return supervisor.main([*flags, "--", *command])
+
+
+def kill_below(running):
+    """Kill the process that a supervisor has started."""
+    (inner,) = children_of(running.pid)
+    (command,) = children_of(inner)
+    os.kill(command, signal.SIGKILL)
+
+
+def comes_back(running):
+    """Wait until a process that was killed once serves again."""
+    wait_until(
+        lambda: running.output().count("ready ") == 2,
+        f"{running.log.stem} is back",
+        details=running.output,
+    )
 
 
 class InferenceJob:
@@ -84,6 +111,21 @@ class InferenceJob:
             *("--embedding-config", str(config or self.embedding_config)),
             *("--global-config", str(self.path)),
         )
+
+    def supervised_server(self) -> Running:
+        """Start the only server, with a supervisor."""
+        own = ["--shard", "0", "--global-config", str(self.path)]
+        return self._supervised("server", "server", self.ports[0], *own)
+
+    def supervised_worker(self, index: int) -> Running:
+        """Start a worker with a supervisor."""
+        own = ["--embedding-config", str(self.embedding_config)]
+        own += ["--global-config", str(self.path)]
+        return self._supervised(f"worker {index}", "worker", draw_port(), *own)
+
+    def _supervised(self, name: str, *own: object) -> Running:
+        env = {"PYTHONPATH": str(ROOT)}
+        return self.processes.start(name, run_supervised, *own, env=env)
 
 
 def address_of(running: Running) -> str:

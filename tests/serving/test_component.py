@@ -1,5 +1,6 @@
 """``components/inference.py:serve``, through torchx, as a user starts it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,10 +9,12 @@ import urllib.request
 import numpy as np
 import pytest
 
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.member_record import MemberRecord
 from tests.forked_jobs import ROOT
 from tests.integration.torchx_jobs import TorchxJob
 from tests.ports import draw_port, draw_ports
-from tests.processes import DEADLINE_S
+from tests.processes import DEADLINE_S, wait_until
 from tests.serving.conftest import EVALUATION
 
 pytestmark = [
@@ -20,7 +23,7 @@ pytestmark = [
 ]
 
 
-def serve(folder, trained, *arguments):
+def serve(folder, trained, port, *arguments):
     (folder / "global_config.yml").write_text(
         "embedding_parameter_server_config:\n"
         "  capacity: 1000\n"
@@ -32,7 +35,7 @@ def serve(folder, trained, *arguments):
         str(ROOT / "components/inference.py:serve"),
         *("--embedding_config", str(trained.embedding_config)),
         *("--global_config", str(folder / "global_config.yml")),
-        *("--port", str(draw_port())),
+        *("--port", str(port)),
         *arguments,
     )
 
@@ -52,14 +55,27 @@ def test_two_inference_servers_predict_what_the_job_evaluated(tmp_path, trained)
     arguments = ["--checkpoint", str(trained.checkpoint), "--http_port", str(ports[0])]
     arguments += ["--embedding_servers", "2", "--predictors", "2"]
     arguments += ["--follow_model", "True"]
-    with serve(tmp_path, trained, *arguments) as job:
-        for port in ports:
-            job.has_printed(f"ready http://127.0.0.1:{port}")
+    own = draw_port()
+    with serve(tmp_path, trained, own, *arguments) as job:
+
+        def predict(port):
             for batch, expected in zip(EVALUATION, trained.expected, strict=True):
                 found = predictions_of(port, batch)
                 np.testing.assert_allclose(found, expected, atol=1e-6)
-        (coordinator,) = job.pids("persia_torchrec.launch.coordinator")
-        os.kill(coordinator, signal.SIGTERM)
+
+        for port in ports:
+            job.has_printed(f"ready http://127.0.0.1:{port}")
+            predict(port)
+        with contextlib.closing(AddressBook.join("localhost", own)) as book:
+            killed = MemberRecord(book, "predictor", 0).process()
+            os.kill(killed.pid, signal.SIGKILL)
+            predict(ports[1])
+            job.has_printed("predictor 0 is back, after ")
+            ready = f"ready http://127.0.0.1:{ports[0]}"
+            wait_until(lambda: job.output().count(ready) == 2, "it is ready")
+            predict(ports[0])
+            coordinator = MemberRecord(book, "coordinator", 0).process()
+            os.kill(coordinator.pid, signal.SIGTERM)
         ended = job.wait()
     assert ended.status == 0, ended.output
     assert "the job is finished" in ended.logs["coordinator 0"]
@@ -69,8 +85,8 @@ def test_a_missing_checkpoint_ends_all_roles_and_each_says_which_failed(
     tmp_path, trained
 ):
     arguments = ["--checkpoint", str(tmp_path / "absent"), "--http_port"]
-    arguments += [str(draw_port())]
-    with serve(tmp_path, trained, *arguments) as job:
+    arguments += [str(draw_port()), "--recover", "False"]
+    with serve(tmp_path, trained, draw_port(), *arguments) as job:
         ended = job.wait()
     assert ended.status == 1
     assert set(ended.logs) == {"coordinator 0", "server 0", "worker 0", "predictor 0"}

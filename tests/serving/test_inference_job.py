@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,11 +14,15 @@ from persia_torchrec.ctx import InferCtx
 from persia_torchrec.launch import persia_launcher
 from persia_torchrec.server import __main__ as server
 from persia_torchrec.worker import __main__ as worker
-from tests.ports import draw_ports
 from tests.processes import Processes
 from tests.servers import DEADLINE_S
 from tests.serving.conftest import EVALUATION
-from tests.serving.inference_job import InferenceJob, address_of
+from tests.serving.inference_job import (
+    InferenceJob,
+    address_of,
+    comes_back,
+    kill_below,
+)
 from tests.serving.running import ROOT, Serving
 from tests.serving.test_following import are_close, predict
 
@@ -201,40 +204,22 @@ def test_a_worker_with_contradictory_settings_ends_with_the_reason(
 
 def test_the_others_answer_while_a_role_is_killed_and_started_again(processes, trained):
     job = InferenceJob(processes, trained.checkpoint, trained.embedding_config)
-    server, ports = job.server(0), draw_ports(3)
-    workers = [job.worker(f"worker {n}", port=ports[n]) for n in range(2)]
-    arguments = (
+    server = job.supervised_server()
+    workers = [job.supervised_worker(index) for index in range(2)]
+    serving = Serving(
+        processes,
         *("--checkpoint", str(trained.checkpoint), "--patience-s", str(DEADLINE_S)),
         *("--workers", *map(address_of, workers)),
     )
-    fixed = "--port", str(ports[2])
-    first = Serving(processes, *arguments, *fixed, name="first")
-    second = Serving(processes, *arguments, name="second")
 
-    def answers(serving):
+    def answers():
         return are_close(predict(serving.address), trained.expected)
 
-    assert answers(first)
-    assert answers(second)
-    kill(workers[0])
-    assert all(answers(serving) for serving in (first, second) for _ in range(2))
-    with urllib.request.urlopen(f"{first.address}/health") as health:
-        assert json.load(health)["ready"]
-    again = job.worker("worker 0 again", port=ports[0])
-    address_of(again)
-    kill(workers[1])
-    assert answers(second)
-    kill(first.process)
-    assert answers(second)
-    kill(server)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(answers, second)
-        job.server(0)
-        assert waiting.result(DEADLINE_S)
-    alone = (*arguments[:5], address_of(again), *fixed)
-    assert answers(Serving(processes, *alone, name="first again"))
-
-
-def kill(running):
-    running.send(signal.SIGKILL)
-    assert running.status() == -signal.SIGKILL
+    for killed in (*workers, server):  # each worker alone, when the other is back
+        assert answers()
+        kill_below(killed)
+        assert answers()
+        with urllib.request.urlopen(f"{serving.address}/health") as health:
+            assert json.load(health)["ready"]
+        comes_back(killed)
+    assert answers()
