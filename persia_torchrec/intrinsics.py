@@ -9,15 +9,21 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
 Pointer = npt.NDArray[np.float32]
 """Where numbers begin; to mypy, which knows no pointers, an array. ``x[d]`` reads and
 writes an element; there are no negative indices."""
+
+HAS_CARRYLESS_PRODUCT = numba.config.CPU_NAME is None and bool(
+    binding.get_host_cpu_features().get("pclmul")
+)
+"""Whether there is :func:`fold`."""
 
 _BYTE, _HALF, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _LINE = ir.VectorType(_WORD, 8)
@@ -187,6 +193,27 @@ def words_empty(builder: Any, address: Any) -> Any:
 def _load_line(builder: Any, address: Any) -> Any:
     line = ir.VectorType(_WORD, 8)
     return builder.load(builder.inttoptr(address, line.as_pointer()), align=64)
+
+
+@_emitted(types.void, *[types.uint64] * 4)
+def fold(builder: Any, at: Any, data: Any, low: Any, high: Any) -> None:
+    """Multiply both words at an address, without carries, and add two words of data.
+
+    The words and their products are polynomials over GF(2), so that adding is xor.
+    """
+    pair = ir.VectorType(_WORD, 2)
+    state, added = (builder.inttoptr(a, pair.as_pointer()) for a in (at, data))
+    factors = ir.Constant(pair, ir.Undefined)
+    for k, factor in enumerate((low, high)):
+        factors = builder.insert_element(factors, factor, ir.Constant(_HALF, k))
+    signature = ir.FunctionType(pair, [pair, pair, _BYTE])
+    name = "llvm.x86.pclmulqdq"
+    product = builder.module.declare_intrinsic(name, fnty=signature)
+    words, total = builder.load(state, align=8), builder.load(added, align=1)
+    for both in (0x00, 0x11):  # the low words, the high words
+        one = builder.call(product, [words, factors, ir.Constant(_BYTE, both)])
+        total = builder.xor(total, one)
+    builder.store(total, state, align=8)
 
 
 @_emitted(types.uint64, types.uint64)

@@ -269,12 +269,24 @@ class FilledServer(Filled):
 
 @contextmanager
 def filled_server(
-    spec: TableSpec, num_rows: int, logs: str | None = None, interval_s: float = 2.0
+    spec: TableSpec,
+    num_rows: int,
+    logs: str | None = None,
+    interval_s: float = 2.0,
+    *,
+    restarts: bool = False,
 ) -> Iterator[FilledServer]:
-    """Fill a server on the first core; it writes increments to the folder ``logs``."""
+    """Fill a server on the first core; it writes increments to the folder ``logs``.
+
+    With ``restarts`` its rows are in memory that outlives it.
+    """
     with pinned(0):
         cluster = EmbeddingCluster.local(
-            1, num_rows, incremental_dir=logs, incremental_interval_s=interval_s
+            1,
+            num_rows,
+            incremental_dir=logs,
+            incremental_interval_s=interval_s,
+            restarts=restarts,
         )
     with cluster, pinned(-1), closing(EmbeddingClient.connect(cluster.addresses)) as c:
         yield FilledServer(spec, num_rows, c, cluster.processes[0].pid)

@@ -1,8 +1,9 @@
 """What does it cost to write increments, and how soon do followers have them?
 
-Two servers get the same Zipf batches in turn, one of them writes increments: several
-in flight, and one by one with pauses. A server of inference follows it, is asked for a
-row of the last batch until it has it, and must end with every row to the last bit.
+Servers with and without increments, in private memory and in memory that outlives
+them, get the same Zipf batches in turn: several in flight, and one by one with pauses.
+A server of inference follows one, is asked for a row of the last batch until it has it,
+and must end with every row to the last bit.
 """
 
 import tempfile
@@ -33,7 +34,7 @@ class IncrementSettings(ZipfLoad):
     """What to measure."""
 
     dim: Annotated[int, "embedding dim"] = 16
-    batches: Annotated[int, "batches per turn"] = 100
+    batches: Annotated[int, "batches per turn"] = 400
     paced_batches: Annotated[int, "batches of a turn with pauses"] = 20
     repeats: Annotated[int, "turns of each server"] = 5
     interval_s: Annotated[float, "how often an increment is begun"] = 2.0
@@ -47,11 +48,19 @@ def measure(settings: IncrementSettings) -> list[Table]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs, run = str(folder / "logs"), str(folder / "run")
-        plain = stack.enter_context(filled_server(spec, num_rows))
-        logging = filled_server(spec, num_rows, logs, settings.interval_s)
-        writing = stack.enter_context(logging)
-        _wait_until_written(writing)
-        servers = {"nothing": plain, "increments": writing}
+        servers = {}
+        for name, log in {
+            "nothing": None,
+            "increments": logs,
+            "nothing, and survives": None,
+            "increments, and survives": str(folder / "others"),
+        }.items():
+            server = filled_server(
+                *(spec, num_rows, log, settings.interval_s), restarts="," in name
+            )
+            servers[name] = stack.enter_context(server)
+            _wait_until_written(servers[name])
+        writing = servers["increments"]
         cost = _measure_cost(settings, servers, turns)
         writing.client.checkpoints.dump(folder / "run")
         with pinned(-1):
@@ -81,26 +90,29 @@ def _measure_cost(
     writing = servers["increments"]
     before = writing.client.counters()[0]
     for requests in turns:
+        num_rows = sum(map(len, requests))
         for name, server in servers.items():
-            start_s, num_rows = cpu_seconds(server.pid), sum(map(len, requests))
-            seconds = server.stream(requests)
+            start_s = cpu_seconds(server.pid)
+            timings.add(name, num_rows, server.stream(requests))
+            _wait_until_written(server)
             cpu_s[name] += (cpu_seconds(server.pid) - start_s) / num_rows
-            timings.add(name, num_rows, seconds)
             paced = requests[: settings.paced_batches]
             paced_s[name] += _take_paced_turn(server, paced)
-        _wait_until_written(writing)
+            _wait_until_written(server)
     rows = []
     for name, batch_s in paced_s.items():
-        rate, ratio = timings.rate(name), timings.paired_ratio(name, "nothing")
+        base = name.replace("increments", "nothing")
+        rate, ratio = timings.rate(name), timings.paired_ratio(name, base)
         cpu_ns = cpu_s[name] / len(turns) * 1e9
         ms = [1e3 * median(batch_s), 1e3 * float(np.quantile(batch_s, 0.95))]
         rows.append([name, rate.median, rate.slowest, ratio, cpu_ns, *ms])
     after = writing.client.counters()[0]
     written, size = (after[name] - before[name] for name in _WRITTEN)
     header = (
-        "server writes | M rows/s, median | slowest turn | of the other | processor "
+        "server writes | M rows/s, median | slowest turn | of nothing | processor of "
+        "the server until all is written, ns per row | ms per batch with pauses | 95th "
+        "percentile"
     )
-    header += "of the server, ns per row | ms per batch with pauses | 95th percentile"
     notes = [f"Written: {written} rows, {size / 1e6:.0f} MB."]
     return Table("cost", "For a server that is never idle.", header, rows, notes)
 
@@ -128,7 +140,7 @@ def _wait_for(is_done: Callable[[], bool], pause_s: float = 0.5) -> None:
 
 
 def _wait_until_written(server: FilledServer) -> None:
-    _wait_for(lambda: not server.client.counters()[0]["increments_waiting"])
+    _wait_for(lambda: not server.client.counters()[0].get("increments_waiting"))
 
 
 def _require_same_rows(server: FilledServer, follower: EmbeddingClient) -> None:

@@ -5,11 +5,15 @@ then renamed, on HDFS too; an object store makes an object visible when its uplo
 """
 
 import contextlib
+import errno
+import fcntl
+import io
+import mmap
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import fsspec
 import msgspec
@@ -19,6 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
 
+_BUFFER_BYTES = 2**20
 _FOR_HDFS = (
     " For hdfs:// install persia-torchrec[hdfs], Java and Hadoop's client, and set "
     "JAVA_HOME, HADOOP_HOME and CLASSPATH."
@@ -152,9 +157,9 @@ class Folder:
     def _write_local(self, path: str) -> Iterator[IO[bytes]]:
         unfinished = Path(f"{path}.unfinished")
         try:
-            with unfinished.open("wb", buffering=0) as file:
-                yield file
-                os.fsync(file.fileno())
+            with contextlib.closing(_DirectFile(unfinished)) as file:
+                yield cast("IO[bytes]", file)
+                file.sync()
             unfinished.replace(path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
@@ -187,6 +192,52 @@ class Folder:
 
     def _within(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
+
+
+class _DirectFile(io.RawIOBase):
+    """A new file that is written past the page cache, where the file system can.
+
+    Else the system copies all of it, to memory that it has to free elsewhere.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # aligned, as it has to be
+        self._num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write some of the data; return how many bytes."""
+        data = memoryview(data)
+        begin, end = self._num_bytes, self._num_bytes + len(data)
+        end = self._num_bytes = min(end, _BUFFER_BYTES)
+        self._buffer[begin:end] = data[: end - begin]
+        if end == _BUFFER_BYTES:
+            self._write_out(os.O_DIRECT)
+        return end - begin
+
+    def sync(self) -> None:
+        """Write all of it to the disk."""
+        self._write_out(0)
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """End the use of the file. May be called twice."""
+        if not self.closed:
+            os.close(self._file)
+        super().close()
+
+    def _write_out(self, mode: int) -> None:
+        with contextlib.suppress(OSError):  # a file system that has no such mode
+            fcntl.fcntl(self._file, fcntl.F_SETFL, mode)
+        left = memoryview(self._buffer)[: self._num_bytes]
+        self._num_bytes = 0
+        while left:
+            try:
+                left = left[os.write(self._file, left) :]
+            except OSError as exc:
+                if exc.errno != errno.EINVAL or not mode:
+                    raise
+                mode = fcntl.fcntl(self._file, fcntl.F_SETFL, 0)  # which is 0
 
 
 @contextlib.contextmanager

@@ -19,9 +19,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from persia_torchrec import intrinsics as cpu
+from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.routing.hashing import Ids
+from persia_torchrec.store.memory import Words
 from persia_torchrec.store.row_moves import RowColumns, RowShape
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
@@ -32,6 +35,12 @@ _HEAD = struct.Struct("<4sIII")
 _END = struct.Struct("<4sIQ")
 _ROWS, _GONE, _ENDS = b"ROWS", b"GONE", b"ENDS"
 _ID_BYTES = 8
+_FOLDED_BYTES = 64
+_FOLDED_FROM = 1024  # bytes; less is as fast without
+_BY_512, _BY_128 = (  # x to the power of so many bits, and 64 more, modulo CRC-32's
+    (np.uint64(0x154442BD4), np.uint64(0x1C6E41596)),
+    (np.uint64(0x1751997D0), np.uint64(0x0CCAA009E)),
+)
 _MAX_JSON_BYTES = 2**28
 _MAX_BLOCK_BYTES = 2**28
 
@@ -137,7 +146,7 @@ class RowFileWriter:
         columns = [column.data.cast("B") for column in arrays if column.size]
         checksum = 0
         for column in columns:
-            checksum = zlib.crc32(column, checksum)
+            checksum = crc32(column, checksum)
         head = _HEAD.pack(kind, table, len(block), checksum)
         self._checksum = zlib.crc32(head, self._checksum)
         self._num_rows += len(block)
@@ -198,7 +207,7 @@ class RowFileReader(Generic[Head]):
                 num_bytes <= _MAX_BLOCK_BYTES, f"a block of {num_bytes} bytes"
             )
             payload = self._take(num_bytes)
-            is_whole = zlib.crc32(payload) == checksum
+            is_whole = crc32(payload) == checksum
             self._require(is_whole, "a block with another checksum")
             total += num_rows
             all_heads = zlib.crc32(head, all_heads)
@@ -230,3 +239,38 @@ class RowFileReader(Generic[Head]):
             )
         self.num_bytes += num_bytes
         return data
+
+
+def crc32(data: bytes | memoryview, previous: int = 0) -> int:
+    """Return ``zlib.crc32``, several times as fast where the processor helps.
+
+    Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+    Instruction", Intel 2009: 16 bytes that have the same remainder stand for many.
+    """
+    num = len(data) // _FOLDED_BYTES * _FOLDED_BYTES
+    if num < _FOLDED_FROM or not cpu.HAS_CARRYLESS_PRODUCT:
+        return zlib.crc32(data, previous)
+    folded = np.zeros(_FOLDED_BYTES // 8, dtype=np.uint64)
+    _fold_blocks(
+        read_only(np.frombuffer(data, np.uint8)[:num]),
+        np.uint64(~previous % 2**32),
+        folded,
+    )
+    first = zlib.crc32(folded[:2].tobytes(), 2**32 - 1)
+    return zlib.crc32(memoryview(data)[num:], first)
+
+
+@compiled
+def _fold_blocks(
+    data: npt.NDArray[np.uint8], remainder: np.uint64, folded: Words
+) -> None:
+    """Write 16 bytes to ``folded``, with the remainder of all the data."""
+    begin, to = np.uint64(data.ctypes.data), np.uint64(folded.ctypes.data)
+    cpu.copy_bytes(to, begin, np.uint64(_FOLDED_BYTES))
+    folded[0] ^= remainder
+    for offset in range(_FOLDED_BYTES, len(data), _FOLDED_BYTES):
+        for lane in range(0, _FOLDED_BYTES, 16):
+            at = begin + np.uint64(offset + lane)
+            cpu.fold(to + np.uint64(lane), at, *_BY_512)
+    for lane in range(16, _FOLDED_BYTES, 16):
+        cpu.fold(to, to + np.uint64(lane), *_BY_128)

@@ -56,7 +56,7 @@ class ServerConfig(ImportFlags):
     incremental_interval_s: float = 2.0
     """How often an increment begins, if something has changed."""
     incremental_buffer_rows: int = 1_000_000
-    """Changes after which an increment begins earlier; a row counts each time."""
+    """Changed rows, each counted once, after which an increment begins earlier."""
     incremental_queue: int = 1000
     """How many such buffers may wait while increments cannot be written."""
     metrics: MetricsSettings = field(

@@ -1,8 +1,8 @@
 """Write the increments of a training server, in the background of its requests.
 
     serving thread                                   writing thread
-      journal --FlushRequest--> inbox  ------------> dirty set: each changed id once
-      copies their rows <---- slices of ids --------    |
+      journal --FlushRequest--> inbox  ------------> dirty set: each changed slot once
+      copies their rows <---- slices of slots ------    |
                          -----------------------------> checksum --> file, number + 1
 
 The serving thread never waits for the other. An increment begins when something has
@@ -14,8 +14,8 @@ from the checkpoint that was loaded. A server that lost its memory continues the
 that it has restored its rows from.
 
 Dimension key:
-    U: ids of one table, each once
-    L: ids as requests named them
+    N: slots as a request changed them
+    L: ids that have left
 """
 
 import contextlib
@@ -23,12 +23,11 @@ import logging
 import math
 import os
 import queue
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -39,106 +38,129 @@ from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuB
 from persia_torchrec.checkpoint.catalog import Base, Log, LogPosition
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.row_file import IncrementHead, RowFileWriter, SavedTable
-from persia_torchrec.compiled import read_only
+from persia_torchrec.compiled import compiled
 from persia_torchrec.errors import CheckpointError
-from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.routing.shard import unique_ids
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.store.journal import Changes
+from persia_torchrec.store.journal import ChangedSlots, Changes
+from persia_torchrec.store.memory import MISSING, Ids, Slots, Words
 from persia_torchrec.store.row_moves import POSITION_BITS, RowColumns, gather_rows
 
 logger = logging.getLogger(__name__)
 
 Uses = npt.NDArray[np.uint64]
-Bools = npt.NDArray[np.bool_]
+Copy = Callable[[EmbeddingStore], RowColumns | Ids]
 
 RETRY_S = 10.0  # how soon after a failure a new log begins
-_CPU_FRACTION = 0.1  # of a CPU that copying rows takes while requests for rows arrive
-_MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` one increment may have
-_LAST_OFFSET = np.uint64(2**POSITION_BITS - 1)
+_CPU_FRACTION = 0.06  # of a CPU while requests for rows arrive, the writing included
+_MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` may be noted for one
+_LAST_POSITION = np.uint64(2**POSITION_BITS - 1)
+_POSITION_BITS = np.uint64(POSITION_BITS)
+_ONE, _63 = np.uint64(1), np.uint64(63)
 _MAX_SLICES = 8  # copied slices that may wait to be written
-_SLICE_BYTES = 2**18
-_NICE = 10
+_SLICE_BYTES = 2**19
 _CHECK_S = 0.1
 _CLOSE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class DirtyIds:
-    """The ids of one table whose rows have changed, each once; ``(U,)`` each."""
-
-    ids: Ids
-    latest: Uses
-    """When each was last used, such that the maximum of several is the last: the tick
-    of the request, and in the lowest 24 bits the largest offset minus the offset in it.
-    0 where it was not used."""
-    have_left: Bools  # whether its row left at some moment; it may be back
-
-    @property
-    def uses(self) -> Uses:
-        """When each was last used, as in ``RowColumns``; 0 where it was not."""
-        return np.where(self.latest == 0, self.latest, self.latest ^ _LAST_OFFSET)
-
-    def split(self, num_ids: int) -> Iterator["DirtyIds"]:
-        """Yield all of it in slices."""
-        for start in range(0, len(self.ids), num_ids):
-            part = slice(start, start + num_ids)
-            yield DirtyIds(self.ids[part], self.latest[part], self.have_left[part])
-
-
 class DirtySet:
-    """Which rows have changed since the previous increment, by number of the table."""
+    """What has changed since the previous increment: slots, and ids that have left.
 
-    def __init__(self) -> None:
-        self.tables: dict[int, DirtyIds] = {}
+    ``len`` counts each slot once. Of all notes of a slot the last one counts: they are
+    read from the end, and a bit says that a slot is still to come.
+    """
+
+    def __init__(self, capacity_rows: int) -> None:
+        self._num_words = capacity_rows // 64 + 1
+        self._notes: list[ChangedSlots] = []
+        self._marks: dict[int, Words] = {}  # by number of the arena
+        self.num_noted = self._num_marked = 0
+        self.left: list[tuple[int, Ids]] = []
+        """Table and ids of rows that have left; some may be back."""
         self.was_cleared = False
 
     def __len__(self) -> int:
-        return sum(len(dirty.ids) for dirty in self.tables.values())
+        return self._num_marked + sum(len(ids) for _, ids in self.left)
 
     def add(self, changes: Changes) -> None:
         """Add what a journal noted next."""
         if changes.was_cleared:
-            self.tables, self.was_cleared = {}, True
-        named: dict[int, list[DirtyIds]] = {}
-        for used in changes.used:
-            ids_L = used.in_order()
-            offsets = np.minimum(np.arange(len(ids_L), dtype=np.uint64), _LAST_OFFSET)
-            latest_L = np.uint64(used.tick << POSITION_BITS) | (_LAST_OFFSET - offsets)
-            named.setdefault(used.table, []).append(_named(ids_L, latest_L))
-        for table, ids_L in changes.updated:
-            named.setdefault(table, []).append(_named(ids_L))
+            self._notes, self._marks, self.left = [], {}, []
+            self.num_noted = self._num_marked = 0
+            self.was_cleared = True
+        for note in changes.slots:
+            if note.arena not in self._marks:
+                self._marks[note.arena] = np.zeros(self._num_words, dtype=np.uint64)
+            self._num_marked += _mark(self._marks[note.arena], note.slots)
+        self._notes += changes.slots
+        self.num_noted += changes.num_rows
         for left in changes.left:
-            for owner in np.unique(left[:, 1]).tolist():
-                ids_L = left[left[:, 1] == owner, 0]
-                named.setdefault(owner - 1, []).append(_named(ids_L, has_left=True))
-        for table, pieces in named.items():
-            known = [self.tables[table]] if table in self.tables else []
-            self.tables[table] = _merge([*known, *pieces])
+            owners, ids_L = left[:, 1], left[:, 0]
+            for owner in np.unique(owners).tolist():
+                self.left.append((owner - 1, ids_L[owners == owner]))
+
+    def take(self, rows_a_slice: Sequence[int]) -> Iterator[tuple[int, Copy]]:
+        """Yield, for each slice of all that has changed, its table and what copies it.
+
+        The number of rows is by table. The uses of rows are those of ``RowColumns``; 0
+        where a row has not been used.
+        """
+        pieces: dict[int, list[tuple[Slots, Uses]]] = {}
+        # The last use first; updates, which are no use, at the end.
+        for note in sorted(self._notes, key=lambda note: -note.tick):
+            piece = _unmark(self._marks[note.arena], note.slots, np.uint64(note.tick))
+            pieces.setdefault(note.table, []).append(piece)
+        for table, of_table in pieces.items():
+            slots, uses = map(np.concatenate, zip(*of_table, strict=True))
+            for part in _parts(len(slots), rows_a_slice[table]):
+                copy = partial(gather_rows, table=table, slots_N=slots[part])
+                yield table, partial(copy, uses_N=uses[part])
+        for table, ids in self.left:
+            for part in _parts(len(ids), rows_a_slice[table]):
+                yield table, partial(_find_gone, table=table, ids_L=ids[part])
 
 
-def _named(
-    ids_L: Ids, latest_L: Uses | None = None, *, has_left: bool = False
-) -> DirtyIds:
-    latest_L = np.zeros(len(ids_L), np.uint64) if latest_L is None else latest_L
-    return DirtyIds(ids_L, latest_L, np.full(len(ids_L), has_left))
+def _parts(num: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, num, size))
 
 
-def _merge(pieces: Sequence[DirtyIds]) -> DirtyIds:
-    """Return all ids, each once with its latest use."""
-    unique = unique_ids(np.concatenate([piece.ids for piece in pieces]))
-    latest_U = np.zeros(len(unique.ids), dtype=np.uint64)
-    latest_L = np.concatenate([piece.latest for piece in pieces])
-    np.maximum.at(latest_U, unique.inverse, latest_L)
-    have_left_U = np.zeros(len(unique.ids), dtype=np.bool_)
-    have_left_L = np.concatenate([piece.have_left for piece in pieces])
-    have_left_U[unique.inverse[have_left_L]] = True
-    return DirtyIds(read_only(unique.ids.copy()), latest_U, have_left_U)
+def _find_gone(store: EmbeddingStore, table: int, ids_L: Ids) -> Ids:
+    """Return those ids that have no row."""
+    gone: Ids = ids_L[store.find(table, ids_L) == MISSING]
+    return gone
 
 
-FlushRequest = tuple[Changes, IncrementHead]
-"""What a journal noted, and the head of an increment that would begin then."""
+@compiled
+def _mark(marks: Words, slots_N: Slots) -> int:
+    """Set the bits of slots; return how many were not set."""
+    num = 0
+    for n in range(len(slots_N)):
+        word, bit = slots_N[n] >> 6, _ONE << (np.uint64(slots_N[n]) & _63)
+        num += marks[word] & bit == 0
+        marks[word] |= bit
+    return num
+
+
+@compiled
+def _unmark(marks: Words, slots_N: Slots, tick: np.uint64) -> tuple[Slots, Uses]:
+    """Return the slots whose bits are set, and their uses; the bits are set no more."""
+    slots = np.empty(len(slots_N), dtype=np.uint32)
+    uses = np.zeros(len(slots_N), dtype=np.uint64)
+    num = 0
+    for n in range(len(slots_N)):
+        word, bit = slots_N[n] >> 6, _ONE << (np.uint64(slots_N[n]) & _63)
+        if marks[word] & bit:
+            marks[word] ^= bit
+            slots[num] = slots_N[n]
+            if tick:
+                uses[num] = (tick << _POSITION_BITS) | min(np.uint64(n), _LAST_POSITION)
+            num += 1
+    return slots[:num].copy(), uses[:num].copy()
+
+
+FlushRequest = tuple[Changes, IncrementHead, bool]
+"""What a journal noted, the head of an increment that would begin then, and whether one
+is due; if not, it begins when many rows have changed."""
 
 
 class IncrementWriter(BackgroundTask):
@@ -155,16 +177,18 @@ class IncrementWriter(BackgroundTask):
         self.log = log
         self.number = 1
         self.written = Counter(increment_rows=0, increment_bytes=0)
+        self.cpu_s = 0.0  # of the thread
         self._folder = folder.child(log.name)
-        self._max_ids = _MAX_BUFFERS * config.incremental_buffer_rows
+        self._config = config
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.incremental_queue)
         self.dumps: deque[tuple[str, int]] = deque()
         self.ending = threading.Event()
-        self._wanted: deque[tuple[int, DirtyIds]] = deque()
-        self._copied: queue.SimpleQueue[tuple[int, DirtyIds, RowColumns, Bools]]
+        self._wanted: deque[tuple[int, Copy]] = deque()
+        self._copied: queue.SimpleQueue[tuple[int, RowColumns | Ids]]
         self._copied = queue.SimpleQueue()
-        self._dirty = DirtySet()
+        self._dirty = DirtySet(config.capacity_rows)
         self._head: IncrementHead | None = None
+        self._is_due = False
         self._num_flushes = 0  # in the next increment
         self._last_cut = self.num_cuts_written = 0
         self._known_dumps: list[tuple[str, int]] = []
@@ -177,8 +201,8 @@ class IncrementWriter(BackgroundTask):
 
     def copy_rows(self, store: EmbeddingStore) -> None:
         """Copy the next rows that are wanted."""
-        table, dirty = self._wanted.popleft()
-        self._copied.put((table, dirty, *gather_rows(store, table, dirty.ids)))
+        table, copy = self._wanted.popleft()
+        self._copied.put((table, copy(store)))
 
     def cancel(self) -> None:
         """Give up what is not written, without waiting for the thread."""
@@ -189,14 +213,12 @@ class IncrementWriter(BackgroundTask):
 
     def _run(self) -> None:
         try:
-            if sys.platform == "linux":  # a thread has a priority of its own there
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             self._folder.make()
             self._folder.write_json(catalog.LOG_FILE, self.log)
             while True:
                 is_last = self.ending.is_set()
                 self._take_flushes(_CHECK_S)
-                if self._head is not None:
+                if self._head is not None and (is_last or self._begins()):
                     self._write_next(self._head)
                 elif is_last:
                     return
@@ -206,9 +228,18 @@ class IncrementWriter(BackgroundTask):
                     self._folder.remove(catalog.LOG_FILE)
             raise
 
+    def _begins(self) -> bool:
+        is_large = len(self._dirty) >= self._config.incremental_buffer_rows
+        return self._is_due or is_large or self._is_full()
+
+    def _is_full(self) -> bool:
+        most = _MAX_BUFFERS * self._config.incremental_buffer_rows
+        return self._dirty.num_noted >= most
+
     def _write_next(self, head: IncrementHead) -> None:
         dirty, num_flushes, last_cut = self._dirty, self._num_flushes, self._last_cut
-        self._dirty, self._head, self._num_flushes = DirtySet(), None, 0
+        self._dirty, self._head = DirtySet(self._config.capacity_rows), None
+        self._is_due, self._num_flushes = False, 0
         head = msgspec.structs.replace(
             head, number=self.number, was_cleared=dirty.was_cleared
         )
@@ -228,30 +259,29 @@ class IncrementWriter(BackgroundTask):
         self, writer: RowFileWriter, dirty: DirtySet, head: IncrementHead
     ) -> None:
         num_slices = 0
-        for table, ids in dirty.tables.items():
-            row_bytes = head.tables[table].shape.row_bytes
-            for part in ids.split(max(_SLICE_BYTES // row_bytes, 1)):
-                self._wanted.append((table, part))
-                num_slices += 1
+        shapes = [table.shape for table in head.tables]
+        sizes = [max(_SLICE_BYTES // shape.row_bytes, 1) for shape in shapes]
+        for wanted in dirty.take(sizes):
+            self._wanted.append(wanted)
+            num_slices += 1
         while num_slices:
             with contextlib.suppress(queue.Empty):
-                table, ids, rows, found_N = self._copied.get(timeout=_CHECK_S)
+                writer.write(*self._copied.get(timeout=_CHECK_S))
                 num_slices -= 1
-                rows.uses[:] = ids.uses[found_N]
-                writer.write(table, rows)
-                writer.write(table, ids.ids[~found_N & ids.have_left])
             self._take_flushes(0)
 
     def _take_flushes(self, timeout_s: float) -> None:
         """Add the flush requests that have come to the next increment."""
         self.require_not_cancelled()
+        self.cpu_s = time.thread_time()
         with contextlib.suppress(queue.Empty):
-            while len(self._dirty) < self._max_ids:
-                changes, self._head = self.inbox.get(timeout_s > 0, timeout_s)
+            while not self._is_full():
+                changes, self._head, is_due = self.inbox.get(timeout_s > 0, timeout_s)
                 timeout_s = 0
+                self._num_flushes += 1
+                self._is_due |= is_due
                 self._dirty.add(changes)
                 self._last_cut = changes.number
-                self._num_flushes += 1
 
     def _prune(self) -> None:
         """Delete increments that no complete checkpoint before the new dumps needs.
@@ -287,12 +317,14 @@ class Increments:
         self._store = store
         self._activity = activity
         self._budget = CpuBudget(_CPU_FRACTION, activity)
+        self._num_cpus, self._charged_cpu_s = len(os.sched_getaffinity(0)), 0.0
         self._writer: IncrementWriter | None = None
         self._failed: IncrementWriter | None = None  # the last one that did
         self._begin_s = -math.inf  # when the next log begins, if there is none
         self.next_log = Base("empty"), ""
         self._noted: Changes | None = None  # by the previous process
         self._flushed_s = 0.0
+        self._waits_for_more = False  # what was handed over, until the next is due
         names = "increment_rows", "increment_bytes", "increment_logs_failed"
         self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
         if config.incremental_dir is not None:
@@ -339,6 +371,7 @@ class Increments:
         log = Log.begin(config.shard, config.num_shards, base, history)
         noted, self._noted = self._noted, None
         self._writer = IncrementWriter(self._folder, log, config)
+        self._charged_cpu_s, self._waits_for_more = 0.0, False
         self._store.journal.begin(log.token, noted)
         self._flushed_s = self._activity.clock()
         logger.info("log %s begins, base=%s", log.name, base.kind)
@@ -348,8 +381,9 @@ class Increments:
         writer, config, now_s = self._writer, self._config, self._activity.clock()
         if writer is not None:
             self._store.journal.release(writer.num_cuts_written)
-        is_full = self._store.journal.changes.num_ids >= config.incremental_buffer_rows
-        is_due = is_full or now_s - self._flushed_s >= config.incremental_interval_s
+            self._charge(writer)
+        is_full = self._store.journal.changes.num_rows >= config.incremental_buffer_rows
+        is_due = now_s - self._flushed_s >= config.incremental_interval_s
         if writer is None:
             # A hanging file system blocks one thread at most.
             is_over = self._failed is None or self._failed.phase != "writing"
@@ -366,8 +400,8 @@ class Increments:
                 "or raise incremental_channel_capacity"
             )
             self._fail(writer, CheckpointError(reason))
-        elif is_due and not writer.inbox.full():
-            self._flush(writer)
+        elif (is_due or is_full) and not writer.inbox.full():
+            self._flush(writer, is_due=is_due)
         elif writer.wants_rows and self._budget.has_credit():
             with self._budget.spend():
                 writer.copy_rows(self._store)
@@ -402,7 +436,7 @@ class Increments:
             if self._store.journal.is_empty:
                 writer.ending.set()
             elif not writer.inbox.full():
-                self._flush(writer)
+                self._flush(writer, is_due=True)
             if writer.wants_rows:
                 writer.copy_rows(self._store)
             else:
@@ -426,11 +460,19 @@ class Increments:
         self.suspend()
         self._begin_s = self._activity.clock() + RETRY_S
 
-    def _flush(self, writer: IncrementWriter) -> None:
-        self._flushed_s = self._activity.clock()
-        if self._store.journal.is_empty:
-            return
+    def _charge(self, writer: IncrementWriter) -> None:
+        """Charge what the other thread took of the CPUs that both may use."""
+        cpu_s = writer.cpu_s
+        self._budget.charge((cpu_s - self._charged_cpu_s) / self._num_cpus)
+        self._charged_cpu_s = cpu_s
+
+    def _flush(self, writer: IncrementWriter, *, is_due: bool) -> None:
         store, config = self._store, self._config
+        if is_due:
+            self._flushed_s = self._activity.clock()
+        if store.journal.is_empty and not self._waits_for_more:
+            return
+        self._waits_for_more = not is_due
         head = IncrementHead(
             log=writer.log.name,
             number=0,
@@ -441,4 +483,4 @@ class Increments:
             was_cleared=False,
             tables=tuple(map(SavedTable.of, store.states)),
         )
-        writer.inbox.put_nowait((store.journal.cut(), head))
+        writer.inbox.put_nowait((store.journal.cut(), head, is_due))

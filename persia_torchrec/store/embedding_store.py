@@ -24,7 +24,7 @@ from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
 from persia_torchrec.store.index import MAX_ROWS, Index
-from persia_torchrec.store.journal import ChangeJournal, Ring, UsedRows
+from persia_torchrec.store.journal import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.memory import (
     Arenas,
     Counts,
@@ -66,7 +66,6 @@ _COUNTERS = {
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
 _NO_INDICES = np.empty(0, dtype=np.int64)
-_NO_IDS = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +282,7 @@ class EmbeddingStore:
             num_missing = loops.lookup_training(*arguments)
         missing = admitted = _NO_INDICES
         if num_missing:
-            missing = missing_N[:num_missing].copy()  # the journal may keep it
+            missing = missing_N[:num_missing]
             self._requests.keep_admission(state, num_missing)
             admitted = state.admit(ids_N, counts_N, missing, out_ND)
             self.tally[memory.REJECTED] += len(missing) - len(admitted)
@@ -291,7 +290,8 @@ class EmbeddingStore:
             layout[memory.NOW_S] = max(int(self.clock()), 0)
             state.insert(state.at, ids_N, counts_N, admitted, out_ND, slots_N)
         if self.journal.is_on:
-            self.journal.used(UsedRows(table, self.tick, ids_N, missing, admitted))
+            used = ChangedSlots(table, int(layout[memory.ARENA]), self.tick, slots_N)
+            self.journal.used(used, ids_N, missing, admitted)
         self._requests.end()
         return slots_N
 
@@ -382,7 +382,7 @@ class EmbeddingStore:
     def set_step(self, table: int, step: int) -> None:
         """Continue counting a table's update requests from ``step``."""
         if self.journal.is_on:
-            self.journal.updated(table, _NO_IDS)
+            self.journal.changed(ChangedSlots(table, 0, 0, _NO_SLOTS))
         with self.request() as request:
             request.steps[table] = step
             self._requests.add(Change(STEP, table, step))

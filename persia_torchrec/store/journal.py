@@ -4,75 +4,71 @@ A copy of a store stays equal to it if it gets, again and again, the rows that h
 changed since the last time, whole, and the ids of those that have left: the dirty set,
 which :meth:`ChangeJournal.cut` returns. The journal copies no row:
 
-    lookup, write   ids, tick of the request          they were used, perhaps made
-    update          ids                               their floats have changed
-    eviction, sweep (id, owner), one after the other  they have left
+    lookup, write   tick, slots in the order of use     they were used, perhaps made
+    update          slots                               their floats have changed
+    eviction, sweep (id, owner), one after the other    they have left
+
+A slot that has got another row since has a later note of that; the row before has left.
+An update is not noted where a lookup of the same ids was, since the last cut.
 
 In a memory file the same is also written into a ring of words, before a change is
 complete, and stays there until it is released. The next process may find more than has
 changed there, never less: a row that is copied without a change does no harm.
 
-    token | previous token | head | tail | lacks | 0 0 0      8 words
-    kind (8 bits), table (24), K (32) | tick | K words        a note; others follow
+    token | previous token | head | tail | lacks | 0 0 0                8 words
+    kind (3 bits), table (16), arena (13), K (32) | tick | K numbers    a note; others
+
+Slots take half a word each, the numbers of (id, owner) one.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from persia_torchrec.compiled import compiled
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import memory
 from persia_torchrec.store.loops import Indices
-from persia_torchrec.store.memory import Ids, StoreMemory, Tally, Words
+from persia_torchrec.store.memory import Ids, Slots, StoreMemory, Tally, Words
 
 RING_WORDS = 2**22
 """Words of the ring: 32 MiB, of which only what is used costs memory."""
 
 _FIRST_ROOM = 4096
-_NO_INDICES = np.empty(0, dtype=np.int64)
-_NO_WORDS = np.empty(0, dtype=np.uint64)
+_NO_SLOTS = np.empty(0, dtype=np.uint32)
 _TOKEN, _PREVIOUS, _HEAD, _TAIL, _LACKS = range(5)
 _HEADER_WORDS, _NOTE_WORDS = 8, 2
-_USED, _UPDATED, _LEFT, _CLEARED, _SKIPPED = range(1, 6)
+_CHANGED, _LEFT, _CLEARED, _SKIPPED = range(1, 5)
 
 
-@dataclass(frozen=True, slots=True)
-class UsedRows:
-    """A training lookup: it used the rows that were there, then it made others.
+class ChangedSlots(NamedTuple):
+    """Rows of one table that a request has changed, by slot.
 
-    ``missing`` are the positions in ``ids`` without a row, ``made`` those that got one.
+    ``tick`` is that of a training lookup or write, whose slots are in the order of use;
+    0 of an update.
     """
 
     table: int
+    arena: int
     tick: int
-    ids: Ids
-    missing: Indices
-    made: Indices
-
-    def in_order(self) -> Ids:
-        """Return the ids of rows in the order of use, where repeats count once."""
-        if len(self.missing) == 0:
-            return self.ids
-        were_there = np.delete(self.ids, self.missing)
-        return np.concatenate([were_there, self.ids[self.made]])
+    slots: Slots
 
 
 @dataclass(slots=True)
 class Changes:
     """What has changed in some interval: the dirty set."""
 
-    used: list[UsedRows] = field(default_factory=list)
-    """Training lookups and writes, in their order."""
-    updated: list[tuple[int, Ids]] = field(default_factory=list)
-    """Table and ids of updates."""
+    slots: list[ChangedSlots] = field(default_factory=list)
+    """Of training lookups, writes and updates, in their order."""
     left: list[Words] = field(default_factory=list)
     """uint64 ``(K, 2)`` each: id, and number of the table plus one."""
     was_cleared: bool = False
     """Before all that, every row was dropped."""
-    num_ids: int = 0
+    num_rows: int = 0
     """That are named above, repeats included."""
     num_requests: int = 0
     """That had an update, with ids or without."""
@@ -82,9 +78,10 @@ class Changes:
 
 class _Note(NamedTuple):
     kind: int
-    table: int
-    tick: int
-    words: Words
+    numbers: npt.NDArray[Any]
+    table: int = 0
+    arena: int = 0
+    tick: int = 0
 
 
 class Ring:
@@ -99,6 +96,7 @@ class Ring:
         commit(words, _HEADER_WORDS)
         self._header = words[:_HEADER_WORDS].data
         self._notes = words[_HEADER_WORDS:]
+        self._halves = self._notes.view(np.uint32)
 
     @classmethod
     def open(cls, source: StoreMemory, begin: Words, at: int) -> "Ring | None":
@@ -139,7 +137,8 @@ class Ring:
         """Write a note down, if there is a token; return False if there is no room."""
         if not self._header[_TOKEN]:
             return True
-        head, size, num = self.head, len(self._notes), _NOTE_WORDS + len(note.words)
+        head, size = self.head, len(self._notes)
+        num = _num_words(note.kind, len(note.numbers))
         at = head % size
         skipped = size - at if at + num > size else 0
         end = head + skipped + num
@@ -147,11 +146,12 @@ class Ring:
             self._header[_LACKS] = 1
             return False
         if skipped:
-            self._notes[at] = _SKIPPED << 56
+            self._notes[at] = _SKIPPED << 61
             at = 0
-        self._notes[at] = note.kind << 56 | note.table << 32 | len(note.words)
+        where = note.table << 45 | note.arena << 32
+        self._notes[at] = note.kind << 61 | where | len(note.numbers)
         self._notes[at + 1] = note.tick
-        self._notes[at + _NOTE_WORDS : at + num] = note.words
+        self._numbers_at(note.kind, at, len(note.numbers))[:] = note.numbers
         self._header[_HEAD] = end
         return True
 
@@ -159,20 +159,25 @@ class Ring:
         """Yield all notes that were not released, the oldest first."""
         at, size = int(self._header[_TAIL]), len(self._notes)
         while at < self.head:
-            word = int(self._notes[at % size])
-            kind, table, num = word >> 56, word >> 32 & 0xFFFFFF, word & 0xFFFFFFFF
+            word, tick = (int(self._notes[(at + k) % size]) for k in range(2))
+            kind, num = word >> 61, word & 0xFFFFFFFF
             if kind == _SKIPPED:
                 at += size - at % size
                 continue
-            begin = at % size + _NOTE_WORDS
-            tick = int(self._notes[at % size + 1])
-            yield _Note(kind, table, tick, self._notes[begin : begin + num].copy())
-            at += _NOTE_WORDS + num
+            numbers = self._numbers_at(kind, at % size, num).copy()
+            yield _Note(kind, numbers, word >> 45 & 0xFFFF, word >> 32 & 0x1FFF, tick)
+            at += _num_words(kind, num)
 
     def release(self, head: int, *, lacks: bool) -> None:
         """Forget the notes before ``head``; tell whether it ``lacks`` later ones."""
         self._header[_TAIL] = head
         self._header[_LACKS] = int(lacks)
+
+    def _numbers_at(self, kind: int, at: int, num: int) -> npt.NDArray[Any]:
+        begin = at + _NOTE_WORDS
+        if kind == _LEFT:
+            return self._notes[begin : begin + num]
+        return self._halves[2 * begin : 2 * begin + num]
 
     def _has_room(self, at: int, num_words: int) -> bool:
         stop = min(at + num_words + 1, len(self._notes))
@@ -201,6 +206,7 @@ class ChangeJournal:
         self._num_cuts = 0
         self._lacking = 0  # the last cut of which the ring lacks something
         self.changes = Changes()
+        self._looked_up: dict[int, tuple[Slots, Ids]] = {}  # since the last cut
         self.is_on = False
 
     def begin(self, token: int = 0, changes: Changes | None = None) -> None:
@@ -219,6 +225,7 @@ class ChangeJournal:
         """Stop noting, and forget what was noted; the ring ``keeps`` it or not."""
         self.is_on = False
         self._list_next(0)
+        self._looked_up.clear()
         self.changes = Changes()
         self._cuts.clear()
         if self._ring is not None and not keeps:
@@ -227,21 +234,18 @@ class ChangeJournal:
     def previous(self) -> tuple[list[int], Changes]:
         """Return the tokens of what the previous process noted, and its changes."""
         changes = Changes()
-        for kind, table, tick, words in (
-            () if self._ring is None else self._ring.notes()
-        ):
-            if kind == _USED:
-                rows = UsedRows(table, tick, words, _NO_INDICES, _NO_INDICES)
-                changes.used.append(rows)
-            elif kind == _UPDATED:
-                changes.updated.append((table, words))
-                changes.num_requests += 1
+        if self._ring is None:
+            return [], changes
+        for kind, numbers, table, arena, tick in self._ring.notes():
+            if kind == _CHANGED:
+                changes.slots.append(ChangedSlots(table, arena, tick, numbers))
+                changes.num_requests += tick == 0
             elif kind == _LEFT:
-                changes.left.append(words.reshape(-1, 2))
+                changes.left.append(numbers.reshape(-1, 2))
             else:
                 changes = Changes(was_cleared=True)
-            changes.num_ids += len(words)
-        return ([] if self._ring is None else self._ring.tokens), changes
+            changes.num_rows += len(numbers)
+        return self._ring.tokens, changes
 
     @property
     def is_empty(self) -> bool:
@@ -254,28 +258,38 @@ class ChangeJournal:
         if self.is_on and self._tally[memory.LEFT_ROOM] < num_rows:
             self._list_next(max(num_rows, 2 * len(self._left)))
 
-    def used(self, rows: UsedRows) -> None:
-        """Note a training lookup, or a write."""
-        if len(rows.ids):
-            self.changes.used.append(rows)
-            self.changes.num_ids += len(rows.ids)
-            if self._ring is not None:
-                self._keep(_Note(_USED, rows.table, rows.tick, rows.in_order()))
+    def changed(self, slots: ChangedSlots) -> None:
+        """Note a training lookup, a write, or an update."""
+        self.changes.num_requests += slots.tick == 0
+        if len(slots.slots):
+            self.changes.slots.append(slots)
+            self.changes.num_rows += len(slots.slots)
+        self._keep(_Note(_CHANGED, slots.slots, *slots[:3]))
 
-    def updated(self, table: int, ids_N: Ids) -> None:
-        """Note an update."""
-        self.changes.num_requests += 1
-        self._keep(_Note(_UPDATED, table, 0, ids_N))
-        if len(ids_N):
-            self.changes.updated.append((table, ids_N))
-            self.changes.num_ids += len(ids_N)
+    def used(
+        self, slots: ChangedSlots, ids_N: Ids, missing_K: Indices, made_K: Indices
+    ) -> None:
+        """Note a training lookup of ids, by the slots that it returns.
+
+        See :func:`slots_in_order`. The slots are the hints of the update.
+        """
+        slots_N = slots.slots
+        self._looked_up[id(slots_N)] = slots_N, ids_N
+        if len(missing_K):
+            slots_N = slots_in_order(slots_N, missing_K, made_K)
+        self.changed(slots._replace(slots=slots_N))
+
+    def is_noted(self, hints_N: Slots | None, ids_N: Ids) -> bool:
+        """Return whether the lookup that returned hints is noted since the last cut."""
+        slots_N, known_N = self._looked_up.get(id(hints_N), (None, ids_N))
+        return slots_N is not None and np.array_equal(known_N, ids_N)
 
     def cleared(self) -> None:
         """Note that all rows were dropped; also for what a killed process noted."""
         if self.is_on:
             self.cut()
             self.changes.was_cleared = True
-        self._keep(_Note(_CLEARED, 0, 0, _NO_WORDS))
+        self._keep(_Note(_CLEARED, _NO_SLOTS))
 
     def keep_left(self) -> None:
         """Write down which rows have left, before their change is complete."""
@@ -284,12 +298,13 @@ class ChangeJournal:
         num = len(self._left) - int(self._tally[memory.LEFT_ROOM])
         if num > self._num_kept:
             words = self._left[self._num_kept : num].reshape(-1)
-            self._keep(_Note(_LEFT, 0, 0, words))
+            self._keep(_Note(_LEFT, words))
             self._num_kept = num
 
     def cut(self) -> Changes:
         """Return what was noted since the last cut."""
         self._list_next(_FIRST_ROOM)
+        self._looked_up.clear()
         changes, self.changes = self.changes, Changes()
         if self._ring is not None:
             self._num_cuts += 1
@@ -313,8 +328,33 @@ class ChangeJournal:
         num = len(self._left) - int(self._tally[memory.LEFT_ROOM])
         if num:
             self.changes.left.append(self._left[:num].copy())
-            self.changes.num_ids += num
+            self.changes.num_rows += num
         self._left = np.empty((room, 2), dtype=np.uint64)
         self._num_kept = 0
         self._tally[memory.LEFT_AT] = self._left.ctypes.data
         self._tally[memory.LEFT_ROOM] = room
+
+
+def _num_words(kind: int, num: int) -> int:
+    """Return the words of a note of so many numbers."""
+    return _NOTE_WORDS + (num if kind == _LEFT else (num + 1) // 2)
+
+
+@compiled
+def slots_in_order(slots_N: Slots, missing_K: Indices, made_K: Indices) -> Slots:
+    """Return slots in the order of use: those that were there, then those ``made_K``.
+
+    ``missing_K`` are the positions, ascending, of ids that had no row.
+    """
+    ordered = np.empty(len(slots_N) - len(missing_K) + len(made_K), dtype=np.uint32)
+    num = k = 0
+    for n in range(len(slots_N)):
+        if k < len(missing_K) and missing_K[k] == n:
+            k += 1
+        else:
+            ordered[num] = slots_N[n]
+            num += 1
+    for n in made_K:
+        ordered[num] = slots_N[n]
+        num += 1
+    return ordered

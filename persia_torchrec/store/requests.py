@@ -16,6 +16,7 @@ import numpy as np
 from persia_torchrec.compiled import read_only
 from persia_torchrec.errors import StoreError
 from persia_torchrec.store import loops, memory
+from persia_torchrec.store.journal import ChangedSlots
 from persia_torchrec.store.memory import Floats, Ids, Slots, Words
 from persia_torchrec.store.recovery import ROW_BYTES, Recovery
 from persia_torchrec.store.tables import TableState
@@ -222,8 +223,12 @@ class Requests:
         state, ids_N = store.states[table], read_only(ids_N)
         if hints_N is None or len(hints_N) != len(ids_N):
             hints_N = loops.find_slots(state.layout, ids_N)
-        if store.journal.is_on:
-            store.journal.updated(table, ids_N)
+        journal = store.journal
+        if journal.is_on and not journal.is_noted(hints_N, ids_N):
+            slots_N = loops.find_slots(state.layout, ids_N)
+            slots_N = slots_N[slots_N != memory.MISSING]
+            arena = int(state.layout[memory.ARENA])
+            journal.changed(ChangedSlots(table, arena, 0, slots_N))
         steps[table] = steps.get(table, state.num_updates) + 1
         arrays = ids_N, read_only(hints_N), read_only(grads_ND)
         self.add(Change(UPDATE, table, steps[table], *arrays))

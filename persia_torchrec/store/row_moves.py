@@ -241,22 +241,16 @@ def split_by_table(
 
 
 def gather_rows(
-    store: EmbeddingStore, table: int, ids_N: Ids
-) -> tuple[RowColumns, npt.NDArray[np.bool_]]:
-    """Copy the rows of ids (read-only) as they are now, counting nothing.
+    store: EmbeddingStore, table: int, slots_N: Slots, uses_N: Words
+) -> RowColumns:
+    """Copy the rows of a table at slots as they are now, with the ``uses_N`` given.
 
-    Returns the rows of those ids that have one, in their order, with uses that have no
-    meaning; and for each id whether it has a row.
+    Slots that have no row of the table are left out. Nothing is counted.
     """
     state = store.states[table]
-    slots_N = loops.find_slots(state.layout, ids_N)
-    found_N = slots_N != memory.MISSING
-    slots_K = slots_N[found_N].astype(np.int64)
-    rows = RowShape(state.spec, state.has_metadata).empty(len(slots_K))
-    positions_K = np.zeros(len(slots_K), dtype=np.uint32)
-    words = store.arena(state)
-    copy_columns(words, slots_K, positions_K, state.layout, rows.addresses())
-    return rows, found_N
+    rows = RowShape(state.spec, state.has_metadata).empty(len(slots_N))
+    num = _gather(state.layout, slots_N, uses_N, rows.addresses())
+    return RowColumns(*(column[:num] for column in rows.columns()))
 
 
 def _copy_segments(
@@ -316,22 +310,47 @@ def copy_columns(
     words_NW = cpu.unowned(words_NW)
     stride = np.uint64(8 * words_NW.shape[1])
     base = np.uint64(words_NW.ctypes.data)
-    ids, uses, metadata, state, weights = to[0], to[1], to[2], to[3], to[4]
-    metadata_bytes = _16 * layout[memory.HAS_METADATA]
-    state_bytes = _4 * layout[memory.NUM_STATE]
-    weight_bytes = layout[memory.DIM] * (_4 if layout[memory.DTYPE] == FP32 else _2)
-    from_state, from_weights = layout[memory.STATE], layout[memory.WEIGHTS]
     for k in range(len(slots_K)):
-        address, row = base + np.uint64(slots_K[k]) * stride, np.uint64(k)
-        cpu.store_u64(ids + _8 * row, cpu.load_u64(address))
+        address = base + np.uint64(slots_K[k]) * stride
         position = min(np.uint64(positions_K[k]), _LARGEST_POSITION)
         use = (memory.tick_at(address) << _POSITION_BITS) | position
-        cpu.store_u64(uses + _8 * row, use)
-        to_metadata = metadata + row * metadata_bytes
-        cpu.copy_bytes(to_metadata, address + memory.FREQUENCY, metadata_bytes)
-        cpu.copy_bytes(state + row * state_bytes, address + from_state, state_bytes)
-        to_weights = weights + row * weight_bytes
-        cpu.copy_bytes(to_weights, address + from_weights, weight_bytes)
+        _copy_row(layout, address, use, to, np.uint64(k))
+
+
+@compiled
+def _gather(layout: Layout, slots_N: Slots, uses_N: Words, to: Words) -> int:
+    """Copy slots of a table, as :func:`copy_columns`; return how many have a row."""
+    layout, to = cpu.unowned(layout), cpu.unowned(to)
+    rows = memory.rows_at(memory.store_at(layout), layout)
+    num = 0
+    for n in range(len(slots_N)):
+        if n + _LOOK_AHEAD < len(slots_N):
+            ahead = np.uint64(slots_N[n + _LOOK_AHEAD])
+            loops.prefetch_row(rows.base + ahead * rows.stride, rows.stride)
+        slot = np.uint64(slots_N[n])
+        address = rows.base + slot * rows.stride
+        if slot < rows.slots and memory.owner_at(address) == rows.owner:
+            _copy_row(layout, address, uses_N[n], to, np.uint64(num))
+            num += 1
+    return num
+
+
+@inlined
+def _copy_row(
+    layout: Layout, address: np.uint64, use: np.uint64, to: Words, row: np.uint64
+) -> None:
+    """Copy the row at an address to a row of columns at addresses ``to``."""
+    cpu.store_u64(to[0] + _8 * row, cpu.load_u64(address))
+    cpu.store_u64(to[1] + _8 * row, use)
+    metadata_bytes = _16 * layout[memory.HAS_METADATA]
+    to_metadata = to[2] + row * metadata_bytes
+    cpu.copy_bytes(to_metadata, address + memory.FREQUENCY, metadata_bytes)
+    state_bytes = _4 * layout[memory.NUM_STATE]
+    from_state = address + layout[memory.STATE]
+    cpu.copy_bytes(to[3] + row * state_bytes, from_state, state_bytes)
+    weight_bytes = layout[memory.DIM] * (_4 if layout[memory.DTYPE] == FP32 else _2)
+    from_weights = address + layout[memory.WEIGHTS]
+    cpu.copy_bytes(to[4] + row * weight_bytes, from_weights, weight_bytes)
 
 
 class RowImport:

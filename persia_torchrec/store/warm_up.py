@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from persia_torchrec.compiled import read_only
 from persia_torchrec.embedding import admission
 from persia_torchrec.embedding.eviction import Expiry
 from persia_torchrec.embedding.optim import Adagrad
@@ -58,7 +57,6 @@ def _run(store: EmbeddingStore) -> None:
         store.read(table, ids)
         store.scan(table, 0, 1)
         store.remove(table, ids[:1])
-        row_moves.gather_rows(store, table, read_only(ids))
     store.sweep(1)
     export = row_moves.RowExport(store)
     while not export.is_done:
@@ -69,7 +67,7 @@ def _run(store: EmbeddingStore) -> None:
             moving = row_moves.RowImport(store, uses, numbers, counts)
             moving.add(table, columns, np.arange(len(columns)) == 0)
             moving.finish(1)
-    columns, _ = row_moves.gather_rows(store, 0, read_only(ids))
+    columns = row_moves.gather_rows(store, 0, store.find(0, ids), ids)
     for _ in row_moves.put_changes(store, [(0, columns)]):
         pass
     store.update(0, ids, rows)

@@ -1,6 +1,8 @@
 """What is particular to HDFS, whose libraries no test needs."""
 
+import os
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import fsspec
@@ -71,6 +73,18 @@ def write_half(folder):
     with folder.created("dense.pt") as file:
         file.write(b"sec")
         raise CheckpointError("interrupted")
+
+
+@pytest.mark.parametrize("num_bytes", [2**20 - 1, 2**20, 2**21 + 3])
+@pytest.mark.parametrize("folder", ["/dev/shm", None])
+def test_a_large_file_is_written_whole(tmp_path, folder, num_bytes):
+    data = memoryview(os.urandom(num_bytes))
+    with tempfile.TemporaryDirectory(dir=folder or tmp_path) as path:
+        with Folder(path).created("file") as file:
+            left = data
+            while left:
+                left = left[file.write(left[:400_001]) :]
+        assert Folder(path).read("file") == data
 
 
 def test_a_file_that_is_not_completed_is_gone(run):

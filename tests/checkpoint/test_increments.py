@@ -21,7 +21,7 @@ from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.server.increments import DirtySet
 from persia_torchrec.store.memory import MISSING
-from persia_torchrec.store.row_moves import gather_rows
+from persia_torchrec.store.row_moves import RowColumns
 from persia_torchrec.table import TableSpec
 from tests.servers import ids_of
 from tests.store.consistency import check_store, ids_oldest_first
@@ -60,7 +60,7 @@ class Journaled:
     def __init__(self, eviction="lru", capacity_rows=20):
         self.store = store_of(capacity_rows, eviction, SPECS)
         self.increments = []
-        self.ids_a_part = 3
+        self.rows_a_slice = 3
 
     def begin(self):
         self.store.journal.begin()
@@ -89,7 +89,7 @@ class Journaled:
 
     def cut(self, between=lambda: None):
         """Make an increment; ``between`` runs while its rows are gathered."""
-        dirty = DirtySet()
+        dirty = DirtySet(self.store.capacity_rows)
         store = self.store
         states = store.states
         head = {
@@ -103,13 +103,11 @@ class Journaled:
         }
         dirty.add(store.journal.cut())
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))
-        for table, changed in dirty.tables.items():
-            for part in changed.split(self.ids_a_part):
-                rows, found = gather_rows(store, table, part.ids)
-                rows.uses[:] = part.uses[found]
-                increment.rows.append((table, rows))
-                increment.gone.append((table, part.ids[~found & part.have_left]))
-                between()
+        for table, copy in dirty.take([self.rows_a_slice] * len(states)):
+            block = copy(store)
+            is_rows = isinstance(block, RowColumns)
+            (increment.rows if is_rows else increment.gone).append((table, block))
+            between()
         self.increments.append(increment)
         return increment
 
@@ -231,7 +229,7 @@ def test_a_smaller_server_keeps_what_was_used_last():
 def test_a_full_copy_lets_go_of_what_leaves_while_rows_are_gathered(eviction):
     source = Journaled(eviction, capacity_rows=2)
     source.begin()
-    source.ids_a_part = 1
+    source.rows_a_slice = 1
     for _ in range(5):
         use(source.store, 0, [100])
     use(source.store, 0, [2])

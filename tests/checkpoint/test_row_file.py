@@ -17,6 +17,7 @@ from persia_torchrec.checkpoint.row_file import (
     RowFileWriter,
     SavedTable,
     ShardHead,
+    crc32,
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam
 from persia_torchrec.errors import CheckpointError
@@ -162,6 +163,14 @@ def test_a_file_is_as_long_as_its_rows(table):
     empty, thousand = (len(written(b)[0]) for b in ([], [(table, 1000)]))
     assert thousand - empty == 1000 * row_bytes + 16
     assert empty < 2000
+
+
+@pytest.mark.parametrize("previous", [0, 1, 0xDEADBEEF, 2**32 - 1])
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1087, 5000, 2**17 + 7])
+def test_checksums_are_those_of_zlib(size, previous):
+    data = np.random.default_rng(size).bytes(size)
+    assert crc32(data, previous) == zlib.crc32(data, previous)
+    assert crc32(memoryview(data), previous) == zlib.crc32(data, previous)
 
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):

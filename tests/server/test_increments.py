@@ -373,9 +373,10 @@ def test_many_changes_begin_an_increment_before_the_interval_ends(servers, tmp_p
     training = Training(
         servers, tmp_path, 1, incremental_interval_s=1000.0, incremental_buffer_rows=30
     )
-    training.train(*range(10))
+    for _ in range(4):  # each row counts once
+        training.train(*range(25))
     assert training.total("increments") == 0
-    training.train(*range(10))
+    training.train(*range(25, 55))
     wait_until(lambda: training.total("increments") == 1, "an increment is written")
 
 

@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 
 from persia_torchrec.errors import StoreError
-from persia_torchrec.store.journal import ChangeJournal, Ring, UsedRows
+from persia_torchrec.store.journal import ChangedSlots, ChangeJournal, Ring
 from persia_torchrec.store.memory import NUM_TALLIES
-from tests.servers import ids_of
-
-NONE = np.empty(0, dtype=np.int64)
 
 
 class Kept:
@@ -28,33 +25,35 @@ class Kept:
         return ChangeJournal(tally, Ring(self.words, self.commit))
 
 
-def use(journal, *ids):
-    journal.used(UsedRows(2, 9, ids_of(*ids), NONE, NONE))
+def change(journal, *slots, tick=9):
+    """Note what a lookup has used, or with tick 0 what an update has changed."""
+    journal.changed(ChangedSlots(2, 8191, tick, np.array(slots, dtype=np.uint32)))
 
 
 def noted(kept):
-    """Return what the next process finds: tokens, and ids."""
+    """Return what the next process finds: tokens, and slots used and updated."""
     tokens, changes = kept.open().previous()
-    used = [rows.ids.tolist() for rows in changes.used]
-    return tokens, used, [ids.tolist() for _, ids in changes.updated]
+    assert all((note.table, note.arena) == (2, 8191) for note in changes.slots)
+    used = [note.slots.tolist() for note in changes.slots if note.tick == 9]
+    return tokens, used, [n.slots.tolist() for n in changes.slots if n.tick == 0]
 
 
 def test_the_next_process_finds_what_was_not_released():
     kept = Kept(200)
     journal = kept.open()
     journal.begin(77)
-    use(journal, 1, 2)
-    journal.updated(2, ids_of(2))
+    change(journal, 1, 2)
+    change(journal, 2, tick=0)
     assert noted(kept) == ([77], [[1, 2]], [[2]])
     first = journal.cut()
-    use(journal, 3)
+    change(journal, 3)
     assert noted(kept) == ([77], [[1, 2], [3]], [[2]])
     journal.release(first.number)
     assert noted(kept) == ([77], [[3]], [])
     second = kept.open()
     second.begin(78, second.previous()[1])
-    assert [rows.ids.tolist() for rows in second.changes.used] == [[3]]
-    use(second, 4)
+    assert [note.slots.tolist() for note in second.changes.slots] == [[3]]
+    change(second, 4)
     assert noted(kept) == ([78, 77], [[3], [4]], [])
     second.end()
     assert noted(kept) == ([], [], [])
@@ -65,9 +64,9 @@ def test_notes_go_round_in_the_ring():
     journal = kept.open()
     journal.begin(77)
     for number in range(40):
-        use(journal, *range(number, number + 1 + number % 7))
+        change(journal, *range(number, number + 1 + number % 7))
         last = journal.cut()
-        assert noted(kept)[1][-1] == last.used[0].ids.tolist()
+        assert noted(kept)[1][-1] == last.slots[0].slots.tolist()
         if number % 3 == 2:
             journal.release(last.number)
             assert noted(kept) == ([77], [], [])
@@ -77,9 +76,9 @@ def test_notes_go_round_in_the_ring():
 def test_a_ring_without_room_is_of_no_use_until_all_is_written(kept):
     journal = kept.open()
     journal.begin(77)
-    use(journal, 1, 2, 3)
+    change(journal, 1, 2, 3)
     first = journal.cut()
-    use(journal, *range(8))
+    change(journal, *range(9))
     assert noted(kept)[0] == []
     journal.release(first.number)
     assert noted(kept)[0] == []
@@ -91,9 +90,9 @@ def test_a_clear_forgets_what_came_before():
     kept = Kept(200)
     journal = kept.open()
     journal.begin(77)
-    use(journal, 1)
+    change(journal, 1)
     journal.cleared()
-    use(journal, 2)
+    change(journal, 2)
     _, changes = kept.open().previous()
     assert changes.was_cleared
     assert noted(kept) == ([77], [[2]], [])
