@@ -10,13 +10,12 @@ a client waits for a lookup. A table has the seconds from the start, or the kill
     answered     the client has its rows
 """
 
-import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -25,7 +24,6 @@ import psutil
 from persia_torchrec import env
 from persia_torchrec.bench.filled import FilledServer
 from persia_torchrec.bench.harness import Table
-from persia_torchrec.bench.reference import Numbers
 from persia_torchrec.bench.workload import Workload
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ServerError
@@ -45,82 +43,17 @@ _MOMENTS = {
 """What is in the line of a moment."""
 
 
-class _Server:
-    """A server that prints what it does, since it was started, or killed."""
-
-    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
-        self._began = time.perf_counter()
-        self.address = ""
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env.of_child(variables),
-        )
-        self._lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="lines", daemon=True).start()
-
-    def moments(self) -> dict[str, float]:
-        """Wait until it is ready; return the seconds until each moment."""
-        moments: dict[str, float] = {}
-        while "ready" not in moments:
-            instant, line = self._lines.get(timeout=_LONG_S)
-            if not line:
-                raise ServerError("it ended before it was ready.", server="the server")
-            for name, words in _MOMENTS.items():
-                if words in line:
-                    moments[name] = instant - self._began
-            self.address = line.partition("ready ")[2].strip()
-        return moments
-
-    def kill(self, filled: FilledServer, numbers_N: Numbers) -> dict[str, float]:
-        """Kill it, look rows up, and check them; return what ``moments`` does."""
-        *_, server = psutil.Process(self.process.pid).children(recursive=True)
-        self._began = time.perf_counter()
-        server.kill()
-        [(answered, _)] = filled.run(numbers_N, timer=_instant)
-        return {**self.moments(), "answered": answered - self._began}
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put((time.perf_counter(), line))
-        self._lines.put((time.perf_counter(), ""))
-
-
-@contextmanager
-def _running(capacity: int, *, survives: bool) -> Iterator[_Server]:
-    """Run a server of a job whose address book is in this process."""
-    command = ["-m", "persia_torchrec.server", "--capacity", str(capacity)]
-    with closing(AddressBook.host(0, loopback=True, recovery_s=_LONG_S)) as book:
-        JobTimings(heartbeat_s=0.2).publish(book)
-        place = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "localhost"}
-        before = (*_SUPERVISOR, *_MEMORY) if survives else ()
-        server = _Server([sys.executable, *before, *command], place)
-        yield server
-        book.finish()
-        server.process.wait(_LONG_S)
-
-
 def measure_restarts(workload: Workload) -> list[Table]:
     """Start servers with and without what survives, in turn; kill one that is full."""
     found: dict[str, list[dict[str, float]]]
     found = {"new, private": [], "new, surviving": [], "killed": []}
     num = min(_MOST_TURNS, workload.num_turns())
     for turn in range(num):
-        with _running(workload.rows, survives=False) as server:
-            found["new, private"].append(server.moments())
-        with _running(workload.rows, survives=True) as server:
-            found["new, surviving"].append(server.moments())
-            if turn + 1 == num:
-                client = EmbeddingClient.connect([server.address], recovery_s=_LONG_S)
-                with closing(client):
-                    spec = workload.table(_DIM)
-                    filled = FilledServer(spec, workload.rows, client, 0)
-                    for _ in range(num):
-                        numbers = filled.draw(workload.ids)
-                        found["killed"].append(server.kill(filled, numbers))
+        found["new, private"] += _measure(workload, survives=False)
+        num_kills = num if turn + 1 == num else 0
+        first, *others = _measure(workload, survives=True, num_kills=num_kills)
+        found["new, surviving"].append(first)
+        found["killed"] += others
     names, rows = [*_MOMENTS, "answered"], []
     for kind, samples in found.items():
         columns = [[s[name] for s in samples if name in s] for name in names]
@@ -132,6 +65,63 @@ def measure_restarts(workload: Workload) -> list[Table]:
     )
     header = " | ".join(["server", *names, "longest"])
     return [Table("restarts", question, header, rows)]
+
+
+def _measure(
+    workload: Workload, *, survives: bool, num_kills: int = 0
+) -> list[dict[str, float]]:
+    """Start a server and kill it; return the moments of each start."""
+    before = (*_SUPERVISOR, *_MEMORY) if survives else ()
+    server = ("-m", "persia_torchrec.server", "--capacity", str(workload.rows))
+    with closing(AddressBook.host(0, loopback=True, recovery_s=_LONG_S)) as book:
+        JobTimings(heartbeat_s=0.2).publish(book)
+        place = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "localhost"}
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, *before, *server],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env.of_child(place),
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            moments = [_moments(process, began)]
+            if num_kills:
+                addresses, spec = book.addresses("server"), workload.table(_DIM)
+                client = EmbeddingClient.connect(addresses, recovery_s=_LONG_S)
+                with closing(client):
+                    filled = FilledServer(spec, workload.rows, client, process.pid)
+                    moments += _kill(process, filled, workload.ids, num_kills)
+            book.finish()
+            process.wait(_LONG_S)
+    return moments
+
+
+def _kill(
+    process: "subprocess.Popen[str]", filled: FilledServer, num_ids: int, times: int
+) -> Iterator[dict[str, float]]:
+    """Kill the server below its supervisor; look rows up, update and check them."""
+    with ThreadPoolExecutor(1) as client:
+        for _ in range(times):
+            numbers_N = filled.draw(num_ids)
+            *_, server = psutil.Process(process.pid).children(recursive=True)
+            began = time.perf_counter()
+            server.kill()
+            run = client.submit(filled.run, numbers_N, timer=_instant)
+            moments = _moments(process, began)
+            yield {**moments, "answered": run.result(_LONG_S)[0][0] - began}
+
+
+def _moments(process: "subprocess.Popen[str]", began: float) -> dict[str, float]:
+    """Wait until a server is ready; return the seconds until each moment."""
+    moments: dict[str, float] = {}
+    for line in process.stdout or ():
+        found = [name for name, words in _MOMENTS.items() if words in line]
+        moments |= dict.fromkeys(found, time.perf_counter() - began)
+        if "ready" in found:
+            return moments
+    raise ServerError("it ended before it was ready.", server="the server")
 
 
 def _instant(call: Callable[[], Any]) -> tuple[float, Any]:
