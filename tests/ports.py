@@ -8,6 +8,7 @@ pytest-xdist nor another ``make test`` on this machine draws from it.
 A test that can listen on port 0 and read the port afterwards should do that instead.
 """
 
+import atexit
 import functools
 import itertools
 import os
@@ -49,12 +50,9 @@ def _block_of_process(pid: int) -> Iterator[int]:
         except OSError:
             owner.close()
             continue
-        _OWNERS.append(owner)
+        atexit.register(owner.close)
         return itertools.cycle(range(first + 1, first + BLOCK))
     raise AssertionError(f"A block of ports from {FIRST_PORT} on must be free.")
-
-
-_OWNERS: list[socket.socket] = []
 
 
 def _is_free(port: int) -> bool:

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 import time
 from collections import deque
 from contextlib import closing
@@ -19,7 +18,6 @@ from tests.processes import Processes
 from tests.server.test_kills import Killed
 from tests.servers import ids_of
 
-NUM_ROUNDS = 30
 IN_FLIGHT = 8
 IDS = ids_of(*range(50))
 TABLES = [
@@ -46,11 +44,13 @@ def train_for_ever(address):
             print("trained", flush=True)
 
 
-def test_nothing_is_half_applied_when_clients_and_their_server_are_killed(tmp_path):
-    draw, num_trained, allocated = random.Random(7), 0, 0
+def test_nothing_is_half_applied_when_clients_and_their_server_are_killed(
+    tmp_path, draw, kills
+):
+    num_rounds, num_trained, allocated = kills(30), 0, 0
     with Processes(tmp_path) as processes, closing(Killed(processes)) as server:
         server.start()
-        for n in range(NUM_ROUNDS):
+        for n in range(num_rounds):
             trainer = processes.start(f"trainer {n}", train_for_ever, server.address)
             trainer.has_printed("trained\ntrained")
             time.sleep(draw.uniform(0, 0.1))  # they are killed anywhere
@@ -75,4 +75,4 @@ def test_nothing_is_half_applied_when_clients_and_their_server_are_killed(tmp_pa
             if n == 3:
                 allocated = os.fstat(server.memory).st_blocks
         grown = 512 * (os.fstat(server.memory).st_blocks - allocated)
-        assert grown <= 2**15 * NUM_ROUNDS  # what is remembered of so many streams
+        assert grown <= 2**15 * num_rounds  # what is remembered of so many streams
