@@ -530,7 +530,7 @@ class EmbeddingClient:
                         answer=list[AddedTable],
                         timeout_s=timeouts.ADD_TABLES_S,
                     )
-                    known |= {told.spec.get("name"): told.number for told in answer}
+                    known |= {one.spec.get("name"): one.number for one in answer}
                 for name in tables:
                     numbers = list(self.tables[name].numbers)
                     numbers[server] = known[name]
@@ -544,10 +544,14 @@ class EmbeddingClient:
                 told += [(Kind.LEAVE, [share.encode()])] if has_left else []
                 for kind, frames in told:
                     self._servers.send(server, Header(kind), frames, "joining").frames()
+            request = Header(Kind.COUNTERS), [messages.encode_json(None)], "counters"
+            reply = self._servers.send(server, *request)
+            counters = self._servers.read(server, reply, dict[str, int])
+            lost = [f"{k}={n}" for k, n in counters.items() if k.startswith("lost_")]
         logger.warning(
-            "%s came back without the rows that it had. Training continues; updates "
-            "that it had not acknowledged are lost.",
-            self._servers.names[server],
+            "%s came back without the rows that it had: %s. Training continues; "
+            "updates that it had not acknowledged are lost.",
+            *(self._servers.names[server], ", ".join(lost) or "it restored none"),
         )
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:

@@ -299,8 +299,9 @@ class MemoryFile:
         except OSError as exc:
             raise StoreError(
                 f"The file system of {self.path} must have room for the store. "
-                f"Received: {exc} for {num_bytes} bytes more. Lower the capacity, or "
-                "give it more room (of a container: --shm-size)."
+                f"Received: {exc} for {num_bytes} bytes more. Lower the capacity, name "
+                "another --memory-dir, or give it more room: docker's --shm-size, in "
+                "Kubernetes an emptyDir with medium: Memory at /dev/shm."
             ) from exc
 
     def _give_back(self, offset: int, num_bytes: int) -> None:

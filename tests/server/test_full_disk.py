@@ -6,6 +6,7 @@ A limit on the size of files that a process may write stands for a full disk.
 import resource
 import shutil
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from persia_torchrec.server.served_checkpoint import ServedCheckpoint
 from persia_torchrec.table import TableSpec
 from tests.processes import Processes, wait_until
 from tests.servers import DEADLINE_S
+from tests.store.test_memory_file import tmpfs as tmpfs  # a fixture
 
 ITEM = TableSpec(name="item", dim=16, optimizer=SGD(1.0))
 IDS = np.arange(2000, dtype=np.uint64)
@@ -71,6 +73,20 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_the_training_goes_on(tmp_
             np.testing.assert_allclose(after, before - 2, atol=1e-5)
             limit(server, resource.RLIM_INFINITY)
             assert client.checkpoints.dump(run).path.endswith("checkpoint-00000003")
+
+
+@pytest.mark.parametrize("tmpfs", ["size=8m"], indirect=True)
+def test_full_shared_memory_fails_the_request_and_no_more(servers, tmpfs):
+    running = servers.start(memory_file=tmpfs, capacity_rows=10**6)
+    client = servers.client(running)
+    client.add_tables([replace(ITEM, dim=64)])
+    before = train(client, 0)
+    many = [("item", client.split(np.arange(10**5, dtype=np.uint64)))]
+    with pytest.raises(
+        RemoteError, match=r"No space left .*docker's --shm-size, in Ku"
+    ):
+        client.pull(many, batch=BatchNumber(1, 1))
+    np.testing.assert_allclose(train(client, 2), before - 1, atol=1e-5)
 
 
 def handle(checkpoints, **request):

@@ -282,7 +282,9 @@ def test_a_full_file_system_fails_the_request_and_no_more(tmpfs):
     store.add_table(replace(SGD_TABLE, dim=64))
     ids, rows = np.arange(10**5, dtype=np.uint64), np.empty((10**5, 64), np.float32)
     store.lookup(0, ids[:1000], rows[:1000], training=True)
-    with pytest.raises(StoreError, match=r"No space left .* \(of a container: --shm-"):
+    with pytest.raises(
+        StoreError, match=r"No space left .* --memory-dir, or .*--shm-size"
+    ):
         store.lookup(0, ids, rows, training=True)
     with pytest.raises(StoreError, match="must have room for the store"):
         store.add_table(replace(TABLES[2], admission=AdmitBloom(2, 10**8)))
