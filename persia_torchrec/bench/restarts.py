@@ -1,4 +1,4 @@
-"""How long is a server away that was killed, and how long does a new one take to start?
+"""How long is a server away that was killed, and what does it cost to survive?
 
 Each is the only server of a job. A killed one is started again by its supervisor, while
 a client waits for a lookup. A table has the seconds from the start, or the kill, to:
@@ -8,6 +8,9 @@ a client waits for a lookup. A table has the seconds from the start, or the kill
     opened       the memory is mapped
     ready        the loops are loaded, the address is registered
     answered     the client has its rows
+
+The cost is that of a server that is never idle, next to one in private memory: both get
+the same requests, several in flight, in turn.
 """
 
 import subprocess
@@ -15,15 +18,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
 
 from persia_torchrec import env
 from persia_torchrec.bench.filled import FilledServer
-from persia_torchrec.bench.harness import Table
+from persia_torchrec.bench.harness import (
+    Table,
+    Timings,
+    cpu_seconds,
+    interleave,
+    per_dim,
+    pinned,
+)
 from persia_torchrec.bench.workload import Workload
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.errors import ServerError
@@ -31,6 +42,7 @@ from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.membership import JobTimings
 
 _DIM, _MOST_TURNS = 16, 5
+_REQUESTS = 24
 _LONG_S = 600.0  # a start may compile
 _SUPERVISOR = ("-m", "persia_torchrec.launch.supervisor", "--port", "0")
 _MEMORY = ("--memory-dir", "auto", "--", sys.executable)
@@ -67,16 +79,68 @@ def measure_restarts(workload: Workload) -> list[Table]:
     return [Table("restarts", question, header, rows)]
 
 
+@per_dim
+def measure_survival(workload: Workload, dim: int) -> Table:
+    """Let a server in private memory and one that survives have the same requests."""
+    spec, cpu_s = workload.table(dim), {"private": 0.0, "surviving": 0.0}
+    num = min(_REQUESTS, workload.rows // workload.ids)
+    with ExitStack() as stack:
+        servers: dict[str, FilledServer] = {}
+        for name in cpu_s:
+            with pinned(0):
+                running = _running(workload.rows, survives=name == "surviving")
+                process, book = stack.enter_context(running)
+                _moments(process, 0.0)
+            stack.enter_context(pinned(-1))
+            client = _connect(book)
+            stack.callback(client.close)
+            pid = _server_of(process).pid
+            servers[name] = FilledServer(spec, workload.rows, client, pid)
+
+        def turn(timings: Timings) -> None:
+            numbers = servers["private"].draw(num * workload.ids)
+            for name, filled in servers.items():
+                before_s = cpu_seconds(filled.pid)
+                seconds = filled.stream(np.split(numbers, num))
+                cpu_s[name] += (cpu_seconds(filled.pid) - before_s) / len(numbers)
+                timings.add(name, len(numbers), seconds)
+
+        timings = interleave(turn, workload.repeats)
+    rows = []
+    for name, seconds in cpu_s.items():
+        rate, ratio = timings.rate(name), timings.paired_ratio(name, "private")
+        cpu_ns = seconds / (workload.repeats + 1) * 1e9
+        rows.append([name, rate.median, rate.slowest, ratio, cpu_ns])
+    header = "memory | M rows/s, median | slowest | of private | processor, ns per row"
+    question = "What survival costs a server that is never idle, lookup and update."
+    return Table("survival", question, header, rows)
+
+
 def _measure(
     workload: Workload, *, survives: bool, num_kills: int = 0
 ) -> list[dict[str, float]]:
     """Start a server and kill it; return the moments of each start."""
+    began = time.perf_counter()
+    with _running(workload.rows, survives=survives) as (process, book):
+        moments = [_moments(process, began)]
+        if num_kills:
+            with closing(_connect(book)) as client:
+                spec = workload.table(_DIM)
+                filled = FilledServer(spec, workload.rows, client, process.pid)
+                moments += _kill(process, filled, workload.ids, num_kills)
+    return moments
+
+
+@contextmanager
+def _running(
+    capacity: int, *, survives: bool
+) -> Iterator[tuple["subprocess.Popen[str]", AddressBook]]:
+    """Run the only server of a job; yield what prints, and the job's book."""
     before = (*_SUPERVISOR, *_MEMORY) if survives else ()
-    server = ("-m", "persia_torchrec.server", "--capacity", str(workload.rows))
+    server = ("-m", "persia_torchrec.server", "--capacity", str(capacity))
     with closing(AddressBook.host(0, loopback=True, recovery_s=_LONG_S)) as book:
         JobTimings(heartbeat_s=0.2).publish(book)
         place = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "localhost"}
-        began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *before, *server],
             stdout=subprocess.PIPE,
@@ -86,16 +150,19 @@ def _measure(
         )
         assert process.stdout is not None
         with process.stdout:
-            moments = [_moments(process, began)]
-            if num_kills:
-                addresses, spec = book.addresses("server"), workload.table(_DIM)
-                client = EmbeddingClient.connect(addresses, recovery_s=_LONG_S)
-                with closing(client):
-                    filled = FilledServer(spec, workload.rows, client, process.pid)
-                    moments += _kill(process, filled, workload.ids, num_kills)
+            yield process, book
             book.finish()
             process.wait(_LONG_S)
-    return moments
+
+
+def _connect(book: AddressBook) -> EmbeddingClient:
+    return EmbeddingClient.connect(book.addresses("server"), recovery_s=_LONG_S)
+
+
+def _server_of(process: "subprocess.Popen[str]") -> psutil.Process:
+    """Return the server itself, whether it has a supervisor or not."""
+    top = psutil.Process(process.pid)
+    return [top, *top.children(recursive=True)][-1]
 
 
 def _kill(
@@ -105,8 +172,7 @@ def _kill(
     with ThreadPoolExecutor(1) as client:
         for _ in range(times):
             numbers_N = filled.draw(num_ids)
-            *_, server = psutil.Process(process.pid).children(recursive=True)
-            began = time.perf_counter()
+            server, began = _server_of(process), time.perf_counter()
             server.kill()
             run = client.submit(filled.run, numbers_N, timer=_instant)
             moments = _moments(process, began)

@@ -7,6 +7,7 @@ redis   the same next to Redis (--redis PROGRAM): a row with its state is a valu
         trainer fetches values (MGET), applies the optimizer, and stores them
         (MSET). Ids in flight all differ: Redis would lose updates of shared ones.
 restarts  time without a server that was killed, and of new ones (restarts.py)
+survival  what memory that outlives a server costs it (restarts.py)
 """
 
 import subprocess
@@ -254,6 +255,7 @@ BENCHMARK = Benchmark(
         "stages": _stages,
         "redis": _redis,
         "restarts": restarts.measure_restarts,
+        "survival": restarts.measure_survival,
     },
     only_for={"redis": "redis"},
 )
