@@ -283,10 +283,9 @@ def saved_rows(store):
     eviction = "lfu" if store.is_lfu else "lru"
     other = EmbeddingStore(8, eviction=eviction, optimizer_engine="fused")
     other.add_tables(store.tables)
-    look_up(other, 1, *range(40, 46), 1)
-    rows, _ = row_moves.gather_rows(other, 1, ids_of(*range(40, 46), 1))
-    rows.uses[:] = np.arange(1, 8) << row_moves.POSITION_BITS
-    return rows
+    slots = look_up(other, 1, *range(40, 46), 1)
+    uses = np.arange(1, 8, dtype=np.uint64) << np.uint64(row_moves.POSITION_BITS)
+    return row_moves.gather_rows(other, 1, slots, uses)
 
 
 def load_rows(store, streams):
@@ -335,7 +334,7 @@ class State(NamedTuple):
 
     rows: list[object]
     was_cleared: bool
-    noted: set[tuple[int, int]]
+    noted: set[tuple[object, ...]]
 
     def has_noted(self, other):
         """Return whether what has changed for another state is noted here."""
@@ -350,10 +349,9 @@ def state_of(store, streams):
     assert streams.groups in (b"", b"[1]")
     rows = [kills.state_of(store), store.tables, outcomes, streams.open_batches()]
     _, changes = store.journal.previous()
-    noted = {(used.table, id_) for used in changes.used for id_ in used.ids.tolist()}
-    noted |= {(table, id_) for table, ids in changes.updated for id_ in ids.tolist()}
+    noted = {(note.table, slot) for note in changes.slots for slot in note.slots}
     for left in changes.left:
-        noted |= {(owner - 1, id_) for id_, owner in left.tolist()}
+        noted |= {("left", *row) for row in left.tolist()}
     return State(rows, changes.was_cleared, noted)
 
 
