@@ -544,15 +544,19 @@ class EmbeddingClient:
                 told += [(Kind.LEAVE, [share.encode()])] if has_left else []
                 for kind, frames in told:
                     self._servers.send(server, Header(kind), frames, "joining").frames()
-            request = Header(Kind.COUNTERS), [messages.encode_json(None)], "counters"
-            reply = self._servers.send(server, *request)
-            counters = self._servers.read(server, reply, dict[str, int])
-            lost = [f"{k}={n}" for k, n in counters.items() if k.startswith("lost_")]
+            lost = self._describe_lost(server)
         logger.warning(
             "%s came back without the rows that it had: %s. Training continues; "
             "updates that it had not acknowledged are lost.",
-            *(self._servers.names[server], ", ".join(lost) or "it restored none"),
+            *(self._servers.names[server], lost or "it restored none"),
         )
+
+    def _describe_lost(self, server: int) -> str:
+        request = Header(Kind.COUNTERS), [messages.encode_json(None)], "counters"
+        reply = self._servers.send(server, *request)
+        counters = self._servers.read(server, reply, dict[str, int])
+        lost = {name: num for name, num in counters.items() if name.startswith("lost_")}
+        return ", ".join(f"{name}={num}" for name, num in lost.items())
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""
