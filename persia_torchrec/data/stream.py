@@ -342,7 +342,7 @@ class BatchSender:
             kind, 0, self.start, self._loader, number, flags=self._num_loaders
         )
         deadline_s: float | None = None
-        # Nothing answers at an address of before a restart: look for the next one.
+        # Nothing answers at the address before a restart: look for the next one.
         timeout_s = min(self._timeout_s, _TRY_S) if self.recovery_s else self._timeout_s
         while True:
             reply = self._connections.submit(
