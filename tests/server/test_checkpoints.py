@@ -168,7 +168,7 @@ def test_what_was_begun_is_not_begun_again(checkpoints, tmp_path):
 def test_nothing_is_loaded_that_was_not_checked(checkpoints, tmp_path):
     checkpoints.cancel("the test loads")
     load = CheckpointRequest(do="load", task=8, folder=str(tmp_path))
-    assert checkpoints.handle(load).phase == "checking"
+    assert checkpoints.handle(load).phase in ("checking", "failed")
     wait_until(lambda: checkpoints.handle(load).phase == "failed", "the check fails")
     assert "manifest.json" in checkpoints.handle(load).error.message
 
