@@ -380,7 +380,7 @@ def _open_shared(*, seeks_huge_pages: bool) -> tuple[int, str]:
         enabled = ""
         with contextlib.suppress(OSError):  # a kernel without huge pages
             enabled = _SHMEM_ENABLED.read_text()
-        if not re.search(r"\[(always|within_size|advise|force)\]", enabled):
+        if not re.search(r"\[(always|within_size|force)\]", enabled):
             descriptor = _open_in_own_mount()
             if descriptor is not None:
                 return descriptor, "huge pages, of a tmpfs that only this job sees"

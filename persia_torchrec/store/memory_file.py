@@ -53,7 +53,6 @@ _SMALL_STEP = 2**16
 _LARGEST_STEP = 16 * _MIB
 _NUM_FIXED = 4  # lines of the head, the lines themselves, and of both halves of tables
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class MemoryFile:
@@ -74,7 +73,8 @@ class MemoryFile:
             self._base = self._words.ctypes.data
             self._header = self.area(_HEADER)
             self._lines = self.area(_REGIONS).reshape(-1, 4)
-            has_huge_pages = self._has_huge_pages()
+            # Only advised ones do not come by fallocate.
+            has_huge_pages = os.fstat(self._file).st_blksize >= _HUGE_PAGE
             self._step = _HUGE_PAGE if has_huge_pages else _SMALL_STEP
             self.is_new = bool(self._header[STATE] == MAKING)
             if self.is_new:
@@ -212,15 +212,6 @@ class MemoryFile:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
-
-    def _has_huge_pages(self) -> bool:
-        """Return whether the kernel says that it uses huge pages for this file."""
-        if os.fstat(self._file).st_blksize >= _HUGE_PAGE:
-            return True
-        name = str(Path(f"/proc/self/fd/{self._file}").readlink())
-        if not name.startswith("/memfd:") or not _SHMEM_ENABLED.exists():
-            return False
-        return "[advise]" in _SHMEM_ENABLED.read_text()
 
     def _make(self, capacity_rows: int, num_classes: int) -> None:
         """Write the header of an empty file, or of one that was not finished."""
