@@ -1,5 +1,6 @@
 """Embedding workers and data loaders that are killed while a job trains."""
 
+import contextlib
 import signal
 from functools import partial
 
@@ -45,13 +46,15 @@ class Feeders:
         )
 
     def kill(self, name: str) -> None:
-        """Kill a process, wherever it is, and start it again."""
+        """Kill a process, wherever it is, and start it again, unless it has ended."""
         role, index = name.split()
         if role == "worker":
             address = self._job.book.peek(f"address/worker/{index}")
             self._ports[int(index)] = address.rpartition(":")[2]
-        self._running[name].send(signal.SIGKILL)
-        self._running[name].process.join(DEADLINE_S)
+        with contextlib.suppress(ProcessLookupError):
+            self._running[name].send(signal.SIGKILL)
+        if self._running[name].status() == 0:
+            return  # a loader that was through
         getattr(self, f"start_{role}")(int(index))
 
     def finish(self) -> None:
