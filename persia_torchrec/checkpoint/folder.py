@@ -206,14 +206,17 @@ class _DirectFile(io.RawIOBase):
         self._num_bytes = 0
 
     def write(self, data: Any) -> int:
-        """Write some of the data; return how many bytes."""
-        data = memoryview(data)
-        begin, end = self._num_bytes, self._num_bytes + len(data)
-        end = self._num_bytes = min(end, _BUFFER_BYTES)
-        self._buffer[begin:end] = data[: end - begin]
-        if end == _BUFFER_BYTES:
-            self._write_out(os.O_DIRECT)
-        return end - begin
+        """Write all of the data; return how many bytes."""
+        left = memoryview(data).cast("B")
+        num_bytes = len(left)
+        while left:
+            num = min(len(left), _BUFFER_BYTES - self._num_bytes)
+            self._buffer[self._num_bytes : self._num_bytes + num] = left[:num]
+            self._num_bytes += num
+            left = left[num:]
+            if self._num_bytes == _BUFFER_BYTES:
+                self._write_out(getattr(os, "O_DIRECT", 0))  # Linux has it
+        return num_bytes
 
     def sync(self) -> None:
         """Write all of it to the disk."""

@@ -14,7 +14,8 @@ that was kept twice the older one counts. It may be interrupted, and begin again
                '-- aligned to 64 bytes                               --'
 
 The rows of updates are most of it. They are kept past the caches, in whole lines: what
-is kept is hardly ever read. A word of zeros keeps nothing.
+is kept is hardly ever read. Such stores are in memory before the kernel gives the core
+to another process. A word of zeros keeps nothing.
 
 A clear is not undone. It ends a request, whose notes are kept in the log as they shall
 be: doing it once more drops all rows, and writes these.

@@ -85,6 +85,8 @@ def test_a_large_file_is_written_whole(tmp_path, folder, num_bytes):
             while left:
                 left = left[file.write(left[:400_001]) :]
         assert Folder(path).read("file") == data
+        Folder(path).write("at once", bytes(data))
+        assert Folder(path).read("at once") == data
 
 
 def test_a_file_that_is_not_completed_is_gone(run):
