@@ -70,6 +70,8 @@ class Changes:
     """Before all that, every row was dropped."""
     num_rows: int = 0
     """That are named above, repeats included."""
+    num_requests: int = 0
+    """Updates and steps that are named here: without rows, too, a step has changed."""
     number: int = 0
     """Of the cut that returned them; 0 before."""
 
@@ -237,6 +239,7 @@ class ChangeJournal:
         for kind, numbers, table, arena, tick in self._ring.notes():
             if kind == _CHANGED:
                 changes.slots.append(ChangedSlots(table, arena, tick, numbers))
+                changes.num_requests += tick == 0
             elif kind == _LEFT:
                 changes.left.append(numbers.reshape(-1, 2))
             else:
@@ -257,6 +260,7 @@ class ChangeJournal:
 
     def changed(self, slots: ChangedSlots) -> None:
         """Note a training lookup, a write, or an update."""
+        self.changes.num_requests += slots.tick == 0
         if len(slots.slots):
             self.changes.slots.append(slots)
             self.changes.num_rows += len(slots.slots)
