@@ -1,6 +1,8 @@
 # make train   train the adult-income example on this machine
 # make test    everything that must hold before a change is done
+# make system  install what tests use of Debian, as root
 # make chaos  jobs whose processes are killed again and again
+# make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make coverage    the lines of the package that no test runs
 #
 # All start from nothing: they make .venv with what the machine needs. torch comes
@@ -24,6 +26,13 @@ FBGEMM := $(if $(filter cuda,$(DEVICE)),fbgemm-gpu,fbgemm-gpu-cpu)==1.8.0
 TORCHREC := torchrec==1.8.0
 TORCHREC_NEEDS := tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 
+# What tests use of Debian: a Slurm, and network namespaces.
+SYSTEM := slurmctld slurmd slurm-client iproute2
+APT := DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq -y --no-install-recommends \
+	-o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=60
+LACKING = $$(for one in $(SYSTEM); do dpkg-query -W -f '$${Status}' $$one 2>/dev/null \
+	| grep -q 'ok installed' || echo $$one; done)
+
 # The census data of the example, where it lies beside the checkout.
 ADULT := ../shared/datasets/adult
 ifneq ($(wildcard $(ADULT)),)
@@ -33,7 +42,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train test lint unit chaos coverage clean
+.PHONY: help install train system test lint unit chaos cluster coverage clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -57,6 +66,17 @@ train: $(STAMP)  ## train the example; ARGS="--embedding_servers 3" overrides
 	@touch $(VENV)/began
 	PATH="$(BIN):$$PATH" TORCHXCONFIG=.torchxconfig $(BIN)/torchx run $(if $(ARGS),-- $(ARGS)) || { $(CAUSE); exit 1; }
 
+system:  ## install what tests use of Debian, as root; says what it could not
+	@lacking="$(LACKING)"; \
+	if [ -n "$$lacking" ] && [ "$$(id -u)" = 0 ]; then \
+		said=$$({ $(APT) update; $(APT) install $$lacking || \
+			for one in $$lacking; do $(APT) install $$one; done; } 2>&1); \
+		lacking="$(LACKING)"; \
+	fi; \
+	[ -z "$$lacking" ] || { echo "$$said" | grep '^[EW]:' | sort -u; \
+		echo "not installed, so that tests skip:" $$lacking; \
+			echo "make system installs it, as root of a Debian with a package index."; }
+
 test: lint unit  ## check everything
 
 lint: $(STAMP)  ## format, lint, types, import rules
@@ -70,6 +90,9 @@ unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
 
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
+
+cluster: $(STAMP)  ## jobs on Slurm, in Kubernetes and on several hosts; not part of test
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/cluster --timeout 3600 $(ARGS)
 
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
 	rm -rf $(COVERAGE)
