@@ -38,6 +38,7 @@ def train(
     recovery_timeout_s: float = 600.0,
     max_restarts: int = 3,
     max_retries: int = 3,
+    resume_dir: str = "",
 ) -> specs.AppDef:
     """Train a model whose embeddings live on servers.
 
@@ -74,6 +75,8 @@ def train(
         max_restarts: how often such a process may end without a trained batch between
         max_retries: how often Slurm or Kubernetes may start the whole job again, as if
             a host was lost; Kubernetes does once less. 0: never
+        resume_dir: folder of the automatic checkpoints. A job that is started with that
+            of another continues it. By default each job has one of its own
     """
     job = roles.JobSettings(
         embedding_config=embedding_config,
@@ -91,6 +94,7 @@ def train(
         max_restarts=max_restarts,
         max_retries=max_retries,
         memory_dir=memory_dir,
+        resume_dir=resume_dir,
     )
     loaders = (
         [roles.scripts(job, "loader", data_loader, data_loaders)]

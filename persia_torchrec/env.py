@@ -14,6 +14,8 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
     PERSIA_CHECKPOINT_DIR                      their folder; ./persia_checkpoints
+    PERSIA_RESUME_DIR                          that of a job, and of those that
+                                               continue it; one for each in the former
     PERSIA_RESUME                              what a restart goes back to: exact
     TORCHELASTIC_RESTART_COUNT, _MAX_RESTARTS  how often it started the NN workers
                                                before, and may at most (torchrun)
@@ -135,8 +137,9 @@ global_config_path = partial(text, "PERSIA_GLOBAL_CONFIG")
 data_dir = partial(text, "PERSIA_DATA_DIR")
 error_file = partial(text, "TORCHELASTIC_ERROR_FILE")
 
-# "exact" or "rows_ahead"; None when unset.
+# "exact" or "rows_ahead", and a path; None when unset.
 resume = partial(text, "PERSIA_RESUME")
+resume_dir = partial(text, "PERSIA_RESUME_DIR")
 
 
 def number(name: str) -> int | None:

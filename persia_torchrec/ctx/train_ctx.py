@@ -66,8 +66,9 @@ class TrainCtx(EmbeddingCtx):
         checkpoint_interval_s: seconds between automatic checkpoints, from which
             training continues when the trainers are started again; 0: there are none.
             None: ``PERSIA_CHECKPOINT_INTERVAL_S``, or else 600 where something starts
-            trainers again, as ``torchrun --max-restarts`` does. They are in a folder of
-            the job in ``PERSIA_CHECKPOINT_DIR``, which trainers and servers share.
+            trainers again, as ``torchrun --max-restarts`` does. They are in
+            ``PERSIA_RESUME_DIR``, or in a folder of the job in
+            ``PERSIA_CHECKPOINT_DIR``, which trainers and servers share.
         resume: "exact" takes the servers back to the checkpoint; with "rows_ahead" rows
             keep the updates since. None: ``PERSIA_RESUME``, or else "exact".
 
@@ -328,10 +329,11 @@ def _configure_recovery(
     """Return what arguments of a context say, or else the environment."""
     if interval_s is None:
         interval_s = env.checkpoint_interval_s()
-    number = next(_numbers)
-    name = job_id.replace("/", "_") + (f"-{number}" if number > 1 else "")
+    number, run = next(_numbers), env.resume_dir()
+    if run is None:
+        run = Folder(env.checkpoint_dir()).file_path(job_id.replace("/", "_"))
     return RecoveryConfig(
-        folder=Folder(env.checkpoint_dir()).file_path(name),
+        folder=f"{run}-{number}" if number > 1 else run,
         interval_s=interval_s,
         resume=resume or cast("Resume", env.resume() or "exact"),
     )

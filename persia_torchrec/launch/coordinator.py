@@ -11,9 +11,10 @@ killed, since torchx waits for every process. A finished job stays finished all 
 same: what comes after the verdict is in the log only.
 
 A member with a supervisor may be killed, raise, be lost or be silent: the job waits for
-it. The job fails if it is not back within ``recovery_timeout_s``, or was started again
-``max_restarts`` times without progress. So may the coordinator itself: the next one
-finds the address book as it was, and watches on.
+it. The job fails if it is not back within ``recovery_timeout_s``, was started again
+``max_restarts`` times without progress, or lost its supervisor, too, so that nothing
+starts it again. The coordinator itself may be killed as often: the next one finds the
+address book as it was, and watches on.
 """
 
 import logging
@@ -137,9 +138,8 @@ class _Member:
             return wrong
         has_progress = progress > self._progress_then
         if previous is not None and previous != self.process:
-            self._num_restarts = 1 if has_progress else self._num_restarts + 1
+            self._num_restarts = self.record.count_restart(progress)
             self._progress_then = progress
-            self.record.report_restarts(self._num_restarts, progress)
             self._note_absence(f"{self.record.who} (process {previous.pid}) has ended")
         if wrong is None:
             self._note_return()
@@ -151,6 +151,8 @@ class _Member:
         limit_s = self._timings.recovery_timeout_s
         if ending in ("killed", "left") and self.process.supervisor.has_ended():
             wrong = f"{wrong}, and so was its supervisor"
+            if self.process.supervisor.is_last():
+                return f"{wrong}: nothing starts it again"
             limit_s = min(limit_s, _UNSUPERVISED_S)
         if self._away_ticks * self._tick_s > limit_s:
             return f"{wrong}, and was not back within {limit_s:g} s"
@@ -251,6 +253,7 @@ class Coordinator:
         if previous is not None:
             ended = "the coordinator (process %d) has ended, and is back"
             logger.warning(ended, previous.pid)
+            self._count_restart(own)
         job_id, port = self._book.greeting.job_id, self._book.port
         logger.info("the address book of job %s is open at port %d", job_id, port)
         state, reason = self._watch()
@@ -269,6 +272,13 @@ class Coordinator:
             logger.error("job failed: %s", self._cause(reason))
         time.sleep(linger_s)
         return state
+
+    def _count_restart(self, own: MemberRecord) -> None:
+        """Fail the job if this process ends again and again, without progress."""
+        num = own.count_restart(self._progress()) - 1
+        if num >= self._config.max_restarts:
+            why = f"the coordinator ended too often: {num} restarts without progress"
+            self._book.fail("coordinator", why)
 
     def _await_ends(self) -> None:
         """Wait until all members have left, and their processes have ended."""

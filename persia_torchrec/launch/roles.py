@@ -177,6 +177,7 @@ class JobSettings:
     recovery_timeout_s: float = RECOVERY_S  # how long the job waits then
     max_restarts: int = 3  # of a process without progress since
     max_retries: int = 0  # of the whole job, by Slurm and Volcano
+    resume_dir: str = ""  # of automatic checkpoints; empty: a folder of each job
 
     def __post_init__(self) -> None:
         for name in ("embedding_config", "global_config", "python", "memory_dir"):
@@ -215,6 +216,8 @@ class JobSettings:
                 "PERSIA_STORE_HOST_ENV": specs.macros.rank0_env,
                 "PERSIA_JOB_ID": specs.macros.app_id,
             }
+        if self.resume_dir:
+            job["PERSIA_RESUME_DIR"] = self.resume_dir
         return {
             "PERSIA_STORE_PORT": str(self.port),
             **job,
@@ -281,9 +284,10 @@ class JobSettings:
     def run_dir(self) -> str:
         """Return the folder of the automatic checkpoints, as ``TrainCtx`` does."""
         trainer = self.settings.get("trainer", RoleSettings())
-        variables = {**self.env, **trainer.env}
+        variables = {**self.variables(1), **self.env, **trainer.env}
         folder = variables.get("PERSIA_CHECKPOINT_DIR", CHECKPOINT_DIR)
-        return f"{folder}/{specs.macros.app_id}"
+        own = f"{folder}/{specs.macros.app_id}"
+        return variables.get("PERSIA_RESUME_DIR", own)
 
 
 def coordinator(job: JobSettings, **counts: int) -> specs.Role:

@@ -73,7 +73,7 @@ _LOOK_S = 0.5
 _PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +281,8 @@ def _run(words: list[str]) -> int:
     if not command:
         raise ConfigError(f"{prog} must be given a command, after --.")
     _open_for_command(config)
+    # By which the coordinator knows all processes of this supervisor: 15 characters.
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"persia-%d" % os.getpid())
     return Supervisor(command).run()
 
 

@@ -107,15 +107,18 @@ class MemberRecord:
         """Return the progress that the member has reported last, or 0."""
         return int(self._book.peek(f"progress/{self._key}") or 0)
 
-    def report_restarts(self, num: int, progress: int) -> None:
-        """Note how often the member started again without progress of the job.
+    def count_restart(self, progress: int) -> int:
+        """Note that the member started again; return how often without progress.
 
-        ``progress`` is that of the job when it did last.
+        ``progress`` is that of the whole job.
         """
+        num, previous = self.restarts()
+        num = 1 if progress > previous else num + 1
         self._book.put(f"restarts/{self._key}", f"{num} {progress}")
+        return num
 
     def restarts(self) -> tuple[int, int]:
-        """Return what was noted last, or 0 and -1."""
+        """Return what was noted last, and the progress then; or 0 and -1."""
         noted = self._book.peek(f"restarts/{self._key}") or "0 -1"
         num, _, progress = noted.partition(" ")
         return int(num), int(progress)

@@ -4,7 +4,8 @@ A number alone says little: a later process may have it. Where ``/proc`` is miss
 a process is of another host, nothing is known of its end.
 
 A process may have a supervisor, which starts it again: ``launch/supervisor.py``. It is
-killed with that, so that nothing runs twice.
+killed with that, so that nothing runs twice. A supervisor is several processes, which
+have one name: as long as one of them runs, the process comes back.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     process_table: str  # boot and process namespace of its host; empty: it has none
     start: str  # time, in the table's own unit
     nonce: str  # unique text, where the table tells nothing
+    name: str = ""  # which the processes of one supervisor share
     supervisor: "ProcessIdentity | None" = None  # which starts it again
 
     @classmethod
@@ -46,7 +48,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
         """Return a new identity of a process of this host."""
-        return cls(pid, _process_table(), _read_stat(pid)[2], uuid.uuid4().hex)
+        name, start = _read_stat(pid)[2:]
+        return cls(pid, _process_table(), start, uuid.uuid4().hex, name)
 
     def is_same(self, other: "ProcessIdentity | None") -> bool:
         """Return whether two identities are known to be of one process."""
@@ -80,8 +83,13 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         """Return whether it is, or None for a process that is not of this host."""
         if not self.process_table or self.process_table != _process_table():
             return None
-        state, _, start = _read_stat(self.pid)
+        state, _, _, start = _read_stat(self.pid)
         return state not in "ZX" and start == self.start
+
+    def is_last(self) -> bool:
+        """Return whether no process of its name runs on this host any more."""
+        found = map(_read_stat, _pids())
+        return all(name != self.name or state in "ZX" for state, _, name, _ in found)
 
 
 class Siblings:
@@ -106,10 +114,10 @@ class Siblings:
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             self._pids = set()
-            for entry in Path("/proc").glob("[0-9]*"):
-                state, parent, _ = _read_stat(int(entry.name))
+            for pid in _pids():
+                state, parent, *_ = _read_stat(pid)
                 if parent == self._parent and state not in "ZX":
-                    self._pids.add(int(entry.name))
+                    self._pids.add(pid)
         return self._pids
 
     def require_coordinator(self) -> None:
@@ -164,14 +172,20 @@ def _is_coordinator(pid: int) -> bool:
         return False
 
 
-def _read_stat(pid: int) -> tuple[str, int, str]:
-    """Return state ("X": there is no such process), parent and start of a process."""
+def _pids() -> list[int]:
+    """Return the processes of this host."""
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+
+
+def _read_stat(pid: int) -> tuple[str, int, str, str]:
+    """Return state ("X": there is no such process), parent, name and start."""
     try:
         # "pid (name) state parent ...", where the name may hold any character.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
-        return "X", 0, ""
-    return fields[0], int(fields[1]), fields[19]
+        return "X", 0, "", ""
+    fields = rest.split()
+    return fields[0], int(fields[1]), head.partition("(")[2], fields[19]
 
 
 def _process_table() -> str:

@@ -2,10 +2,12 @@
 
 Each update adds 1 to the weights of its ids. An NN worker notes the batches that it is
 about to push, and those whose updates were acknowledged. When there is a file
-``exception``, it raises. With ``LEARNS`` it learns instead, batches in their order.
+``exception``, it raises. With ``LEARNS`` it learns instead, batches in their order:
+that is how many may be between lookup and update.
 """
 
 import contextlib
+import itertools
 import os
 import time
 from pathlib import Path
@@ -22,9 +24,10 @@ from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.env import embedding_config_path, get_rank
 from persia_torchrec.training.engine import connect_to_job
 from tests.chaos.counting import all_ids
+from tests.processes import DEADLINE_S
 
-LEARNS = "LEARNS" in os.environ
-FLUSH_STEPS = 16
+LEARNS = int(os.environ.get("LEARNS", "0"))
+FLUSH_STEPS = 1 if LEARNS else 16
 PAUSE_S = 0.02  # so that the kills do not take too many batches
 BLOCK = 20_000
 
@@ -65,7 +68,7 @@ def make_ctx():
 
 def train(ctx, loader, sent, acknowledged):
     numbers = []
-    for batch in loader:
+    for batch in in_step(loader) if LEARNS > 1 else loader:
         output, labels = ctx.forward(batch)
         loss = -output.sum()
         if LEARNS:
@@ -81,6 +84,16 @@ def train(ctx, loader, sent, acknowledged):
             Path("exception").unlink()
             raise ValueError("there was a file")
         time.sleep(PAUSE_S)
+
+
+def in_step(batches):
+    """Yield a batch once the next one has its rows, which lack the update of this one.
+
+    Such updates are waited for. So each batch lacks the one before, and none else.
+    """
+    for batch, following in itertools.pairwise(itertools.chain(batches, [None])):
+        assert following is None or following.pull.arrived.wait(DEADLINE_S)
+        yield batch
 
 
 def leave_rows():
@@ -107,8 +120,8 @@ def main():
         with make_ctx() as ctx:
             loader = DataLoader(
                 StreamingDataset(8),
-                reproducible=LEARNS,
-                embedding_staleness=1 if LEARNS else 8,
+                reproducible=LEARNS > 0,
+                embedding_staleness=LEARNS or 8,
             )
             train(ctx, loader, *files)
     if get_rank() == 0:

@@ -22,6 +22,7 @@ from tests.processes import wait_until
 SUPERVISOR = "supervisor"  # of any member
 AGENT = "agent"  # which has started the trainers
 RAISING = "exception"  # not a kill: a trainer finds a file of this name, and raises
+KILLS = "kills"  # a file that has a byte for each
 
 # What is waited for after a kill; else the next one comes sooner.
 _BACK, _TRAINING = 0.75, 0.5
@@ -63,15 +64,20 @@ class Killer:
         self._away: dict[MemberRecord, tuple[str, ProcessIdentity, float]] = {}
         self.away_s = defaultdict[str, list[float]](list)
 
-    def kill(self, num: int, most_pause_s: float = 1.0) -> None:
+    def kill(
+        self, num: int, most_pause_s: float = 1.0, most_steps: int = _MOST_STEPS
+    ) -> None:
         """Kill so many processes; all are back in the end."""
         for _ in range(num):
+            before = self._progress()
             wait_until(self._kill_one, "a process is killed", details=self._job.output)
+            with (self._folder / KILLS).open("a") as file:
+                file.write(".")
             patience = self._draw.random()
             if patience < _BACK:
                 self.wait()
             if patience < _TRAINING:
-                self._wait_for_steps(self._draw.randint(1, _MOST_STEPS))
+                self._wait_for_progress(before + self._draw.randint(1, most_steps))
             time.sleep(most_pause_s * self._draw.random())  # it is killed anywhere
         self.wait()
         assert self._book.state() == ("running", ""), self._job.output()
@@ -88,11 +94,9 @@ class Killer:
             for role, away_s in sorted(self.away_s.items())
         )
 
-    def _wait_for_steps(self, num: int) -> None:
-        before, output = self._progress(), self._job.output
-        wait_until(
-            lambda: self._progress() >= before + num, "it trains", details=output
-        )
+    def _wait_for_progress(self, num: int) -> None:
+        output = self._job.output
+        wait_until(lambda: self._progress() >= num, "it trains", details=output)
 
     def _kill_one(self) -> bool:
         """Kill a member that is there; return whether it was."""

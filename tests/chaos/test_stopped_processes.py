@@ -4,25 +4,42 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from persia_torchrec.data import DataLoader, StreamingDataset
+from persia_torchrec.launch import supervisor
 from persia_torchrec.server.cluster import EmbeddingCluster
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.member_record import MemberRecord
+from persia_torchrec.wire.membership import JobTimings
 from tests.forked_jobs import ROOT
+from tests.integration.feeding import NUM_IDS as NUM_FED
 from tests.integration.persia_scripts import Scripts
+from tests.integration.test_killed_feeders import (
+    FROM_ZERO,
+    NUM_BATCHES,
+    NUM_LOADERS,
+    Feeders,
+    counted,
+)
 from tests.launch.jobs import Job
 from tests.launch.test_coordinator import WAIT_FOR_GO
-from tests.processes import DEADLINE_S, Processes, wait_until
+from tests.local_job import LocalJob
+from tests.processes import DEADLINE_S, Processes, is_running, wait_until
 from tests.server.test_restarts import NUM_IDS, Trainer
 from tests.servers import ids_of
 from tests.wire.test_transport import Relay
 
 LOST_S = 6  # after which the kernel ends the connections of a network that is cut
+PAUSE_S, PERIOD_S = 2.0, 0.2  # between two networks that are cut, two stops of one
+MOST_AHEAD = 100  # batches of a data loader
+ROLES = ["server", "worker", "loader", "trainer", "coordinator"]
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -104,8 +121,14 @@ def test_a_member_whose_network_is_cut_is_waited_for(tmp_path, seconds):
         assert [p.status() for p in (trainer, job.coordinator, server)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("seconds", [5, 15, 60])
-def test_every_batch_is_trained_once_though_processes_are_stopped(tmp_path, seconds):
+@pytest.mark.parametrize(
+    ("seconds", "awake_s"),
+    [(5, 0), (15, 0), (60, 0), (15, 0.02)],
+    ids=["5 s", "15 s", "60 s", "15 s slow"],
+)
+def test_every_batch_is_trained_once_though_processes_are_stopped(
+    tmp_path, seconds, awake_s
+):
     """Each of one, so that training waits for it."""
     with Scripts(tmp_path).start(
         *("--recover", "True", "--python", sys.executable),
@@ -114,18 +137,131 @@ def test_every_batch_is_trained_once_though_processes_are_stopped(tmp_path, seco
     ) as job:
         job.has_printed("current idx: 5 ")
         with contextlib.closing(AddressBook.join("localhost", job.port)) as book:
-            for role in ("server", "worker", "loader", "coordinator"):
+            for role in ROLES:
                 process = MemberRecord(book, role, 0).process()
-                os.kill(process.pid, signal.SIGSTOP)
-                time.sleep(seconds)
-                with contextlib.suppress(ProcessLookupError):  # it was replaced
-                    os.kill(process.pid, signal.SIGCONT)
-                if role != "coordinator":
+                stop(process.pid, seconds, awake_s)
+                if role == "trainer":  # the others wait for it, and take no more
+                    num_ahead = count_batches(job, "sent batch", "current idx")
+                if role != "coordinator" and not awake_s:
                     job.has_printed(f"{role} 0 has sent no heartbeat for 4.0 s")
         ended = job.wait()
     assert ended.status == 0, ended.output
     assert ended.line(r"rank 0: trained (\d+) batches") == "2000"
     assert ("was silent for 20 s; the job waits" in ended.output) == (seconds > 20)
+    assert num_ahead < MOST_AHEAD
+
+
+def count_batches(job, sent, trained):
+    """Return how many batches data loaders are ahead."""
+    output = job.output()
+    return output.count(sent) - output.count(trained)
+
+
+def stop(pid, seconds, awake_s):
+    """Stop a process for a while, or have it run for a moment from time to time."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):  # it was replaced
+        while time.monotonic() < deadline:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(PERIOD_S if awake_s else seconds)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(awake_s)
+
+
+def test_a_server_that_runs_again_changes_nothing_when_another_has_its_place(tmp_path):
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(Processes(tmp_path))
+        job = stack.enter_context(
+            Scripts(tmp_path).start(
+                *("--recover", "True", "--python", sys.executable),
+                num_batches=2000,
+                PYTHONPATH=str(ROOT),
+                PERSIA_CHECKPOINT_INTERVAL_S="1",
+            )
+        )
+        job.has_printed("automatic checkpoint")
+        book = AddressBook.join("localhost", job.port)
+        stack.enter_context(contextlib.closing(book))
+        record = MemberRecord(book, "server", 0)
+        first = record.process()
+        os.kill(first.pid, signal.SIGSTOP)
+        command, environment = (
+            Path(f"/proc/{first.pid}/{name}").read_text().split("\0")[:-1]
+            for name in ("cmdline", "environ")
+        )
+        second = processes.start(
+            *("second", supervisor.main),
+            ["--port", "0", "--memory-dir", "private", "--", *command],
+            env=dict(variable.split("=", 1) for variable in environment),
+            inherits=False,
+        )
+        job.has_printed("server 0 is back, after ")
+        num_trained = job.output().count("current idx")
+        os.kill(first.pid, signal.SIGCONT)
+        wait_until(lambda: not is_running(first.pid), "it ends", details=job.output)
+        wait_until(
+            lambda: job.output().count("current idx") > num_trained + 20,
+            "the training continues",
+            details=job.output,
+        )
+        ended = job.wait()
+        assert second.status() == 0, second.output()
+    assert "server 0 was given up, and ends: another process" in ended.logs["server 0"]
+    assert ended.line(r"rank 0: trained (\d+) batches") == "2000"
+    assert "the job is finished" in ended.output
+
+
+@pytest.mark.parametrize("seconds", [5, 15, 60])
+def test_every_batch_is_trained_once_though_networks_are_cut(
+    tmp_path, monkeypatch, seconds
+):
+    """One after the other: to a server, to an embedding worker, to the NN worker."""
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(Processes(tmp_path))
+        job = stack.enter_context(
+            LocalJob(tmp_path, monkeypatch, num_workers=0, recovery_s=DEADLINE_S)
+        )
+        JobTimings(heartbeat_s=0.1).publish(job.book)
+        feeders, relays = Feeders(processes, job), []
+        has_begun = threading.Event()
+
+        def add_relay(role):
+            """Have those who look for the first of a role find a relay."""
+            key = f"address/{role}/0"
+            wait_until(lambda: job.book.peek(key), f"{role} 0 is there")
+            relays.append(Relay(job.book.peek(key)))
+            stack.callback(relays[-1].close)
+            job.book.put(key, relays[-1].address)
+
+        def cut_each():
+            add_relay("trainer")
+            for index in range(NUM_LOADERS):
+                feeders.start_loader(index)
+            assert has_begun.wait(DEADLINE_S)
+            for relay in relays:
+                cut(relay, seconds)
+                time.sleep(PAUSE_S)
+
+        add_relay("server")
+        for index in range(2):
+            feeders.start_worker(index)
+        wait_until(lambda: job.book.peek("address/worker/1"), "worker 1 is there")
+        add_relay("worker")
+        cutting = threading.Thread(target=cut_each, daemon=True)
+        with job.train_ctx(embedding_config=FROM_ZERO) as ctx:
+            cutting.start()
+            numbers = []
+            for batch in DataLoader(StreamingDataset(3), embedding_staleness=4):
+                has_begun.set()
+                numbers.append(batch.batch_id)
+                ctx.backward(-ctx.forward(batch)[0].sum())
+                # So that there are batches as long as networks are cut.
+                cutting.join(len(relays) * (seconds + PAUSE_S) / NUM_BATCHES)
+        assert not cutting.is_alive()
+        assert sorted(numbers) == list(range(NUM_BATCHES))
+        feeders.finish()
+        job.client.learn_tables()
+        assert job.read("item", *range(NUM_FED)).tolist() == counted()
 
 
 @pytest.mark.parametrize("seconds", [5, 15, 60])

@@ -149,3 +149,27 @@ def test_a_job_survives_the_death_of_a_process_of_each_role(tmp_path):
         ended = job.wait()
     assert ended.status == 0, ended.output
     assert np.array_equal(weights, np.repeat(counted()[:, None], 4, axis=1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_job_continues_when_it_is_started_again_with_its_folder(tmp_path, number):
+    port, saved = draw_port(), tmp_path / "saved"
+    arguments = [*write(tmp_path), "--port", str(port), "--resume_dir", str(saved)]
+    component = str(ROOT / "components/job.py:train")
+    with TorchxJob(tmp_path, component, *arguments, cwd=tmp_path) as job:
+        job.has_printed("trainer 1 joined")
+        with contextlib.closing(AddressBook.join("localhost", port)) as book:
+            wait_until(lambda: progress(book) > 400, "it trains", details=job.output)
+        os.kill(job._torchx.pid, number)
+        wait_until(lambda: not job.pids(), "all processes end", details=job.output)
+        assert "automatic checkpoint" in job.output()
+    with TorchxJob(tmp_path, component, *arguments, cwd=tmp_path) as job:
+        job.has_printed(f"training resumes from {saved}")
+        for rank in range(2):
+            job.has_printed(f"through {rank}")
+        with contextlib.closing(AddressBook.join("localhost", port)) as book:
+            weights = weights_of(book)
+        (tmp_path / "go").touch()
+        ended = job.wait()
+    assert ended.status == 0, ended.output
+    assert np.array_equal(weights, np.repeat(counted()[:, None], 4, axis=1))

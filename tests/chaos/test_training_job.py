@@ -114,8 +114,9 @@ def test_rows_ahead_have_what_was_acknowledged_and_nothing_twice(run, tmp_path):
         assert np.array_equal(rows[is_here, 0], count(times)[is_here])
 
 
-def test_rows_are_those_of_an_undisturbed_job_bit_by_bit(run):
-    given = {"sizes": SIZES | {"loader": 1, "trainer": 1}, "LEARNS": "1"}
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rows_are_those_of_an_undisturbed_job_bit_by_bit(run, staleness):
+    given = {"sizes": SIZES | {"loader": 1, "trainer": 1}, "LEARNS": str(staleness + 1)}
     rows, end, _ = run("killed", 20, ["server", "worker"], **given)
     expected, _, _ = run("undisturbed", 0, end=end, **given)
     assert len(np.unique(rows)) > 1000

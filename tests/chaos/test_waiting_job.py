@@ -41,7 +41,7 @@ while not pathlib.Path(__file__).with_name("go").exists():
 
 
 @contextlib.contextmanager
-def waiting_job(folder):
+def waiting_job(folder, max_restarts=1000):
     """Start a job whose processes recover; give it, and its address book."""
     (folder / "wait.py").write_text(WAIT_FOR_GO)
     (folder / "embedding.yml").write_text(ONE_SLOT)
@@ -50,7 +50,7 @@ def waiting_job(folder):
     arguments = ["--nn_worker", folder / "wait.py", "--data_loader", "none"]
     arguments += ["--data_loaders", 0, "--embedding_servers", 2, "--port", port]
     arguments += ["--embedding_config", folder / "embedding.yml"]
-    arguments += ["--max_restarts", 1000]
+    arguments += ["--max_restarts", max_restarts]
     arguments += ["--global_config", folder / "global.yml"]
     with TorchxJob(folder, "components/job.py:train", *map(str, arguments)) as job:
         job.has_printed("the trainer waits")
@@ -182,3 +182,37 @@ def test_torchx_says_failed_only_if_the_process_that_it_started_was_killed(
         ended = job.wait()
     assert ended.status == is_outer
     assert "the job is finished" in ended.output
+
+
+@pytest.mark.parametrize("role", ["server", "trainer", "coordinator"])
+def test_a_job_fails_at_once_when_nothing_starts_a_process_again(tmp_path, role):
+    with waiting_job(tmp_path) as (job, book):
+        process = MemberRecord(book, role, 0).process()
+        inner = process.supervisor.pid
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (process.pid, inner, parent_of(inner)):
+                os.kill(pid, number)
+        ended = job.wait()
+    assert ended.status == 1
+    why = f"{role} 0 (process {process.pid}) was killed, and so was its supervisor: no"
+    if role == "coordinator":
+        why = "The coordinator has ended"
+    assert why in ended.output
+
+
+def test_a_job_whose_coordinator_is_killed_again_and_again_fails(tmp_path):
+    with waiting_job(tmp_path, max_restarts=2) as (job, book):
+        record = MemberRecord(book, "coordinator", 0)
+        for num_left in (2, 1, 0):
+            process = record.process()
+            os.kill(process.pid, signal.SIGKILL)
+            if num_left:
+                wait_until(
+                    lambda process=process: record.process() != process,
+                    "it is back",
+                    details=job.output,
+                )
+        ended = job.wait()
+    assert ended.status == 1
+    why = "job failed: the coordinator ended too often: 2 restarts without progress"
+    assert why in ended.output

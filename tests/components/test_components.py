@@ -202,6 +202,13 @@ def test_slurm_and_volcano_restart_the_whole_job(runner, tmp_path, name):
     assert {role.max_retries for role in once.roles} == {0}
 
 
+def test_a_job_may_continue_another():
+    for given in ({"resume_dir": "/all/7"}, {"env": {"PERSIA_RESUME_DIR": "/all/7"}}):
+        roles = train(recover=True, **given)
+        assert roles["server"].args[-2:] == ["--resume-dir", "/all/7"]
+        assert roles["trainer"].env["PERSIA_RESUME_DIR"] == "/all/7"
+
+
 def test_image_and_interpreter_are_passed_on_unchanged():
     for role in train(image="registry/persia:1", python="python3.12").values():
         assert (role.image, role.entrypoint) == ("registry/persia:1", "python3.12")

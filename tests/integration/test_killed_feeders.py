@@ -96,10 +96,14 @@ def test_every_batch_is_trained_once_when_processes_are_killed(tmp_path, monkeyp
         assert sorted(numbers) == list(range(NUM_BATCHES))
         feeders.finish()
         job.client.learn_tables()
-        weights = job.read("item", *range(NUM_IDS))
+        assert job.read("item", *range(NUM_IDS)).tolist() == counted()
+
+
+def counted():
+    """Return the weights of all ids when each batch was trained once."""
     ids = np.concatenate([b.id_type_features[0].ids for b in make_batches(NUM_BATCHES)])
     expected = np.bincount(ids.astype(np.int64), minlength=NUM_IDS)
-    assert weights.tolist() == np.repeat(expected[:, None], 4, axis=1).tolist()
+    return np.repeat(expected[:, None], 4, axis=1).tolist()
 
 
 def test_a_loader_that_has_ended_sends_its_batches_to_trainers_that_start_again(

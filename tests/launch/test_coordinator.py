@@ -1,3 +1,4 @@
+import contextlib
 import json
 import signal
 import subprocess
@@ -288,6 +289,21 @@ def test_a_member_may_end_any_number_of_times_if_batches_are_trained_between(
     assert deaths(role, 99) is None
     assert "after 3 restarts without progress" in deaths(role, 99)
     assert deaths(role, 100) is None
+
+
+def test_a_coordinator_may_end_any_number_of_times_if_batches_are_trained_between():
+    config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
+    with contextlib.closing(AddressBook.host(0, loopback=True)) as book:
+        own = MemberRecord(book, "coordinator", 0)
+        for progress in [*range(50), 49, 49]:
+            book.put("progress/trainer/0", str(progress))
+            coordinator.Coordinator(config, book)._count_restart(own)
+            assert book.state() == ("running", "")
+        coordinator.Coordinator(config, book)._count_restart(own)
+        why = (
+            "coordinator: the coordinator ended too often: 3 restarts without progress"
+        )
+        assert book.state() == ("failed", why)
 
 
 def test_the_next_coordinator_knows_how_often_a_member_has_ended(deaths):
