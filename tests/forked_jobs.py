@@ -21,6 +21,7 @@ from torchx.specs import macros
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_component
 
+from tests.hosts import Host, run_on
 from tests.ports import draw_port
 from tests.processes import Processes, is_running, wait_until
 
@@ -57,6 +58,7 @@ class ForkedJob:
         arguments: of the component, as ``torchx run`` takes them.
         variables: set for all processes.
         cwd: where all processes run; in the folder by default.
+        hosts: on which a role runs, or a member, as ``"server 1"``; here by default.
 
     Attributes:
         port: of the job's address book.
@@ -70,7 +72,10 @@ class ForkedJob:
         *arguments: str,
         variables: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        hosts: Mapping[str, Host] | None = None,
     ) -> None:
+        hosts = hosts or {}
+        rank0 = hosts["coordinator"].address if hosts else "localhost"
         function = get_component(f"{ROOT / 'components'}/{component}").fn
         self.port = draw_port()
         port = ["--port", str(self.port)]
@@ -90,15 +95,18 @@ class ForkedJob:
                 )
                 replica = values.apply(role)
                 more = ["--linger-s", "0"] if role.name == "coordinator" else []
-                self._running[f"{role.name} {index}"] = self._processes.start(
-                    f"{role.name} {index}",
-                    run_module,
+                member = f"{role.name} {index}"
+                host = hosts.get(member, hosts.get(role.name))
+                target = [run_module] if host is None else [run_on, host, run_module]
+                self._running[member] = self._processes.start(
+                    member,
+                    *target,
                     *replica.args,
                     *more,
                     env={
                         "PATH": os.defpath,
                         "HOME": str(folder),
-                        "TORCHX_RANK0_HOST": "localhost",
+                        "TORCHX_RANK0_HOST": rank0,
                         **replica.env,
                         **(variables or {}),
                     },

@@ -59,7 +59,7 @@ from persia_torchrec.wire import failures, processes
 from persia_torchrec.wire.address_book import AddressBook, JobState
 from persia_torchrec.wire.book_server import COMPILING
 from persia_torchrec.wire.member_record import MemberRecord
-from persia_torchrec.wire.ports import local_address
+from persia_torchrec.wire.ports import interface_of, local_address
 from persia_torchrec.wire.processes import ProcessIdentity, Siblings
 from persia_torchrec.wire.signals import START_AGAIN, EndSignals, is_in_compiler
 
@@ -181,6 +181,8 @@ class JobMember:
         if self.record.register(self._timings.silent_s):
             # Also where torchrun counts no restart, as none of its own has failed.
             env.set_variable("PERSIA_RESTARTS", max(env.num_restarts(), 1))
+        if role == "trainer":
+            _bind_gloo(self.host)
         if role == "trainer" and env.is_under_torchrun():
             self.record.tell_agent(self._parent)
         env.set_variable("PERSIA_MEMBER", f"{book.port} {role} {index} {self._pid}")
@@ -491,3 +493,14 @@ class JobMember:
         logger.warning("%s, and is ended with status %d", late, status)
         self._leave()
         os._exit(status)
+
+
+def _bind_gloo(host: str) -> None:
+    """Have gloo connect by the interface of an address, unless the user names one.
+
+    By itself it takes the one that has the address of the host's name, which may be the
+    loopback interface.
+    """
+    name = interface_of(host)
+    if name is not None and env.text("GLOO_SOCKET_IFNAME") is None:
+        env.set_variable("GLOO_SOCKET_IFNAME", name)

@@ -1,8 +1,10 @@
 """TCP ports of this host, and the addresses under which others reach it."""
 
 import contextlib
+import fcntl
 import ipaddress
 import socket
+import struct
 from collections.abc import Iterator
 
 from persia_torchrec.env import MAX_PORT
@@ -11,6 +13,7 @@ from persia_torchrec.errors import ConfigError, DiscoveryError
 LOOPBACK = "127.0.0.1"
 
 _BACKLOG = 1024  # the kernel lowers it to net.core.somaxconn
+_SIOCGIFADDR = 0x8915
 
 
 def free_port(address: str = LOOPBACK) -> int:
@@ -72,6 +75,18 @@ def tcp_address(address: str) -> str:
     """
     address = "".join(address.split())
     return address if "://" in address else f"tcp://{address}"
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an IPv4 address, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # it has none
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def local_address(towards: str) -> str:

@@ -5,9 +5,11 @@ that are shown follows from the user's and the photos' ids, so that there is som
 to learn.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.forked_jobs import ForkedJob
+from tests.hosts import Host
 
 GLOBAL_CONFIG = """
 common_config:
@@ -253,7 +255,13 @@ class Scripts:
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 
-    def start(self, *arguments: str, num_batches: int, **variables: str) -> ForkedJob:
+    def start(
+        self,
+        *arguments: str,
+        num_batches: int,
+        hosts: Mapping[str, Host] | None = None,
+        **variables: str,
+    ) -> ForkedJob:
         """Start the whole job; further arguments are those of the component."""
         return ForkedJob(
             self.folder,
@@ -263,4 +271,5 @@ class Scripts:
             *("--global_config", "global_config.yml"),
             *arguments,
             variables={"NUM_BATCHES": str(num_batches), **variables},
+            hosts=hosts,
         )

@@ -6,7 +6,12 @@ import pytest
 from persia_torchrec.errors import ConfigError, WireError
 from persia_torchrec.utils import find_free_port
 from persia_torchrec.wire.address_book import AddressBook
-from persia_torchrec.wire.ports import free_port, free_port_from, reserved_port_from
+from persia_torchrec.wire.ports import (
+    free_port,
+    free_port_from,
+    interface_of,
+    reserved_port_from,
+)
 from persia_torchrec.wire.sockets import Listener
 from tests.ports import draw_port
 
@@ -48,3 +53,8 @@ def test_a_reserved_port_is_skipped_but_can_be_listened_on():
         listener.close()
         book = AddressBook.host(other, loopback=True)
         book.close()
+
+
+def test_the_interface_of_an_address_is_found_by_name():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") is None
