@@ -239,14 +239,15 @@ class Converted:
 
     def _add_all(self, spec: Spec) -> None:
         """Carry over what all roles have in common."""
-        variables = self._read_env("spec", spec.env)
+        section = self._read_env("spec", spec.env)
         if spec.log_level is not None:
             with env.set_within({"LOG_LEVEL": spec.log_level}):
                 try:
-                    variables.setdefault("LOG_LEVEL", env.log_level())
+                    level = env.log_level()
+                    section.setdefault("env", {}).setdefault("LOG_LEVEL", level)
                 except ConfigError as exc:
                     self.left["spec.logLevel"] = str(exc)
-        self.roles["all"] = {"env": variables} if variables else {}
+        self.roles["all"] = section
         if spec.enable_metrics is not False:
             self.left["spec.enableMetrics"] = (
                 "No metrics gateway is started. Start one, as examples/metrics does, "
@@ -282,7 +283,7 @@ class Converted:
             )
         section = self._read_resources(path, block)
         volumes = self._read_mounts(path, block.volume_mounts or [])
-        variables = self._read_env(path, block.env)
+        section |= self._read_env(path, block.env)
         image = block.image
         if image is None or image.startswith("persiaml/"):
             own = CUDA_IMAGE if section.get("gpus") else CPU_IMAGE
@@ -293,8 +294,6 @@ class Converted:
             image = own
         if volumes:
             section["volumes"] = volumes
-        if variables:
-            section["env"] = variables
         self.roles[role] = {**section, "image": image}
         return block.replicas
 
@@ -335,8 +334,9 @@ class Converted:
                 volumes.append(f"{source}:{to}{':ro' if is_read_only else ''}")
         return volumes
 
-    def _read_env(self, path: str, entries: list[Variable] | None) -> dict[str, str]:
-        variables = {}
+    def _read_env(self, path: str, entries: list[Variable] | None) -> dict[str, Any]:
+        """Return the variables of a section, by value and of Secrets."""
+        section: dict[str, dict[str, str]] = {}
         for entry in entries or []:
             name, value = entry.name, entry.value or ""
             at = f"{path}.env.{name}"
@@ -347,12 +347,17 @@ class Converted:
             elif name in self._reserved:
                 self.left[at] = "The job sets it itself."
             elif entry.value_from is not None:
-                self.left[at] = "torchx passes on values only, no references."
+                match entry.value_from:
+                    case {"secretKeyRef": {"name": str(secret), "key": str(key)}}:
+                        section.setdefault("secrets", {})[name] = f"{secret}/{key}"
+                    case _:
+                        self.left[at] = "Only values and keys of Secrets are."
             elif "," in value:
                 self.left[at] = "A value must hold no comma, where Slurm cuts it."
             else:
-                variables[name] = value.replace("$", "$$")  # torchx's own escape
-        return variables
+                text = value.replace("$", "$$")  # torchx's own escape
+                section.setdefault("env", {})[name] = text
+        return section
 
 
 if __name__ == "__main__":

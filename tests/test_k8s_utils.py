@@ -25,6 +25,7 @@ spec:
     - {name: NICS, value: "eth0,eth1"}
     - {name: REPLICA_INDEX, value: "7"}
     - {name: NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+    - {name: PASSWORD, valueFrom: {secretKeyRef: {name: ads, key: password}}}
   logLevel: debug
   restartPolicy: OnFailure
   imagePullPolicy: Always
@@ -126,8 +127,10 @@ def test_a_persia_job_becomes_a_job_of_torchx(tmp_path, capsys):
         is_trainer = name.startswith("trainer")
         image = "persia-torchrec:cuda" if is_trainer else "registry/ads:3"
         assert container["image"] == image
-        env = {entry["name"]: entry["value"] for entry in container["env"]}
+        env = {entry["name"]: entry.get("value") for entry in container["env"]}
         assert env["PRICE"] == "$5 $(PERSIA_STORE_PORT)"
+        secret = {"secretKeyRef": {"name": "ads", "key": "password"}}
+        assert {"name": "PASSWORD", "valueFrom": secret} in container["env"]
         assert env["LOG_LEVEL"] == "DEBUG"
         assert env["PERSIA_GLOBAL_CONFIG"] == "/conf/global.yml"
         assert env["PERSIA_EMBEDDING_CONFIG"] == "/conf/embedding.yml"

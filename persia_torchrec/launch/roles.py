@@ -9,6 +9,7 @@ flags, the rest. What a role asks the scheduler for is a file, and words over it
     all: {image: "registry/job:7", volumes: ["census:/data:ro"]}
     server: {replicas: 2, cpu: 8, memory: 64Gi}
     trainer: {gpus: 1, env: {CUBLAS_WORKSPACE_CONFIG: ":4096:8"}}
+    loader: {secrets: {AWS_SECRET_ACCESS_KEY: census/key}}
 
     --roles_file roles.yml --set "server.cpu=16 trainer.env.LOG_LEVEL=DEBUG"
 """
@@ -50,6 +51,9 @@ _UNITS = {
     **{f"{unit}i": Fraction(1024**n) for n, unit in enumerate("KMGTPE", 1)},
 }
 _VOLUME = re.compile(r"(?P<source>[^:,\s]+):(?P<path>/[^:,\s]*)(:(?P<mode>ro|rw))?")
+_SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
+_TOKEN = {"PERSIA_JOB_TOKEN": "persia-job-token/token"}  # where Kubernetes has it
+_ROLE_LABEL = "torchx.pytorch.org/role-name"
 
 Count = Annotated[int, Meta(ge=0)]
 
@@ -64,6 +68,7 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
     # A claim, or a path of the host: ``claim:/path/in/container`` and ``:ro``.
     volumes: tuple[str, ...] = ()
     env: dict[str, str] = {}
+    secrets: dict[str, str] = {}  # variables, each with "SECRET/KEY" of Kubernetes
     image: str | None = None
 
     def __post_init__(self) -> None:
@@ -77,12 +82,19 @@ class RoleSettings(Struct, frozen=True, kw_only=True):
                 "volumes must mount one volume at a path. "
                 f"Received: {', '.join(self.volumes)}."
             )
+        for name, secret in self.secrets.items():
+            if _SECRET.fullmatch(secret) is None:
+                raise ConfigError(
+                    f"secrets must say SECRET/KEY of each variable. Received: {name}="
+                    f"{secret!r}."
+                )
 
     def over(self, other: "RoleSettings") -> "RoleSettings":
         """Return the settings of both; volumes add up, of others these replace."""
         given = {name: v for name, v in structs.asdict(self).items() if v is not None}
         given["volumes"] = (*other.volumes, *self.volumes)
         given["env"] = {**other.env, **self.env}
+        given["secrets"] = {**other.secrets, **self.secrets}
         return structs.replace(other, **given)
 
     def resource(self, gpus: int) -> specs.Resource:
@@ -157,6 +169,37 @@ def quantity(amount: float | str) -> Fraction:
     return Fraction(match[1]) * _UNITS[match[2]]
 
 
+@dataclass
+class _Role(specs.Role):
+    """A role that completes by itself what torchx asks a scheduler for."""
+
+    secrets: Mapping[str, str] = field(default_factory=dict)  # by variable
+
+    def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
+        """Change the request to a scheduler; torchx calls it."""
+        if scheduler == "kubernetes":
+            for task in dryrun_info.request.resource["spec"]["tasks"]:
+                pod = task["template"]
+                if pod.metadata.labels[_ROLE_LABEL] == self.name:
+                    self._add_secrets(pod.spec.containers[0])
+        elif others := self.secrets.keys() - _TOKEN.keys():
+            raise ConfigError(
+                "secrets must be left out, as only Kubernetes has any. Received: "
+                f"{', '.join(sorted(others))}, for {scheduler}. Use env."
+            )
+        return dryrun_info
+
+    def _add_secrets(self, container: Any) -> None:
+        replaced = {*self.secrets}
+        if "PERSIA_JOB_TOKEN" in replaced:  # the file is of the launcher's machine
+            replaced.add("PERSIA_JOB_TOKEN_FILE")
+        container.env = [one for one in container.env if one.name not in replaced]
+        for name, secret in self.secrets.items():
+            of, _, key = secret.partition("/")
+            value = {"secretKeyRef": {"name": of, "key": key}}
+            container.env.append({"name": name, "valueFrom": value})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings:
     """What all roles of one job have in common."""
@@ -194,7 +237,8 @@ class JobSettings:
                 received = getattr(self, name)
                 raise ConfigError(f"{name} must be > 0. Received: {received}.")
         variables = self.variables(1)
-        of_user = [self.env, *(role.env for role in self.settings.values())]
+        roles = self.settings.values()
+        of_user = [self.env, *(role.env | role.secrets for role in roles)]
         reserved = sorted({name for env in of_user for name in env.keys() & variables})
         if reserved:
             raise ConfigError(
@@ -259,7 +303,7 @@ class JobSettings:
                 f"{_SETTINGS[name]} must be >= 1. Received: {num_replicas}."
             )
         gpus = _agree("nn_worker_gpus", gpus, 0, f"{name}.gpus", own.gpus)
-        return specs.Role(
+        return _Role(
             name=name,
             image=own.image or self.image,
             entrypoint=self.python,
@@ -270,6 +314,7 @@ class JobSettings:
             max_retries=self.max_retries if self.recover else 0,
             resource=own.resource(gpus),
             mounts=own.mounts(),
+            secrets=self._secrets(own),
         )
 
     def _survives(self, name: str) -> dict[str, object]:
@@ -280,6 +325,11 @@ class JobSettings:
         # The others connect, or have a port of their own.
         port = 0 if name in ("server", "worker") else None
         return {"port": port, "memory_dir": memory_dir}
+
+    def _secrets(self, own: RoleSettings) -> dict[str, str]:
+        """Return the variables that pods take of Secrets; the token may be a file."""
+        has_file = "PERSIA_JOB_TOKEN_FILE" in {**self.env, **own.env}
+        return {**({} if has_file else _TOKEN), **own.secrets}
 
     def run_dir(self) -> str:
         """Return the folder of the automatic checkpoints, as ``TrainCtx`` does."""
@@ -391,8 +441,9 @@ def _parse_words(text: str) -> dict[str, dict[str, Any]]:
                 f"Received: {word!r}."
             )
         section = content.setdefault(role, {})
-        if name.startswith("env."):
-            section.setdefault("env", {})[name.removeprefix("env.")] = value
+        kind, _, variable = name.partition(".")
+        if kind in ("env", "secrets") and variable:
+            section.setdefault(kind, {})[variable] = value
         elif name == "volumes":
             section[name] = value.split(",")
         else:

@@ -1,0 +1,119 @@
+"""What torchx asks Kubernetes for is what a cluster with Volcano accepts."""
+
+import copy
+
+import msgspec
+import pytest
+import yaml
+from torchx.runner import get_runner
+
+from persia_torchrec.errors import ConfigError
+from tests.components.test_components import COMPONENTS, ROLES_FILE, WORDS, load
+from tests.volcano_job import Job
+
+TRAIN = "job.py:train"
+SECRET = {"name": "persia-job-token", "key": "token"}
+
+
+@pytest.fixture(scope="module")
+def request_of():
+    """Return a function that returns the job of a component, as torchx submits it."""
+    with get_runner() as runner:
+
+        def request_of(name, **changes):
+            given = {"image": "registry/job:7", **COMPONENTS[name], **changes}
+            app = load(name)(**given)
+            request = str(runner.dryrun(app, "kubernetes", {"queue": "default"}))
+            return yaml.safe_load(request)
+
+        yield request_of
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_cluster_accepts_every_component(request_of, tmp_path, name):
+    msgspec.convert(request_of(name), Job)
+    roles_file = tmp_path / "roles.yml"
+    roles_file.write_text(ROLES_FILE)
+    if name == TRAIN:
+        given = {"roles_file": str(roles_file), "set": WORDS, "nproc_per_node": 2}
+        job = msgspec.convert(request_of(name, **given), Job)
+        assert len(job.spec.tasks) == 8
+
+
+def variables_of(job, task):
+    (one,) = [t for t in job["spec"]["tasks"] if t["name"] == task]
+    (container,) = one["template"]["spec"]["containers"]
+    return {variable.pop("name"): variable for variable in container["env"]}
+
+
+def test_pods_take_the_token_and_other_variables_of_secrets(request_of):
+    words = "loader.secrets.PASSWORD=census/password loader.env.PASSWORD=none"
+    job = request_of(TRAIN, set=words)
+    for task in [task["name"] for task in copy.deepcopy(job)["spec"]["tasks"]]:
+        variables = variables_of(job, task)
+        assert variables["PERSIA_JOB_TOKEN"] == {"valueFrom": {"secretKeyRef": SECRET}}
+        assert "PERSIA_JOB_TOKEN_FILE" not in variables
+        if task == "loader-0":
+            secret = {"name": "census", "key": "password"}
+            assert variables["PASSWORD"] == {"valueFrom": {"secretKeyRef": secret}}
+        else:
+            assert "PASSWORD" not in variables
+
+
+def test_a_file_or_another_secret_takes_the_place_of_the_token(request_of):
+    variables = variables_of(
+        request_of(TRAIN, set="all.secrets.PERSIA_JOB_TOKEN=ours/key"), "server-0"
+    )
+    secret = {"name": "ours", "key": "key"}
+    assert variables["PERSIA_JOB_TOKEN"] == {"valueFrom": {"secretKeyRef": secret}}
+    variables = variables_of(
+        request_of(TRAIN, env={"PERSIA_JOB_TOKEN_FILE": "/mounted/token"}), "server-0"
+    )
+    assert variables["PERSIA_JOB_TOKEN_FILE"] == {"value": "/mounted/token"}
+    assert "PERSIA_JOB_TOKEN" not in variables
+
+
+@pytest.mark.parametrize("scheduler", ["local_cwd", "slurm"])
+def test_secrets_are_rejected_where_there_are_none(scheduler):
+    app = load(TRAIN)(
+        **COMPONENTS[TRAIN], set="loader.secrets.PASSWORD=census/password"
+    )
+    must = f"secrets must be left out.*Received: PASSWORD, for {scheduler[:5]}"
+    cfg = {"partition": "debug"} if scheduler == "slurm" else {}
+    with get_runner() as runner, pytest.raises(ConfigError, match=must):
+        runner.dryrun(app, scheduler, cfg)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("spec.tasks.0.replicaz", 1, "unknown field `replicaz`"),
+        ("spec.tasks.0.policies.0.event", "PodLost", "Invalid enum value 'PodLost'"),
+        ("spec.tasks.0.policies.0.exitCode", 3, "a policy must have event or exitCode"),
+        ("spec.tasks.1.name", "coordinator-0", "tasks must be different"),
+        ("spec.tasks.0.name", "emb_srv-0", "regex"),
+        ("spec.minAvailable", 100, "minAvailable is too large"),
+        ("spec.maxRetry", "3", "Expected `int`, got `str`"),
+        ("spec.tasks.0.template.spec.restartPolicyy", "Never", "restartPolicyy"),
+        ("spec.tasks.0.template.spec.restartPolicy", "Sometimes", "Invalid enum"),
+        ("spec.tasks.0.template.spec.volumes.0.hostPath", {"path": "/a"}, "one kind"),
+        ("spec.tasks.0.template.spec.volumes.0.name", "other", "no volume dshm"),
+        ("spec.tasks.0.template.spec.containers.0.env.0.name", "VC_EMB-SRV", "regex"),
+        ("spec.tasks.0.template.spec.containers.0.env.0.value", 8, "got `int`"),
+        (
+            "metadata.name",
+            "persia-with-a-name-of-fifty-letters-and-some-more",
+            "too long",
+        ),
+        ("apiVersion", "batch/v1", "Invalid enum value 'batch/v1'"),
+    ],
+)
+def test_a_cluster_rejects_what_is_wrong(request_of, path, value, message):
+    job = request_of(TRAIN)
+    *keys, last = path.split(".")
+    place = job
+    for key in keys:
+        place = place[int(key) if key.isdecimal() else key]
+    place[last] = value
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(job, Job)
