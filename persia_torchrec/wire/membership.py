@@ -423,10 +423,12 @@ class JobMember:
                     self.record.report_progress(self.progress())
                 if self._is_compiling:
                     self.book.increase(COMPILING)
+                coordinator = self._coordinator
                 if self.book.recovery_s:  # it may be another one
-                    self._coordinator = self._find_coordinator()
+                    coordinator = self._find_coordinator()
                 state, reason = self.book.state()
-                self._num_beats += 1
+                self._num_beats += 1  # first: another one was not silent
+                self._coordinator = coordinator
                 is_first = self._replica[0] == "trainer"  # to leave a finished job
                 if state == "finished" and not is_first and not self.book.is_over():
                     self._note(state, reason)
