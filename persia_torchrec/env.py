@@ -280,6 +280,11 @@ def require_job_store(role: str, instead: str = "") -> JobStore:
     return store
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, to processes of this machine only."""
+    return host in LOOPBACK_NAMES or host.startswith("127.")
+
+
 def is_local_job() -> bool:
     """Return whether all of the job runs on this machine."""
     return _is_local_torchx() or text("PERSIA_STORE_HOST") in LOOPBACK_NAMES

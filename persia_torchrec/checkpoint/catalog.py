@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.row_file import SavedTable, require_shard
+from persia_torchrec.checkpoint.row_file import Count, SavedTable, Tick, require_shard
 from persia_torchrec.errors import CheckpointError
 
 MANIFEST = "manifest.json"  # name of the file that makes a checkpoint complete
@@ -40,7 +40,7 @@ class LogPosition:
     """A position in the log of one server: before increment ``number``."""
 
     log: str
-    number: int
+    number: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,17 @@ class SavedShard:
     """What one server wrote, for the manifest; ``checksum`` is ``Written``'s."""
 
     file: str
-    num_rows: int
-    size_bytes: int
-    checksum: int
-    tick: int  # of the server's last request
+    num_rows: Count
+    size_bytes: Count
+    checksum: Count
+    tick: Tick  # of the server's last request
     server: Mapping[str, Any]  # the server's settings, for people
     log: LogPosition | None = None
     """Where in the server's log of increments the dump began; None without a log."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.-]*", self.file):
+            raise ValueError(f"file must be a plain name, not {self.file!r:.100}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +344,13 @@ def find_lines(folder: Folder, known: dict[str, Log]) -> list[Line]:
     for name in names:
         child = folder.child(name)
         if name not in known and LOG_FILE in child.names():
-            known[name] = child.read_json(LOG_FILE, Log)
+            log: Log = child.read_json(LOG_FILE, Log)
+            if log.name != name:
+                raise CheckpointError(
+                    f"{child.file_path(LOG_FILE)} must describe log {name}. "
+                    f"Received: {log.name!r:.100}."
+                )
+            known[name] = log
     return lines_of([known[name] for name in names if name in known])
 
 

@@ -11,9 +11,10 @@ import io
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
+from urllib.parse import urlsplit
 
 import fsspec
 import msgspec
@@ -24,6 +25,8 @@ from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
 
 _BUFFER_BYTES = 2**20
+_MAX_JSON_BYTES = 2**28
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 _FOR_HDFS = (
     " For hdfs:// install persia-torchrec[hdfs], Java and Hadoop's client, and set "
     "JAVA_HOME, HADOOP_HOME and CLASSPATH."
@@ -33,10 +36,18 @@ _FOR_HDFS = (
 class Folder:
     """Files in a folder, local or at a URL as ``s3://bucket/run-7``.
 
-    Any thread may call any method. ``url`` is absolute, or has the protocol.
+    Any thread may call any method. ``url`` is absolute, or has the protocol. Of
+    ``roots``, where they are given, one must have it, and each file that is read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], roots: Sequence[str] | None = None
+    ) -> None:
+        if "\0" in os.fspath(path):
+            raise ConfigError(f"A path must be without NUL. Received: {path!r:.500}.")
+        if roots is not None:
+            _require_within(os.fspath(path), roots)
+        self._roots = roots
         try:
             self._fs, root = fsspec.core.url_to_fs(os.fspath(path))
         except (ValueError, ImportError, OSError) as exc:
@@ -52,7 +63,7 @@ class Folder:
 
     def child(self, name: str) -> "Folder":
         """Return a folder in this one."""
-        return Folder(self.file_path(name))
+        return Folder(self.file_path(name), self._roots)
 
     def file_path(self, name: str) -> str:
         """Return the path, or URL, of a file."""
@@ -111,6 +122,11 @@ class Folder:
                 "load or follow another folder."
             )
 
+        if (size := self.file_size(name) or 0) > _MAX_JSON_BYTES:
+            raise error(
+                f"{self.file_path(name)} must have at most {_MAX_JSON_BYTES} "
+                f"bytes. Received: {size}."
+            )
         return parse_json(self.read(name), type_, self.file_path(name), error)
 
     def write(self, name: str, data: bytes) -> None:
@@ -141,6 +157,11 @@ class Folder:
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file to read it from the front."""
+        if self._roots is not None:
+            _require_within(self.file_path(name), self._roots)
+        path = Path(self._within(name))
+        if self._is_local and path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} must be a file. Received: something else.")
         with (
             named_errors("read", self.file_path(name)),
             self._fs.open(self._within(name), "rb") as file,
@@ -201,7 +222,7 @@ class _DirectFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = os.open(path, _NEW, 0o666)
         self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # aligned, as it has to be
         self._num_bytes = 0
 
@@ -250,3 +271,32 @@ def named_errors(verb: str, path: str) -> Iterator[None]:
         yield
     except OSError as exc:
         raise CheckpointError(f"Could not {verb} {path}: {exc}.") from exc
+
+
+def _require_within(path: str, roots: Sequence[str]) -> None:
+    """Raise CheckpointError unless one of some folders has a path."""
+    if not any(_is_within(path, root) for root in roots):
+        raise CheckpointError(
+            "A path that a client names must be in one of the server's folders, links "
+            f"resolved: {', '.join(roots)}. Received: {path!r:.500}. Start the server "
+            "with --checkpoint-root, once for each folder."
+        )
+
+
+def _is_within(path: str, root: str) -> bool:
+    """Return whether a folder has a path: local ones resolved, URLs as they are."""
+    if _is_local(path) and _is_local(root):
+        strip = fsspec.core.strip_protocol
+        resolved, above = (Path(strip(one)).resolve() for one in (path, root))
+        return resolved.is_relative_to(above)
+    asked, allowed = urlsplit(path), urlsplit(root)
+    parts, above_parts = asked.path.split("/"), allowed.path.rstrip("/").split("/")
+    is_same = (asked.scheme, asked.netloc) == (allowed.scheme, allowed.netloc)
+    is_below = parts[: len(above_parts)] == above_parts
+    # "::" is of a file system in another.
+    return is_same and is_below and ".." not in parts and "::" not in path
+
+
+def _is_local(path: str) -> bool:
+    protocol, _ = fsspec.core.split_protocol(path)
+    return protocol in (None, "file", "local") and "::" not in path

@@ -330,7 +330,8 @@ class ShardLoad(BackgroundTask):
             if number >= begin and (stop is None or number < stop)
         ]
         end = begin + len(numbers) if stop is None else stop
-        if numbers != list(range(begin, end)):
+        is_whole = len(numbers) == end - begin
+        if not is_whole or numbers != list(range(begin, end)):
             raise CheckpointError(
                 f"{log.url} must have all increments from {begin} on"
                 f"{'' if stop is None else f', before {stop}'}. Received: {numbers}. "

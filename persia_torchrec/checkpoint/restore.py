@@ -120,7 +120,7 @@ def _carry_out(
         load.check()
         load.load()
         url, base = folder.url, load.base
-        written_s = datetime.fromisoformat(manifest.created).timestamp()
+        written_s = _written_s(folder, manifest)
         if plan.line is not None and not plan.line.position_after(manifest):
             dumped = manifest.shards[target.shard].tick
     if logs is None or plan.line is None or plan.position is None:
@@ -175,6 +175,16 @@ def _apply(
             num_rows += sum(len(rows) for _, rows in increment.rows)
         position = LogPosition(name, max(first, last + 1))
     return _Applied(heads, num_rows, position, is_all=True)
+
+
+def _written_s(folder: Folder, manifest: Manifest) -> float:
+    try:
+        return datetime.fromisoformat(manifest.created).timestamp()
+    except (ValueError, OverflowError) as exc:
+        raise CheckpointError(
+            f"{folder.file_path(catalog.MANIFEST)}: created must be a date. Received: "
+            f"{manifest.created!r:.100}."
+        ) from exc
 
 
 def _num_updates(store: EmbeddingStore) -> int:

@@ -24,7 +24,7 @@ from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.routing.hashing import Ids
-from persia_torchrec.store.memory import Words
+from persia_torchrec.store.memory import MAX_TABLES, Words
 from persia_torchrec.store.row_moves import RowColumns, RowShape
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
@@ -42,14 +42,18 @@ _BY_512, _BY_128 = (  # x to the power of so many bits, and 64 more, modulo CRC-
     (np.uint64(0x1751997D0), np.uint64(0x0CCAA009E)),
 )
 _MAX_JSON_BYTES = 2**28
+_MAX_SHARDS = 2**31
 _MAX_BLOCK_BYTES = 2**28
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Tick = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
 class SavedTable(msgspec.Struct, frozen=True):
     """A table in a file: its settings as JSON, its step, and the form of its rows."""
 
     description: dict[str, Any] = msgspec.field(name="spec")
-    num_updates: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    num_updates: Count
     has_metadata: bool
 
     @classmethod
@@ -88,7 +92,7 @@ class ShardHead(msgspec.Struct, frozen=True, kw_only=True):
 
     shard: int
     num_shards: int
-    tables: tuple[SavedTable, ...]
+    tables: Annotated[tuple[SavedTable, ...], msgspec.Meta(max_length=MAX_TABLES)]
 
     def __post_init__(self) -> None:
         require_shard(self.shard, self.num_shards)
@@ -100,10 +104,10 @@ class IncrementHead(ShardHead, frozen=True, kw_only=True):
     magic: ClassVar[bytes] = b"PTRCINCR"
 
     log: str
-    number: int  # in the log, from 1 on
+    number: Count  # in the log, from 1 on
     created_s: float
     """When it was begun, in seconds since 1970. All earlier changes are in it."""
-    tick: int  # of the server's last request
+    tick: Tick  # of the server's last request
     was_cleared: bool  # whether all rows were dropped before these changes
 
 
@@ -112,7 +116,7 @@ Head = TypeVar("Head", bound=ShardHead)
 
 def require_shard(shard: int, num_shards: int) -> None:
     """Raise ValueError unless ``shard`` is in ``[0, num_shards)``."""
-    if not 0 <= shard < num_shards:
+    if not 0 <= shard < num_shards <= _MAX_SHARDS:
         raise ValueError(f"shard must be in [0, {num_shards}), not {shard}")
 
 

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct, field
 
 from persia_torchrec.config.yaml_file import parse_file, read_text
 from persia_torchrec.decoding import KeyPath
-from persia_torchrec.env import LOOPBACK_NAMES, MAX_PORT, job_store
+from persia_torchrec.env import MAX_PORT, is_loopback, job_store
 from persia_torchrec.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -71,7 +71,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     def listen_host(self) -> str:
         """Default of ``--host``: loopback if all servers are local, else any."""
         hosts = [s.removeprefix("tcp://").rpartition(":")[0] for s in self.servers]
-        is_local = all(h in LOOPBACK_NAMES or h.startswith("127.") for h in hosts)
+        is_local = all(map(is_loopback, hosts))
         return "127.0.0.1" if is_local else "0.0.0.0"
 
 

@@ -43,6 +43,7 @@ _PUT_TIMEOUT_S = 0.5
 _RETRY_S = 0.2
 _TRY_S = 5.0  # for an answer, where a message may be sent again
 _MAX_LOADERS_AT_ONCE = 16
+_MAX_LOADERS = 2**16
 _NUM_CHECKSUMS = 64  # of the latest batches of each loader
 
 _Queue = deque[ReferencedBatch | None]
@@ -114,7 +115,7 @@ class Inbox:
     def begin(self, header: Header) -> None:
         """Note which start of a loader sends from now on."""
         with self._changed:
-            self._loaders[header.stream].start = header.incarnation
+            self._require_loader(header).start = header.incarnation
 
     def put(
         self,
@@ -186,9 +187,18 @@ class Inbox:
             self._changed.notify_all()
             return queue.popleft()
 
+    def _require_loader(self, header: Header) -> _Loader:
+        num_loaders = header.flags
+        if not header.stream < num_loaders <= _MAX_LOADERS:
+            raise FrameError(
+                f"A data loader must be one of 1 to {_MAX_LOADERS}. Received: "
+                f"{header.stream} of {num_loaders}."
+            )
+        return self._loaders[header.stream]
+
     def _find(self, header: Header) -> _Loader:
         """Return the loader that has sent a message, which must be its last start."""
-        num_loaders, loader = header.flags, self._loaders[header.stream]
+        num_loaders, loader = header.flags, self._require_loader(header)
         if self._num_loaders not in (None, num_loaders):
             raise DataflowError(
                 f"Data loaders must agree on their number. Received: {num_loaders}, "

@@ -18,7 +18,7 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -152,7 +152,8 @@ class Checkpoints:
 
     The serving thread owns it. ``incarnation`` identifies this start of the server,
     whose rows are new; ``is_loading`` says whether rows cannot be asked for yet,
-    ``is_active`` whether :meth:`work` may have something to do.
+    ``is_active`` whether :meth:`work` may have something to do. Paths that clients name
+    must be in ``roots``; None: they may be any.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class Checkpoints:
         self.incarnation = secrets.randbits(63) | 1
         self.is_loading = False
         self.is_active = config.incremental_dir is not None
+        self.roots: Sequence[str] | None = None
         self._config = config
         self._store = store
         self._dump: ShardDump | None = None
@@ -190,7 +192,7 @@ class Checkpoints:
         """
         config, store = self._config, self._store
         folders = [
-            None if path is None else Folder(path)
+            None if path is None else Folder(path, self.roots)
             for path in (run, config.incremental_dir)
         ]
         found = restore(store, self._target, *folders)
@@ -237,7 +239,7 @@ class Checkpoints:
 
     def _begin(self, request: CheckpointRequest) -> None:
         """Begin a dump, or the check before a load."""
-        folder = Folder(request.folder)
+        folder = Folder(request.folder, self.roots)
         if request.do == "dump":
             self._dump = ShardDump(folder, self._store, self._config)
             self._dump.log = self._increments.begin_dump(request.folder)
@@ -248,7 +250,7 @@ class Checkpoints:
             self._target,
             self._store,
             replaces=request.replace,
-            logs=None if logs is None else Folder(logs),
+            logs=None if logs is None else Folder(logs, self.roots),
         )
         self._load.start("checking", self._load.check, "checked")
         self._dump = None

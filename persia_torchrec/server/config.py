@@ -1,8 +1,10 @@
 """Settings of an embedding server."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
+from persia_torchrec import env
 from persia_torchrec.command_line import ImportFlags
 from persia_torchrec.config.global_config import GlobalSettings, MetricsSettings
 from persia_torchrec.env import MAX_PORT
@@ -41,6 +43,10 @@ class ServerConfig(ImportFlags):
     """Folder of the job's checkpoints. A server whose memory is lost restores its rows
     from the newest complete one, and from the increments behind it [that of the last
     one that the job dumped or loaded]"""
+    checkpoint_root: tuple[str, ...] = field(default=(), metadata={"repeat": True})
+    """Folder, or URL, in which clients may name checkpoints, as they may in those that
+    other flags name; may be given several times [any, for a server that listens on
+    loopback; else the working directory, and PERSIA_CKPT_DIR]"""
     recovery_s: float = 0.0
     """How long a lost trainer of joint steps may be away; 0: a second, or a few if the
     server is busy [where processes are started again, ``recovery_timeout_s``]"""
@@ -85,6 +91,20 @@ class ServerConfig(ImportFlags):
                 f"{self.memory_file!r}, and the checkpoint {self.checkpoint!r} to "
                 "serve, which every start loads. Leave one of them out."
             )
+
+    def roots(self, address: str) -> tuple[str, ...] | None:
+        """Return the folders in which clients may name paths; None: they may name any.
+
+        ``address`` is that of the server's socket.
+        """
+        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if not self.checkpoint_root and env.is_loopback(host):
+            return None
+        usual = str(Path.cwd()), env.text("PERSIA_CKPT_DIR"), env.checkpoint_dir()
+        named = self.resume_dir, self.incremental_dir
+        return tuple(
+            path for path in (*(self.checkpoint_root or usual), *named) if path
+        )
 
     def make_store(self) -> EmbeddingStore:
         """Return a store with these settings; without a memory file it is empty."""

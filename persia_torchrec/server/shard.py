@@ -17,9 +17,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from persia_torchrec.checkpoint.background import Activity
+from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import BatchError, ConfigError, PersiaError, StoreError
 from persia_torchrec.server.checkpoints import Checkpoints
 from persia_torchrec.server.config import ServerConfig
@@ -30,6 +29,7 @@ from persia_torchrec.server.updates import (
     Batch,
     JointSteps,
     OpenBatches,
+    SavedGroup,
     Update,
     build_gradients,
 )
@@ -41,7 +41,6 @@ from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES, Listener
 logger = logging.getLogger(__name__)
 
 _COUNTS = "missed", "refused", "unadmitted", "gradients"
-_Groups = list[msgspec.Raw]
 
 
 class Shard:
@@ -59,7 +58,8 @@ class Shard:
         self.checkpoints: Checkpoints | ServedCheckpoint
         self.checkpoints = tasks(config, self.store, self.activity)
         self.streams = Streams(self.store)
-        if config.checkpoint is None:
+        if isinstance(self.checkpoints, Checkpoints):
+            self.checkpoints.roots = config.roots(listener.address)
             self.checkpoints.incarnation = self.streams.incarnation
         self.open_batches = OpenBatches()
         self.open_batches.reopen(self.streams.open_batches())
@@ -75,7 +75,8 @@ class Shard:
             keep=self._keep_groups,
         )
         kept = self.streams.groups
-        self.joint_steps.restore(msgspec.json.decode(kept or b"[]", type=_Groups))
+        groups = parse_json(kept or b"[]", list[SavedGroup], "groups", StoreError)
+        self.joint_steps.restore(groups)
         self.updates: deque[list[Update]] = deque()
         self._queued: set[Batch] = set()  # of the updates
         self.num_overtaking = 0

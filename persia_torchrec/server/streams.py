@@ -18,7 +18,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from persia_torchrec.errors import FencedError, FrameError
+from persia_torchrec.errors import FencedError, FrameError, StoreError
 from persia_torchrec.server.updates import Batch
 from persia_torchrec.store.embedding_store import EmbeddingStore, Request
 from persia_torchrec.wire.messages import GENERATION_SHIFT, MAX_PARTS, NO_GENERATION
@@ -64,6 +64,11 @@ class Streams:
         # Single words are faster to reach in them than in an array.
         self._words = notes.data
         self._bytes = self._words.cast("B")
+        if self._words[_NUM_STREAMS] > MAX_STREAMS:
+            raise StoreError(
+                f"The memory of a server must know at most {MAX_STREAMS} streams. "
+                f"Received: {self._words[_NUM_STREAMS]}. Delete the file."
+            )
         stop = _STREAMS + self._words[_NUM_STREAMS] * _STREAM_WORDS
         if store.was_loading:  # all that is known is of rows that are gone
             self._words[_INCARNATION] = self._words[_GROUPS] = 0
@@ -190,7 +195,7 @@ class Streams:
 
     def _half(self, half: int) -> tuple[int, int]:
         """Return where a half begins, and how much is in the present one."""
-        length = self._words[_GROUPS] & (2**32 - 1)
+        length = min(self._words[_GROUPS] & (2**32 - 1), MAX_GROUPS_BYTES)
         return 8 * _HALVES + half * MAX_GROUPS_BYTES, length
 
     def _find(self, stream: int, number: int) -> int:

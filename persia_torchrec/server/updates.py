@@ -287,7 +287,7 @@ class Member:
         return f"rank {rank} ({who}{self.ended or 'its connection was lost'})"
 
 
-class _SavedGroup(msgspec.Struct, array_like=True):
+class SavedGroup(msgspec.Struct, array_like=True):
     """What is kept of a group: peer, name and end of its members, and the others."""
 
     number: int
@@ -333,7 +333,7 @@ class _Group:
     def save(self, number: int) -> bytes:
         """Return what is kept of the group."""
         members = {r: (m.peer, m.who, m.ended) for r, m in self.members.items()}
-        saved = _SavedGroup(number, members, self.left, self.broken)
+        saved = SavedGroup(number, members, self.left, self.broken)
         return msgspec.json.encode(saved)
 
     def require_in_step(self, share: Share, batch: Batch) -> None:
@@ -403,10 +403,9 @@ class JointSteps:
         self._num_broken = 0
         self._next_check_s = self._all_read_s = -math.inf
 
-    def restore(self, saved: Iterable[msgspec.Raw]) -> None:
+    def restore(self, saved: Sequence[SavedGroup]) -> None:
         """Know the groups of the previous process, the latest first."""
-        for one in reversed(list(saved)):
-            kept = msgspec.json.decode(one, type=_SavedGroup)
+        for kept in reversed(saved):
             members = {rank: Member(*member) for rank, member in kept.members.items()}
             group = _Group(members, left=kept.left, broken=kept.broken)
             self._groups[kept.number] = group

@@ -17,8 +17,10 @@ one, which may be left out, a number or a list of numbers, float32 to the model.
 are in the model's order: write the text without sorting its keys.
 """
 
+import io
 import json
 import logging
+import socket
 import sys
 import threading
 import time
@@ -47,6 +49,7 @@ from persia_torchrec.serving.predictor import Predictor
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 65536
+_MAX_DIGITS = 20
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
 
@@ -118,11 +121,12 @@ def _read_dense(number: int, value: object) -> NonIDTypeFeature:
     name = f"Non-id type feature {number}"
     samples = convert(value, list[float | list[float]], KeyPath(name), BatchError)
     try:
-        array = np.array(samples, dtype=np.float32)
-    except ValueError as exc:
+        with np.errstate(over="raise"):
+            array = np.array(samples, dtype=np.float32)
+    except (ValueError, FloatingPointError) as exc:
         raise BatchError(
-            f"{name} must have a number, or a list of as many numbers, for each "
-            f"sample. Received: {value!r:.100}."
+            f"{name} must have a number of float32, or a list of as many numbers, for "
+            f"each sample. Received: {value!r:.100}."
         ) from exc
     return NonIDTypeFeature(array, f"number {number}")
 
@@ -193,6 +197,29 @@ class PredictionServer(ThreadingHTTPServer):
         logger.warning("the connection of %s failed: %r", client_address, exc)
 
 
+class _Incoming(io.RawIOBase):
+    """What a connection sends within a time; then reads raise TimeoutError."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._connection = connection
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what has come, as soon as something has; 0 at the end."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"A request must come within {self._timeout_s:g} s.")
+        self._connection.settimeout(left_s)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(self._timeout_s)  # of each write
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
@@ -203,8 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Set the deadline of the request, and of each read and write."""
         super().setup()
         timeout_s = self.server.config.receive_timeout_s
-        self.connection.settimeout(timeout_s)
-        self._deadline = time.monotonic() + timeout_s
+        self.rfile = io.BufferedReader(_Incoming(self.connection, timeout_s))
 
     def do_GET(self) -> None:
         """Answer a request of either method; an error is an answer too."""
@@ -257,9 +283,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise BatchError(
                 f"A request must have a Content-Length. Received: {text!r:.100}."
             )
-        if int(text[:20]) > limit:
+        if len(text) > _MAX_DIGITS or int(text) > limit:
             raise _BodyTooLargeError(
-                f"A batch may have {limit} bytes. Received: {text[:20]}. Send smaller "
+                f"A batch may have {limit} bytes. Received: {text:.20}. Send smaller "
                 "batches, or raise --max-body-bytes."
             )
         body = bytearray()
@@ -271,8 +297,6 @@ class _Handler(BaseHTTPRequestHandler):
                     f"A body must have its {size} bytes. Received: {len(body)}."
                 )
             body += chunk
-            if time.monotonic() > self._deadline:
-                raise TimeoutError(f"Only {len(body)} of {size} bytes came in time.")
         return bytes(body)
 
     def log_message(self, format: str, *args: object) -> None:

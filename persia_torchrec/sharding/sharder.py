@@ -334,12 +334,10 @@ class RemoteSharder(CollectionSharder):
                 f"{env.world_size} trainers that update jointly must have a process "
                 'group. Received: none. Give one, or update="each" to the sharder.'
             )
-        group = [secrets.randbits(62)]
-        dist.broadcast_object_list(
-            group, group_src=0, group=env.process_group, device=device
-        )
+        group = torch.tensor([secrets.randbits(62)], device=device)
+        dist.broadcast(group, group_src=0, group=env.process_group)
         timeout_ms = round(1000 * self._joint_timeout_s)
-        first = Share(group[0], 1, env.rank, env.world_size, timeout_ms)
+        first = Share(int(group), 1, env.rank, env.world_size, timeout_ms)
         trainers = Trainers(self._client, first)
         trainers.join()
         # The servers know all of them before one begins, and notice which one is lost.

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -91,7 +92,7 @@ def save_checkpoint(
             sharder.flush()
 
     everywhere(flush)
-    folder = Folder(at_first(lambda: catalog.begin_checkpoint(path).url))
+    folder = Folder(at_first(lambda: catalog.begin_checkpoint(path).url, str))
     servers = None
     if _rank() == 0:
         servers = client.checkpoints.start_files(folder, step=step, timeout_s=timeout_s)
@@ -115,7 +116,7 @@ def save_checkpoint(
         tell_job(folder)
         return SavedCheckpoint.of(folder, manifest)
 
-    return at_first(complete)
+    return at_first(complete, SavedCheckpoint)
 
 
 def load_checkpoint(
@@ -149,14 +150,14 @@ def load_checkpoint(
         _dense_of(folder)
         return client.checkpoints.load(folder.url, timeout_s=timeout_s)
 
-    saved = at_first(load_servers)
+    saved = at_first(load_servers, SavedCheckpoint)
     load_dense(Folder(saved.path), state)
     return saved
 
 
 def load_dense(folder: Folder, state: dict[str, Any]) -> None:
     """Load the dense half of a checkpoint only; every trainer calls it."""
-    begun = at_first(lambda: _dense_of(folder).begun)
+    begun = at_first(lambda: _dense_of(folder).begun, tuple[str, ...])
     dense = folder.child(catalog.DENSE)
     everywhere(lambda: _load_dense(state, dense, begun))
 
@@ -248,27 +249,46 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def at_first(work: Callable[[], T]) -> T:
-    """Let rank 0 do something; every trainer returns its result or raises its error."""
-    result: T = everywhere(lambda: work() if _rank() == 0 else None)
+def at_first(work: Callable[[], T], kind: Any = None) -> T:
+    """Let rank 0 do something; every trainer returns its result or raises its error.
+
+    The result travels as JSON, and is a ``kind``.
+    """
+    result: T = everywhere(lambda: work() if _rank() == 0 else None, kind)
     return result
 
 
-def everywhere(work: Callable[[], object]) -> Any:
-    """Do something at every trainer; return rank 0's result, or raise all errors."""
+def everywhere(work: Callable[[], object], kind: Any = None) -> Any:
+    """Do something at every trainer; return rank 0's result, or raise all errors.
+
+    The result of a ``kind`` travels as JSON, without one it does not.
+    """
     result, error = None, None
     try:
         result = work()
     except Exception as exc:  # noqa: BLE001  # raised by every trainer
         error = f"{type(exc).__name__}: {exc}"
-    outcomes: list[Any] = [(result, error)]
-    if dist.is_initialized():
-        outcomes *= dist.get_world_size()
-        dist.all_gather_object(outcomes, (result, error))
+    told = msgspec.json.encode((None if kind is None else result, error))
+    texts = _gather(told) if dist.is_initialized() else [told]
+    outcome = tuple[msgspec.Raw, str | None]
+    outcomes = [msgspec.json.decode(text, type=outcome) for text in texts]
     failed = [f"trainer {r}: {error}" for r, (_, error) in enumerate(outcomes) if error]
     if failed:
         raise CheckpointError(" ".join(failed))
-    return outcomes[0][0]
+    return msgspec.json.decode(outcomes[0][0], type=kind)
+
+
+def _gather(text: bytes) -> list[bytes]:
+    """Return the texts of all trainers by rank, as tensors: nothing is pickled."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    sizes[dist.get_rank()] = len(text)
+    dist.all_reduce(sizes)
+    longest = int(sizes.max())
+    own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, own.to(device))
+    return [bytes(one.tolist())[:size] for one, size in zip(texts, sizes, strict=True)]
 
 
 class ContextCheckpoints:
@@ -326,7 +346,7 @@ class ContextCheckpoints:
                 "Received: an EmbeddingCtx without a process group. Load within the "
                 "TrainCtx, or call torch.distributed.init_process_group before."
             )
-        folder = Folder(at_first(lambda: catalog.find_checkpoint(path).url))
+        folder = Folder(at_first(lambda: catalog.find_checkpoint(path).url, str))
         states: dict[str, Any] = {}
         reads = ((name, read_state(folder, name, map_location)) for name in targets)
 

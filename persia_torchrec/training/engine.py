@@ -316,7 +316,7 @@ class Engine:
     def _begin_generation(self, store: env.JobStore) -> tuple[str, int]:
         """Return the job's id, and the generation; earlier ones are refused."""
         find = partial(_find_generation, store, self.client)
-        job_id, generation = at_first(find)
+        job_id, generation = at_first(find, tuple[str, int])
         self.client.begin_generation(generation)
         self._workers.generation = generation
         return job_id, generation

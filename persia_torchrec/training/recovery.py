@@ -187,7 +187,7 @@ class Recovery:
     def begin_generation(self) -> None:
         """Have the servers refuse what trainers of an earlier start still send."""
         client, is_restart = self._client, env.num_group_restarts() > 0
-        generation = at_first(lambda: client.generation + is_restart)
+        generation = at_first(lambda: client.generation + is_restart, int)
         client.begin_generation(generation)
         for sharder in self._sharders:
             for pipeline, _ in sharder.remote_tables.pipelines:
@@ -198,14 +198,16 @@ class Recovery:
 
         A restart without one starts again without rows, or with ``rows_ahead``.
         """
-        is_restart = at_first(lambda: is_restart)  # one of others may join late
+        is_restart = at_first(lambda: is_restart, bool)  # one of others may join late
         run, is_exact = Folder(self._config.folder), self._config.resume == "exact"
-        paths = at_first(lambda: [f.url for f in catalog.complete_checkpoints(run)])
-        for path in paths:
+        found = at_first(
+            lambda: [f.url for f in catalog.complete_checkpoints(run)], list[str]
+        )
+        for path in found:
             try:
                 self._load(Folder(path), is_exact=is_exact)
             except CheckpointError as exc:
-                if path == paths[-1]:
+                if path == found[-1]:
                     raise
                 logger.warning("the checkpoint before is loaded, because of %s", exc)
             else:

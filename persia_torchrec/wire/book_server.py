@@ -24,6 +24,7 @@ more memory in a week than in an hour. Numbers of heartbeats are not written.
 """
 
 import os
+import re
 import time
 
 import msgspec
@@ -41,10 +42,14 @@ LOST_S = 1.0  # how long a member's connection is not there when it is lost
 _MEMBER, _LOST = "member/", "lost/"
 _UNWRITTEN = ("beats/", COMPILING)
 _MAX_KEYS = 2**18
-_MAX_TEXT = 2**20
+_MAX_MEMBERS = 2**14
+_MAX_TEXT = 2**20  # bytes of a request; characters of an answer
+_MAX_BOOK = 2**28  # characters of all keys and values
+_MAX_DIGITS = 18
 _LOOK_S = 0.2
 _BACK_S = 5.0  # within which members are connected to the next coordinator
 _PAGE = 4096  # which a kill finds written or not, as a whole
+_HEX = re.compile(r"(?:[0-9a-f]{2})*", re.ASCII)
 _SPARE = 8  # bytes that a line may grow by; 1 at least
 
 
@@ -99,6 +104,11 @@ class Journal:
         for line in whole.splitlines():
             kind = tuple[str, str, str]
             key, value, name = parse_json(line, kind, "the address book", FrameError)
+            if not _HEX.fullmatch(name):
+                raise FrameError(
+                    "A connection's name in the address book must be hexadecimal. "
+                    f"Received: {name!r:.100}."
+                )
             self.values[key] = value
             if name:
                 self.members[key] = bytes.fromhex(name)
@@ -133,6 +143,7 @@ class BookServer(ListenerThread):
     ) -> None:
         self._journal = journal
         self._values = dict(journal.values)
+        self._size = sum(len(k) + len(v) for k, v in self._values.items())
         self._members = dict(journal.members)  # name of the connection, by key
         back = time.monotonic() + _BACK_S
         self._absent_since = dict.fromkeys(self._members, back)
@@ -168,11 +179,20 @@ class BookServer(ListenerThread):
         values = self._values
         match request:
             case Get(keys):
+                size = sum(len(values.get(key, "")) for key in keys)
+                if size > _MAX_TEXT:
+                    raise FrameError(
+                        f"An answer must have at most {_MAX_TEXT} characters. "
+                        f"Received: a request for {size}."
+                    )
                 return [values.get(key) for key in keys]
             case Put(key, value):
                 self._set(key, value)
             case Swap(key, expected, value):
                 is_member = key.startswith(_MEMBER)
+                is_new = is_member and key not in self._members
+                if is_new and len(self._members) >= _MAX_MEMBERS:
+                    raise FrameError(f"A job must have at most {_MAX_MEMBERS} members.")
                 if values.get(key, "") == expected:
                     self._set(key, value, peer if is_member else b"")
                 if is_member and values.get(key) == value:
@@ -180,7 +200,7 @@ class BookServer(ListenerThread):
                     self._absent_since.pop(key, None)
             case Add(key):
                 number = values.get(key, "0")
-                if not number.isdecimal():
+                if not (number.isdecimal() and len(number) <= _MAX_DIGITS):
                     raise FrameError(
                         f"What is added to must be a number. Received: {number!r:.50}."
                     )
@@ -188,8 +208,14 @@ class BookServer(ListenerThread):
         return [values.get(request.key, "")]
 
     def _set(self, key: str, value: str, name: bytes = b"") -> None:
-        if len(self._values) >= _MAX_KEYS and key not in self._values:
-            raise FrameError(f"An address book must have at most {_MAX_KEYS} keys.")
+        is_new, previous = key not in self._values, self._values.get(key, "")
+        size = self._size + len(value) - len(previous) + is_new * len(key)
+        if size > _MAX_BOOK or (is_new and len(self._values) >= _MAX_KEYS):
+            raise FrameError(
+                f"An address book must have at most {_MAX_KEYS} keys, and {_MAX_BOOK} "
+                "characters."
+            )
+        self._size = size
         self._values[key] = value
         self._journal.write(key, value, name)
 

@@ -14,13 +14,19 @@ from collections.abc import Mapping, Sequence
 
 import zmq
 
-from persia_torchrec.errors import ConfigError, JobMismatchError, WireError
+from persia_torchrec.errors import (
+    ConfigError,
+    FrameError,
+    JobMismatchError,
+    WireError,
+)
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, error_frames
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnected
+MAX_FRAMES = 2**14  # of a message; what comes after them is dropped
 SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is lost
 
 _MIN_ZERO_COPY_BYTES = 65536
@@ -91,6 +97,8 @@ class Listener:
         try:
             header = Header.decode(frames[0])
             number = header.request
+            if len(frames) > MAX_FRAMES:
+                raise FrameError(f"A message must have at most {MAX_FRAMES} frames.")
             if peer not in self._known:
                 self._greeting.admit(peer, self.address)
                 if len(self._known) >= _MAX_KNOWN_PEERS:
@@ -189,11 +197,15 @@ def send_frames(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
 
 
 def receive_frames(socket: "zmq.Socket[bytes]") -> Frames:
-    """Return the frames of a message that is there, without a copy."""
+    """Return the frames of a message that is there, without a copy.
+
+    Of one with too many, it is more than ``MAX_FRAMES`` and a routing id.
+    """
     frames: Frames = []
     while True:
         frame = socket.recv(copy=False)
-        frames.append(frame.buffer)
+        if len(frames) < MAX_FRAMES + 2:
+            frames.append(frame.buffer)
         if not frame.more:
             return frames
 

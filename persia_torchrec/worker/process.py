@@ -52,6 +52,7 @@ from persia_torchrec.wire.precision import decode_floats, encode_floats
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN = 65536
+_MAX_LOADERS = 65536
 _MAX_KNOWN = 4096
 """Batches that were taken, and outcomes, by which a second message is recognised."""
 
@@ -114,7 +115,7 @@ class IdBuffer:
     def peek(self, loader: int, number: int) -> dict[str, Bags]:
         """Return a batch and keep it, so that a failed pull can be tried again."""
         with self._lock:
-            entry = self._batches[loader].get(number)
+            entry = self._batches.get(loader, {}).get(number)
         if entry is None:
             raise LostBatchError(
                 f"Batch {number} of data loader {loader} must be in this embedding "
@@ -127,7 +128,7 @@ class IdBuffer:
     def remove(self, loader: int, number: int) -> None:
         """Forget a batch."""
         with self._lock:
-            entry = self._batches[loader].pop(number, None)
+            entry = self._batches.get(loader, {}).pop(number, None)
             if entry is not None:
                 self._removed[entry[1], loader, number] = None
                 if len(self._removed) > _MAX_KNOWN:
@@ -255,6 +256,11 @@ class WorkerProcess:
         self.lookup.select(bags)
         again = bool(header.flags & messages.AGAIN)
         start, loader, number = header.incarnation, header.stream, header.batch
+        if loader >= _MAX_LOADERS:
+            raise FrameError(
+                f"The number of a data loader must be below {_MAX_LOADERS}. "
+                f"Received: {loader}."
+            )
         return self.buffer.put(loader, number, bags, start=start, again=again)
 
     def _forward(self, header: Header, frames: Frames) -> Frames:

@@ -82,3 +82,56 @@ def test_no_test_bets_on_a_duration_below_a_minute():
         if bets.search(line.rstrip())
     ]
     assert found == []
+
+
+UNPICKLE = {
+    *("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"),
+    *("all_gather_object", "gather_object", "broadcast_object_list"),
+    *("scatter_object_list", "send_object_list", "recv_object_list"),
+    *("allow_pickle", "unsafe_load", "full_load", "eval", "exec"),
+}
+# They start processes of this machine with what this process gives them.
+START_PROCESSES = {
+    "persia_torchrec/bench/limits.py",
+    "persia_torchrec/launch/children.py",
+    "persia_torchrec/wire/direct_start.py",
+}
+
+
+def names_in(tree):
+    """Yield modules that are imported, names and attributes, keywords of calls."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                yield node.module
+                yield from (alias.name for alias in node.names)
+            case ast.Call(func=ast.Name(id=name)):
+                yield name
+            case ast.Attribute(attr=name) if name not in ("eval", "exec"):  # of modules
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_unpickled(name):
+    """Pickle, and what hides it, runs what whoever wrote the bytes wants."""
+    tree = ast.parse((ROOT / name).read_text())
+    names = {part for found in names_in(tree) for part in found.split(".")}
+    assert names & UNPICKLE == set()
+    assert "multiprocessing" not in {*imported(tree)} or name in START_PROCESSES
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            kept = {one.arg: ast.unparse(one.value) for one in node.keywords}
+            assert kept.get("weights_only") == "True", ast.unparse(node)
+
+
+def imported(tree):
+    """Yield the top of each module that is imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.partition(".")[0]

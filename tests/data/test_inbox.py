@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from persia_torchrec.data.stream import Inbox
 from persia_torchrec.embedding.data import Origin
-from persia_torchrec.errors import DataflowError
+from persia_torchrec.errors import DataflowError, FrameError
 from persia_torchrec.wire.messages import Header, Kind
 from tests.servers import DEADLINE_S
 
@@ -43,6 +43,15 @@ def all_that_is_there(box, *, in_order):
         if batch is None:
             return taken, True
         taken.append(batch.batch_id)
+
+
+@pytest.mark.parametrize(("loader", "num"), [(0, 0), (2, 2), (2**63, 1), (0, 2**17)])
+def test_a_loader_must_be_one_of_some(loader, num):
+    box = Box()
+    for kind in (box.begin, box.end, box.position):
+        with pytest.raises(FrameError, match="must be one of 1 to 65536"):
+            kind(header_of(loader, num))
+    assert box._loaders == {}
 
 
 @st.composite

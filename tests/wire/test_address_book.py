@@ -9,6 +9,7 @@ from persia_torchrec import timeouts
 from persia_torchrec.errors import (
     ConfigError,
     DiscoveryError,
+    FrameError,
     JobError,
     JobMismatchError,
     RemoteError,
@@ -279,6 +280,45 @@ def test_a_full_book_refuses_new_keys_only(host, book, monkeypatch):
         book.tell("second", "2")
     book.tell("first", "one")
     assert host.ask(["first"], timeout_s=TIMEOUT_S) == ["one"]
+
+
+def test_an_answer_is_bounded(host, book):
+    host.put("large", "x" * 2**19)
+    with pytest.raises(JobError, match="An answer must have at most"):
+        book._call(book_server.Get(["large"] * 3))
+    assert book.peek("large") == "x" * 2**19
+
+
+def test_a_book_is_bounded_by_its_characters(host, book, monkeypatch):
+    monkeypatch.setattr(book_server, "_MAX_BOOK", 2000)
+    book.put("a", "x" * 1000)
+    with pytest.raises(JobError, match="keys, and 2000 characters"):
+        book.put("b", "x" * 1000)
+    book.put("a", "x")
+    book.put("b", "x" * 1000)
+
+
+def test_the_members_of_a_job_are_bounded(host, book, monkeypatch):
+    monkeypatch.setattr(book_server, "_MAX_MEMBERS", 1)
+    assert book.claim("member/server/0", "x") == "x"
+    with pytest.raises(JobError, match="must have at most 1 members"):
+        book.claim("member/server/1", "x")
+    assert book.claim("member/server/0", "y", "x") == "y"
+
+
+def test_a_number_that_is_too_long_is_not_increased(book):
+    book.put("number", "9" * 5000)
+    with pytest.raises(JobError, match="must be a number"):
+        book.increase("number")
+
+
+def test_what_a_host_has_left_must_be_lines_of_three_texts():
+    for text in (b'["a", "b", "xy"]\n', b'["a", 7, ""]\n', b"a\n", b"[]\n"):
+        memory = os.memfd_create("book")
+        os.write(memory, text)
+        with pytest.raises(FrameError, match=r"address book.* must|must be JSON"):
+            book_server.Journal(memory)
+        os.close(memory)
 
 
 def test_a_port_that_is_taken_is_refused(host):

@@ -8,6 +8,7 @@ from persia_torchrec.errors import BatchError, RemoteError, ServerError, WireErr
 from persia_torchrec.wire import service
 from persia_torchrec.wire.messages import Header, Kind, decode_json
 from persia_torchrec.wire.service import Service
+from persia_torchrec.wire.sockets import MAX_FRAMES
 from persia_torchrec.wire.transport import Connections
 from tests.servers import DEADLINE_S
 
@@ -147,3 +148,11 @@ def test_an_idle_service_closes_at_once(start):
     started = time.monotonic()
     ask.service.close()
     assert time.monotonic() - started < DEADLINE_S / 2
+
+
+def test_a_message_of_too_many_frames_is_rejected(start):
+    ask = start(lambda header, frames: [b"%d" % len(frames)])
+    assert result(ask(*[b""] * (MAX_FRAMES - 1))) == [b"%d" % MAX_FRAMES]
+    with pytest.raises(RemoteError, match=f"must have at most {MAX_FRAMES} frames"):
+        ask(*[b""] * 3 * MAX_FRAMES).frames()
+    assert result(ask(b"")) == [b"2"]

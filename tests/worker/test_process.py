@@ -241,6 +241,14 @@ def test_a_malformed_message_is_refused(asker, kind, frames, message):
     assert asker.client.num_rows() == [0, 0]
 
 
+def test_ids_of_an_impossible_loader_are_refused(asker):
+    with pytest.raises(FrameError, match=r"must be below 65536\. Received: 65536"):
+        asker.ask(Kind.BUFFER_IDS, *encode_bags(bags_of([1])), stream=65536)
+    with pytest.raises(LostBatchError):
+        asker.buffer.peek(65536, 0)
+    assert len(asker.buffer) == 0
+
+
 @pytest.mark.parametrize("num_floats", [1, 3])
 def test_a_gradient_of_another_size_is_refused(asker, num_floats):
     asker.forward(None, *encode_bags(bags_of([1])))
