@@ -132,7 +132,7 @@ def test_every_batch_is_trained_once_though_processes_are_stopped(
     """Each of one, so that training waits for it."""
     with Scripts(tmp_path).start(
         *("--recover", "True", "--python", sys.executable),
-        num_batches=2000,
+        num_batches=600,
         PYTHONPATH=str(ROOT),
     ) as job:
         job.has_printed("current idx: 5 ")
@@ -146,7 +146,7 @@ def test_every_batch_is_trained_once_though_processes_are_stopped(
                     job.has_printed(f"{role} 0 has sent no heartbeat for 4.0 s")
         ended = job.wait()
     assert ended.status == 0, ended.output
-    assert ended.line(r"rank 0: trained (\d+) batches") == "2000"
+    assert ended.line(r"rank 0: trained (\d+) batches") == "600"
     assert ("was silent for 20 s; the job waits" in ended.output) == (seconds > 20)
     assert num_ahead < MOST_AHEAD
 
@@ -174,7 +174,7 @@ def test_a_server_that_runs_again_changes_nothing_when_another_has_its_place(tmp
         job = stack.enter_context(
             Scripts(tmp_path).start(
                 *("--recover", "True", "--python", sys.executable),
-                num_batches=2000,
+                num_batches=500,
                 PYTHONPATH=str(ROOT),
                 PERSIA_CHECKPOINT_INTERVAL_S="1",
             )
@@ -207,7 +207,7 @@ def test_a_server_that_runs_again_changes_nothing_when_another_has_its_place(tmp
         ended = job.wait()
         assert second.status() == 0, second.output()
     assert "server 0 was given up, and ends: another process" in ended.logs["server 0"]
-    assert ended.line(r"rank 0: trained (\d+) batches") == "2000"
+    assert ended.line(r"rank 0: trained (\d+) batches") == "500"
     assert "the job is finished" in ended.output
 
 
