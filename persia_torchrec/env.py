@@ -304,6 +304,17 @@ def is_under_torchrun() -> bool:
     return text("TORCHELASTIC_RUN_ID") is not None
 
 
+def slurm_log(role: str) -> str:
+    """Return the file to which Slurm writes what this process of a role logs, or "".
+
+    torchx names it. The process sees a pipe, to the machine on which the job began.
+    """
+    scheduler, _, job = (text("TORCHX_JOB_ID") or "").partition("://")
+    name = f"slurm-{job.rpartition('/')[2]}-{role}-{get_replica_index()}.err"
+    path = Path.cwd() / name
+    return str(path) if scheduler == "slurm" and path.is_file() else ""
+
+
 def metrics_gateway() -> tuple[str, int] | None:
     """Return host (IPv6 without brackets) and port of the pushgateway; None: unset."""
     address = text("PERSIA_METRICS_GATEWAY_ADDR")

@@ -242,3 +242,15 @@ def test_a_start_waits_for_ten_minutes_unless_the_setting_says_otherwise(monkeyp
         monkeypatch.setenv("PERSIA_JOIN_TIMEOUT_S", text)
         with pytest.raises(ConfigError, match=f"seconds > 0. Received: '{text}'"):
             env.join_timeout_s()
+
+
+def test_on_slurm_the_log_is_where_torchx_has_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REPLICA_INDEX", "1")
+    monkeypatch.setenv("TORCHX_JOB_ID", "slurm://torchx/17")
+    assert env.slurm_log("server") == ""  # one that torchx does not know
+    log = tmp_path / "slurm-17-server-1.err"
+    log.touch()
+    assert env.slurm_log("server") == str(log)
+    monkeypatch.setenv("TORCHX_JOB_ID", "local_cwd://torchx/17")
+    assert env.slurm_log("server") == ""

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from persia_torchrec import env
 from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import FrameError, JobMismatchError
 from persia_torchrec.wire import failures
@@ -46,7 +47,8 @@ class MemberRecord:
                 self._own = own
                 if self.is_done():  # one that is started again is not
                     self._book.put(f"done/{self._key}", "")
-                place = f"{socket.gethostname()} {failures.find_own_log()}"
+                log = failures.find_own_log() or env.slurm_log(self.who.split()[0])
+                place = f"{socket.gethostname()} {log}"
                 self._book.put(f"log/{self._key}", place)
                 self.beat()
                 return holder is not None

@@ -65,17 +65,7 @@ class TorchxJob:
 
     def pids(self, command: str = "") -> list[int]:
         """Return the job's processes, or those of a command, by the environment."""
-        found = []
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                variables = environ.read_bytes().split(b"\0")
-                line = (environ.parent / "cmdline").read_bytes().replace(b"\0", b" ")
-            except OSError:
-                continue  # another user's, or gone
-            pid = int(environ.parent.name)
-            if self._mark.encode() in variables and command.encode() in line:
-                found.append(pid)
-        return [pid for pid in found if is_running(pid)]
+        return marked(self._mark, command)
 
     def output(self) -> str:
         """Return what torchx and the processes have written so far."""
@@ -105,3 +95,18 @@ class TorchxJob:
             for path in self.log_dir.glob("torchx/*/*/*/combined.log")
         }
         return Ended(self._torchx.wait(), self.output(), logs)
+
+
+def marked(mark: str, command: str = "") -> list[int]:
+    """Return the processes with a variable, "NAME=VALUE", or those of a command."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = environ.read_bytes().split(b"\0")
+            line = (environ.parent / "cmdline").read_bytes().replace(b"\0", b" ")
+        except OSError:
+            continue  # another user's, or gone
+        pid = int(environ.parent.name)
+        if mark.encode() in variables and command.encode() in line:
+            found.append(pid)
+    return [pid for pid in found if is_running(pid)]

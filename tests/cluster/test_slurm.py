@@ -1,0 +1,152 @@
+"""Whole jobs on a private Slurm: started again, side by side, and such that serve."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia_torchrec.wire.ports import open_listening
+from tests.forked_jobs import ROOT
+from tests.launch.slurm import (
+    TORCHX_RUN,
+    WAITING_TRAINER,
+    SlurmJob,
+    adult_income,
+    private_slurm,
+    waiting_job,
+)
+from tests.ports import draw_port, draw_ports
+from tests.processes import is_running, wait_until
+from tests.serving import conftest as serving
+from tests.serving.test_component import predictions_of
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+trained = serving.trained
+EXACT = {"REPRODUCIBLE": "1", "EMBEDDING_STALENESS": "1"}
+OFTEN = {"PERSIA_CHECKPOINT_INTERVAL_S": "1", "PACE_S": "0.02"}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with private_slurm(tmp_path_factory.mktemp("slurm"), num_nodes=12) as slurm:
+        yield slurm
+
+
+def auc_of(job):
+    return re.findall(r"test AUC (0\.\d+)", job.output())
+
+
+def resumes(slurm, job):
+    time.sleep(0.5)  # Slurm begins nothing in a cluster where nothing happens
+    slurm.look_for_jobs()
+    return "training resumes from" in job.output()
+
+
+def test_a_killed_step_starts_the_job_again_which_ends_as_the_one_beside_it(
+    slurm, tmp_path
+):
+    folders = [tmp_path / "killed", tmp_path / "undisturbed"]
+    killed, undisturbed = (
+        adult_income(slurm, folder, **EXACT, **OFTEN) for folder in folders
+    )
+    with killed, undisturbed:
+        for job, folder in zip((killed, undisturbed), folders, strict=True):
+            job.has_printed("automatic checkpoint ")
+            if job is killed:
+                job.kill_step("server", 1)
+            (folder / "go").touch()
+        assert undisturbed.wait() == {"COMPLETED"}
+        wait_until(
+            lambda: resumes(slurm, killed),
+            "the job resumes",
+            details=killed.output,
+        )
+        assert killed.wait() == {"COMPLETED"}
+    assert "lost its memory, and restored what was written of it" in killed.output()
+    assert auc_of(killed) == auc_of(undisturbed)
+
+
+def test_a_job_serves_a_checkpoint_and_a_killed_predictor_returns(
+    slurm, trained, tmp_path
+):
+    port = draw_port()
+    (tmp_path / "global.yml").write_text("{}")
+    job = SlurmJob(
+        slurm,
+        tmp_path,
+        *(*TORCHX_RUN, f"{ROOT}/components/inference.py:serve"),
+        *("--checkpoint", trained.checkpoint),
+        *("--embedding_config", trained.embedding_config),
+        *("--global_config", "global.yml", "--embedding_servers", 2),
+        *("--http_port", port, "--port", draw_port()),
+    )
+    with job:
+        job.has_printed(f"ready http://127.0.0.1:{port}")
+        predicts_what_was_evaluated(port, trained)
+        for module, index in (("serving", 0), ("server", 1), ("worker", 0)):
+            os.kill(job.pid(module, index), signal.SIGKILL)
+        job.has_printed(" is back, after ", times=3)
+        job.has_printed(f"ready http://127.0.0.1:{port}", times=2)
+        predicts_what_was_evaluated(port, trained)
+        job.torchx("cancel", job.handle)
+        assert job.wait() == {"CANCELLED"}
+
+
+def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp_path):
+    page = (ROOT / "components/README.md").read_text()
+    script = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)[1]
+    script = re.sub(r"\$\{node\[\d\]\}:", "127.0.0.1:", script)  # where all run
+    ports = draw_ports(4)
+    for number, port in zip((8080, 8887, 8888, 8889), ports, strict=True):
+        script = script.replace(str(number), str(port))
+    path = tmp_path / "serve.sh"
+    path.write_text(script)
+    shutil.copy(trained.embedding_config, tmp_path / "embedding_config.yml")
+    submit = ("sbatch", "--parsable", path)
+    variables = {"CHECKPOINT": str(trained.checkpoint)}
+    with SlurmJob(slurm, tmp_path, *submit, variables=variables) as job:
+        job.has_printed(f"ready http://0.0.0.0:{ports[0]}")
+        predicts_what_was_evaluated(ports[0], trained)
+        os.kill(job.pid("server", 1), signal.SIGKILL)
+        job.has_printed("and is started again")
+        predicts_what_was_evaluated(ports[0], trained)
+        slurm.call("scancel", job.id)
+        assert job.wait() == {"CANCELLED"}
+
+
+def test_a_cancelled_job_leaves_nothing_behind(slurm, tmp_path):
+    port, shared = draw_port(), set(Path("/dev/shm").iterdir())
+    with waiting_job(slurm, tmp_path, WAITING_TRAINER, "--port", port) as job:
+        job.has_printed("the trainer waits")
+        assert "RUNNING" in job.torchx("status", job.handle)
+        pids = job.pids()
+        job.torchx("cancel", job.handle)
+        assert job.wait() == {"CANCELLED"}
+        assert not any(map(is_running, pids))
+    assert set(Path("/dev/shm").iterdir()) <= shared
+    open_listening(port=port).close()
+
+
+def test_a_job_that_raises_has_failed_and_says_where_its_log_is(slurm, tmp_path):
+    arguments = ("--recover", "False", "--port", draw_port())
+    with waiting_job(
+        slurm, tmp_path, "raise ValueError('a mistake')", *arguments
+    ) as job:
+        assert job.wait() == {"FAILED"}
+        assert "FAILED" in job.torchx("status", job.handle)
+    last = (tmp_path / f"slurm-{job.id}-coordinator-0.err").read_text().splitlines()[-1]
+    log = tmp_path / f"slurm-{job.id}-trainer-0.err"
+    assert last.endswith(f"trainer 0: ValueError: a mistake; its log: {log}")
+    assert "Traceback" in log.read_text()
+
+
+def predicts_what_was_evaluated(port, trained):
+    for batch, expected in zip(serving.EVALUATION, trained.expected, strict=True):
+        found = predictions_of(port, batch)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
