@@ -352,8 +352,6 @@ class Converted:
                         section.setdefault("secrets", {})[name] = f"{secret}/{key}"
                     case _:
                         self.left[at] = "Only values and keys of Secrets are."
-            elif "," in value:
-                self.left[at] = "A value must hold no comma, where Slurm cuts it."
             else:
                 text = value.replace("$", "$$")  # torchx's own escape
                 section.setdefault("env", {})[name] = text

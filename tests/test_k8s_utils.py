@@ -135,7 +135,8 @@ def test_a_persia_job_becomes_a_job_of_torchx(tmp_path, capsys):
         assert env["PERSIA_GLOBAL_CONFIG"] == "/conf/global.yml"
         assert env["PERSIA_EMBEDDING_CONFIG"] == "/conf/embedding.yml"
         assert ("CUBLAS_WORKSPACE_CONFIG" in env) == is_trainer
-        assert not env.keys() & {"NICS", "NODE", "PERSIA_NATS_URL"}
+        assert env["NICS"] == "eth0,eth1"
+        assert not env.keys() & {"NODE", "PERSIA_NATS_URL"}
     script = ["--nproc-per-node", "2", "--", "/src/the train.py"]
     assert found["trainer-0"]["command"][-4:] == script
     assert found["loader-0"]["command"][-2:] == ["loader", "/src/loader.py"]
@@ -146,7 +147,7 @@ def test_what_is_not_carried_over_is_named(tmp_path, capsys):
     server, trainer = "spec.embeddingParameterServer", "spec.nnWorker"
     assert set(left) == {
         *("NatsCluster", "ConfigMap", "metadata.name", "metadata.labels"),
-        *(f"spec.env.{name}" for name in ("PERSIA_NATS_URL", "NICS", "NODE")),
+        *(f"spec.env.{name}" for name in ("PERSIA_NATS_URL", "NODE")),
         *("spec.env.REPLICA_INDEX", "spec.enableMetrics", "spec.restartPolicy"),
         *("spec.imagePullPolicy", "spec.volumes.cache", "spec.volumes.slip"),
         f"{server}.resources.ephemeral-storage",

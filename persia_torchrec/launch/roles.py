@@ -187,6 +187,10 @@ class _Role(specs.Role):
                 "secrets must be left out, as only Kubernetes has any. Received: "
                 f"{', '.join(sorted(others))}, for {scheduler}. Use env."
             )
+        if scheduler == "slurm":
+            for name, replica in dryrun_info.request.replicas.items():
+                if name.rpartition("-")[0] == self.name:
+                    _pass_lists(replica)
         return dryrun_info
 
     def _add_secrets(self, container: Any) -> None:
@@ -244,13 +248,6 @@ class JobSettings:
             raise ConfigError(
                 f"env must not set what the job sets itself. Received: {reserved}."
             )
-        # Slurm takes the variables as one list, separated by commas.
-        for env in (variables, *of_user):
-            for name, value in env.items():
-                if "," in value:
-                    raise ConfigError(
-                        f"A variable must hold no comma. Received: {name}={value!r}."
-                    )
 
     def variables(self, num_replicas: int) -> dict[str, str]:
         """Return the variables by which a process finds the job and its index in it."""
@@ -427,6 +424,16 @@ def scripts(
     restarts = None if job.recover else 0
     flags = format_flags(nproc_per_node=job.nproc_per_node, max_restarts=restarts)
     return job.role(role, "launch.torchrun", [*flags, "--", *words], num, gpus=gpus)
+
+
+def _pass_lists(replica: Any) -> None:
+    """Have ``env`` set variables with commas, at which Slurm would cut them."""
+    lists = {name: value for name, value in replica.env.items() if "," in value}
+    if lists:
+        words = [f"{name}={value}" for name, value in lists.items()]
+        replica.args = [*words, replica.entrypoint, *replica.args]
+        replica.entrypoint = "env"
+        replica.env = {n: v for n, v in replica.env.items() if n not in lists}
 
 
 def _parse_words(text: str) -> dict[str, dict[str, Any]]:

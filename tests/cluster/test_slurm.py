@@ -122,8 +122,9 @@ def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp
 
 def test_a_cancelled_job_leaves_nothing_behind(slurm, tmp_path):
     port, shared = draw_port(), set(Path("/dev/shm").iterdir())
-    with waiting_job(slurm, tmp_path, WAITING_TRAINER, "--port", port) as job:
-        job.has_printed("the trainer waits")
+    arguments = ("--port", port, "--env", "NICS=eth0,eth1")
+    with waiting_job(slurm, tmp_path, WAITING_TRAINER, *arguments) as job:
+        job.has_printed("the trainer waits, with eth0,eth1")
         assert "RUNNING" in job.torchx("status", job.handle)
         pids = job.pids()
         job.torchx("cancel", job.handle)

@@ -209,6 +209,18 @@ def test_a_job_may_continue_another():
         assert roles["trainer"].env["PERSIA_RESUME_DIR"] == "/all/7"
 
 
+def test_slurm_does_not_cut_a_list_in_a_variable(runner, tmp_path):
+    words = "server.env.NICS=eth0,eth1"
+    app = load("job.py:train")(**COMPONENTS["job.py:train"], set=words)
+    script = str(runner.dryrun(app, "slurm", cfg_of("slurm", tmp_path)))
+    assert script.count("env NICS=eth0,eth1 python3 -m ") == 1
+    assert script.count("NICS") == 1
+    pods = yaml.safe_load(str(runner.dryrun(app, "kubernetes", {"queue": "default"})))
+    (task,) = [one for one in pods["spec"]["tasks"] if one["name"] == "server-0"]
+    (container,) = task["template"]["spec"]["containers"]
+    assert {"name": "NICS", "value": "eth0,eth1"} in container["env"]
+
+
 def test_image_and_interpreter_are_passed_on_unchanged():
     for role in train(image="registry/persia:1", python="python3.12").values():
         assert (role.image, role.entrypoint) == ("registry/persia:1", "python3.12")
@@ -250,8 +262,6 @@ def test_a_single_role_has_the_host():
         ({"global_config": ""}, "global_config must name a file"),
         ({"nn_worker": "'train.py"}, "as in a shell"),
         ({"env": {"REPLICA_INDEX": "1"}}, r"sets itself\. Received: \['REPLICA_INDEX'"),
-        ({"env": {"NICS": "eth0,eth1"}}, "no comma"),
-        ({"embedding_config": "a,b.yml"}, "no comma"),
     ],
 )
 def test_an_invalid_argument_is_rejected(changes, message):
@@ -393,7 +403,6 @@ def test_a_file_may_leave_the_loaders_out():
         ("coordinator.replicas=2", r"coordinator\.replicas must be left out"),
         ("server.replicas=0", "embedding_servers must be >= 1"),
         ("server.env.REPLICA_INDEX=1", r"sets itself\. Received: \['REPLICA_INDEX'"),
-        ("server.env.NICS=a,b", "no comma"),
         ("server=8", "must be words as server.cpu=8"),
         ("server.cpu", "must be words as server.cpu=8"),
         ("'", "set must be words as server.cpu=8, as in a shell"),

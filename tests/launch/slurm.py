@@ -93,8 +93,8 @@ data_loader.batches = paused
 data_loader.main()
 """
 WAITING_TRAINER = """
-import pathlib, time
-print("the trainer waits", flush=True)
+import os, pathlib, time
+print("the trainer waits, with", os.environ["NICS"], flush=True)
 while not pathlib.Path("go").exists():
     time.sleep(0.05)
 """
