@@ -17,7 +17,8 @@ from persia_torchrec.command_line import ImportFlags, add_flags, build, format_f
 from persia_torchrec.config.embedding_config import load_embedding_config
 from persia_torchrec.config.global_config import inference_settings, refuse_inference
 from persia_torchrec.errors import ConfigError, PersiaError
-from persia_torchrec.launch.supervisor import ALL, AUTO, PRIVATE, under_supervisor
+from persia_torchrec.launch.supervisor import ALL, under_supervisor
+from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

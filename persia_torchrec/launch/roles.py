@@ -30,8 +30,9 @@ from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
 from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.launch.supervisor import ALL, AUTO, PRIVATE, under_supervisor
+from persia_torchrec.launch.supervisor import ALL, under_supervisor
 from persia_torchrec.timeouts import RECOVERY_S
+from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 APP_NAME = "persia"
 

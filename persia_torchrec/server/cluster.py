@@ -24,6 +24,7 @@ from persia_torchrec.errors import ConfigError, ServerError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.index import MAX_ROWS
 from persia_torchrec.wire.ports import open_listening
+from persia_torchrec.wire.shared_memory import AUTO, open_memory
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class EmbeddingCluster:
             optimizer_engine: what applies gradients, see ``EmbeddingStore``.
             incremental_dir: a folder to which the servers write what changes, for
                 :meth:`of_checkpoint`, and for a restart that loses little.
-            incremental_interval_s: how often they do, in seconds.
+            incremental_interval_s: how often they do, in seconds. What is lost with the
+                memory of a server changed within two of these.
             imports: modules that the servers import, which register optimizers,
                 initializers or admissions of their own.
             start_timeout_s: seconds until all must be ready. The first start on a
@@ -265,7 +267,7 @@ def _keep(shard: int) -> Kept:
     """Open what a server is handed at each of its starts."""
     listening = open_listening().detach()
     try:
-        return Kept(listening, os.memfd_create(f"persia embedding server {shard}"))
+        return Kept(listening, open_memory(AUTO))
     except OSError as exc:
         os.close(listening)
         raise ServerError(

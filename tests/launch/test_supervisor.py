@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from persia_torchrec.launch import supervisor
-from persia_torchrec.launch.supervisor import AUTO, PRIVATE, open_memory
 from persia_torchrec.wire.ports import open_listening
+from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 from persia_torchrec.wire.signals import START_AGAIN
 from tests.processes import (
     DEADLINE_S,
@@ -261,15 +261,6 @@ def test_a_port_that_is_taken_is_an_error(processes):
         running = start(processes, "true", flags=["--port", port])
         assert running.status() == 1
     assert f"must be able to listen on port {port}. Received: " in running.output()
-
-
-def test_memory_has_huge_pages_where_the_system_gives_any(caplog):
-    caplog.set_level("INFO")
-    os.close(open_memory(AUTO))
-    assert re.search(
-        r"is in (huge pages, of a (memfd|tmpfs that only this job sees)|small pages: )",
-        caplog.text,
-    )
 
 
 def test_a_supervisor_imports_nothing_that_takes_time():

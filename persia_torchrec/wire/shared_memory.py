@@ -1,0 +1,96 @@
+"""Memory without a name, which outlives a process that has its descriptor.
+
+Small pages make lookups and updates up to a third slower (``store/LAYOUT.md``), so that
+huge ones are looked for: of a memfd where the system gives them to shared memory, else
+of a tmpfs that is mounted for it.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import socket
+from pathlib import Path
+
+from persia_torchrec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+AUTO, PRIVATE = "auto", "private"  # values of memory_dir
+
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+
+
+def open_memory(memory_dir: str) -> int:
+    """Return the descriptor of memory without a name; log what it is and costs."""
+    if memory_dir in ("", AUTO):
+        descriptor, kind = _open_shared(seeks_huge_pages=memory_dir == AUTO)
+    else:
+        kind = f"a file of {memory_dir}, at the speed of that"
+        try:
+            descriptor = os.open(memory_dir, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as exc:
+            raise ConfigError(
+                f"memory_dir must be {AUTO}, {PRIVATE}, or a folder on tmpfs or on a "
+                f"local disk, as of ext4 or xfs. Received: {memory_dir!r} ({exc})."
+            ) from exc
+    if memory_dir:
+        logger.info("memory that outlives the process is in %s", kind)
+    return descriptor
+
+
+def _open_shared(*, seeks_huge_pages: bool) -> tuple[int, str]:
+    if seeks_huge_pages:
+        enabled = ""
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            enabled = _SHMEM_ENABLED.read_text()
+        if not re.search(r"\[(always|within_size|force)\]", enabled):
+            descriptor = _open_in_own_mount()
+            if descriptor is not None:
+                return descriptor, "huge pages, of a tmpfs that only this job sees"
+        else:
+            return _memfd(), "huge pages, of a memfd"
+    return _memfd(), (
+        "small pages: lookups and updates may take a third longer than in huge ones "
+        "(store/LAYOUT.md)"
+    )
+
+
+def _memfd() -> int:
+    return os.memfd_create("persia_torchrec", os.MFD_CLOEXEC)
+
+
+def _open_in_own_mount() -> int | None:
+    """Return a file on a tmpfs with huge pages, or None where the system allows none.
+
+    Any user may mount one in a user and mount namespace of its own. A child has these
+    for a moment: the file system lives as long as the file is open.
+    """
+    libc = ctypes.CDLL(None)  # before the fork: another thread may hold its lock
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                socket.send_fds(sender, [b"."], [_mount_and_open(libc)])
+            finally:
+                os._exit(0)
+        sender.close()
+        flags = socket.MSG_CMSG_CLOEXEC
+        _, descriptors, _, _ = socket.recv_fds(receiver, 1, 1, flags)
+        os.waitpid(pid, 0)
+    return descriptors[0] if descriptors else None
+
+
+def _mount_and_open(libc: ctypes.CDLL) -> int:
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS):
+        os._exit(1)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"huge=within_size,size=0"):
+        os._exit(1)
+    return os.open("/tmp/memory", os.O_RDWR | os.O_CREAT, 0o600)
