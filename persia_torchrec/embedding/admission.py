@@ -139,6 +139,16 @@ def _admit_frequent(
     forget_candidates(memory, p, ids_N[is_admitted_N])
 
 
+def _recall_frequent(
+    memory: Words, p: Words, ids_N: Words, counts_N: Counts, is_admitted_N: Bools
+) -> None:
+    """Tell which ids do not wait."""
+    cells, heads = _view(memory, p[1])
+    for i in range(len(ids_N)):
+        first = heads[_find_head(ids_N[i], heads)]
+        is_admitted_N[i] = _find_cell(ids_N[i], first, memory, cells) == 0
+
+
 def count_candidates(memory: Words, p: Words, ids_N: Words, counts_N: Counts) -> Counts:
     """Count ids, in their order; the last one is then the newest candidate.
 
@@ -307,6 +317,7 @@ class AdmitFrequency(setting.Admission):
 
     kind: ClassVar[str] = "frequency"
     kernel = staticmethod(_admit_frequent)
+    recall = staticmethod(_recall_frequent)
 
     threshold: Annotated[int, setting.integer_in(1, 2**32 - 1)]
     max_waiting_rows: Annotated[int, setting.integer_in(1, 2**32 - 2)] = 1_000_000

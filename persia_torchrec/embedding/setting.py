@@ -220,6 +220,15 @@ class Admission(Setting, ABC):
         """
         return None
 
+    @property
+    def recall(self) -> Kernel | None:
+        """The plain function that tells which ids were admitted when last seen.
+
+        It takes what the kernel takes, with counts of 0, and leaves the memory as it
+        is. By default it is the kernel.
+        """
+        return self.kernel
+
     def kernel_numbers(self, seed: int) -> tuple[int, ...]:
         """Return ``p``, what the kernel needs, for a table of this seed."""
         return (seed,)

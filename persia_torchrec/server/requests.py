@@ -28,6 +28,7 @@ from persia_torchrec.server.shard import (
 from persia_torchrec.server.updates import Batch, Counts, Member, Update
 from persia_torchrec.store import memory
 from persia_torchrec.store.embedding_store import EmbeddingStore
+from persia_torchrec.store.row_moves import initial_rows
 from persia_torchrec.table import TableSpec, describe_tables
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import (
@@ -65,10 +66,7 @@ def _answer_lookup(shard: Shard, request: Request) -> Frames:
         shard.counts["requests_lookup_inference"] += 1
         shard.stages.lap("inference")
     elif shard.streams.was_looked_up(batch, part):
-        seen = [memory.HITS, memory.MISSES]
-        before = store.tally[seen]
-        _read_rows(store, pieces)
-        store.tally[seen] = before
+        _repeat_lookup(store, pieces)
         shard.counts["requests_repeated"] += 1
         shard.stages.lap("inference")
     else:
@@ -119,6 +117,24 @@ def _read_lookup(shard: Shard, request: Request) -> tuple[Floats, list[_Piece]]:
 def _read_rows(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
     for table, ids_N, out_ND, counts_N in pieces:
         store.lookup(table, ids_N, out_ND, training=False, counts_N=counts_N)
+
+
+def _repeat_lookup(store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
+    """Answer a training lookup once more, and change nothing.
+
+    A row that has left since then was new, as a rule: the newest are the least frequent
+    ones. It reads what it began with.
+    """
+    seen = [memory.HITS, memory.MISSES]
+    before = store.tally[seen]
+    _read_rows(store, pieces)
+    store.tally[seen] = before
+    for table, ids_N, out_ND, _ in pieces:
+        gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
+        if len(gone):
+            state = store.states[table]
+            gone = gone[state.was_admitted(ids_N[gone])]
+            out_ND[gone] = initial_rows(state.spec, ids_N[gone])[:, : state.spec.dim]
 
 
 def _answer_update(shard: Shard, request: Request) -> Frames | None:

@@ -12,7 +12,7 @@ Dimensions: N rows of a table, D embedding dim, S optimizer-state floats per row
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,13 +22,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from persia_torchrec.client import transfer
 from persia_torchrec.client.client import EmbeddingClient
 from persia_torchrec.client.transfer import IdsOfRows
-from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.errors import BatchError, ConfigError
-from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.sharding.collection import table_configs
 from persia_torchrec.sharding.torchrec_api import ShardedTensor
-from persia_torchrec.store.embedding_store import EmbeddingStore
-from persia_torchrec.table import TableSpec
+from persia_torchrec.store.row_moves import initial_rows
 from persia_torchrec.wire.precision import Floats
 
 OptimizerState = Mapping[str, object]
@@ -138,10 +135,9 @@ def load_tables(
         step_of_table = step
         if optimizer_state is not None and spec.num_state_floats:
             state, step_of_table = _find_state(table, optimizer_state, step)
-        blocks = _cut(
-            weight, state, (ids or {}).get(table), transfer.rows_per_block(spec)
-        )
-        num_rows[table] = client.fill(table, blocks)
+        how = (ids or {}).get(table), transfer.rows_per_block(spec)
+        cut = partial(_cut, weight, state, *how)
+        num_rows[table] = client.fill(table, transfer.Blocks(cut))
         if step_of_table is not None:
             client.step(table, step_of_table)
     return num_rows
@@ -299,7 +295,7 @@ def read_table(
         absent = np.flatnonzero(~is_present)
         for start in range(0, len(absent), transfer.BLOCK_ROWS):
             numbers = absent[start : start + transfer.BLOCK_ROWS]
-            rows = _build_initial_rows(spec, ids_N[numbers])
+            rows = initial_rows(spec, ids_N[numbers])
             weights[numbers], state[numbers] = np.split(rows, [spec.dim], axis=1)
     tensors = map(torch.from_numpy, (weights, state, is_present))
     return TableTensors._make([*tensors, client.step(table)])
@@ -338,12 +334,3 @@ def plain_state_dict(
             given: Any = {"ids": (ids or {}).get(table), "missing": missing}
             tensors[key] = read_table(client, table, num_rows[table], **given).weights
     return tensors
-
-
-def _build_initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
-    """Return the rows ``(N, D + S)`` that different ids start with, on any server."""
-    store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
-    table = store.add_table(replace(spec, admission=AdmitAll()))
-    weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
-    store.lookup(table, ids_N, weights_ND, training=True)
-    return store.read(table, ids_N)

@@ -28,7 +28,7 @@ same rows. A row that has changed without having been used keeps its position.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,12 @@ import numpy.typing as npt
 
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, read_only
+from persia_torchrec.embedding.admission import AdmitAll
 from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.memory import (
+    Floats,
     Ids,
     Layout,
     RowsAt,
@@ -251,6 +253,15 @@ def gather_rows(
     rows = RowShape(state.spec, state.has_metadata).empty(len(slots_N))
     num = _gather(state.layout, slots_N, uses_N, rows.addresses())
     return RowColumns(*(column[:num] for column in rows.columns()))
+
+
+def initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
+    """Return the rows ``(N, D + S)`` that ids start with, on any server."""
+    store = EmbeddingStore(max(len(ids_N), 1), optimizer_engine="fused")
+    table = store.add_table(replace(spec, admission=AdmitAll()))
+    weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
+    store.lookup(table, ids_N, weights_ND, training=True)
+    return store.read(table, ids_N)
 
 
 def _copy_segments(

@@ -43,13 +43,19 @@ _NO_INDICES = np.empty(0, dtype=np.int64)
 
 
 def build_admission(
-    admission: Admission, seed: int, remembered: Words, log: np.uint64 = NO_LOG
+    admission: Admission,
+    seed: int,
+    remembered: Words,
+    log: np.uint64 = NO_LOG,
+    *,
+    recalls: bool = False,
 ) -> Admit | None:
     """Build what decides for a table, with its memory; None where all get a row.
 
-    ``log`` is the address of the log that keeps what it changes, or 0.
+    ``log`` is the address of the log that keeps what it changes, or 0. With ``recalls``
+    it tells what it decided last.
     """
-    kernel = admission.kernel
+    kernel = admission.recall if recalls else admission.kernel
     if kernel is None:
         return None
     loop = _build_admit(kernel)
@@ -154,6 +160,14 @@ class TableState:
         is_admitted = self.admission(ids_N[missing], counts.astype(np.int64))
         out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
         return missing[is_admitted]
+
+    def was_admitted(self, ids_N: Ids) -> Bools:
+        """Return which ids were admitted when they were seen last."""
+        rule = self.spec.admission, self.spec.seed, self.remembered
+        recall = build_admission(*rule, recalls=True)
+        if recall is None:
+            return np.ones(len(ids_N), dtype=np.bool_)
+        return recall(ids_N, np.zeros(len(ids_N), dtype=np.int64))
 
     def step_rows(
         self, ids_N: Ids, hints_N: Slots, grads_ND: Floats, *, step: int, now_s: int
