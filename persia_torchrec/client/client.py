@@ -15,8 +15,9 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from persia_torchrec.client.servers import Peers, Servers
 from persia_torchrec.client.servers import Reply as Reply
 from persia_torchrec.client.transfer import (
     BLOCK_ROWS,
+    Blocks,
     RowBlock,
     export_blocks,
     rows_to_write,
@@ -80,6 +82,8 @@ class EmbeddingClient:
 
     Attributes:
         checkpoints: dumps and loads of what all servers hold.
+        lost: ``lost_updates`` and ``lost_rows`` of all servers that lost their memory,
+            see ``server/METRICS.md``.
         num_servers: how many servers there are.
         recovery_s: seconds for which a server may be away, while requests wait.
         tables: those that were added, and what the servers say of them, by name.
@@ -89,6 +93,7 @@ class EmbeddingClient:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self.checkpoints = Checkpoints(servers)
+        self.lost = Counter[str]()
         self.num_servers = len(servers)
         self.timeout_s, self.recovery_s = servers.timeout_s, servers.recovery_s
         self.tables = KnownTables()
@@ -117,10 +122,9 @@ class EmbeddingClient:
         Where servers are started again with their rows, one that is lost, or hangs, may
         be away for ``recovery_s`` seconds: requests wait for it, and each is applied
         once. One that comes back without its rows gets the tables again, requests are
-        repeated, and updates that it had not acknowledged are lost; a fill or an export
-        that it interrupts is a RestartedError. A client of trainers that recover says
-        their ``generation``, see ``BatchNumber.new_stream``; to the servers, an older
-        one than they have met is a FencedError.
+        repeated, and updates that it had not acknowledged are lost. A client of
+        trainers that recover says their ``generation``, see ``BatchNumber.new_stream``;
+        to the servers, an older one than they have met is a FencedError.
         """
         return cls(Servers(addresses, timeout_s, greeting, recovery_s, generation))
 
@@ -222,7 +226,8 @@ class EmbeddingClient:
         the rows on their way. ``counts``, uint32 ``(U,)`` per table, tell how often
         each id occurs in the batch, for tables that want them; None counts 1 each.
         Several pulls of one batch have different ``part``, 7 at most, from 0 on: a
-        server that has answered one before answers it again, and changes nothing.
+        server that has answered one before answers it again, and changes nothing; a row
+        that has left since reads what it began with.
 
         Returns:
             float32 ``(U, D)`` per table, in the order of its grouped ids, as counts;
@@ -342,44 +347,56 @@ class EmbeddingClient:
         initial one.
         """
         block = RowBlock(ids, weights, state)
-        self._servers.repeat(lambda: self.fill(table, [block]))
+        self.fill(table, [block])
 
     def fill(self, table: str, blocks: Iterable[RowBlock]) -> int:
         """Write the rows of a whole table, block by block; return how many there were.
 
         Rows are made admitted or not; where there are more than fit, the last stay.
-        Blocks, as of :func:`blocks_of`, are taken as the servers proceed.
+        Blocks, as of :func:`blocks_of`, are taken as the servers proceed, and once more
+        if a server loses its rows; those of a generator cannot be: a RestartedError.
         """
-        known, num_rows = self.tables[table], 0
-        in_flight: deque[Reply] = deque()
-        for block in blocks:
-            while len(in_flight) >= _BLOCKS_IN_FLIGHT * self.num_servers:
-                in_flight.popleft().frames()
-            rows, flags = rows_to_write(known.spec, block)
-            ids = self.split(block.ids)
-            grouped = np.empty_like(rows)
-            grouped[ids.inverse] = rows
-            request = TableRequest([known], [ids], [rows.shape[1]], rows=[grouped])
-            in_flight += self._send(Header(Kind.WRITE, flags=flags), request)
-            num_rows += len(block.ids)
-        for reply in in_flight:
-            reply.frames()
-        return num_rows
 
-    def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterator[RowBlock]:
+        def fill() -> int:
+            starts, num_rows = list(self._servers.incarnations), 0
+            in_flight: deque[Reply] = deque()
+            for block in blocks:
+                while len(in_flight) >= _BLOCKS_IN_FLIGHT * self.num_servers:
+                    in_flight.popleft().frames()
+                in_flight += self._write(self.tables[table], block)
+                num_rows += len(block.ids)
+            for reply in in_flight:
+                reply.frames()
+            self._servers.require_same(starts)
+            return num_rows
+
+        return fill() if iter(blocks) is blocks else self._servers.repeat(fill)
+
+    def _write(self, table: KnownTable, block: RowBlock) -> list[Reply]:
+        rows, flags = rows_to_write(table.spec, block)
+        ids = self.split(block.ids)
+        grouped = np.empty_like(rows)
+        grouped[ids.inverse] = rows
+        request = TableRequest([table], [ids], [rows.shape[1]], rows=[grouped])
+        return self._send(Header(Kind.WRITE, flags=flags), request)
+
+    def export(self, table: str, *, block_rows: int = BLOCK_ROWS) -> Iterable[RowBlock]:
         """Return all rows of a table with optimizer state, in no order of the ids.
 
         Training may proceed meanwhile. A row that is there all the time is returned
         exactly once, as it is when its block is read; one that is made or evicted
-        meanwhile may be returned or not, and twice if it leaves and comes back. One
-        block per server, of at most ``block_rows`` rows, is in memory.
+        meanwhile may be returned or not, and twice if it leaves and comes back: then
+        the later one counts. So it is with all rows of a server that loses its memory
+        meanwhile. One block per server, of at most ``block_rows`` rows, is in memory.
         """
-        known = self.tables[table]
+        spec = self.table(table)
         if block_rows < 1:
             raise BatchError(
                 f"A block must have at least 1 row. Received: {block_rows}."
             )
-        return export_blocks(self._servers, known, block_rows)
+        return Blocks(
+            partial(export_blocks, self._servers, self.tables, spec, block_rows)
+        )
 
     def step(self, table: str, step: int | None = None) -> int:
         """Return how many updates a table has had: the ``t`` of Adam and its kin.
@@ -544,19 +561,20 @@ class EmbeddingClient:
                 told += [(Kind.LEAVE, [share.encode()])] if has_left else []
                 for kind, frames in told:
                     self._servers.send(server, Header(kind), frames, "joining").frames()
-            lost = self._describe_lost(server)
+            lost = self._find_lost(server)
+            self.lost.update(lost)
+        text = ", ".join(f"{name}={num}" for name, num in lost.items())
         logger.warning(
             "%s came back without the rows that it had: %s. Training continues; "
             "updates that it had not acknowledged are lost.",
-            *(self._servers.names[server], lost or "it restored none"),
+            *(self._servers.names[server], text or "it restored none"),
         )
 
-    def _describe_lost(self, server: int) -> str:
+    def _find_lost(self, server: int) -> dict[str, int]:
         request = Header(Kind.COUNTERS), [messages.encode_json(None)], "counters"
         reply = self._servers.send(server, *request)
         counters = self._servers.read(server, reply, dict[str, int])
-        lost = {name: num for name, num in counters.items() if name.startswith("lost_")}
-        return ", ".join(f"{name}={num}" for name, num in lost.items())
+        return {name: num for name, num in counters.items() if name.startswith("lost_")}
 
     def read_numbers(self, kind: Kind, table: str, ids: Ids, width: int) -> Floats:
         """Return ``width`` numbers of 4 bytes per id; a float32 view ``(U, width)``."""

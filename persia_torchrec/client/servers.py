@@ -118,8 +118,18 @@ class Peers:
     ) -> list[Any]:
         """Send all of them the same JSON value; return the ``answer`` of each."""
         frames = [encode_json(value)]
-        replies = self.send_all(Header(kind), frames, what, timeout_s)
-        return [self.read(peer, reply, answer) for peer, reply in enumerate(replies)]
+
+        def ask() -> list[Any]:
+            replies = self.send_all(Header(kind), frames, what, timeout_s)
+            return [
+                self.read(peer, reply, answer) for peer, reply in enumerate(replies)
+            ]
+
+        return self.repeat(ask)
+
+    def repeat(self, request: Callable[[], T]) -> T:
+        """Make a request that may be repeated."""
+        return request()
 
     def read(self, peer: int, reply: Reply, answer: Any) -> Any:
         """Wait for the JSON value that a process answers."""
@@ -218,19 +228,6 @@ class Servers(Peers):
             header = header._replace(stream=self._stream, batch=number)
         return super().send(peer, header, frames, what, timeout_s)
 
-    def ask(
-        self,
-        kind: Kind,
-        value: object,
-        what: str,
-        *,
-        answer: Any = Any,
-        timeout_s: float | None = None,
-    ) -> list[Any]:
-        """Send all servers the same JSON value; return the ``answer`` of each."""
-        ask = partial(super().ask, kind, value, what)
-        return self.repeat(partial(ask, answer=answer, timeout_s=timeout_s))
-
     def repeat(self, request: Callable[[], T]) -> T:
         """Make a request that may be repeated; again if a server has lost its rows."""
         lost: int | None = None
@@ -241,6 +238,13 @@ class Servers(Peers):
                 return request()
             except RestartedError as exc:
                 lost = self.names.index(exc.server)
+
+    def require_same(self, starts: Sequence[int]) -> None:
+        """Raise RestartedError if a server has lost its rows since an incarnation."""
+        for name, start, now in zip(self.names, starts, self.incarnations, strict=True):
+            if start != now:
+                why = "it restarted without the rows that it was sent."
+                raise RestartedError(why, server=name)
 
     def when_restarted(self, peer: int) -> None:
         """Renew a server also if no request comes, as of a trainer that has left."""

@@ -12,8 +12,9 @@ Dimension key:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -21,7 +22,7 @@ import numpy as np
 
 from persia_torchrec.client.codec import KnownTable
 from persia_torchrec.client.servers import Reply, Servers
-from persia_torchrec.errors import BatchError, FrameError
+from persia_torchrec.errors import BatchError, FrameError, RestartedError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
@@ -66,6 +67,16 @@ class RowBlock:
     state: Floats | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of rows, as often as they are gone through: ``begin`` cuts them anew."""
+
+    begin: Callable[[], Iterator[RowBlock]]
+
+    def __iter__(self) -> Iterator[RowBlock]:
+        return self.begin()
+
+
 def rows_per_block(spec: TableSpec, wanted: int = BLOCK_ROWS) -> int:
     """Return how many rows of a table are a block: ``wanted``, or what 128 MiB hold."""
     return min(wanted, _BLOCK_BYTES // (4 * (spec.dim + spec.num_state_floats)))
@@ -78,7 +89,7 @@ def blocks_of(
     *,
     block_rows: int = BLOCK_ROWS,
     first_row: int = 0,
-) -> Iterator[RowBlock]:
+) -> Blocks:
     """Cut a whole table into blocks; a memory-mapped one is read block by block.
 
     ``weights`` are float32 ``(N, D)``, ``state`` float32 ``(N, S)``; ``first_row`` is
@@ -111,7 +122,7 @@ def blocks_of(
                 of_rows, weights[rows], None if state is None else state[rows]
             )
 
-    return cut()
+    return Blocks(cut)
 
 
 def ids_of_rows(ids: IdsOfRows, start: int, stop: int) -> Ids:
@@ -139,22 +150,34 @@ def rows_to_write(spec: TableSpec, block: RowBlock) -> tuple[Floats, int]:
 
 
 def export_blocks(
-    servers: Servers, table: KnownTable, block_rows: int
+    servers: Servers, tables: Mapping[str, KnownTable], spec: TableSpec, block_rows: int
 ) -> Iterator[RowBlock]:
-    """Walk the rows of a table; each server has at most one block in flight."""
-    spec, what = table.spec, f"export of table {table.spec.name!r}"
+    """Walk the rows of a table; each server has at most one block in flight.
+
+    ``tables`` are those that the client knows; a server that lost its rows has others.
+    """
+    what = f"export of table {spec.name!r}"
     dim, width = spec.dim, spec.dim + spec.num_state_floats
     max_rows = min(rows_per_block(spec, block_rows), *servers.max_request_ids)
+    starts = list(servers.incarnations)
 
     def ask(server: int, start: int) -> tuple[int, Reply]:
-        value = {"table": table.numbers[server], "start": start, "max_rows": max_rows}
+        number = tables[spec.name].numbers[server]
+        value = {"table": number, "start": start, "max_rows": max_rows}
+        header = Header(Kind.EXPORT, incarnation=starts[server])
         frames = [messages.encode_json(value)]
-        return server, servers.send(server, Header(Kind.EXPORT), frames, what)
+        return server, servers.send(server, header, frames, what)
 
     in_flight = deque(ask(server, 0) for server in range(len(servers)))
     while in_flight:
         server, reply = in_flight.popleft()
-        frames = reply.frames()
+        try:
+            frames = reply.frames()
+        except RestartedError:
+            servers.repeat(partial(servers.renewal, server))
+            starts[server] = servers.incarnations[server]
+            in_flight.append(ask(server, 0))
+            continue
         if len(frames) != 4:
             raise FrameError(f"The reply must have 4 frames. Received: {len(frames)}.")
         next_start = messages.decode_json(frames[:2], _Next).next

@@ -228,6 +228,9 @@ class TrainingSummary:
         num_gradients: rows that had a gradient, in acknowledged updates.
         num_evicted: of these, how many had left the servers since their lookup.
         num_lost: updates that a server had not acknowledged when it lost its memory.
+        num_lost_updates: updates of all trainers that servers had applied, and lost
+            with their memory: they were not written yet. As far as the job knew.
+        num_lost_rows: how many rows these had changed, about.
         max_lacking: earlier batches whose update one lookup may lack, by the bound.
     """
 
@@ -238,6 +241,8 @@ class TrainingSummary:
     num_gradients: int = 0
     num_evicted: int = 0
     num_lost: int = 0
+    num_lost_updates: int = 0
+    num_lost_rows: int = 0
     max_lacking: int = 0
 
     @classmethod

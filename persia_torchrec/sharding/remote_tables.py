@@ -180,6 +180,7 @@ class RemoteTables:
         self.groups: dict[str, dict[str, Any]] = {}  # of parameters, by table
         self.optimizer: RemoteOptimizer | None = None  # of all, once it is asked for
         self.reported = TrainingSummary()
+        self.lost: Mapping[str, int] = {}  # that of the client
         self.has_ended = False  # the last report is made
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.agreement: Agreement | None = None
@@ -308,8 +309,12 @@ class TableControl:
 
     def summary(self) -> TrainingSummary:
         """Return statistics of this trainer's batches so far, which ``flush`` logs."""
-        pipelines = self.remote_tables.pipelines
-        return TrainingSummary.total(p.summary() for p, _ in pipelines)
+        tables = self.remote_tables
+        return replace(
+            TrainingSummary.total(p.summary() for p, _ in tables.pipelines),
+            num_lost_updates=tables.lost.get("lost_updates", 0),
+            num_lost_rows=tables.lost.get("lost_rows", 0),
+        )
 
     def report_at_end(self, num_rows: Sequence[int] = ()) -> None:
         """Log :meth:`summary`, with the rows of each server if they are given; once.
@@ -320,11 +325,12 @@ class TableControl:
             return
         self.remote_tables.has_ended = True
         summary = self._report(num_rows)
-        if summary.num_lost:
+        if summary.num_lost or summary.num_lost_updates:
             logger.warning(
-                "%d updates are lost, as servers had not acknowledged them when they "
-                "lost their memory",
-                summary.num_lost,
+                "servers lost their memory: with it %d updates that they had not "
+                "acknowledged, and of those of all trainers that they had, %d updates "
+                "of %d rows",
+                *(summary.num_lost, summary.num_lost_updates, summary.num_lost_rows),
             )
         if summary.num_evicted:
             logger.warning(

@@ -256,6 +256,7 @@ class RemoteSharder(CollectionSharder):
         self._joint_timeout_s = joint_timeout_s if is_joint else 0.0
         super().__init__(gradient_division=gradient_division)
         self._client = client
+        self.remote_tables.lost = client.lost
         self._optimizer = optimizer if optimizer is not None else Adagrad()
         self._staleness = staleness
         self._precision = _PRECISIONS[wire_dtype]

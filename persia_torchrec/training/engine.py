@@ -183,6 +183,7 @@ class Engine:
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = self._begin_generation(store)
         self.sharder = SlotsSharder(self._workers, self._spec)
+        self.sharder.remote_tables.lost = self.client.lost
         hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
         if distributed.period is not None:

@@ -6,8 +6,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from persia_torchrec import RemoteEmbeddingBagCollectionSharder
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.client.transfer import Blocks, RowBlock
 from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import RestartedError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire.messages import Share
@@ -26,6 +29,7 @@ class Lossy:
         self._run = run
         self._config = ServerConfig(port=draw_port(), capacity_rows=100)
         self._running = RunningServer(self._config)
+        self.num_starts = 1
 
     def connect(self):
         client = EmbeddingClient.connect(
@@ -42,6 +46,7 @@ class Lossy:
             return RunningServer(self._config, before=lambda s: s.restore(self._run))
 
         self._running = once_the_port_is_free(start)
+        self.num_starts += 1
 
 
 @pytest.fixture
@@ -152,3 +157,51 @@ def test_a_trainer_that_has_left_says_so_without_a_request(server):
         both = push(first, 1, later[0]), push(second, 1, later[1])
         for client, replies in zip((first, second), both, strict=True):
             assert client.outcome(replies).num_gradients == 3
+
+
+MANY = ids_of(*range(1, 21))
+
+
+def blocks_of_many(server, value):
+    """Yield the rows of many ids; the server is started again in between, once."""
+    for number, ids in enumerate(np.split(MANY, 5)):
+        if number == 3 and server.num_starts == 1:
+            server.stop()
+            server.start()
+        yield RowBlock(ids, np.full((len(ids), 2), value, np.float32))
+
+
+def test_a_table_is_filled_again(server):
+    with closing(server.connect()) as client:
+        blocks = Blocks(lambda: blocks_of_many(server, 5.0))
+        assert client.fill("item", blocks) == len(MANY)
+        assert server.num_starts == 2
+        assert (client.read("item", MANY) == 5).all()
+
+
+def test_blocks_that_can_be_taken_only_once_are_not_written_in_part(server):
+    with closing(server.connect()) as client, pytest.raises(RestartedError):
+        client.fill("item", blocks_of_many(server, 5.0))
+
+
+def test_an_export_has_the_rows_that_a_server_came_back_with(server):
+    with closing(server.connect()) as client:
+        client.write("item", MANY, np.ones((len(MANY), 2), np.float32))
+        found = {}
+        for block in client.export("item", block_rows=4):
+            if server.num_starts == 1:
+                server.stop()
+                server.start()
+            found |= dict(zip(block.ids.tolist(), block.weights[:, 0], strict=True))
+        expected = client.read("item", IDS)[:, 0].tolist()
+        assert [found[id_] for id_ in IDS.tolist()] == expected == [7, 7, 7]
+
+
+def test_what_servers_have_lost_is_in_the_summary_of_a_trainer(server):
+    with closing(server.connect()) as client:
+        sharder = RemoteEmbeddingBagCollectionSharder(client)
+        client.lost.update(lost_updates=2, lost_rows=6)
+        client.lost.update(lost_updates=1, lost_rows=3)
+        summary = sharder.summary()
+        assert (summary.num_lost_updates, summary.num_lost_rows) == (3, 9)
+        assert summary.num_lost == 0
