@@ -25,6 +25,10 @@ class CheckpointError(PersiaError):
     """A checkpoint cannot be written, or its files are missing, damaged or unfit."""
 
 
+class BusyError(CheckpointError):
+    """Another dump or load is running on a server."""
+
+
 class WireError(PersiaError):
     """The bytes on the wire are not what both sides agreed on."""
 

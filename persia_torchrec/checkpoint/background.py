@@ -43,13 +43,19 @@ class BackgroundTask:
                     logger.exception("%s failed", self._what)
                 self.error = self.error or exc
             self.phase = "failed" if self.error else end_phase
+            if self.cancelled.is_set():
+                self.cancel()  # what it has left, if any
 
         self._thread = threading.Thread(target=run, name=phase, daemon=True)
         self._thread.start()
 
     def cancel(self) -> None:
-        """Give up, and wait for the thread. May be called twice."""
+        """Give up; the thread ends soon. May be called twice."""
         self.cancelled.set()
+
+    def close(self) -> None:
+        """Give up, and wait for the thread. May be called twice."""
+        self.cancel()
         self._thread.join(_JOIN_S)
 
     def require_not_cancelled(self) -> None:

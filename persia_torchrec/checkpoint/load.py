@@ -224,14 +224,16 @@ class ShardLoad(BackgroundTask):
         """Read everything, and remember the uses of the rows of this server."""
         try:
             self._check()
+            self.require_not_cancelled()
         except BaseException:
             self._opened.close()
             raise
 
     def cancel(self) -> None:
-        """Give up, and close the files."""
+        """Give up, and close the files, unless the thread will."""
         super().cancel()
-        self._opened.close()
+        if self.phase == "checked":
+            self._opened.close()
 
     def _check(self) -> None:
         manifest = self.manifest = Manifest.read(self._folder)

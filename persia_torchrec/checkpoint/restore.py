@@ -33,13 +33,11 @@ class Restored(NamedTuple):
     """What was restored; ``base`` and ``history`` are those of the next log.
 
     ``written_s`` is when the last of it was written, in seconds since 1970, or None.
-    ``rows_per_update`` is the mean of the increments, 0 if that is unknown.
     """
 
     checkpoint: str = ""  # its URL, if there was one
     num_increments: int = 0
     written_s: float | None = None
-    rows_per_update: float = 0.0
     base: Base = Base("empty")
     history: str = ""
 
@@ -56,7 +54,6 @@ class _Applied(NamedTuple):
     """The increments that were applied, and where the next one would be."""
 
     heads: list[IncrementHead]
-    num_rows: int
     position: LogPosition
     is_all: bool  # whether there are no others
 
@@ -125,7 +122,6 @@ def _carry_out(
             dumped = manifest.shards[target.shard].tick
     if logs is None or plan.line is None or plan.position is None:
         return Restored(url, written_s=written_s, base=base)
-    before = _num_updates(store)
     applied = _apply(plan.line, plan.position, store, target, logs)
     last_tick = applied.heads[-1].tick if applied.heads else 0
     if not applied.heads and plan.checkpoint is None:
@@ -136,12 +132,10 @@ def _carry_out(
     histories = {log.name: log.history for log in plan.line.logs}
     if base.kind != "unknown":  # rows were left out
         base = Base("log", parent=applied.position)
-    num_updates = _num_updates(store) - before
     return Restored(
         url,
         len(applied.heads),
         applied.heads[-1].created_s if applied.heads else written_s,
-        applied.num_rows / num_updates if num_updates > 0 else 0.0,
         base,
         histories[applied.position.log] if is_exact else "",
     )
@@ -156,7 +150,6 @@ def _apply(
 ) -> _Applied:
     """Apply the increments from a position on, as long as they can be read."""
     heads: list[IncrementHead] = []
-    num_rows = 0
     for name, first, stop in line.segments(position):
         log = logs.child(name)
         last = (
@@ -168,13 +161,12 @@ def _apply(
             except CheckpointError as exc:
                 logger.warning("this increment and later ones are left out: %s", exc)
                 place = LogPosition(name, number)
-                return _Applied(heads, num_rows, place, is_all=False)
+                return _Applied(heads, place, is_all=False)
             for _ in apply_increment(store, increment, follows=False):
                 pass
             heads.append(increment.head)
-            num_rows += sum(len(rows) for _, rows in increment.rows)
         position = LogPosition(name, max(first, last + 1))
-    return _Applied(heads, num_rows, position, is_all=True)
+    return _Applied(heads, position, is_all=True)
 
 
 def _written_s(folder: Folder, manifest: Manifest) -> float:
@@ -185,7 +177,3 @@ def _written_s(folder: Folder, manifest: Manifest) -> float:
             f"{folder.file_path(catalog.MANIFEST)}: created must be a date. Received: "
             f"{manifest.created!r:.100}."
         ) from exc
-
-
-def _num_updates(store: EmbeddingStore) -> int:
-    return sum(state.num_updates for state in store.states)

@@ -7,6 +7,7 @@ every server fills its store
 
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import threading
@@ -25,6 +26,7 @@ from persia_torchrec.checkpoint.load import Loaded
 from persia_torchrec.client.servers import Servers
 from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.errors import (
+    BusyError,
     CheckpointError,
     PersiaError,
     RemoteError,
@@ -34,6 +36,8 @@ from persia_torchrec.errors import (
 from persia_torchrec.timeouts import CHECKPOINT_S
 from persia_torchrec.wire.membership import JobMember
 from persia_torchrec.wire.messages import Kind, TaskState
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -245,12 +249,14 @@ class Checkpoints:
         each server after the last one. If one fails, or is not done in time, the others
         give up; one that was started again does all steps so far.
         """
-        number, deadline = secrets.randbits(53), time.monotonic() + timeout_s
-        states: list[TaskState] = []
+        deadline = time.monotonic() + timeout_s
+        first, *_ = steps
+        number, states = self._begin(task, steps[first], what, deadline)
         try:
             for phase, step in steps.items():
                 begin = {**step, "task": number}
-                states = self._ask(Kind.CHECKPOINT, begin, what)
+                if phase != first:
+                    states = self._ask(Kind.CHECKPOINT, begin, what)
                 poll_s = _FIRST_POLL_S
                 while slow := [
                     name
@@ -270,12 +276,37 @@ class Checkpoints:
                     else:
                         states = self._ask(Kind.PROGRESS, {"task": number}, what)
         except BaseException:
-            request = {"do": "cancel", "task": number}
-            with contextlib.suppress(PersiaError):  # the first error is the one to tell
-                self._servers.ask(Kind.CHECKPOINT, request, f"cancelling {what}")
+            self._cancel(number, what)
             raise
         place = KeyPath(f"The result of a {what}")
         return [convert(state.result, kind, place, WireError) for state in states]
+
+    def _begin(
+        self, task: Task[T], step: Mapping[str, object], what: str, deadline: float
+    ) -> tuple[int, list[TaskState]]:
+        """Make all servers begin, once none does something else; return the number."""
+        has_waited = False
+        while True:
+            number = secrets.randbits(53)
+            try:
+                states = self._ask(Kind.CHECKPOINT, {**step, "task": number}, what)
+            except BaseException as exc:
+                self._cancel(number, what)
+                is_busy = getattr(exc, "kind", "") == BusyError.__name__
+                if not is_busy or time.monotonic() >= deadline:
+                    raise
+                if not has_waited:
+                    logger.warning("%s; waiting for its end", exc)
+                has_waited = True
+            else:
+                return number, states
+            # Another client that waits does not come back at the same moment.
+            task.pause(_POLL_S * (1 + secrets.randbelow(100) / 100), 0.0)
+
+    def _cancel(self, number: int, what: str) -> None:
+        request = {"do": "cancel", "task": number}
+        with contextlib.suppress(PersiaError):  # the first error is the one to tell
+            self._servers.ask(Kind.CHECKPOINT, request, f"cancelling {what}")
 
     def _ask(self, kind: Kind, request: object, what: str) -> list[TaskState]:
         states = self._servers.ask(kind, request, what, answer=TaskState)

@@ -32,7 +32,7 @@ from persia_torchrec.config.global_config import (
 )
 from persia_torchrec.embedding.setting import import_settings, non_defaults
 from persia_torchrec.errors import ConfigError
-from persia_torchrec.server.checkpoints import Checkpoints
+from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig, apply_global_config
 from persia_torchrec.server.server import EmbeddingServer
 from persia_torchrec.service_main import (
@@ -128,19 +128,20 @@ def _load_all() -> None:
 def _restore(server: EmbeddingServer, life: JobMember | Lifetime) -> None:
     """Restore the rows of a server that had run before, if they were lost."""
     config = server.config
-    address = run = updates = None
+    address = run = known = None
     if isinstance(life, JobMember):
         replica = f"server/{config.shard}"
         address = life.book.peek(f"address/{replica}")
         run = life.book.peek("note/checkpoint_dir")
-        updates = life.book.peek(f"note/updates/{replica}")
+        if told := life.book.peek(f"note/updates/{replica}"):
+            num, mean = told.split()
+            known = KnownUpdates(int(num), float(mean))
     has_run = env.num_restarts() > 0 or address is not None
     has_run |= server.shard.store.was_loading
     if config.resume_dir and not has_run:  # the whole job may have been started again
         has_run = any(catalog.complete_checkpoints(Folder(config.resume_dir)))
     if has_run:
-        known_updates = None if updates is None else int(updates)
-        server.restore(config.resume_dir or run, known_updates)
+        server.restore(config.resume_dir or run, known)
 
 
 def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
@@ -149,7 +150,8 @@ def _teller(server: EmbeddingServer, member: JobMember) -> Callable[[], int]:
     def tell() -> int:
         shard, book = server.shard, member.book
         updates = sum(state.num_updates for state in shard.store.states)
-        book.tell(f"updates/server/{server.config.shard}", str(updates))
+        mean = shard.num_updated_rows / max(shard.num_updates, 1)
+        book.tell(f"updates/server/{server.config.shard}", f"{updates} {mean:.9g}")
         if isinstance(shard.checkpoints, Checkpoints) and shard.checkpoints.run:
             book.tell("checkpoint_dir", shard.checkpoints.run)
         return updates

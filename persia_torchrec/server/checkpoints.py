@@ -19,7 +19,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
-from persia_torchrec.errors import CheckpointError, StoreError
+from persia_torchrec.errors import BusyError, CheckpointError, StoreError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
 from persia_torchrec.store.embedding_store import EmbeddingStore
@@ -62,6 +62,16 @@ class CheckpointRequest(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.do in ("dump", "check", "load") and not self.folder:
             raise ValueError("folder must be a path or URL")
+
+
+class KnownUpdates(NamedTuple):
+    """What a job knows of a server: the sum of its tables' steps, and the mean of rows.
+
+    Each update of a table counts.
+    """
+
+    num_updates: int
+    rows_per_update: float
 
 
 class ShardDump(BackgroundTask):
@@ -184,11 +194,11 @@ class Checkpoints:
             self._run = self._url.rpartition("/")[0]
         return self._run
 
-    def restore(self, run: str | None, known_updates: int | None) -> None:
+    def restore(self, run: str | None, known: KnownUpdates | None) -> None:
         """Restore rows from the newest checkpoint and increments; say what is lost.
 
         The store lost its memory. ``run`` is the folder of the job's checkpoints;
-        ``known_updates`` is the sum of the tables' steps, as it was known last.
+        ``known`` is what the job knew of them last.
         """
         config, store = self._config, self._store
         folders = [
@@ -204,10 +214,10 @@ class Checkpoints:
         if found.written_s is not None:
             age_s = time.time() - found.written_s  # noqa: TID251  # of another process
             lost["lost_ms"] = max(int(1000 * age_s), 0)
-        if known_updates is not None:
-            num = max(known_updates - sum(s.num_updates for s in store.states), 0)
+        if known is not None:
+            num = max(known.num_updates - sum(s.num_updates for s in store.states), 0)
             lost["lost_updates"] = num
-            lost["lost_rows"] = int(num * found.rows_per_update)
+            lost["lost_rows"] = round(num * known.rows_per_update)
         numbers = ", ".join(f"{name}={number}" for name, number in lost.items())
         logger.warning(
             "embedding server %d lost its memory, and restored what was written of it: "
@@ -278,15 +288,15 @@ class Checkpoints:
         """End what a client of a stream that is over has begun."""
         if self._is_running and is_over(self._stream):
             if self.is_loading and self._load is not None:
-                self._load.cancel()
-                self._end_load(self._load)
+                self._load.cancel()  # it ends soon, and `is_loading` with it
             self.cancel("the group of trainers was started again")
 
     def close(self) -> None:
         """End all tasks; write the last increment. May be called twice."""
         self.cancel("the server ends")
-        if self._load is not None:
-            self._load.cancel()
+        for task in (self._dump, self._load):
+            if task is not None:
+                task.close()
         self._increments.close()
 
     def work(self, idle_ms: int) -> int:
@@ -313,6 +323,8 @@ class Checkpoints:
         if load.phase != "loading":
             self.is_loading = False
             self._increments.begin_log(load.base, f"{self._task:x}")
+            if load.cancelled.is_set():
+                self._load, self._task = None, -1
 
     @property
     def _is_running(self) -> bool:
@@ -322,7 +334,7 @@ class Checkpoints:
 
     def _require_idle(self) -> None:
         if self._is_running:
-            raise CheckpointError(
+            raise BusyError(
                 "A server dumps or loads one checkpoint at a time, and one is running. "
                 "Wait for its end, or cancel it."
             )

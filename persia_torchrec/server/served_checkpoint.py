@@ -308,7 +308,7 @@ class ServedCheckpoint:
     def close(self) -> None:
         """End the thread. May be called twice."""
         if self._follower is not None:
-            self._follower.cancel()
+            self._follower.close()
 
     def work(self, idle_ms: int) -> int:
         """Do a slice of what is due; return how long to wait for a message."""

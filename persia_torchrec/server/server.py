@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from persia_torchrec.errors import ConfigError, FrameError, PersiaError, RestartedError
-from persia_torchrec.server.checkpoints import Checkpoints
+from persia_torchrec.server.checkpoints import Checkpoints, KnownUpdates
 from persia_torchrec.server.config import ServerConfig as ServerConfig
 from persia_torchrec.server.metrics import ServerReadings, Snapshots
 from persia_torchrec.server.requests import KINDS
@@ -72,7 +72,7 @@ class EmbeddingServer:
         store = self.shard.store
         return bool(store.states) and not store.was_loading
 
-    def restore(self, run: str | None, known_updates: int | None = None) -> None:
+    def restore(self, run: str | None, known: KnownUpdates | None = None) -> None:
         """Restore the rows of a server that had run, unless its memory has them.
 
         Before it serves; the arguments are those of ``Checkpoints.restore``.
@@ -82,7 +82,7 @@ class EmbeddingServer:
             for state in store.states:
                 state.num_updates = 0
         if isinstance(tasks, Checkpoints) and not self.has_rows:
-            tasks.restore(run, known_updates)
+            tasks.restore(run, known)
 
     def serve_and_push(self, when_ready: Callable[[str], None]) -> None:
         """Serve as :meth:`serve`, and push metrics if the environment says where."""
@@ -128,6 +128,8 @@ class EmbeddingServer:
         shard.stages.lap("dump")
         if self.snapshots.is_wanted and not tasks.is_loading:
             self.snapshots.give(shard.counters())
+        if shard.must_drop and not tasks.is_loading:
+            shard.drop_older_streams()
         if shard.joint_steps.num_steps and not tasks.is_loading:
             shard.joint_steps.refuse_overdue()
         is_full = len(shard.updates) >= self.config.update_queue_batches

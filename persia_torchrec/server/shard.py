@@ -80,6 +80,8 @@ class Shard:
         self.updates: deque[list[Update]] = deque()
         self._queued: set[Batch] = set()  # of the updates
         self.num_overtaking = 0
+        self.must_drop = False
+        self.num_updates = self.num_updated_rows = 0  # of tables, by this process
         self.stopping = threading.Event()
         self._listener = listener
         self._max_queued = 0
@@ -99,9 +101,12 @@ class Shard:
         return outcome
 
     def drop_older_streams(self) -> None:
-        """Give up what trainers of older generations have begun."""
+        """Give up what trainers of older generations have begun, or note to do so."""
         if isinstance(self.checkpoints, Checkpoints):
             self.checkpoints.drop(self.streams.is_older)
+        self.must_drop = self.checkpoints.is_loading  # which owns the store
+        if self.must_drop:
+            return
         self.apply_all_updates()
         self.joint_steps.refuse_all("The group of trainers was started again.")
         self.open_batches.drop(self.streams.is_older)
@@ -166,9 +171,11 @@ class Shard:
             for part in build_gradients(given, slots):
                 self.counts["updates_hinted"] += part.hints is not None
                 self.store.add_update(part.table, part.ids, part.grads, part.hints)
+                self.num_updates += 1
                 num_ids += len(part.ids)
             for update in updates:
                 self.streams.settle_update(request, update.batch, num_ids)
+        self.num_updated_rows += num_ids
         return *request.totals, num_ids
 
     def counters(self) -> dict[str, int]:

@@ -343,16 +343,20 @@ def test_rows_are_trained_while_they_are_dumped(servers, path, monkeypatch):
     assert fits.any(axis=0).all()
 
 
-def test_one_dump_at_a_time_and_the_first_is_not_disturbed(servers, path, monkeypatch):
+def test_one_dump_at_a_time_and_the_next_one_waits(servers, path, monkeypatch, caplog):
     slices = step_dumps(monkeypatch)
     job = Job(servers, 1, [ADAM], capacity_rows=100_000)
     job.train(*range(50_000))
     task = job.checkpoints.start_dump(path)
     copy_some(task, slices)
+    others = servers.client(job.running).checkpoints
     with pytest.raises(RemoteError, match="one checkpoint at a time"):
-        servers.client(job.running).checkpoints.dump(path)
-    slices.release(50_000)
+        others.dump(path, timeout_s=0.0)
+    other = others.start_dump(path)
+    wait_for(lambda: "waiting for its end" in caplog.text)
+    slices.release(100_000)
     assert task.wait(DEADLINE_S).num_rows == 50_000
+    assert other.wait(DEADLINE_S).num_rows == 50_000
 
 
 @pytest.mark.parametrize("end", ["cancel", "clear"])
@@ -371,7 +375,7 @@ def test_a_dump_that_is_ended_early_is_not_complete(servers, path, monkeypatch, 
     with pytest.raises((CheckpointError, RemoteError), match=message):
         task.wait(DEADLINE_S)
     assert not list(Path(path).rglob("manifest.json"))
-    assert not list(Path(path).rglob("*.unfinished"))
+    wait_for(lambda: not list(Path(path).rglob("*.unfinished")))
     slices.release(50_000)
     job.train(1)
     assert job.checkpoints.dump(path).num_rows == (50_000 if end == "cancel" else 1)

@@ -1,5 +1,7 @@
-"""How much of a CPU a dump takes, by a clock that the test moves."""
+"""How much of a CPU a dump takes, by a clock that the test moves; what is given up."""
 
+import threading
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 
 from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.load import ShardLoad
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.errors import CheckpointError, FrameError
+from persia_torchrec.errors import CheckpointError, FrameError, PersiaError
 from persia_torchrec.server.checkpoints import (
     CheckpointRequest,
     Checkpoints,
@@ -219,7 +222,59 @@ def test_a_load_of_earlier_trainers_is_given_up(servers, tmp_path, monkeypatch):
     checkpoints, store, state = begin_a_load(servers, tmp_path, monkeypatch)
     assert checkpoints.is_loading
     checkpoints.drop(lambda _: True)
-    assert not checkpoints.is_loading
+
+    def is_over():
+        checkpoints.work(100)
+        return not checkpoints.is_loading
+
+    wait_until(is_over, "the load has ended")
     assert state().phase == "idle"
     assert store.num_rows == 0
     checkpoints.close()
+
+
+def test_requests_do_not_wait_for_the_end_of_a_load_that_is_given_up(
+    servers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("persia_torchrec.checkpoint.background._JOIN_S", 1e6)
+    running, may_go_on = servers.start(), threading.Event()
+    old, new = (connect(running, generation) for generation in (1, 2))
+    with closing(old), closing(new):
+        old.add_tables([TableSpec(name="item", dim=2, optimizer=SGD(1.0))])
+        old.write("item", ids_of(1), np.ones((1, 2), np.float32))
+        old.checkpoints.dump(tmp_path)
+        batch = BatchNumber(BatchNumber.new_stream(1), 1)
+        old.pull([("item", old.split(ids_of(1)))], batch=batch)
+        for step in ("check", "load"):
+            with monkeypatch.context() as patch:
+                begun = hold_back(patch, step, may_go_on)
+                task = old.checkpoints.start_load(tmp_path)
+                assert begun.wait(DEADLINE_S)
+                if step == "check":
+                    task.cancel()
+                else:
+                    new.begin_generation(2)
+                    may_go_on.set()
+                with pytest.raises(PersiaError):
+                    task.wait(DEADLINE_S)
+        new.checkpoints.load(tmp_path)
+        assert new.counters()[0]["open_batches"] == 0
+
+
+def connect(running, generation):
+    addresses = [server.address for server in running]
+    given = {"timeout_s": DEADLINE_S, "generation": generation}
+    return EmbeddingClient.connect(addresses, **given)
+
+
+def hold_back(monkeypatch, step, may_go_on):
+    """Have the next load wait in a step, even when it is cancelled."""
+    begun, do = threading.Event(), getattr(ShardLoad, step)
+
+    def wait_and_do(load):
+        begun.set()
+        assert may_go_on.wait(DEADLINE_S)
+        do(load)
+
+    monkeypatch.setattr(ShardLoad, step, wait_and_do)
+    return begun
