@@ -60,7 +60,8 @@ class ServerConfig(ImportFlags):
     """Folder of increments: a training server writes what changes there, one that
     serves a checkpoint follows it. None: neither."""
     incremental_interval_s: float = 2.0
-    """How often an increment begins, if something has changed."""
+    """How often an increment begins, if something has changed. It is written before the
+    next one: what is lost with the memory of a server changed within two intervals."""
     incremental_buffer_rows: int = 1_000_000
     """Changed rows, each counted once, after which an increment begins earlier."""
     incremental_queue: int = 1000

@@ -5,13 +5,16 @@
       copies their rows <---- slices of slots ------    |
                          -----------------------------> checksum --> file, number + 1
 
-The serving thread never waits for the other. An increment begins when something has
-changed and the previous one is written, so a slow file system makes increments larger
-and fewer; what waits is bounded. A failed write ends the log, and training continues: a
-new log starts after RETRY_S, once the blocked write has returned, and followers must
-reload from the next checkpoint. A load also ends the log; the next one can be followed
-from the checkpoint that was loaded. A server that lost its memory continues the log
-that it has restored its rows from.
+The serving thread never waits for the other. An increment begins at each interval, if
+something has changed, and is written before the next one: what is lost with the memory
+of a server changed within two intervals. Rows are copied evenly over the time, or
+earlier within a budget of the processor. Where the file system is too slow, increments
+become larger and fewer, what waits is bounded, and a warning says what would be lost. A
+failed write ends the log, and training continues: a new log starts after RETRY_S, once
+the blocked write has returned, and followers must reload from the next checkpoint. A
+load also ends the log; the next one can be followed from the checkpoint that was
+loaded. A server that lost its memory continues the log that it has restored its rows
+from.
 
 Dimension key:
     N: slots as a request changed them
@@ -28,6 +31,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,7 +56,10 @@ Uses = npt.NDArray[np.uint64]
 Copy = Callable[[EmbeddingStore], RowColumns | Ids]
 
 RETRY_S = 10.0  # how soon after a failure a new log begins
-_CPU_FRACTION = 0.06  # of a CPU while requests for rows arrive, the writing included
+_CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
+_SPREAD = 0.75  # of an interval, in which the rows of the previous one are copied
+_TOLERATED_S = 1.0  # beyond two intervals, before a warning
+_POLL_S = 0.002  # how soon rows are copied that the other thread had no room for
 _MAX_BUFFERS = 32  # how many times ``incremental_buffer_rows`` may be noted for one
 _LAST_POSITION = np.uint64(2**POSITION_BITS - 1)
 _POSITION_BITS = np.uint64(POSITION_BITS)
@@ -158,9 +165,17 @@ def _unmark(marks: Words, slots_N: Slots, tick: np.uint64) -> tuple[Slots, Uses]
     return slots[:num].copy(), uses[:num].copy()
 
 
-FlushRequest = tuple[Changes, IncrementHead, bool]
-"""What a journal noted, the head of an increment that would begin then, and whether one
-is due; if not, it begins when many rows have changed."""
+class FlushRequest(NamedTuple):
+    """What a journal noted, and the head of an increment that would begin then.
+
+    If none ``is_due``, it begins when many rows have changed. Its rows are copied until
+    ``end_s``, by the clock of the activity.
+    """
+
+    changes: Changes
+    head: IncrementHead
+    is_due: bool
+    end_s: float
 
 
 class IncrementWriter(BackgroundTask):
@@ -172,7 +187,13 @@ class IncrementWriter(BackgroundTask):
     complete dump needs are deleted. ``ending`` makes the thread write what is left.
     """
 
-    def __init__(self, folder: Folder, log: Log, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        log: Log,
+        config: ServerConfig,
+        clock: Callable[[], float],
+    ) -> None:
         super().__init__(f"Writing log {log.name}")
         self.log = log
         self.number = 1
@@ -188,8 +209,10 @@ class IncrementWriter(BackgroundTask):
         self._copied = queue.SimpleQueue()
         self._dirty = DirtySet(config.capacity_rows)
         self._head: IncrementHead | None = None
-        self._is_due = False
+        self._is_due, self._end_s = False, math.inf
         self._num_flushes = 0  # in the next increment
+        self._copied_s, self._slice_s = math.inf, 0.0  # of the current one
+        self._clock = clock
         self._last_cut = self.num_cuts_written = 0
         self._known_dumps: list[tuple[str, int]] = []
         self.start("writing", self._run, "written")
@@ -198,6 +221,12 @@ class IncrementWriter(BackgroundTask):
     def wants_rows(self) -> bool:
         """Whether :meth:`copy_rows` has something to do."""
         return bool(self._wanted) and self._copied.qsize() < _MAX_SLICES
+
+    @property
+    def next_s(self) -> float:
+        """When the next rows that are wanted must be copied, at the latest."""
+        num = len(self._wanted)
+        return self._copied_s - num * self._slice_s if num else math.inf
 
     def copy_rows(self, store: EmbeddingStore) -> None:
         """Copy the next rows that are wanted."""
@@ -238,8 +267,9 @@ class IncrementWriter(BackgroundTask):
 
     def _write_next(self, head: IncrementHead) -> None:
         dirty, num_flushes, last_cut = self._dirty, self._num_flushes, self._last_cut
+        self._copied_s, self._slice_s = self._end_s, 0.0
         self._dirty, self._head = DirtySet(self._config.capacity_rows), None
-        self._is_due, self._num_flushes = False, 0
+        self._is_due, self._end_s, self._num_flushes = False, math.inf, 0
         head = msgspec.structs.replace(
             head, number=self.number, was_cleared=dirty.was_cleared
         )
@@ -264,6 +294,8 @@ class IncrementWriter(BackgroundTask):
         for wanted in dirty.take(sizes):
             self._wanted.append(wanted)
             num_slices += 1
+        left_s = max(self._copied_s - self._clock(), 0.0)
+        self._slice_s = left_s / max(num_slices, 1)
         while num_slices:
             with contextlib.suppress(queue.Empty):
                 writer.write(*self._copied.get(timeout=_CHECK_S))
@@ -276,12 +308,13 @@ class IncrementWriter(BackgroundTask):
         self.cpu_s = time.thread_time()
         with contextlib.suppress(queue.Empty):
             while not self._is_full():
-                changes, self._head, is_due = self.inbox.get(timeout_s > 0, timeout_s)
+                flush = self.inbox.get(timeout_s > 0, timeout_s)
                 timeout_s = 0
                 self._num_flushes += 1
-                self._is_due |= is_due
-                self._dirty.add(changes)
-                self._last_cut = changes.number
+                self._is_due |= flush.is_due
+                self._end_s = min(self._end_s, flush.end_s)
+                self._dirty.add(flush.changes)
+                self._head, self._last_cut = flush.head, flush.changes.number
 
     def _prune(self) -> None:
         """Delete increments that no complete checkpoint before the new dumps needs.
@@ -325,6 +358,10 @@ class Increments:
         self._noted: Changes | None = None  # by the previous process
         self._flushed_s = 0.0
         self._waits_for_more = False  # what was handed over, until the next is due
+        # Cuts that are not written yet, and when they were made; all before is written.
+        self._cuts: deque[tuple[int, float]] = deque()
+        self._written_s, self._max_age_s = activity.clock(), 0.0
+        self._warn_s = self._tolerated_s = 2 * config.incremental_interval_s
         names = "increment_rows", "increment_bytes", "increment_logs_failed"
         self._counts = Counter(dict.fromkeys(names, 0))  # of logs that have ended
         if config.incremental_dir is not None:
@@ -370,17 +407,19 @@ class Increments:
             return
         log = Log.begin(config.shard, config.num_shards, base, history)
         noted, self._noted = self._noted, None
-        self._writer = IncrementWriter(self._folder, log, config)
+        clock = self._activity.clock
+        self._writer = IncrementWriter(self._folder, log, config, clock)
         self._charged_cpu_s, self._waits_for_more = 0.0, False
         self._store.journal.begin(log.token, noted)
-        self._flushed_s = self._activity.clock()
+        self._cuts.clear()
+        self._flushed_s = self._written_s = clock()
         logger.info("log %s begins, base=%s", log.name, base.kind)
 
     def work(self, idle_ms: int) -> int:
         """Flush, copy some rows, begin a log; return how long to wait for a message."""
         writer, config, now_s = self._writer, self._config, self._activity.clock()
         if writer is not None:
-            self._store.journal.release(writer.num_cuts_written)
+            self._note_written(writer, now_s)
             self._charge(writer)
         is_full = self._store.journal.changes.num_rows >= config.incremental_buffer_rows
         is_due = now_s - self._flushed_s >= config.incremental_interval_s
@@ -402,13 +441,47 @@ class Increments:
             self._fail(writer, CheckpointError(reason))
         elif (is_due or is_full) and not writer.inbox.full():
             self._flush(writer, is_due=is_due)
-        elif writer.wants_rows and self._budget.has_credit():
+        else:
+            self._copy_rows(writer, now_s)
+        writer = self._writer
+        return idle_ms if writer is None else self._wait_ms(writer, now_s, idle_ms)
+
+    def _copy_rows(self, writer: IncrementWriter, now_s: float) -> None:
+        """Copy rows that must be copied now, or else some that the budget allows."""
+        has_credit = self._budget.has_credit()
+        while writer.wants_rows and (has_credit or writer.next_s <= now_s):
             with self._budget.spend():
                 writer.copy_rows(self._store)
-        writer = self._writer
-        if writer is None or not writer.inbox.unfinished_tasks:
-            return idle_ms
-        return self._budget.wait_ms(idle_ms, is_ready=writer.wants_rows)
+            has_credit = False
+
+    def _wait_ms(self, writer: IncrementWriter, now_s: float, idle_ms: int) -> int:
+        if writer.inbox.unfinished_tasks:
+            idle_ms = self._budget.wait_ms(idle_ms, is_ready=writer.wants_rows)
+        until_s = writer.next_s
+        if not writer.wants_rows:
+            until_s = max(until_s, now_s + _POLL_S)
+        if not writer.inbox.full():
+            due_s = self._flushed_s + self._config.incremental_interval_s
+            until_s = min(until_s, due_s)
+        return max(min(idle_ms, math.ceil(1000 * min(until_s - now_s, 1e3))), 0)
+
+    def _note_written(self, writer: IncrementWriter, now_s: float) -> None:
+        """Note what has been written, and warn if that is long ago."""
+        self._store.journal.release(writer.num_cuts_written)
+        age_s = now_s - self._written_s
+        while self._cuts and self._cuts[0][0] <= writer.num_cuts_written:
+            self._max_age_s = max(self._max_age_s, age_s)
+            _, self._written_s = self._cuts.popleft()
+            if age_s <= self._tolerated_s:
+                self._warn_s = self._tolerated_s
+        if self._cuts and age_s > self._warn_s + _TOLERATED_S:
+            self._warn_s = 2 * age_s
+            logger.warning(
+                "what changed in the last %.1f s is in no increment yet, and lost if "
+                "the memory of this server is; two intervals are %g s. Use a faster "
+                "file system, more servers, or a longer interval.",
+                *(age_s, self._tolerated_s),
+            )
 
     def counters(self) -> dict[str, int]:
         """Return what has been written, and how often a log has failed."""
@@ -420,10 +493,13 @@ class Increments:
         counts = self._counts.copy()
         counts.update({} if writer is None else writer.written)
         number = 0 if writer is None else writer.number - 1
+        age_s = 0.0 if is_written else self._activity.clock() - self._written_s
         return {
             **counts,
             "increments": number,
             "increments_waiting": int(not is_written),
+            "unwritten_ms": int(1000 * age_s),
+            "unwritten_ms_max": int(1000 * max(self._max_age_s, age_s)),
         }
 
     def close(self) -> None:
@@ -467,10 +543,12 @@ class Increments:
         self._charged_cpu_s = cpu_s
 
     def _flush(self, writer: IncrementWriter, *, is_due: bool) -> None:
-        store, config = self._store, self._config
+        store, config, now_s = self._store, self._config, self._activity.clock()
         if is_due:
-            self._flushed_s = self._activity.clock()
+            self._flushed_s = now_s
         if store.journal.is_empty and not self._waits_for_more:
+            if not self._cuts:
+                self._written_s = now_s
             return
         self._waits_for_more = not is_due
         head = IncrementHead(
@@ -483,4 +561,8 @@ class Increments:
             was_cleared=False,
             tables=tuple(map(SavedTable.of, store.states)),
         )
-        writer.inbox.put_nowait((store.journal.cut(), head, is_due))
+        changes = store.journal.cut()
+        self._cuts.append((changes.number, now_s))
+        spread = _SPREAD if is_due else 1 + _SPREAD
+        end_s = self._flushed_s + spread * config.incremental_interval_s
+        writer.inbox.put_nowait(FlushRequest(changes, head, is_due, end_s))

@@ -250,8 +250,10 @@ class ChangeJournal:
     @property
     def is_empty(self) -> bool:
         """Whether nothing has happened since the last cut."""
+        changes = self.changes
+        is_noted = changes.num_rows or changes.num_requests or changes.was_cleared
         has_left = self._tally[memory.LEFT_ROOM] < len(self._left)
-        return self.changes == Changes() and not has_left
+        return not (is_noted or has_left)
 
     def make_room(self, num_rows: int) -> None:
         """Make room so that this many rows can leave before the next call."""
@@ -306,9 +308,9 @@ class ChangeJournal:
         self._list_next(_FIRST_ROOM)
         self._looked_up.clear()
         changes, self.changes = self.changes, Changes()
+        self._num_cuts += 1
+        changes.number = self._num_cuts
         if self._ring is not None:
-            self._num_cuts += 1
-            changes.number = self._num_cuts
             self._cuts.append((self._num_cuts, self._ring.head))
         return changes
 
