@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/installed
 COVERAGE := $(CURDIR)/build/coverage
+SCHEMAS := build/schemas/installed
 
 # What components/Dockerfile says by itself: make install DEVICE=cuda EXTRAS=examples
 DEVICE := $(if $(shell nvidia-smi >/dev/null 2>&1 && echo yes),cuda,cpu)
@@ -91,7 +92,13 @@ unit: $(STAMP)  ## the tests, benchmarks included; ARGS="-k wire" chooses
 chaos: $(STAMP)  ## jobs whose processes are killed again and again; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --timeout 3600 $(ARGS)
 
-cluster: $(STAMP)  ## jobs on Slurm, in Kubernetes and on several hosts; not part of test
+# The schemas of Kubernetes, 108 MB, in an environment of their own.
+$(SCHEMAS): Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip -qq --disable-pip-version-check install kubernetes-validate==1.37.0 \
+		&& touch $@ || echo "not installed, so that its test skips: kubernetes-validate"
+
+cluster: $(STAMP) $(SCHEMAS)  ## jobs on Slurm, in Kubernetes and on several hosts; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/cluster --timeout 3600 $(ARGS)
 
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses

@@ -227,6 +227,7 @@ class Cluster:
                 env={**self._image, **self._variables(container), **told},
                 inherits=False,
             )
+            running.log.touch()
             job.pods[task.name] = Pod(task, running)
 
     def _variables(self, container: Container) -> dict[str, str]:
