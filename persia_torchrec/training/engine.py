@@ -114,14 +114,18 @@ class SlotsSharder(CollectionSharder):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
     ``spec`` has what a collection cannot say, such as prefixes. As in PERSIA, embedding
-    gradients add up over trainers, while the dense ones are averaged.
+    gradients add up over trainers, while the dense ones are averaged. ``lost`` is that of
+    the client of the servers.
     """
 
     module_type = EmbeddingBagCollection
     sharded_type = ShardedSlots
 
-    def __init__(self, workers: RemoteWorkers, spec: CollectionSpec) -> None:
+    def __init__(
+        self, workers: RemoteWorkers, spec: CollectionSpec, lost: Mapping[str, int]
+    ) -> None:
         super().__init__(gradient_division=False)
+        self.remote_tables.lost = lost
         self._workers = workers
         self._spec = spec
 
@@ -182,8 +186,7 @@ class Engine:
         self.client, self._workers = connect_to_job()
         data_parallel.init_process_group(distributed, device, self.client.recovery_s)
         self.job_id, generation = self._begin_generation(store)
-        self.sharder = SlotsSharder(self._workers, self._spec)
-        self.sharder.remote_tables.lost = self.client.lost
+        self.sharder = SlotsSharder(self._workers, self._spec, self.client.lost)
         hybrid = HybridModel(make_collection(self._spec), model)
         self.weights: data_parallel.AveragedWeights | None = None
         if distributed.period is not None:
