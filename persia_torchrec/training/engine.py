@@ -114,8 +114,8 @@ class SlotsSharder(CollectionSharder):
     """Put PERSIA's slots on the servers, through the embedding workers of the job.
 
     ``spec`` has what a collection cannot say, such as prefixes. As in PERSIA, embedding
-    gradients add up over trainers, while the dense ones are averaged. ``lost`` is that of
-    the client of the servers.
+    gradients add up over trainers, while the dense ones are averaged. ``lost`` is that
+    of the client of the servers.
     """
 
     module_type = EmbeddingBagCollection
