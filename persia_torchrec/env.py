@@ -10,6 +10,11 @@ empty variable counts as unset, for launchers that write out every variable.
     PERSIA_STORE_HOST                          its host, or else
     PERSIA_STORE_HOST_ENV                      the name of a variable that holds it
     PERSIA_JOB_ID                              the job's id; drawn when unset
+    PERSIA_JOB_TOKEN_FILE, PERSIA_JOB_TOKEN    what proves that a process is one of the
+                                               job: the path of a file, or the token
+    PERSIA_HTTP_TOKEN_FILE, PERSIA_HTTP_TOKEN  the same of clients of HTTP, another one
+    PERSIA_ENCRYPT                             1: all connections of the job are
+                                               encrypted
     TORCHX_JOB_ID                              scheduler and id of the job (torchx)
     PERSIA_JOIN_TIMEOUT_S                      seconds for each wait of a start; 600
     PERSIA_CHECKPOINT_INTERVAL_S               seconds between automatic checkpoints
@@ -40,6 +45,7 @@ import contextlib
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -163,6 +169,49 @@ def master() -> tuple[str | None, int | None]:
 def set_variable(name: str, value: str | int) -> None:
     """Set a variable for this process and those that it starts from now on."""
     os.environ[name] = str(value)
+
+
+def job_token() -> str | None:
+    """Return what proves that a process is one of this one's job; None when unset."""
+    return _secret("PERSIA_JOB_TOKEN")
+
+
+def http_token() -> str | None:
+    """Return what proves that a client of HTTP may ask; None when unset."""
+    return _secret("PERSIA_HTTP_TOKEN")
+
+
+def token_file(name: str) -> str | None:
+    """Return the path of the file with a token of the jobs that this user starts.
+
+    It is what ``NAME_FILE`` says, or one in the user's home, which is made if there is
+    none. None: ``NAME`` has the token, which processes inherit.
+    """
+    path = text(f"{name}_FILE")
+    if path is None and text(name) is None:
+        file = name.removeprefix("PERSIA_").lower()  # as job_token
+        path = str(Path("~/.persia_torchrec", file).expanduser())
+        _make_secret(Path(path))
+    return None if path is None else str(Path(path).absolute())
+
+
+def encrypts() -> bool:
+    """Return whether all connections of the job are encrypted."""
+    value = text("PERSIA_ENCRYPT") or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"PERSIA_ENCRYPT must be 0 or 1. Received: {value!r}.")
+    if value == "1" and job_token() is None:
+        raise ConfigError(
+            "PERSIA_ENCRYPT=1 needs the job's token, from which keys are made. Received"
+            ": none. Set PERSIA_JOB_TOKEN_FILE, or PERSIA_JOB_TOKEN."
+        )
+    return value == "1"
+
+
+def draw_token() -> None:
+    """Give this process, and those that it starts, a token unless it has one."""
+    if job_token() is None:
+        set_variable("PERSIA_JOB_TOKEN", secrets.token_hex(32))
 
 
 def of_child(variables: Mapping[str, str]) -> dict[str, str]:
@@ -315,6 +364,11 @@ def slurm_log(role: str) -> str:
     return str(path) if scheduler == "slurm" and path.is_file() else ""
 
 
+def agent_has_store() -> bool:
+    """Return whether torchrun's agent hosts the store at ``MASTER_PORT``."""
+    return text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def metrics_gateway() -> tuple[str, int] | None:
     """Return host (IPv6 without brackets) and port of the pushgateway; None: unset."""
     address = text("PERSIA_METRICS_GATEWAY_ADDR")
@@ -356,3 +410,51 @@ def _seconds(name: str, default: float, flag: str = "", *, or_0: bool = False) -
 
 def _is_local_torchx() -> bool:
     return (text("TORCHX_JOB_ID") or "").startswith("local_cwd:")
+
+
+def _secret(name: str) -> str | None:
+    """Return the content of the file that ``NAME_FILE`` names, or else a variable."""
+    path = text(f"{name}_FILE")
+    token = text(name) if path is None else _read_secret(Path(path), f"{name}_FILE")
+    if token is not None and not re.fullmatch(r"[!-~]{16,255}", token):
+        raise ConfigError(
+            f"{name} must be 16 to 255 ASCII characters without blanks, as of `openssl "
+            f"rand -hex 32`. Received: {len(token)} characters."
+        )
+    return token
+
+
+def _read_secret(path: Path, name: str) -> str:
+    try:
+        status = path.stat()
+        # That of another user, as of a Secret, is not this one's to change.
+        mode = status.st_mode & (0o077 if status.st_uid == os.getuid() else 0o007)
+        if mode:
+            raise ConfigError(
+                f"{name} must name a file that others cannot read: chmod 600 (in a "
+                f"Secret's volume, defaultMode: 0400). Received: {path}, of mode "
+                f"{status.st_mode & 0o777:o}."
+            )
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(
+            f"{name} must name a file with a token. Received: {path} ({exc})."
+        ) from exc
+
+
+def _make_secret(path: Path) -> None:
+    """Make a file with a new token, of mode 600, unless it is there."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            draft.touch(0o600, exist_ok=False)
+            draft.write_text(secrets.token_hex(32) + "\n")
+            with contextlib.suppress(FileExistsError):  # of another launcher
+                os.link(draft, path)
+            draft.unlink()
+    except OSError as exc:
+        raise ConfigError(
+            f"A file for the token must be possible. Received: {path} ({exc}). Make one"
+            " yourself, and name it by PERSIA_JOB_TOKEN_FILE."
+        ) from exc

@@ -50,6 +50,10 @@ class RequestTimeoutError(ServerError, TimeoutError):
     """No reply came within the deadline."""
 
 
+class TokenError(ServerError, PermissionError):
+    """The other side does not accept this process as one of its job."""
+
+
 class NotReadyError(ServerError):
     """The server compiles its loops, or restores its rows, and answers afterwards."""
 

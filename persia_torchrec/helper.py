@@ -6,6 +6,7 @@ with PersiaServiceCtx(data_loader_func=send, embedding_config=slots):
 """
 
 import contextlib
+import secrets
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -170,6 +171,7 @@ class PersiaServiceCtx:
             "PERSIA_JOB_ID": Greeting.draw().job_id,
             "PERSIA_STORE_PORT": str(port),
             "PERSIA_STORE_HOST": LOOPBACK,
+            "PERSIA_JOB_TOKEN": env.job_token() or secrets.token_hex(32),
             "PERSIA_MEMBER": str(port),  # a context of the block makes it none
             "PERSIA_EMBEDDING_CONFIG": paths[0],
             "PERSIA_GLOBAL_CONFIG": paths[1],

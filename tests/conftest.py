@@ -3,13 +3,23 @@
 ``pytest --hypothesis-profile=nightly`` searches longer and with new random numbers.
 """
 
+import atexit
 import gc
 import logging
 import os
+import secrets
 import signal
+import tempfile
+from pathlib import Path
 
 # Before torch is imported: two tests at a time, on as many cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# All processes of all tests are of one user, whose jobs have a token.
+if "PERSIA_JOB_TOKEN_FILE" not in os.environ:  # else a worker of pytest-xdist
+    _file, os.environ["PERSIA_JOB_TOKEN_FILE"] = tempfile.mkstemp("token")
+    os.write(_file, secrets.token_hex(32).encode())
+    os.close(_file)
+    atexit.register(Path(os.environ["PERSIA_JOB_TOKEN_FILE"]).unlink)
 
 import pytest
 from hypothesis import settings

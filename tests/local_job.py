@@ -65,7 +65,7 @@ class LocalJob:
         path.write_text(embedding_config)
         self.config_path = path
         self.schema = load_embedding_config(path)
-        self.book = AddressBook.host(0, loopback=True, recovery_s=recovery_s)
+        self.book = AddressBook.host(0, recovery_s=recovery_s)
         self._stack.callback(self.book.close)
         cluster = self._stack.enter_context(Servers())
         self._greeting = greeting or self.book.greeting

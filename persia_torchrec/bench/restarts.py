@@ -138,7 +138,7 @@ def _running(
     """Run the only server of a job; yield what prints, and the job's book."""
     before = (*_SUPERVISOR, *_MEMORY) if survives else ()
     server = ("-m", "persia_torchrec.server", "--capacity", str(capacity))
-    with closing(AddressBook.host(0, loopback=True, recovery_s=_LONG_S)) as book:
+    with closing(AddressBook.host(0, recovery_s=_LONG_S)) as book:
         JobTimings(heartbeat_s=0.2).publish(book)
         place = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "localhost"}
         process = subprocess.Popen(

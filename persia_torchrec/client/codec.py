@@ -24,9 +24,9 @@ from persia_torchrec.routing.shard import Counts, ShardedIds
 from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.messages import Frame, Frames, Precision, Share, TableIds
+from persia_torchrec.wire.pending import Reply
 from persia_torchrec.wire.precision import Floats, decode_floats, encode_floats, size_of
 from persia_torchrec.wire.sockets import MAX_MESSAGE_BYTES
-from persia_torchrec.wire.transport import Reply
 
 _NO_ROWS = np.empty(0, dtype=np.float32)
 _NO_COUNTS = np.empty(0, dtype=np.uint32)

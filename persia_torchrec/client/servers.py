@@ -31,8 +31,8 @@ from persia_torchrec.wire.messages import (
     Kind,
     encode_json,
 )
+from persia_torchrec.wire.pending import Reply as Reply
 from persia_torchrec.wire.transport import Connections
-from persia_torchrec.wire.transport import Reply as Reply
 
 logger = logging.getLogger(__name__)
 

@@ -421,7 +421,7 @@ def _serve(argv: Sequence[str] | None) -> int:
     try:
         book = AddressBook.host(
             config.port,
-            loopback=is_local,
+            everywhere=not is_local,
             job_id=job_id,
             memory=env.memory_fd() if is_supervised else None,
             recovery_s=config.timings.recovery_timeout_s if is_supervised else 0.0,

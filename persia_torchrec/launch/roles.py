@@ -17,7 +17,7 @@ flags, the rest. What a role asks the scheduler for is a file, and words over it
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal
@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 from torchx import specs
 
+from persia_torchrec import env as environment
 from persia_torchrec.command_line import format_flags
 from persia_torchrec.config.yaml_file import parse_yaml, read_section, read_text
 from persia_torchrec.decoding import KeyPath
@@ -32,6 +33,7 @@ from persia_torchrec.env import CHECKPOINT_DIR, JOIN_TIMEOUT_S, MAX_PORT
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.launch.supervisor import ALL, under_supervisor
 from persia_torchrec.timeouts import RECOVERY_S
+from persia_torchrec.wire.ports import is_loopback
 from persia_torchrec.wire.shared_memory import AUTO, PRIVATE
 
 APP_NAME = "persia"
@@ -44,6 +46,8 @@ _SETTINGS = {  # how components call the number of processes of a role
     "predictor": "predictors",
 }
 
+
+_TOKENS = ("PERSIA_JOB_TOKEN", "PERSIA_HTTP_TOKEN")  # of these, files are named
 
 _UNITS = {
     "m": Fraction(1, 1000),
@@ -195,9 +199,8 @@ class _Role(specs.Role):
         return dryrun_info
 
     def _add_secrets(self, container: Any) -> None:
-        replaced = {*self.secrets}
-        if "PERSIA_JOB_TOKEN" in replaced:  # the file is of the launcher's machine
-            replaced.add("PERSIA_JOB_TOKEN_FILE")
+        # A token's file is of the launcher's machine.
+        replaced = {*self.secrets, *(f"{name}_FILE" for name in self.secrets)}
         container.env = [one for one in container.env if one.name not in replaced]
         for name, secret in self.secrets.items():
             of, _, key = secret.partition("/")
@@ -288,8 +291,9 @@ class JobSettings:
         num_replicas: int = 1,
         *,
         gpus: int = 0,
+        tokens: Sequence[str] = _TOKENS[:1],
     ) -> specs.Role:
-        """Build a role that runs a module of this package."""
+        """Build a role that runs a module of this package, and has tokens' files."""
         own = self.settings.get(name, RoleSettings())
         words = ["-m", f"persia_torchrec.{module}", *arguments]
         if self.recover:
@@ -307,7 +311,12 @@ class JobSettings:
             entrypoint=self.python,
             args=words,
             # torchx adds to it
-            env={**self.variables(num_replicas), **self.env, **own.env},
+            env={
+                **self.variables(num_replicas),
+                **_token_files(tokens, {**self.env, **own.env}),
+                **self.env,
+                **own.env,
+            },
             num_replicas=num_replicas,
             max_retries=self.max_retries if self.recover else 0,
             resource=own.resource(gpus),
@@ -400,7 +409,8 @@ def predictors(
         )
     flags = format_flags(checkpoint=checkpoint, host=host, port=port)
     flags += format_flags(workers_of_job=True, follow_model=follow_model)
-    return job.role("predictor", "serving", flags, num_predictors)
+    tokens = _TOKENS[: 1 if is_loopback(host) else 2]
+    return job.role("predictor", "serving", flags, num_predictors, tokens=tokens)
 
 
 def scripts(
@@ -435,6 +445,17 @@ def _pass_lists(replica: Any) -> None:
         replica.args = [*words, replica.entrypoint, *replica.args]
         replica.entrypoint = "env"
         replica.env = {n: v for n, v in replica.env.items() if n not in lists}
+
+
+def _token_files(names: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that name the files of tokens, on this machine."""
+    if tokens := [name for name in _TOKENS if name in given]:
+        raise ConfigError(
+            "env must hold no token, which would be on command lines. Received: "
+            f"{tokens[0]}. Set {tokens[0]}_FILE to the path of a file, where roles run."
+        )
+    paths = {name: environment.token_file(name) for name in names}
+    return {f"{n}_FILE": path.replace("$", "$$") for n, path in paths.items() if path}
 
 
 def _parse_words(text: str) -> dict[str, dict[str, Any]]:

@@ -55,7 +55,12 @@ from persia_torchrec.env import MAX_PORT
 from persia_torchrec.errors import ConfigError, DiscoveryError, JobError, PersiaError
 from persia_torchrec.logger import get_default_logger
 from persia_torchrec.wire import failures
-from persia_torchrec.wire.ports import LOOPBACK, local_address, open_listening
+from persia_torchrec.wire.ports import (
+    LOOPBACK,
+    local_address,
+    open_listening,
+    require_token,
+)
 from persia_torchrec.wire.shared_memory import PRIVATE, open_memory
 from persia_torchrec.wire.signals import JOINED, START_AGAIN
 
@@ -316,6 +321,7 @@ def _open_for_command(config: SupervisorConfig) -> None:
     listener: int | str = ""
     if config.port is not None:
         host = _address(config.host)
+        require_token(host, env.job_token())
         try:
             listener = open_listening(host, config.port).detach()
         except OSError as exc:

@@ -173,6 +173,7 @@ class EmbeddingCluster:
         cls, config: ServerConfig, timeout_s: float, *, restarts: bool = False
     ) -> "EmbeddingCluster":
         configs = [replace(config, shard=n) for n in range(config.num_shards)]
+        env.draw_token()
         cluster = cls([])
         deadline = time.monotonic() + timeout_s
         try:

@@ -1,5 +1,6 @@
 """Predictions over HTTP.
 
+    GET  /healthz   ok, as text, to anybody
     GET  /health    {"ready": true, "rows": ..., "model": ..., "uptime_s": ...}
     POST /predict   application/octet-stream: PersiaBatch.to_bytes()
                     application/json: see below
@@ -7,7 +8,9 @@
 
 Each error is JSON too, {"error": its class and text}: 400 for a batch that cannot be
 predicted, 503 when embeddings do not answer or too many requests are in progress. A
-connection carries one request. A batch as JSON::
+connection carries one request. With ``PERSIA_HTTP_TOKEN``, without which the server
+listens on the loopback only, a request must have the header ``Authorization: Bearer
+TOKEN``; else it is answered with 401. A batch as JSON::
 
     {"id_type_features": {"item": [[7, 8], []], "user": [[3], [4]]},
      "non_id_type_features": [[[0.5, 1.0], [0.0, 2.0]]]}
@@ -17,6 +20,7 @@ one, which may be left out, a number or a list of numbers, float32 to the model.
 are in the model's order: write the text without sorting its keys.
 """
 
+import hmac
 import io
 import json
 import logging
@@ -34,6 +38,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from persia_torchrec import env
 from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from persia_torchrec.env import MAX_PORT
@@ -45,6 +50,7 @@ from persia_torchrec.errors import (
     ServerError,
 )
 from persia_torchrec.serving.predictor import Predictor
+from persia_torchrec.wire.ports import require_token
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +152,12 @@ class PredictionServer(ThreadingHTTPServer):
     def __init__(self, predictor: Predictor, config: HttpConfig) -> None:
         self.predictor = predictor
         self.config = config
+        self.token = env.http_token()
+        if self.token is not None and self.token == env.job_token():
+            raise ConfigError(
+                "PERSIA_HTTP_TOKEN must be another token than PERSIA_JOB_TOKEN, which "
+                "allows more. Received: the same."
+            )
         self._free = threading.BoundedSemaphore(config.max_requests)
         try:
             super().__init__((config.host, config.port), _Handler)
@@ -154,8 +166,13 @@ class PredictionServer(ThreadingHTTPServer):
                 f"The server must be able to listen on {config.host}:{config.port}. "
                 f"Received: {exc}. Give another --host or --port."
             ) from exc
-        host, port = self.server_address[:2]
-        self.address = f"http://{host!s}:{port}"
+        host, port = str(self.server_address[0]), self.server_address[1]
+        try:
+            require_token(host, self.token, "PERSIA_HTTP_TOKEN")
+        except ConfigError:
+            self.server_close()
+            raise
+        self.address = f"http://{host}:{port}"
         self._thread = threading.Thread(
             target=self.serve_forever, name="http", kwargs={"poll_interval": 0.1}
         )
@@ -235,6 +252,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a request of either method; an error is an answer too."""
         value: dict[str, object]
+        if self.command == "GET" and self.path == "/healthz":
+            self._answer(HTTPStatus.OK, "text/plain", b"ok")
+            return
         try:
             status, value = self._respond()
         except Exception as exc:  # the server continues; the client gets the error
@@ -242,19 +262,27 @@ class _Handler(BaseHTTPRequestHandler):
                 logger.exception("a request failed")
             status = next(code for kind, code in _STATUSES if isinstance(exc, kind))
             value = {"error": f"{type(exc).__name__}: {exc}"}
-        body = msgspec.json.encode(value)
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self._answer(status, "application/json", msgspec.json.encode(value))
 
     def do_POST(self) -> None:
         """See :meth:`do_GET`."""
         self.do_GET()
 
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(body)
+
     def _respond(self) -> tuple[HTTPStatus, dict[str, object]]:
-        predictor = self.server.predictor
+        predictor, token = self.server.predictor, self.server.token
+        given = self.headers.get("Authorization", "").encode()
+        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            must = "The header 'Authorization: Bearer TOKEN' must have the server's"
+            return HTTPStatus.UNAUTHORIZED, {"error": f"{must} PERSIA_HTTP_TOKEN."}
         match self.command, self.path:
             case "GET", "/health":
                 health = predictor.health()

@@ -51,6 +51,7 @@ from torchrec.distributed.types import ShardingEnv
 from persia_torchrec import distributed, env, timeouts
 from persia_torchrec.errors import ConfigError, DiscoveryError
 from persia_torchrec.sharding.remote_tables import AnswersAtEnd
+from persia_torchrec.wire.ports import is_loopback, open_listening
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ def _make_store(
     if isinstance(option, distributed.DDPOption) and option.sync_file is not None:
         return _rendezvous_at_file(Path(option.sync_file), rank, world_size)
     named = option.master_addr, option.master_port
-    if named == (None, None) and all(env.master()):
+    if named == (None, None) and all(env.master()) and env.agent_has_store():
         return None
     address = option.master_addr or env.master()[0]
     if address is None:
@@ -229,12 +230,19 @@ def _make_store(
             "master_addr must name the host of trainer 0. Received: none, and "
             "MASTER_ADDR is not set. Start the trainers through a launcher, or give it."
         )
+    port = option.master_port or distributed.DEFAULT_MASTER_PORT
+    if named == (None, None):
+        port = env.master()[1] or port
+    listener = None
+    if rank == 0 and is_loopback(address):  # else torch listens on all addresses
+        listener = open_listening(address, port).detach()
     return TCPStore(
         address,
-        option.master_port or distributed.DEFAULT_MASTER_PORT,
+        port,
         world_size,
         is_master=rank == 0,
         timeout=timedelta(seconds=env.join_timeout_s()),
+        master_listen_fd=listener,
     )
 
 

@@ -52,6 +52,7 @@ from persia_torchrec.errors import (
     RemoteError,
     RequestTimeoutError,
     ServerError,
+    TokenError,
     WireError,
 )
 from persia_torchrec.wire.book_server import (
@@ -104,7 +105,10 @@ class AddressBook:
         self._is_closed = False
         self.recovery_s = 0.0  # how long a request waits for the coordinator's return
         self._connection = Connections(
-            "address book", [f"tcp://{address[0]}:{address[1]}"], greeting=greeting
+            "address book",
+            [f"tcp://{address[0]}:{address[1]}"],
+            greeting=greeting,
+            encrypts=BookServer.encrypts,
         )
         self.host_name = host_name
         self.port = address[1]
@@ -115,16 +119,17 @@ class AddressBook:
         cls,
         port: int,
         *,
-        loopback: bool = False,
+        everywhere: bool = False,
         job_id: str = "",
         memory: int | None = None,
         recovery_s: float = 0.0,
     ) -> "AddressBook":
-        """Open the address book of a new job; only the coordinator does.
+        """Open the address book of a new job, on the loopback; the coordinator does.
 
         Port 0 takes a free one, which ``.port`` tells. Without a job's id one is drawn.
         ``memory`` is the descriptor of a file: what a coordinator before this one has
         written there is in the book. Members wait ``recovery_s`` for the next one.
+        ``everywhere`` it listens on all addresses of this machine.
         """
         if not 0 <= port <= MAX_PORT:
             raise ConfigError(f"port must be in [0, {MAX_PORT}]. Received: {port}.")
@@ -134,7 +139,8 @@ class AddressBook:
         if recovery_s:
             journal.values[_RECOVERY] = str(recovery_s)
         try:
-            server = BookServer(LOOPBACK if loopback else "*", port, greeting, journal)
+            listen = "*" if everywhere else LOOPBACK
+            server = BookServer(listen, port, greeting, journal)
         except WireError as exc:
             raise JobError(
                 f"The address book must be able to listen on port {port}. "
@@ -344,7 +350,7 @@ class AddressBook:
             except ServerError as exc:
                 now = time.monotonic()
                 late = isinstance(exc, RequestTimeoutError) and not self.recovery_s
-                is_over = late or isinstance(exc, RemoteError)
+                is_over = late or isinstance(exc, RemoteError | TokenError)
                 is_over |= now > started + max(self.recovery_s, _RECONNECT_S)
                 if not is_over and now >= next_look:
                     is_over, next_look = self._is_refused(), now + _LOOK_S
@@ -367,8 +373,8 @@ class AddressBook:
             try:
                 return self._send(Get([JOB_ID, _RECOVERY]), left_s, look)
             except ServerError as exc:
-                is_over = isinstance(exc, RemoteError | RequestTimeoutError)
-                if is_over or time.monotonic() > deadline:
+                final = RemoteError | RequestTimeoutError | TokenError
+                if isinstance(exc, final) or time.monotonic() > deadline:
                     raise
             time.sleep(_POLL_S)
 

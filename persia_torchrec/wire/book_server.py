@@ -138,6 +138,8 @@ class Journal:
 class BookServer(ListenerThread):
     """The keys of a book, owned by one thread, which answers the requests."""
 
+    encrypts = True
+
     def __init__(
         self, host: str, port: int, greeting: Greeting, journal: Journal
     ) -> None:

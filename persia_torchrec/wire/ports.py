@@ -102,3 +102,20 @@ def local_address(towards: str) -> str:
             f"A route to the host {towards!r} must exist. Received: {exc}."
         ) from exc
     return LOOPBACK if ipaddress.ip_address(address).is_loopback else address
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host, by address or as ``localhost``, is this machine itself."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def require_token(host: str, token: str | None, name: str = "PERSIA_JOB_TOKEN") -> None:
+    """Raise ConfigError for an address to listen on where clients prove nothing."""
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"{name}_FILE, or {name}, must be set to listen on another address than "
+            f"{LOOPBACK}. Received: {host or 'all addresses'}, and no token. Make one "
+            "by `(umask 077; openssl rand -hex 32 > FILE)`, for all who connect."
+        )

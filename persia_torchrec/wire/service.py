@@ -29,8 +29,12 @@ class ListenerThread(ABC):
     a supervisor, its socket is taken.
     """
 
+    encrypts = False  # whether its connections are encrypted, if there is a token
+
     def __init__(self, name: str, host: str, port: int, greeting: Greeting) -> None:
-        self._listener = Listener(host, port, greeting, fd=env.listen_fd())
+        self._listener = Listener(
+            host, port, greeting, fd=env.listen_fd(), encrypts=self.encrypts
+        )
         self.address = self._listener.address
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

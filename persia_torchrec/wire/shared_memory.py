@@ -59,7 +59,9 @@ def _open_shared(*, seeks_huge_pages: bool) -> tuple[int, str]:
 
 
 def _memfd() -> int:
-    return os.memfd_create("persia_torchrec", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("persia_torchrec", os.MFD_CLOEXEC)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def _open_in_own_mount() -> int | None:

@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 
 import zmq
 
+from persia_torchrec import env
 from persia_torchrec.errors import (
     ConfigError,
     FrameError,
     JobMismatchError,
     WireError,
 )
+from persia_torchrec.wire import handshake, ports
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import Frame, Frames, Header, Kind, error_frames
 
@@ -29,6 +31,7 @@ MAX_MESSAGE_BYTES = 2**31  # of a frame; the sender of a larger one is disconnec
 MAX_FRAMES = 2**14  # of a message; what comes after them is dropped
 SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is lost
 
+_HANDSHAKE_MS = 10_000  # after which a connection without a proof is closed
 _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
 
@@ -48,7 +51,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 class Listener:
     """A server's socket, owned by one thread; any thread may ``wakeup.wake()`` it.
 
-    It answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
+    Clients prove this process's token; without one it must listen on the loopback. It
+    answers what is malformed or of another job. Port 0 takes a free one. ``fd`` is a
     TCP socket that listens already, and stays open: see ``ports.open_listening``.
     """
 
@@ -59,21 +63,21 @@ class Listener:
         greeting: Greeting = NO_JOB,
         *,
         fd: int | None = None,
+        encrypts: bool = False,
     ) -> None:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
+        self._context = zmq.Context()  # of its own: it has one doorkeeper
         # A client reconnects under its routing id, maybe before its loss is seen.
-        options: dict[zmq.SocketOption, int | bytes]
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
-        if fd is not None:
-            options[zmq.USE_FD] = duplicate(fd)  # ZeroMQ closes it
-        self._socket = open_socket(zmq.ROUTER, options)
+        options[zmq.HANDSHAKE_IVL] = _HANDSHAKE_MS
+        self._socket = open_socket(zmq.ROUTER, options, self._context)
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as exc:
-            self._socket.close()
-            raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.address = self._listen(host, port, fd, encrypts=encrypts)
+        except BaseException:
+            self._socket.close(linger=0)
+            self._context.term()
+            raise
         self.bytes_received = 0  # of all frames, without what ZeroMQ adds
         self.bytes_sent = 0
         self.wakeup = Wakeup()
@@ -140,9 +144,26 @@ class Listener:
         return True
 
     def close(self) -> None:
-        """Close the socket; replies under way are sent for up to a second."""
+        """Close the socket, when replies under way are sent, for up to a second."""
         self._socket.close()
+        self._context.term()
         self.wakeup.close()
+
+    def _listen(self, host: str, port: int, fd: int | None, *, encrypts: bool) -> str:
+        """Begin to accept those who prove the token; return the address."""
+        options = handshake.listener_options(self._context, encrypts=encrypts)
+        if fd is not None:
+            options[zmq.USE_FD] = duplicate(fd)  # ZeroMQ closes it
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as exc:
+            raise WireError(f"Cannot listen on {host}:{port}: {exc}.") from exc
+        address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        own_host = address.removeprefix("tcp://").rpartition(":")[0]
+        ports.require_token(own_host, env.job_token())
+        return address
 
 
 class Wakeup:
@@ -234,10 +255,13 @@ def keep_freed_memory() -> bool:
 
 
 def open_socket(
-    kind: int, options: Mapping[zmq.SocketOption, int | bytes]
+    kind: int,
+    options: Mapping[zmq.SocketOption, int | bytes],
+    context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
 ) -> "zmq.Socket[bytes]":
     """Return a socket with the limits of all connections, and other options."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    context = context or zmq.Context.instance()
+    socket: zmq.Socket[bytes] = context.socket(kind)
     for option, value in {**_LIMITS, **options}.items():
         socket.setsockopt(option, value)
     return socket

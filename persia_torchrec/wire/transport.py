@@ -19,6 +19,7 @@ Where servers are started again, with ``recovery_s``, a request outlives its con
 The server recognises what it had applied before; see ``server/streams.py``.
 """
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -26,12 +27,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.utils.monitor
 
@@ -43,9 +41,11 @@ from persia_torchrec.errors import (
     RequestTimeoutError,
     RestartedError,
     ServerError,
+    TokenError,
     WireError,
 )
 from persia_torchrec.timeouts import SAY_S
+from persia_torchrec.wire import handshake
 from persia_torchrec.wire.greeting import NO_JOB, Greeting
 from persia_torchrec.wire.messages import (
     ErrorReply,
@@ -56,6 +56,7 @@ from persia_torchrec.wire.messages import (
     decode_json,
     encode_json,
 )
+from persia_torchrec.wire.pending import Away, Reply, Silence, Told
 from persia_torchrec.wire.sockets import (
     Wakeup,
     open_socket,
@@ -68,7 +69,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS = 200
 _MAX_PENDING = 256  # requests that wait for replies; the caller of one more waits
-_GRACE_S = 5.0  # a reply that is later than its deadline: the I/O thread is dead
 _RETRY_S = 0.1  # until a server that is not ready is asked again
 _LOOK_S = 1.0  # between two looks for servers that do not answer
 _LEAST_LEFT_S = 1.0  # for requests that were sent again
@@ -77,68 +77,8 @@ _ROWS_GONE = (
     "the server was started again, and its rows are gone. Fill or export the table "
     "once more, or load a checkpoint."
 )
-_CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_CHANGES = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | handshake.REFUSALS
 _monitor_numbers = itertools.count()
-
-
-class Reply(Future[tuple[Header, Frames]]):
-    """A reply to come within ``timeout_s``; it cannot be cancelled.
-
-    The time in which its server is away, ``recovery_s`` at most, does not count.
-    """
-
-    def __init__(
-        self,
-        timeout_s: float,
-        server: int = 0,
-        what: str = "",
-        *,
-        recovery_s: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.timeout_s = timeout_s
-        self.recovery_s = recovery_s
-        self.server = server
-        self.what = what
-        self.begun_s, self.incarnation = time.monotonic(), 0
-        # Of the connections, guarded by their lock: what is sent again; what is left
-        # of the timeout while the server is away; the deadline while it is not.
-        self.message: Sequence[Frame] = ()
-        self.left_s = timeout_s
-        self.deadline_s = math.inf
-        self.set_running_or_notify_cancel()  # from here on, cancel() does nothing
-
-    def frames(self, within_s: float | None = None) -> Frames:
-        """Wait for the reply, ``within_s`` at most if given; return its frames."""
-        most_s = self.timeout_s + self.recovery_s + _GRACE_S
-        return self.result(most_s if within_s is None else within_s)[1]
-
-
-@dataclass(slots=True)
-class _Away:
-    """Since when a server is away, the HELLO it was sent, and when it gets the next.
-
-    ``address`` is where it is now, if it has moved.
-    """
-
-    since_s: float
-    hello: int = -1
-    hello_s: float = math.inf
-    address: str = ""
-
-
-@dataclass(slots=True)
-class _Silence:
-    """When a server has sent something, and how long a silence was said last."""
-
-    heard_s: float = 0.0
-    said_s: float = 0.0
-
-
-class _Told(msgspec.Struct):
-    """What is read of a reply to HELLO."""
-
-    incarnation: int = 0
 
 
 class Connections:
@@ -148,7 +88,8 @@ class Connections:
     must belong to the job of the greeting, or to none. A server that was lost may be
     away for ``recovery_s`` seconds, and must come back as the start that
     ``incarnations`` says, where 0 is any. If it does not, ``when_restarted`` is called
-    in the I/O thread, which must not wait.
+    in the I/O thread, which must not wait. Each connection proves the job's token; with
+    ``encrypts`` it is encrypted then, see ``handshake.py``.
     """
 
     def __init__(
@@ -159,13 +100,14 @@ class Connections:
         greeting: Greeting = NO_JOB,
         recovery_s: float = 0.0,
         when_restarted: Callable[[int], None] = lambda _: None,
+        encrypts: bool = False,
     ) -> None:
         if not addresses:
             raise ConfigError(f"At least one address of an {role} is needed.")
         self.names = [f"{role} {i} at {a}" for i, a in enumerate(addresses)]
-        self.incarnations = [0] * len(addresses)
-        self._addresses = list(addresses)
+        self.incarnations, self._addresses = [0] * len(addresses), list(addresses)
         self._routing_ids = [greeting.encode() for _ in addresses]
+        self._proofs = [handshake.Proof(encrypts=encrypts) for _ in addresses]
         self._recovery_s, self._when_restarted = recovery_s, when_restarted
         self._slots = threading.BoundedSemaphore(_MAX_PENDING)
         self._lock = threading.Lock()
@@ -177,11 +119,11 @@ class Connections:
         self._closed = False  # guarded by _lock
         # Why requests to a server fail at once. guarded by _lock
         self._lost: dict[int, tuple[str, type[ServerError]]] = {}
-        self._away: dict[int, _Away] = {}  # the I/O thread changes it, under _lock
+        self._away: dict[int, Away] = {}  # the I/O thread changes it, under _lock
         self._numbers = itertools.count(1)
         self._wakeup = Wakeup()
         # From its start on, the I/O thread owns these.
-        self._silences, self._look_s = [_Silence() for _ in addresses], 0.0
+        self._silences, self._look_s = [Silence() for _ in addresses], 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
@@ -229,8 +171,7 @@ class Connections:
         reply.incarnation = header.incarnation
         number = next(self._numbers)
         message: list[Frame] = [header.encode(request=number), *frames]
-        if self._recovery_s:
-            reply.message = message
+        reply.message = message
         with self._lock:
             if self._closed:
                 self._slots.release()
@@ -307,10 +248,12 @@ class Connections:
 
     def _open(self, server: int) -> None:
         """Connect to a server; what comes over the socket is handled in its order."""
-        options: dict[zmq.SocketOption, int | bytes] = {
+        options: handshake.Options = {
             zmq.SNDHWM: 0,  # _MAX_PENDING bounds
+            zmq.SNDTIMEO: 0,  # of one that ZeroMQ has given up: see _send
             zmq.RECONNECT_IVL_MAX: 1000,
             zmq.ROUTING_ID: self._routing_ids[server],
+            **self._proofs[server].options(),
         }
         socket = self._sockets[server] = open_socket(zmq.DEALER, options)
         name = (
@@ -383,7 +326,22 @@ class Connections:
             outgoing, self._outgoing = self._outgoing, []
         for server, frames in outgoing:
             if server not in self._away:  # else it is sent when the server is back
-                send_frames(self._sockets[server], frames)
+                self._send(server, frames)
+
+    def _send(self, server: int, frames: Sequence[Frame]) -> None:
+        """Send a message, unless ZeroMQ has given the socket up: it is refused then."""
+        with contextlib.suppress(zmq.Again):
+            send_frames(self._sockets[server], frames)
+
+    def _send_all(self, server: int) -> int:
+        """Send all requests to a server over a new socket; return their number."""
+        with self._lock:
+            self._outgoing = [one for one in self._outgoing if one[0] != server]
+            pending = self._pending.values()
+            messages = [reply.message for reply in pending if reply.server == server]
+        for message in messages:
+            self._send(server, message)
+        return len(messages)
 
     def _receive(self, server: int) -> None:
         """Hand a reply to the caller that waits for it."""
@@ -429,7 +387,7 @@ class Connections:
             if reply is None or server not in (None, reply.server):
                 return None
             del self._pending[number]
-            reply.message = ()
+            reply.message = []
         self._slots.release()
         return reply
 
@@ -438,10 +396,16 @@ class Connections:
         while self._sockets[server].poll(0):  # what came before the change
             self._receive(server)
         monitor = self._monitors[server]
-        event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
-        is_lost = event == zmq.EVENT_DISCONNECTED
+        change = zmq.utils.monitor.recv_monitor_message(monitor)
+        event, is_lost = change["event"], change["event"] == zmq.EVENT_DISCONNECTED
         _, why = self._lost.get(server, ("", None))
-        if server in self._away:  # ZeroMQ connects again by itself
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._proofs[server].num_refused = 0
+        if event & handshake.REFUSALS:
+            self._notice_refusal(server, event, change["value"])
+        elif why is TokenError or (is_lost and self._proofs[server].num_refused):
+            return  # ZeroMQ connects again by itself, or never
+        elif server in self._away:  # here it does, too
             away = self._away[server]
             away.hello, away.hello_s = -1, math.inf if is_lost else 0.0
         elif is_lost and self._recovery_s and why is not ServerError:
@@ -455,6 +419,17 @@ class Connections:
         elif why is ServerError:
             with self._lock:
                 self._lost.pop(server, None)
+
+    def _notice_refusal(self, server: int, event: int, value: int) -> None:
+        """Prove the token once more, or give up a server that does not accept it."""
+        if reason := self._proofs[server].refuse(event, value):
+            self._lose(server, reason, reason, TokenError)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            # ZeroMQ has given the socket up. Nothing was sent over it.
+            self._close_socket(server)
+            self._open(server)
+            if server not in self._away:
+                self._send_all(server)
 
     def _lose(
         self,
@@ -497,7 +472,7 @@ class Connections:
         """Keep the requests to a server until it is back; their time stands still."""
         now_s = time.monotonic()
         with self._lock:
-            self._away[server] = _Away(now_s, hello_s=hello_s)
+            self._away[server] = Away(now_s, hello_s=hello_s)
             for reply in self._pending.values():
                 if reply.server == server:
                     left_s = reply.deadline_s - now_s
@@ -524,7 +499,7 @@ class Connections:
             elif away.hello_s <= now_s:
                 away.hello, away.hello_s = next(self._numbers), math.inf
                 hello = Header(Kind.HELLO).encode(request=away.hello)
-                send_frames(self._sockets[server], [hello, encode_json(None)])
+                self._send(server, [hello, encode_json(None)])
             next_s = min(next_s, away.hello_s)
         return max(int(1000 * (next_s - now_s)), 0) + 1
 
@@ -551,7 +526,7 @@ class Connections:
         try:
             if error is not None:
                 raise error
-            told: _Told = decode_json(frames, _Told)
+            told: Told = decode_json(frames, Told)
         except PersiaError as exc:
             self._lose(server, str(exc), str(exc))
             return
@@ -561,16 +536,12 @@ class Connections:
         now_s = time.monotonic()
         with self._lock:
             away_s = now_s - self._away.pop(server).since_s
-            self._outgoing = [one for one in self._outgoing if one[0] != server]
-            messages = []
             for number, reply in self._pending.items():
                 if reply.server == server:
-                    messages.append(reply.message)
                     reply.deadline_s = now_s + reply.left_s
                     heapq.heappush(self._deadlines, (reply.deadline_s, number))
-        for message in messages:
-            send_frames(self._sockets[server], message)
+        num_sent = self._send_all(server)
         logger.warning(
             "%s is back after %.1f s; requests sent again: %d",
-            *(self.names[server], away_s, len(messages)),
+            *(self.names[server], away_s, num_sent),
         )

@@ -33,7 +33,7 @@ class Numbered(IterableDataset):
 
 @pytest.fixture
 def book(monkeypatch):
-    book = AddressBook.host(0, loopback=True)
+    book = AddressBook.host(0)
     monkeypatch.setenv("PERSIA_STORE_PORT", str(book.port))
     monkeypatch.setenv("PERSIA_MEMBER", str(book.port))  # it has no coordinator
     yield book

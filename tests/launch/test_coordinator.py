@@ -264,7 +264,7 @@ def test_an_invalid_setting_is_rejected(counts, message):
 @pytest.fixture
 def deaths():
     """Say how often a member of a role has died, with how much progress of the job."""
-    book = AddressBook.host(0, loopback=True)
+    book = AddressBook.host(0)
     own = ProcessIdentity.of_this_process()
     config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
     members = {}

@@ -44,7 +44,7 @@ def meet(book, node_rank, nnodes=2):
 
 
 def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
-    with contextlib.closing(AddressBook.host(0, loopback=True)) as book:
+    with contextlib.closing(AddressBook.host(0)) as book:
         place = meet(book, 0)
         assert place.startswith("127.0.0.1:")
         assert meet(book, 1) == place

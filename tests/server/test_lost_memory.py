@@ -143,7 +143,7 @@ def known_updates(book):
 def test_a_server_of_a_job_that_had_registered_restores_its_rows(
     processes, other, tmp_path
 ):
-    port, book = draw_port(), AddressBook.host(0, loopback=True)
+    port, book = draw_port(), AddressBook.host(0)
     JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
     env = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "127.0.0.1"}
     with closing(book):
@@ -171,7 +171,7 @@ def test_a_server_of_a_job_that_had_registered_restores_its_rows(
 def test_a_training_continues_with_a_server_that_is_started_elsewhere(
     processes, tmp_path
 ):
-    book = AddressBook.host(0, loopback=True, recovery_s=DEADLINE_S)
+    book = AddressBook.host(0, recovery_s=DEADLINE_S)
     JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
     env = {"PERSIA_STORE_PORT": str(book.port), "PERSIA_STORE_HOST": "127.0.0.1"}
     with closing(book):

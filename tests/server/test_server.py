@@ -1,12 +1,10 @@
 import json
-import socket
 import struct
 import threading
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +23,7 @@ from persia_torchrec.wire.messages import (
     encode_json,
 )
 from tests.servers import DEADLINE_S, ids_of
+from tests.sockets import member_socket, raw_member
 
 ITEM = TableSpec(name="item", dim=2, optimizer=SGD(1.0), initializer=Constant(0.0))
 ROWS = np.array([[1, 2], [3, 4]], dtype=np.float32)
@@ -39,7 +38,7 @@ class Stranger:
     """A socket that sends a server what it likes."""
 
     def __init__(self, address):
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket = member_socket()
         self.socket.connect(address)
 
     def __enter__(self):
@@ -179,14 +178,8 @@ def test_random_frames_are_refused_and_the_server_lives_on(server):
 
 
 def test_a_peer_that_announces_more_than_2_gib_is_disconnected(server):
-    # The ZeroMQ protocol by hand: greeting, READY, and the size of a long frame.
-    greeting = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(16 + 32)
-    ready = b"\x05READY\x0bSocket-Type\0\0\0\6DEALER"
     long_frame = b"\2" + struct.pack(">Q", 2**31 + 1)
-    address = ("127.0.0.1", server.port)
-    with socket.create_connection(address, timeout=DEADLINE_S) as peer:
-        peer.sendall(greeting + b"\4" + bytes([len(ready)]) + ready)
-        assert peer.recv(64, socket.MSG_WAITALL)[:1] == b"\xff"
+    with raw_member(("127.0.0.1", server.port), DEADLINE_S) as peer:
         peer.sendall(long_frame)
         while peer.recv(4096):
             pass  # until the server hangs up

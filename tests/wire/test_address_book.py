@@ -30,7 +30,7 @@ TIMEOUT_S = 120.0
 
 @pytest.fixture
 def host():
-    book = AddressBook.host(0, loopback=True)
+    book = AddressBook.host(0)
     yield book
     book.close()
 
@@ -146,7 +146,7 @@ def test_another_service_at_the_address_is_reported_within_the_deadline():
 def test_a_server_without_an_address_book_is_reported():
     other = Service("other", lambda header, frames: [b"no JSON"])
     port = int(other.address.rpartition(":")[2])
-    with pytest.raises(DiscoveryError, match=r"must be JSON.* Something else listens"):
+    with pytest.raises(DiscoveryError, match=r"TOKEN.* Something else listens"):
         AddressBook.join("127.0.0.1", port, timeout_s=TIMEOUT_S)
     other.close()
 
@@ -170,13 +170,13 @@ def test_two_of_a_role_that_disagree_on_its_size_are_refused(book):
 def test_a_client_without_an_id_joins_the_job_that_is_there(host, book):
     assert book.greeting == host.greeting
     assert host.greeting.job_id
-    other = AddressBook.host(0, loopback=True)
+    other = AddressBook.host(0)
     assert other.greeting != host.greeting
     other.close()
 
 
 def test_a_client_of_another_job_is_told_the_port_and_both_ids():
-    host = AddressBook.host(0, loopback=True, job_id="ours")
+    host = AddressBook.host(0, job_id="ours")
     AddressBook.join("localhost", host.port, "ours", timeout_s=TIMEOUT_S).close()
     message = (
         rf"A client of tcp://127.0.0.1:{host.port} must belong to job 'ours'\. "
@@ -192,7 +192,7 @@ def test_a_client_of_another_job_is_told_the_port_and_both_ids():
 
 def test_an_id_that_no_job_can_have_is_refused(host):
     with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
-        AddressBook.host(0, loopback=True, job_id="two words")
+        AddressBook.host(0, job_id="two words")
     with pytest.raises(ConfigError, match="PERSIA_JOB_ID"):
         AddressBook.join("localhost", host.port, "two words")
 
@@ -238,12 +238,10 @@ def test_a_book_whose_host_has_ended_raises(host, book):
 
 
 def test_a_book_whose_port_another_job_has_taken_raises():
-    host = AddressBook.host(0, loopback=True, job_id="ours")
+    host = AddressBook.host(0, job_id="ours")
     book = AddressBook.join("localhost", host.port, "ours", timeout_s=TIMEOUT_S)
     host.close()
-    other = once_the_port_is_free(
-        lambda: AddressBook.host(host.port, loopback=True, job_id="theirs")
-    )
+    other = once_the_port_is_free(lambda: AddressBook.host(host.port, job_id="theirs"))
     with pytest.raises(JobError, match=r"must belong to job 'theirs'\. .*'ours'"):
         book.state()
     book.close()
@@ -251,7 +249,8 @@ def test_a_book_whose_port_another_job_has_taken_raises():
 
 
 def test_a_request_of_another_kind_is_refused(host):
-    server = Connections("address book", [f"tcp://127.0.0.1:{host.port}"])
+    address = f"tcp://127.0.0.1:{host.port}"
+    server = Connections("address book", [address], encrypts=True)
     forward = Header(Kind.FORWARD)
     reply = server.submit(0, forward, [b"{}"], timeout_s=TIMEOUT_S, what="a request")
     with pytest.raises(RemoteError, match=r"of kind BOOK\. Received: FORWARD"):
@@ -323,11 +322,11 @@ def test_what_a_host_has_left_must_be_lines_of_three_texts():
 
 def test_a_port_that_is_taken_is_refused(host):
     with pytest.raises(JobError, match=rf"port {host.port}\. .*another job"):
-        AddressBook.host(host.port, loopback=True)
+        AddressBook.host(host.port)
 
 
 def test_a_book_for_all_interfaces_takes_a_free_port_too():
-    host = AddressBook.host(0)
+    host = AddressBook.host(0, everywhere=True)
     assert host.port > 0
     host.close()
 
@@ -381,7 +380,7 @@ def inherited(monkeypatch):
 
 
 def host_again(memory):
-    return AddressBook.host(0, loopback=True, memory=memory, recovery_s=TIMEOUT_S)
+    return AddressBook.host(0, memory=memory, recovery_s=TIMEOUT_S)
 
 
 def test_the_next_host_of_a_book_finds_what_the_one_before_had(inherited):

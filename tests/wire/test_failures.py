@@ -92,7 +92,7 @@ def test_a_launcher_whose_file_cannot_be_written_is_not_told(tmp_path, monkeypat
 class TestWhereALogIs:
     @pytest.fixture
     def book(self):
-        book = AddressBook.host(0, loopback=True)
+        book = AddressBook.host(0)
         yield book
         book.close()
 

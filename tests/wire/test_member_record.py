@@ -21,7 +21,7 @@ SILENT_S = 10.0
 
 @pytest.fixture
 def book():
-    book = AddressBook.host(0, loopback=True)
+    book = AddressBook.host(0)
     yield book
     book.close()
 

@@ -23,7 +23,7 @@ QUICK = JobTimings(heartbeat_s=0.1, silent_s=10.0, grace_s=0.3, finish_s=5.0)
 
 @pytest.fixture
 def book():
-    book = AddressBook.host(0, loopback=True)
+    book = AddressBook.host(0)
     QUICK.publish(book)
     yield book
     book.close()
@@ -319,7 +319,7 @@ def says_who_has_failed(member, who="server 0"):
 
 
 def _host_a_book(port_file):
-    book = AddressBook.host(0, loopback=True)
+    book = AddressBook.host(0)
     MemberRecord(book, "coordinator", 0).register(1.0)
     dataclasses.replace(QUICK, silent_s=1.0).publish(book)
     port_file.write_text(str(book.port))

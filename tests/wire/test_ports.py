@@ -51,7 +51,7 @@ def test_a_reserved_port_is_skipped_but_can_be_listened_on():
         with pytest.raises(WireError, match="Address already in use"):
             Listener("127.0.0.1", port)
         listener.close()
-        book = AddressBook.host(other, loopback=True)
+        book = AddressBook.host(other)
         book.close()
 
 

@@ -2,7 +2,6 @@ import threading
 import time
 
 import pytest
-import zmq
 
 from persia_torchrec.errors import BatchError, RemoteError, ServerError, WireError
 from persia_torchrec.wire import service
@@ -11,6 +10,7 @@ from persia_torchrec.wire.service import Service
 from persia_torchrec.wire.sockets import MAX_FRAMES
 from persia_torchrec.wire.transport import Connections
 from tests.servers import DEADLINE_S
+from tests.sockets import member_socket
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_malformed_message_is_answered_with_an_error_and_the_service_continues
     start, frames
 ):
     ask = start(lambda header, frames: [b"fine"])
-    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger = member_socket()
     stranger.connect(ask.service.address)
     stranger.send_multipart(frames)
     assert stranger.poll(DEADLINE_S * 1000)

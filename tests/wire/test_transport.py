@@ -24,6 +24,7 @@ from persia_torchrec.wire.sockets import Listener
 from persia_torchrec.wire.transport import Connections
 from tests.ports import draw_port
 from tests.servers import DEADLINE_S, once_the_port_is_free
+from tests.sockets import member_socket
 
 
 class Peer:
@@ -417,7 +418,7 @@ def test_a_listener_waits_for_its_timeout_at_most():
 
 def test_a_listener_sees_whether_a_peer_is_connected():
     listener = Listener("127.0.0.1", 0)
-    staying, going = (zmq.Context.instance().socket(zmq.DEALER) for _ in range(2))
+    staying, going = (member_socket() for _ in range(2))
     peers = []
     for client in (staying, going):
         client.connect(listener.address)
@@ -441,7 +442,7 @@ def test_a_listener_sees_whether_a_peer_is_connected():
 
 def test_a_peer_that_reads_nothing_is_connected():
     listener = Listener("127.0.0.1", 0)
-    slow = zmq.Context.instance().socket(zmq.DEALER)
+    slow = member_socket()
     slow.setsockopt(zmq.RCVHWM, 1)
     slow.connect(listener.address)
     slow.send(Header(Kind.HELLO).encode())
@@ -500,7 +501,7 @@ def limits_of(fd):
 
 def test_a_reply_to_a_disconnected_peer_is_dropped():
     listener = Listener("127.0.0.1", 0)
-    gone = zmq.Context.instance().socket(zmq.DEALER)
+    gone = member_socket()
     gone.connect(listener.address)
     gone.send(Header(Kind.HELLO).encode())
     peer, *_ = listener.receive(int(DEADLINE_S * 1000))
@@ -536,7 +537,7 @@ def test_a_client_of_a_job_is_served_by_a_listener_of_no_job(start, connect):
 @pytest.mark.parametrize("name", [None, b"\x01", b"a name"])
 def test_a_client_without_a_greeting_is_refused_by_a_listener_of_a_job(start, name):
     peer = start(echo, Greeting("ours"))
-    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+    with member_socket() as stranger:
         stranger.linger = 0
         if name is not None:
             stranger.routing_id = name

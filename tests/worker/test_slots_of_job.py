@@ -14,7 +14,7 @@ slots_config:
 
 @pytest.fixture
 def book():
-    book = AddressBook.host(0, loopback=True)
+    book = AddressBook.host(0)
     yield book
     book.close()
 

@@ -1,0 +1,56 @@
+"""Sockets of tests that speak to a listener without this package's clients."""
+
+import contextlib
+import socket
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from persia_torchrec import env
+from persia_torchrec.wire import handshake
+from persia_torchrec.wire.handshake import client_options
+from persia_torchrec.wire.messages import Header, Kind
+from persia_torchrec.wire.sockets import open_socket
+
+
+def member_socket():
+    """Return a ZeroMQ socket that proves the job's token to a listener."""
+    return open_socket(zmq.DEALER, client_options(env.job_token()))
+
+
+def raw_member(address, timeout_s):
+    """Return a TCP socket after ZeroMQ's handshake by hand, with a proof (PLAIN)."""
+    peer = socket.create_connection(address, timeout=timeout_s)
+    options = client_options(env.job_token())
+    name, digest = options[zmq.PLAIN_USERNAME], options[zmq.PLAIN_PASSWORD]
+    proof = bytes([len(name)]) + name + bytes([len(digest)]) + digest
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\3\0PLAIN" + bytes(15 + 32))
+    _send_command(peer, b"\5HELLO" + proof)
+    welcome = 64 + len(b"\4\x08\7WELCOME")  # after the greeting
+    assert peer.recv(welcome, socket.MSG_WAITALL)[-7:] == b"WELCOME"
+    _send_command(peer, b"\x08INITIATE\x0bSocket-Type\0\0\0\6DEALER")
+    return peer
+
+
+def _send_command(peer, body):
+    peer.sendall(b"\4" + bytes([len(body)]) + body)
+
+
+def ending_of(address, options, timeout_s):
+    """Return how a connection to a listener ends, on which a request waits."""
+    socket = open_socket(zmq.DEALER, {**options, zmq.LINGER: 0})
+    events = handshake.REFUSALS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+    monitor = socket.get_monitor_socket(events)
+    socket.connect(address)
+    with contextlib.suppress(zmq.Again):  # ZeroMQ has given the socket up already
+        socket.send_multipart([Header(Kind.HELLO, 1).encode(), b"null"], zmq.NOBLOCK)
+    assert monitor.poll(1000 * timeout_s)
+    event = recv_monitor_message(monitor)["event"]
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        assert socket.poll(1000 * timeout_s)
+    else:
+        assert not socket.poll(0)
+    socket.disable_monitor()
+    monitor.close()
+    socket.close()
+    return event
