@@ -63,7 +63,11 @@ def test_containers_share_the_image_the_variables_and_the_coordinators_name():
     image = "persia-torchrec:${DEVICE:-cpu}"
     for service in COMPOSE["services"].values():
         assert (service["image"], service["env_file"]) == (image, ".env")
-        assert service["environment"] == {"PERSIA_STORE_HOST": "coordinator"}
+        assert service["environment"].keys() == {
+            "PERSIA_STORE_HOST",
+            "PERSIA_JOB_TOKEN",
+        }
+        assert service["environment"]["PERSIA_STORE_HOST"] == "coordinator"
         build = service["build"]
         folder = EXAMPLE / build["context"]
         assert (folder / build["dockerfile"]).is_file()
