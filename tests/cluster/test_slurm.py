@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import time
@@ -108,14 +109,20 @@ def test_the_script_of_the_page_serves_without_a_coordinator(slurm, trained, tmp
     path = tmp_path / "serve.sh"
     path.write_text(script)
     shutil.copy(trained.embedding_config, tmp_path / "embedding_config.yml")
+    (tmp_path / ".persia_torchrec").mkdir()
+    for name in ("job_token", "http_token"):
+        token = tmp_path / ".persia_torchrec" / name
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(32))
+    headers = {"Authorization": f"Bearer {token.read_text()}"}
     submit = ("sbatch", "--parsable", path)
     variables = {"CHECKPOINT": str(trained.checkpoint)}
     with SlurmJob(slurm, tmp_path, *submit, variables=variables) as job:
         job.has_printed(f"ready http://0.0.0.0:{ports[0]}")
-        predicts_what_was_evaluated(ports[0], trained)
+        predicts_what_was_evaluated(ports[0], trained, **headers)
         os.kill(job.pid("server", 1), signal.SIGKILL)
         job.has_printed("and is started again")
-        predicts_what_was_evaluated(ports[0], trained)
+        predicts_what_was_evaluated(ports[0], trained, **headers)
         slurm.call("scancel", job.id)
         assert job.wait() == {"CANCELLED"}
 
@@ -147,7 +154,7 @@ def test_a_job_that_raises_has_failed_and_says_where_its_log_is(slurm, tmp_path)
     assert "Traceback" in log.read_text()
 
 
-def predicts_what_was_evaluated(port, trained):
+def predicts_what_was_evaluated(port, trained, **headers):
     for batch, expected in zip(serving.EVALUATION, trained.expected, strict=True):
-        found = predictions_of(port, batch)
+        found = predictions_of(port, batch, **headers)
         np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -40,11 +40,11 @@ def serve(folder, trained, port, *arguments):
     )
 
 
-def predictions_of(port, batch):
+def predictions_of(port, batch, **headers):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/predict",
         data=batch.to_bytes(),
-        headers={"Content-Type": "application/octet-stream"},
+        headers={"Content-Type": "application/octet-stream", **headers},
     )
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         return json.load(answer)["predictions"]
