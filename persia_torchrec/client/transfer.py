@@ -69,7 +69,7 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of rows, as often as they are gone through: ``begin`` cuts them anew."""
+    """Blocks of rows, as often as they are gone through: ``begin`` cuts them again."""
 
     begin: Callable[[], Iterator[RowBlock]]
 
