@@ -47,6 +47,7 @@ NUM_WORDS = _STREAMS + MAX_STREAMS * _STREAM_WORDS
 
 _SETTLED = 1 << MAX_PARTS
 _MAX_NUMBER = 2**63
+_NOT_FOUND = 0, 0, 0  # stream, number, and where its marks are
 
 
 class Streams:
@@ -81,7 +82,7 @@ class Streams:
         self._free = [at for at in found if not self._words[at + _STREAM]]
         found.sort(key=lambda at: self._words[at + _USED])
         self._tick = self._words[found[-1] + _USED] if found else 0
-        self._latest = 0
+        self._latest, self._found = 0, _NOT_FOUND
         # Where the words of a stream begin, the least recently used stream first.
         self._at = OrderedDict(
             (self._words[at + _STREAM], at) for at in found if self._words[at + _STREAM]
@@ -110,6 +111,7 @@ class Streams:
 
     def drop_older(self) -> None:
         """Forget the streams of older generations."""
+        self._found = _NOT_FOUND
         for stream in list(filter(self.is_older, self._at)):
             at = self._at.pop(stream)
             self._words[at + _STREAM] = 0
@@ -200,6 +202,9 @@ class Streams:
 
     def _find(self, stream: int, number: int) -> int:
         """Return where the marks of a number are; 0 if it is older than all others."""
+        found = self._found
+        if found[1] == number and found[0] == stream:  # it is looked for twice
+            return found[2]
         at, words = self._at.get(stream) or self._begin(stream), self._words
         if stream != self._latest:
             self._latest = stream
@@ -213,11 +218,12 @@ class Streams:
             words[at + _NEXT] = number + 1
         elif number < next_ - WINDOW:
             return 0
-        return marks + number % WINDOW
+        self._found = stream, number, marks + number % WINDOW
+        return self._found[2]
 
     def _begin(self, stream: int) -> int:
         """Return where a new stream begins."""
-        self._latest = 0
+        self._latest, self._found = 0, _NOT_FOUND
         if self._free:
             at = self._free.pop()
         elif len(self._at) < MAX_STREAMS:

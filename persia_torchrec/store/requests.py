@@ -258,10 +258,13 @@ class Requests:
 
     def finish(self, request: Request) -> None:
         """Do what a request has left for its end."""
-        changes = request.changes
-        if not (changes or request.notes):
+        changes, recovery = request.changes, self.recovery
+        if not (changes or request.results_at) and (
+            recovery is None or not request.notes
+        ):
+            self._set_notes(request.notes)
             return
-        store, recovery = self._store, self.recovery
+        store = self._store
         if recovery is not None:
             self.begin()
             num_notes = len(request.notes) + 3 * len(request.results_at)
