@@ -14,6 +14,7 @@ from tests.processes import is_running, wait_until
 TORCHX = [sys.executable, "-m", "torchx.cli.main", "run"]
 MARK = "PERSIA_TEST_JOB"
 COVERAGE = {"COVERAGE_FILE", "COVERAGE_PROCESS_CONFIG"}  # of ``make coverage``
+INHERITED = COVERAGE | {"PERSIA_JOB_TOKEN_FILE"}  # so that a test may join the job
 
 
 class TorchxJob:
@@ -48,7 +49,7 @@ class TorchxJob:
                     "HOME": str(folder),
                     "OMP_NUM_THREADS": "1",
                     name: value,
-                    **{key: os.environ[key] for key in os.environ if key in COVERAGE},
+                    **{key: os.environ[key] for key in os.environ if key in INHERITED},
                     **(variables or {}),
                 },
                 stdout=output,
