@@ -2,6 +2,8 @@
 # make test    everything that must hold before a change is done
 # make system  install what tests use of Debian, as root
 # make chaos  jobs whose processes are killed again and again
+# make fuzz   inputs that nobody has meant, 100,000 for each port and file format
+# make soak   one job for an hour, which must grow by nothing
 # make cluster  jobs on Slurm, in Kubernetes and on several hosts
 # make coverage    the lines of the package that no test runs
 #
@@ -43,7 +45,7 @@ endif
 # Why the job has failed that began last, after what torchx says at its end.
 CAUSE = find runs -path '*/coordinator/0/combined.log' -newer $(VENV)/began -exec tail -n 1 {} +
 
-.PHONY: help install train system test lint unit chaos cluster coverage clean
+.PHONY: help install train system test lint unit chaos fuzz soak cluster coverage clean
 .NOTPARALLEL:
 
 help:  ## show this list
@@ -100,6 +102,12 @@ $(SCHEMAS): Makefile
 
 cluster: $(STAMP) $(SCHEMAS)  ## jobs on Slurm, in Kubernetes and on several hosts; not part of test
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/cluster --timeout 3600 $(ARGS)
+
+fuzz: $(STAMP)  ## inputs that nobody has meant; ARGS="-k shard --inputs 5000" chooses
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/fuzz --timeout 7200 --inputs 100000 $(ARGS)
+
+soak: $(STAMP)  ## one job for an hour; ARGS="--minutes 10" for less
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest tests/soak --timeout 90000 --minutes 60 $(ARGS)
 
 coverage: $(STAMP)  ## lines that no test runs, in any process; ARGS="tests/wire" chooses
 	rm -rf $(COVERAGE)

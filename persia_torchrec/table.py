@@ -95,7 +95,8 @@ class TableSpec(Setting):
         try:
             return cls(**arguments)
         except TypeError as exc:
-            raise ConfigError(f"Not a table: {description!r} ({exc}).") from exc
+            what = f"{description!r:.500} ({exc!s:.200})"
+            raise ConfigError(f"Not a table: {what}.") from exc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,7 +123,7 @@ class Setting:
         if not holds:
             raise ConfigError(
                 f"{self._title()}: {name} must be {must}. "
-                f"Received: {getattr(self, name)!r}."
+                f"Received: {getattr(self, name)!r:.500}."
             )
 
     def _title(self) -> str:
@@ -285,7 +285,7 @@ class Registry(Generic[S]):
         if not isinstance(kind, str) or kind not in self.classes:
             raise ConfigError(
                 f"{self._noun} must be an object whose kind is one of "
-                f"{sorted(self.classes)}. Received: {description!r}. Servers and "
+                f"{sorted(self.classes)}. Received: {description!r:.500}. Servers and "
                 "workers know others from the modules of their option --import."
             )
         cls = self.classes[kind]
@@ -294,7 +294,7 @@ class Registry(Generic[S]):
         except TypeError as exc:
             raise ConfigError(
                 f"The arguments of {cls.__name__} must be complete and known. "
-                f"Received: {description!r} ({exc})."
+                f"Received: {description!r:.500} ({exc!s:.200})."
             ) from exc
 
 

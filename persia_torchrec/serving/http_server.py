@@ -211,7 +211,8 @@ class PredictionServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log the failure of a connection; the others continue."""
         exc = sys.exception()
-        logger.warning("the connection of %s failed: %r", client_address, exc)
+        level = logging.DEBUG if isinstance(exc, ConnectionError) else logging.WARNING
+        logger.log(level, "the connection of %s failed: %r", client_address, exc)
 
 
 class _Incoming(io.RawIOBase):
@@ -257,6 +258,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             status, value = self._respond()
+        except ConnectionError:
+            raise  # there is no client
         except Exception as exc:  # the server continues; the client gets the error
             if not isinstance(exc, PersiaError | TimeoutError):
                 logger.exception("a request failed")

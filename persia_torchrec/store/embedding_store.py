@@ -9,7 +9,6 @@ One thread owns a store; nothing here locks.
 In a memory file every change is all or nothing: see ``recovery.py``.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from persia_torchrec.compiled import read_only
+from persia_torchrec.decoding import parse_json
 from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import EngineChoice, OptimizerEngine
@@ -42,7 +43,7 @@ from persia_torchrec.store.recovery import Recovery
 from persia_torchrec.store.requests import CLEAR, STEP, WRITE, Change, Requests
 from persia_torchrec.store.requests import Request as Request
 from persia_torchrec.store.requests import UpdateResult as UpdateResult
-from persia_torchrec.store.tables import ROW_COLUMNS, TableState
+from persia_torchrec.store.tables import Published, PublishedTable, TableState
 from persia_torchrec.table import TableSpec
 
 Eviction = Literal["lru", "lfu"]
@@ -145,11 +146,12 @@ class EmbeddingStore:
 
     def _open(self, num_classes: int) -> None:
         """Find all that the memory holds, and make it whole."""
-        tables = json.loads(self.memory.tables or '{"num_arenas": 0, "tables": []}')
+        text = self.memory.tables or b"{}"
+        tables: Published = parse_json(text, Published, "A memory file", StoreError)
         self.tally: Tally = self.memory.area(memory.TALLY).view(np.int64)
         self.recovery: Recovery | None = None
         if isinstance(self.memory, MemoryFile):
-            self.recovery = Recovery(self.memory, self.tally, tables["num_arenas"])
+            self.recovery = Recovery(self.memory, self.tally, tables.num_arenas)
         self._requests = Requests(self, self.recovery)
         is_load = self.tally[memory.CHANGE] == memory.LOAD
         self.was_loading = bool(is_load or self.is_loading)
@@ -157,18 +159,18 @@ class EmbeddingStore:
         self._steps = self.memory.area(memory.STEPS)
         self.index = Index(self.capacity_rows, self.memory)
         self.logs = RecencyLogs(self.capacity_rows, num_classes, self.memory)
-        self.arenas = Arenas(self.capacity_rows, self.memory, tables["num_arenas"])
+        self.arenas = Arenas(self.capacity_rows, self.memory, tables.num_arenas)
         # What every table's layout points to: see memory.store_at.
         self._addresses: Words = np.zeros(6, dtype=np.uint64)
         self.states: list[TableState] = []
         self._set_addresses()
         self._ring = None
         if self.recovery is not None:
-            self._ring = Ring.open(self.memory, self._steps, tables.get("journal", 0))
+            self._ring = Ring.open(self.memory, self._steps, tables.journal)
         self.journal = ChangeJournal(self.tally, self._ring)
-        for table in tables["tables"]:
-            self.states.append(self._open_table(**table))
-        self._requests.open_notes(*tables.get("notes", (0, 0)))
+        for table in tables.tables:
+            self.states.append(self._open_table(table))
+        self._requests.open_notes(*tables.notes)
         if self.memory.is_new:
             self.publish([])
         self._requests.complete()
@@ -521,24 +523,19 @@ class EmbeddingStore:
         layout[memory.ARENA] = widths.index(width)
         return self._build_state(spec, layout, self._remember(spec))
 
-    def _open_table(
-        self, spec: dict[str, object], arena: int, row: list[int], remembered: int
-    ) -> TableState:
+    def _open_table(self, table: PublishedTable) -> TableState:
         """Return the state of a table that :meth:`publish` described."""
-        known, number = TableSpec.from_json(spec), len(self.states)
+        known, number = TableSpec.from_json(table.spec), len(self.states)
         has_metadata = known.has_metadata or self.is_lfu
         layout = memory.build_layout(known, number, has_metadata=has_metadata)
-        if layout[ROW_COLUMNS].tolist() != row:
-            raise StoreError(
-                f"The rows of table {known.name!r} must have weights, state and width "
-                f"at {layout[ROW_COLUMNS].tolist()}. Received: {row} in the memory "
-                "file. Start the version that made it, or delete the file."
-            )
-        layout[memory.ARENA] = arena
+        table.require_fits(layout, [words.shape[1] for words in self.arenas.words])
+        layout[memory.ARENA] = table.arena
         words = np.empty(0, dtype=np.uint64)
-        if remembered:
-            words = self.memory.find(memory.address_at(self._steps, remembered))
+        if table.remembered:
+            words = self.memory.find(memory.address_at(self._steps, table.remembered))
         words = words[: known.admission.num_memory_words()]
+        fits = len(words) == known.admission.num_memory_words()
+        memory.require_sound(fits and number < memory.MAX_TABLES, "tables")
         return self._build_state(known, layout, words)
 
     def _build_state(
@@ -555,13 +552,13 @@ class EmbeddingStore:
         """Write down the tables, for a process that opens the memory later."""
         if self.recovery is None:
             return
-        found = {
-            "num_arenas": len(self.arenas.words),
-            "tables": [state.describe(self._steps) for state in states],
-            "notes": self._requests.describe_notes(),
-            "journal": self._ring.at(self._steps) if self._ring else 0,
-        }
-        self.memory.publish(json.dumps(found).encode())
+        found = Published(
+            len(self.arenas.words),
+            [state.describe(self._steps) for state in states],
+            self._requests.describe_notes(),
+            self._ring.at(self._steps) if self._ring else 0,
+        )
+        self.memory.publish(msgspec.json.encode(found))
 
     def _change_table(self, state: TableState, spec: TableSpec) -> TableState:
         """Return the state of a known table under new settings."""

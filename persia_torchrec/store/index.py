@@ -76,6 +76,11 @@ class Index:
         else:
             address = memory.address_at(self.cursor, int(self.cursor[LINES]))
             self.lines = source.find(address).reshape(-1, _ENTRIES_PER_LINE)
+            old, new, boundary, entries, limit, _ = self.cursor.tolist()
+            fits = _MIN_LINES <= min(old, new) <= max(old, new) <= limit
+            fits &= limit + OVERFLOW_LINES <= len(self.lines)
+            fits &= boundary <= 2**32 and entries <= capacity_rows
+            memory.require_sound(fits, "a cursor of the index")
 
     def clear(self) -> None:
         """Drop all entries."""

@@ -97,6 +97,9 @@ class Ring:
         self._header = words[:_HEADER_WORDS].data
         self._notes = words[_HEADER_WORDS:]
         self._halves = self._notes.view(np.uint32)
+        head, tail = (int(self._header[at]) for at in (_HEAD, _TAIL))
+        fits = tail <= head <= tail + len(self._notes)
+        memory.require_sound(fits, "a ring of notes")
 
     @classmethod
     def open(cls, source: StoreMemory, begin: Words, at: int) -> "Ring | None":
@@ -164,6 +167,8 @@ class Ring:
             if kind == _SKIPPED:
                 at += size - at % size
                 continue
+            fits = _CHANGED <= kind <= _CLEARED and _num_words(kind, num) <= size
+            memory.require_sound(fits, "notes")
             numbers = self._numbers_at(kind, at % size, num).copy()
             yield _Note(kind, numbers, word >> 45 & 0xFFFF, word >> 32 & 0x1FFF, tick)
             at += _num_words(kind, num)

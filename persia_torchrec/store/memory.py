@@ -120,6 +120,15 @@ def reserve(num_words: int) -> Words:
     return np.frombuffer(memory, dtype=np.uint64, count=num_words)
 
 
+def require_sound(holds: object, what: str) -> None:
+    """Raise StoreError unless numbers in a memory file fit what else is there."""
+    if not holds:
+        raise StoreError(
+            f"A memory file must have {what} that can be. Received: a damaged one. "
+            "Delete the file, and load a checkpoint."
+        )
+
+
 class Area(NamedTuple):
     """A fixed stretch of a memory file: its first byte, and its words."""
 
@@ -239,11 +248,15 @@ class Arenas:
         self.directory: Words = self._lines[:num]
         self.words: list[Words] = []
         self.tags: list[Words] = []
-        for base, stride, *_, tags, _ in self.directory.tolist():
+        for base, stride, used, free, tags, slots in self.directory.tolist():
             words = source.find(address_at(self._lines, base))
             num_words = capacity_rows * stride // 8
-            self.words.append(words[:num_words].reshape(capacity_rows, -1))
+            fits = stride % 8 == 0 < stride and num_words <= words.size
+            fits &= free <= used <= slots <= capacity_rows
             self.tags.append(source.find(address_at(self._lines, tags)))
+            fits &= capacity_rows // 8 < self.tags[-1].size
+            require_sound(fits, "a directory of arenas")
+            self.words.append(words[:num_words].reshape(capacity_rows, -1))
 
     def add(self, words_per_row: int) -> None:
         """Add an arena for rows of so many words."""

@@ -24,7 +24,15 @@ import numpy as np
 
 from persia_torchrec.embedding.kernel import LOST
 from persia_torchrec.errors import ConfigError, StoreError
-from persia_torchrec.store.memory import CHANGE, RECOVERY, REQUEST, TALLY, Area, Words
+from persia_torchrec.store.memory import (
+    CHANGE,
+    RECOVERY,
+    REQUEST,
+    TALLY,
+    Area,
+    Words,
+    require_sound,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +56,7 @@ _REGIONS = Area(2 * _MIB, 2**19)
 _TABLES = Area(6 * _MIB, 2**23), Area(70 * _MIB, 2**23)
 _DATA = 134 * _MIB
 _HEAD_BYTES = _MIB
+_HEAD = Area(0, _HEAD_BYTES // 8)
 _HUGE_PAGE = 2 * _MIB
 _SMALL_STEP = 2**16
 _LARGEST_STEP = 16 * _MIB
@@ -81,6 +90,7 @@ class MemoryFile:
                 self._make(capacity_rows, num_classes)
             else:
                 self._require_usable(capacity_rows, num_classes)
+                self._require_sound_lines()
             lines = self._lines[: int(self._header[NUM_REGIONS])]
             self._numbers = {
                 self._base + offset: number
@@ -114,6 +124,7 @@ class MemoryFile:
 
     def find(self, address: int) -> Words:
         """Return all words of the reservation at an address."""
+        require_sound(address in self._numbers, "distances to reservations")
         line = self._lines[self._numbers[address]]
         return self.area(Area(int(line[OFFSET]), int(line[RESERVED]) // 8))
 
@@ -216,7 +227,7 @@ class MemoryFile:
     def _make(self, capacity_rows: int, num_classes: int) -> None:
         """Write the header of an empty file, or of one that was not finished."""
         self._give_back(0, FILE_BYTES)
-        fixed = Area(0, _HEAD_BYTES // 8), _REGIONS, *_TABLES
+        fixed = _HEAD, _REGIONS, *_TABLES
         self._allocate_at(0, _HEAD_BYTES)
         self._allocate_at(_REGIONS.offset, self._step)
         for number, (offset, num_words) in enumerate(fixed):
@@ -267,6 +278,22 @@ class MemoryFile:
                 "an admission with a large memory that keeps nothing itself "
                 "(num_kept_bytes). Delete the file, and load a checkpoint."
             )
+
+    def _require_sound_lines(self) -> None:
+        """Refuse reservations that do not stand one behind the other."""
+        num, published = int(self._header[NUM_REGIONS]), int(self._header[PUBLISHED])
+        num_kept, num_bytes = published >> 32 & (2**31 - 1), published & (2**32 - 1)
+        is_sound = _NUM_FIXED < num_kept <= num <= len(self._lines)
+        require_sound(is_sound, "numbers of reservations")
+        require_sound(num_bytes <= 8 * _TABLES[0].num_words, "a length of tables")
+        fixed = [(a.offset, 8 * a.num_words) for a in (_HEAD, _REGIONS, *_TABLES)]
+        lines, end = self._lines[:num].tolist(), _DATA
+        is_sound = [(line[OFFSET], line[RESERVED]) for line in lines[:4]] == fixed
+        for offset, reserved, committed, _ in lines[_NUM_FIXED:]:
+            is_sound &= offset == end and reserved % _HUGE_PAGE == 0
+            is_sound &= committed <= reserved
+            end += reserved
+        require_sound(is_sound and end <= FILE_BYTES, "lines of reservations")
 
     def _read_tables(self) -> bytes:
         published = int(self._header[PUBLISHED])

@@ -91,6 +91,10 @@ class RecencyLogs:
                 memory.address_at(line, int(line[LOG])) for line in self.directory
             ]
             self.words = [source.find(place) for place in places]
+            for line, words in zip(self.directory.tolist(), self.words, strict=True):
+                offsets = [line[at] for at in (HEAD, WRITE, READ, TAIL, OLD_TAIL)]
+                fits = max(offsets) <= line[SIZE] <= 2 * words.size - _MARGIN_WORDS
+                memory.require_sound(fits, "a directory of logs")
 
     def clear(self) -> None:
         """Drop all records."""

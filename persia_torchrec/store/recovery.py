@@ -92,6 +92,11 @@ class Recovery:
             self._words = source.find(address)
         self._num_bytes = 0  # that may be used
         self._allocate(_AHEAD_BYTES)
+        memory.require_sound(num_arenas <= memory.MAX_ARENAS, "a number of arenas")
+        begin_at, end_at = (int(self._area[int(at) // 8]) for at in (BEGIN, END))
+        is_whole = source.is_new or begin_at <= end_at <= begin_at + self._num_bytes
+        if tally[memory.CHANGE] in (memory.REQUEST, memory.CLEAR):
+            memory.require_sound(is_whole, "an end of the log of what changes")
         if tally[memory.CHANGE] == memory.REQUEST:
             _restore(self.log, BEGIN, END, self._arenas[:num_arenas])
             tally[memory.CHANGE] = memory.NO_CHANGE

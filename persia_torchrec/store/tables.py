@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +16,7 @@ from persia_torchrec.compiled import (
 )
 from persia_torchrec.embedding.kernel import NO_LOG
 from persia_torchrec.embedding.setting import Admission, Kernel
+from persia_torchrec.errors import StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.memory import (
@@ -36,6 +38,41 @@ ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
 Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64]], Bools]
 """Counts ids that have no row, and returns which of them get one. The second array is
 how often the batch holds each, ``>= 1``; repeats are decided one after the other."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class PublishedTable(msgspec.Struct):
+    """A table as a memory file describes it; see ``LAYOUT.md``."""
+
+    spec: dict[str, Any]
+    arena: Count
+    row: list[Count]
+    remembered: Count
+
+    def require_fits(self, layout: memory.Layout, widths: list[int]) -> None:
+        """Refuse a table whose rows are none of an arena of so many words a row."""
+        num_bytes = int(layout[memory.STATE]) + 4 * int(layout[memory.NUM_STATE])
+        fits = self.arena < len(widths) and 8 * widths[self.arena] - num_bytes in range(
+            8
+        )
+        memory.require_sound(fits, "tables")
+        if layout[ROW_COLUMNS].tolist() != self.row:
+            raise StoreError(
+                f"The rows of table {self.spec['name']!r} must have weights, state and "
+                f"width at {layout[ROW_COLUMNS].tolist()}. Received: {self.row} in the "
+                "memory file. Start the version that made it, or delete the file."
+            )
+
+
+class Published(msgspec.Struct):
+    """The JSON of a memory file; ``notes`` and ``journal`` are 0 without any."""
+
+    num_arenas: Count = 0
+    tables: list[PublishedTable] = []
+    notes: tuple[Count, Count] = (0, 0)
+    journal: Count = 0
+
 
 _NO_IDS = read_only(np.empty(0, dtype=np.uint64))
 _NO_COUNTS = read_only(np.empty(0, dtype=np.uint32))
@@ -192,18 +229,18 @@ class TableState:
         """Return whether other settings may keep what the admission remembers."""
         return (spec.admission, spec.seed) == (self.spec.admission, self.spec.seed)
 
-    def describe(self, begin: Words) -> dict[str, object]:
+    def describe(self, begin: Words) -> PublishedTable:
         """Describe the table, for a process that opens the memory later.
 
         The memory of its admission is said by its distance from an array.
         """
         remembered = self.remembered
-        return {
-            "spec": self.spec.to_json(),
-            "arena": int(self.layout[memory.ARENA]),
-            "row": self.layout[ROW_COLUMNS].tolist(),
-            "remembered": memory.distance(begin, remembered) if remembered.size else 0,
-        }
+        return PublishedTable(
+            self.spec.to_json(),
+            int(self.layout[memory.ARENA]),
+            self.layout[ROW_COLUMNS].tolist(),
+            memory.distance(begin, remembered) if remembered.size else 0,
+        )
 
     def forget(self, source: StoreMemory) -> None:
         """Forget step and candidates: all rows are dropped."""

@@ -98,22 +98,11 @@ class Journal:
         if memory is None:
             return
         self._file = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)
-        text = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        whole, newline, _ = text.rpartition(b"\n")
-        os.truncate(self._file, len(whole + newline))  # of a line that was not finished
-        for line in whole.splitlines():
-            kind = tuple[str, str, str]
-            key, value, name = parse_json(line, kind, "the address book", FrameError)
-            if not _HEX.fullmatch(name):
-                raise FrameError(
-                    "A connection's name in the address book must be hexadecimal. "
-                    f"Received: {name!r:.100}."
-                )
-            self.values[key] = value
-            if name:
-                self.members[key] = bytes.fromhex(name)
-            self._places[key] = self._end, len(line) + 1
-            self._end += len(line) + 1
+        try:
+            self._read(self._file)
+        except FrameError:
+            self.close()
+            raise
 
     def write(self, key: str, value: str, name: bytes = b"") -> None:
         """Write what is set, and by which member's connection."""
@@ -133,6 +122,24 @@ class Journal:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    def _read(self, file: int) -> None:
+        text = os.pread(file, os.fstat(file).st_size, 0)
+        whole, newline, _ = text.rpartition(b"\n")
+        os.truncate(file, len(whole + newline))  # of a line that was not finished
+        for line in whole.splitlines():
+            kind = tuple[str, str, str]
+            key, value, name = parse_json(line, kind, "the address book", FrameError)
+            if not _HEX.fullmatch(name):
+                raise FrameError(
+                    "A connection's name in the address book must be hexadecimal. "
+                    f"Received: {name!r:.100}."
+                )
+            self.values[key] = value
+            if name:
+                self.members[key] = bytes.fromhex(name)
+            self._places[key] = self._end, len(line) + 1
+            self._end += len(line) + 1
 
 
 class BookServer(ListenerThread):

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import zmq
@@ -34,6 +35,7 @@ SILENT_S = 6  # how long a host acknowledges nothing when a connection to it is 
 _HANDSHAKE_MS = 10_000  # after which a connection without a proof is closed
 _MIN_ZERO_COPY_BYTES = 65536
 _MAX_KNOWN_PEERS = 4096
+_LOG_S = 10.0
 
 # The kernels end connections to a host that is gone, whatever its process does.
 _LIMITS: Mapping[zmq.SocketOption, int | bytes] = {
@@ -68,6 +70,7 @@ class Listener:
         self._greeting = greeting
         self._known: set[bytes] = set()  # routing ids of admitted peers
         self._context = zmq.Context()  # of its own: it has one doorkeeper
+        self._next_log_s = 0.0
         # A client reconnects under its routing id, maybe before its loss is seen.
         options = {zmq.LINGER: 1000, zmq.ROUTER_HANDOVER: 1}
         options[zmq.HANDSHAKE_IVL] = _HANDSHAKE_MS
@@ -109,8 +112,9 @@ class Listener:
                     self._known.clear()
                 self._known.add(peer)
         except (WireError, JobMismatchError) as exc:
-            if isinstance(exc, WireError):
-                logger.warning("rejected a message: %s", exc)
+            if isinstance(exc, WireError) and time.monotonic() >= self._next_log_s:
+                self._next_log_s = time.monotonic() + _LOG_S
+                logger.warning("rejected a message, one of maybe many: %s", exc)
             self.send_error(peer, number, exc)
             return None
         return peer, header, frames

@@ -1,6 +1,7 @@
 """Limits of the HTTP server."""
 
 import json
+import logging
 import re
 import socket
 import struct
@@ -197,6 +198,7 @@ def test_a_body_must_be_whole(serve):
 
 
 def test_a_client_that_is_gone_fails_alone(serve, caplog):
+    caplog.set_level(logging.DEBUG, "persia_torchrec")
     model = Model()
     model.may_end.clear()
     server, _ = serve(model)

@@ -1,0 +1,342 @@
+"""The ports that are fuzzed: who listens, what is sent there, and who asks meanwhile.
+
+Each listener is a process of its own, as is the client whose latency is measured.
+"""
+
+import http.client
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+from torch import nn
+
+from persia_torchrec import env
+from persia_torchrec.client.client import EmbeddingClient
+from persia_torchrec.config.embedding_config import load_embedding_config
+from persia_torchrec.data.stream import Inbox
+from persia_torchrec.embedding.data import PersiaBatch, encode_rest
+from persia_torchrec.embedding.optim import SGD
+from persia_torchrec.errors import FrameError
+from persia_torchrec.lookup.bags import Bags, encode_bags
+from persia_torchrec.lookup.slots import SlotsLookup, build_features
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.serving.embeddings import SlotsReader
+from persia_torchrec.serving.http_server import HttpConfig, PredictionServer
+from persia_torchrec.serving.predictor import Predictor
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire import messages
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.greeting import NO_JOB
+from persia_torchrec.wire.messages import Header, Kind, Share, TableIds, encode_json
+from persia_torchrec.wire.service import Service
+from persia_torchrec.worker.process import IdBuffer, WorkerProcess
+from tests.fuzz.mutations import change_frames, flip, mutate, oversize, pack, unpack
+from tests.local_job import ONE_SLOT, batch_of
+from tests.servers import ids_of
+
+SPEC = TableSpec(name="item", dim=4, optimizer=SGD(1.0))
+ASK_S = 120.0
+"""When a client that waits for a reply gives up."""
+_SYNC = 128  # messages between two replies that are waited for
+_MANY_FRAMES = 20_000
+
+
+# Who listens
+
+
+def serve_embeddings() -> None:
+    server = EmbeddingServer(
+        ServerConfig(capacity_rows=1000, checkpoint_root=(str(Path.cwd()),))
+    )
+    server.shard.store.add_tables([SPEC])
+    server.serve(_tell)
+
+
+def _connect(address: str) -> SlotsLookup:
+    Path("embedding_config.yml").write_text(ONE_SLOT)
+    schema = load_embedding_config("embedding_config.yml")
+    client = EmbeddingClient.connect([address])
+    lookup = SlotsLookup(client, build_features(schema))
+    lookup.add_tables([SPEC])
+    return lookup
+
+
+def serve_worker(address: str) -> None:
+    process = WorkerProcess(_connect(address), IdBuffer(100, expires_s=60))
+    _tell(Service("embedding worker", process.answer, num_threads=8).address)
+    threading.Event().wait()
+
+
+def serve_book() -> None:
+    book = AddressBook.host(0)
+    _tell(f"tcp://127.0.0.1:{book.port}")
+    threading.Event().wait()
+
+
+def serve_inbox() -> None:
+    _tell(Inbox(10, 0, 1).listen("127.0.0.1").address)
+    threading.Event().wait()
+
+
+class Zeros(nn.Module):
+    """Predicts 0 for each sample."""
+
+    def forward(self, non_id_tensors: object, embeddings: object) -> torch.Tensor:
+        return torch.zeros(2, 1)
+
+
+def serve_http(address: str) -> None:
+    reader = SlotsReader(_connect(address), torch.device("cpu"))
+    predictor = Predictor(reader, Zeros(), "zeros")
+    _tell(PredictionServer(predictor, HttpConfig(receive_timeout_s=5)).address)
+    threading.Event().wait()
+
+
+def _tell(address: str) -> None:
+    print("ready", address, flush=True)
+
+
+# What is sent there
+
+
+def server_messages() -> list[list[bytes]]:
+    ids, floats = ids_of(1, 2, 3), np.ones((3, 4), dtype=np.float32).tobytes()
+    segments = list(map(bytes, messages.encode_segments([TableIds(0, ids)])))
+    share = Share(1, 2, 0, 2, 1000).encode()
+    training = {"flags": messages.TRAINING, "stream": 77, "batch": 3}
+
+    def json_of(kind: Kind, value: object) -> list[bytes]:
+        return [Header(kind).encode(), encode_json(value)]
+
+    join = [*json_of(Kind.JOIN, {"who": "a", "ended": ""}), share]
+    return [
+        [Header(Kind.LOOKUP).encode(), *segments],
+        [Header(Kind.LOOKUP, **training).encode(), *segments],
+        [Header(Kind.UPDATE, stream=77, batch=3).encode(), *segments, floats],
+        [Header(Kind.UPDATE, flags=messages.SHARE).encode(), *segments, floats, share],
+        [Header(Kind.WRITE).encode(), *segments, floats],
+        [Header(Kind.READ).encode(), *segments],
+        [Header(Kind.METADATA).encode(), *segments],
+        [Header(Kind.LEAVE).encode(), share],
+        join,
+        json_of(Kind.EXPORT, {"table": 0, "start": 0, "max_rows": 100}),
+        json_of(Kind.STEP, {"table": 0, "step": 5}),
+        json_of(Kind.ADD_TABLES, [SPEC.to_json()]),
+        json_of(Kind.HELLO, None),
+        json_of(Kind.COUNTERS, None),
+        json_of(Kind.CLEAR, None),
+        json_of(Kind.CHECKPOINT, {"do": "dump", "task": 5, "folder": "."}),
+        json_of(Kind.CHECKPOINT, {"do": "check", "task": 6, "folder": "/etc"}),
+    ]
+
+
+def worker_messages() -> list[list[bytes]]:
+    bags = {"item": Bags(ids_of(1, 2), np.array([1, 1], dtype=np.int32))}
+    frames = list(map(bytes, encode_bags(bags)))
+    origin = encode_json({"loader": 0, "number": 1})
+    numbered = {"stream": 5, "batch": 1}
+    training = Header(Kind.FORWARD, flags=messages.TRAINING, **numbered).encode()
+    floats = np.ones((2, 4), dtype=np.float32).tobytes()
+    return [
+        [Header(Kind.BUFFER_IDS, stream=0, batch=1).encode(), *frames],
+        [Header(Kind.FORWARD).encode(), b"null", *frames],
+        [training, origin],
+        [Header(Kind.BACKWARD, **numbered).encode(), b"null", floats],
+        [Header(Kind.ABANDON, **numbered).encode(), origin],
+        [Header(Kind.ADD_TABLES).encode(), encode_json([SPEC.to_json()])],
+        [Header(Kind.HELLO).encode(), b"null"],
+    ]
+
+
+def book_messages() -> list[list[bytes]]:
+    requests = [
+        {"type": "get", "keys": ["job/id", "x"]},
+        {"type": "put", "key": "x", "value": "1"},
+        {"type": "swap", "key": "member/server/0", "expected": "", "value": "{}"},
+        {"type": "add", "key": "beats/server/0"},
+    ]
+    return [[Header(Kind.BOOK).encode(), encode_json(one)] for one in requests]
+
+
+def inbox_messages() -> list[list[bytes]]:
+    of = {"incarnation": 7, "stream": 0, "flags": 1}
+    batch = batch_of([1], [2], label=1.0)
+    return [
+        [Header(Kind.POSITION, **of).encode(), b"null"],
+        [Header(Kind.POSITION, **of).encode(), encode_json({"1": 0})],
+        [Header(Kind.BATCH, batch=1, **of).encode(), b"[0, 5]", encode_rest(batch)],
+        [Header(Kind.END_OF_DATA, **of).encode(), b"null"],
+    ]
+
+
+def http_requests() -> list[bytes]:
+    batch = PersiaBatch(batch_of([1], [2]).id_type_features, requires_grad=False)
+    text = json.dumps({"id_type_features": {"item": [[1], [2, 3]]}}).encode()
+    found = [
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+    ]
+    for kind, body in (("octet-stream", batch.to_bytes()), ("json", text)):
+        head = (
+            f"POST /predict HTTP/1.0\r\nContent-Type: application/{kind}\r\n"
+            f"Authorization: Bearer {env.text('PERSIA_HTTP_TOKEN')}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        found.append(head.encode() + body)
+    return found
+
+
+def _greetings() -> list[bytes]:
+    """Return what clients of ZeroMQ begin with, by mechanism (ZMTP 3)."""
+    found = []
+    for name in (b"NULL", b"PLAIN", b"CURVE"):
+        begin = b"\xff" + bytes(8) + b"\x7f\x03\x00" + name.ljust(20, b"\0") + bytes(32)
+        ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+        hello = b"\x05HELLO\x041234\x04abcd"
+        commands = ready, hello, b"\x05HELLO" + bytes(194)
+        found += [begin + struct.pack("BB", 4, len(c)) + c for c in commands]
+    return found
+
+
+# Who sends
+
+
+class Dealer:
+    """A client with the job's token that sends whatever it is told to."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        options = _proof(address.endswith("#book"))
+        options |= {zmq.LINGER: 0, zmq.ROUTING_ID: NO_JOB.encode()}
+        for option, value in options.items():
+            self.socket.setsockopt(option, value)
+        self.socket.connect(address.removesuffix("#book"))
+        self._number = 2**40
+
+    def ask(self, frames: Sequence[bytes]) -> float:
+        """Send a request; return the seconds until its reply."""
+        self._number += 1
+        header = Header.decode(frames[0]).encode(request=self._number)
+        began_s = time.perf_counter()
+        self.socket.send_multipart([header, *frames[1:]])
+        while True:
+            assert self.socket.poll(1000 * ASK_S), "no reply"
+            reply = self.socket.recv_multipart()
+            if Header.decode(reply[0]).request == self._number:
+                return time.perf_counter() - began_s
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+def _proof(is_book: bool) -> dict[int, object]:
+    """Return the options of a socket that proves the job's token, if there is one."""
+    try:
+        handshake = import_module("persia_torchrec.wire.handshake")
+    except ModuleNotFoundError:
+        return {}
+    token, encrypts = env.job_token(), is_book or env.encrypts()
+    return dict(handshake.client_options(token, encrypts=encrypts))
+
+
+def fuzz_messages(
+    address: str, seeds: Sequence[Sequence[bytes]], num: int, seed: int
+) -> None:
+    """Send messages behind the proof; wait for a reply now and then."""
+    rng, packed = random.Random(seed), list(map(pack, seeds))
+    hello = [Header(Kind.HELLO).encode(), b"null"]
+    dealer = Dealer(address)
+    for n in range(num):
+        _, data = mutate(rng, packed, change_frames)
+        frames = unpack(data)
+        if n % 5000 == 7:
+            frames += [b""] * _MANY_FRAMES
+        if not _ends_the_server(frames):
+            dealer.socket.send_multipart(frames)
+        if n % _SYNC == 0:
+            dealer.ask(hello)
+    dealer.ask(hello)
+    dealer.close()
+
+
+def _ends_the_server(frames: Sequence[bytes]) -> bool:
+    try:
+        return Header.decode(frames[0]).kind is Kind.SHUTDOWN
+    except FrameError:
+        return False
+
+
+def fuzz_connections(address: str, seeds: Sequence[bytes], num: int, seed: int) -> None:
+    """Send bytes over connections of their own; some stay open for a while."""
+    rng, opened = random.Random(seed), list[socket.socket]()
+    host, port = address.rpartition("//")[2].removesuffix("#book").split(":")
+
+    def change(rng: random.Random, data: bytes) -> bytes:
+        return rng.choice((flip, oversize))(rng, data)
+
+    for n in range(num):
+        _, data = mutate(rng, seeds, change)
+        one = socket.create_connection((host, int(port)), timeout=ASK_S)
+        # Closed at once: the kernel keeps no port for what is still under way.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        try:
+            one.sendall(data)
+            if n % 4 == 0:
+                one.settimeout(0.01)
+                one.recv(100)
+        except OSError:
+            pass  # it was closed at the other end
+        opened.append(one)
+        while len(opened) > 20:
+            opened.pop(rng.randrange(len(opened))).close()
+    for one in opened:
+        one.close()
+
+
+def measure(address: str, ask: Sequence[bytes], folder: str) -> None:
+    """Ask one request after the other until a file says so; print the latencies."""
+    took, end = [], Path(folder) / "end"
+    if address.startswith("http"):
+        ask_once: Callable[[], float] = lambda: _get(address)  # noqa: E731
+        close = lambda: None  # noqa: E731
+    else:
+        dealer = Dealer(address)
+        ask_once, close = (lambda: dealer.ask(ask)), dealer.close
+    print("asking", flush=True)
+    while not end.exists():
+        took.append(ask_once())
+        time.sleep(0.002)
+    close()
+    print("latencies", msgspec.json.encode(took).decode(), flush=True)
+
+
+def _get(address: str) -> float:
+    began_s = time.perf_counter()
+    while True:
+        connection = http.client.HTTPConnection(
+            address.removeprefix("http://"), timeout=ASK_S
+        )
+        connection.request("GET", "/healthz")
+        status = connection.getresponse().status
+        connection.close()
+        if status != 503:  # as many requests as may be in progress
+            return time.perf_counter() - began_s
+
+
+LOOKUP = server_messages()[0]
+HELLO = [Header(Kind.HELLO).encode(), b"null"]
+FORWARD = worker_messages()[1]
+GET = book_messages()[0]
+GREETINGS = _greetings()

@@ -1,0 +1,131 @@
+"""A job that goes on and on: what each of its processes does."""
+
+import contextlib
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from persia_torchrec import AdmitFrequency, Expiry
+from persia_torchrec.client.client import BatchNumber, EmbeddingClient
+from persia_torchrec.embedding.optim import Adagrad
+from persia_torchrec.errors import ConfigError, RemoteError
+from persia_torchrec.server.server import EmbeddingServer, ServerConfig
+from persia_torchrec.table import TableSpec
+from persia_torchrec.wire.address_book import AddressBook
+from persia_torchrec.wire.messages import NO_GENERATION
+
+NUM_SERVERS = 2
+CAPACITY = 5000
+IN_FLIGHT = 4
+TABLES = [
+    TableSpec(name="user", dim=16, optimizer=Adagrad(0.1)),
+    TableSpec(
+        name="item",
+        dim=8,
+        optimizer=Adagrad(0.1),
+        admission=AdmitFrequency(2, 1000),
+        expiry=Expiry(steps_to_live=200),
+    ),
+]
+
+
+def serve(shard: int, folder: str) -> None:
+    """Be a server whose rows are evicted, and whose changes are written."""
+    config = ServerConfig(
+        shard=shard,
+        num_shards=NUM_SERVERS,
+        capacity_rows=CAPACITY,
+        incremental_dir=f"{folder}/increments",
+        incremental_interval_s=0.5,
+        memory_file=f"{folder}/memory-{shard}",
+    )
+    server = EmbeddingServer(config)
+    server.serve(lambda address: print("ready", address, flush=True))
+
+
+def keep_book() -> None:
+    """Be the address book."""
+    print("ready", AddressBook.host(0).port, flush=True)
+    time.sleep(2**20)
+
+
+def train(addresses: list[str], folder: str) -> None:
+    """Train, connect again every few hundred batches, dump now and then.
+
+    Writes a line per batch: the milliseconds of its lookup.
+    """
+    rng, out = np.random.default_rng(1), Path(folder) / "latencies"
+    for turn in itertools.count():
+        with closing(EmbeddingClient.connect(addresses)) as client:
+            client.add_tables(TABLES)
+            stream = BatchNumber.new_stream(NO_GENERATION)
+            took = _train_some(client, stream, rng)
+            with out.open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(ms) + b"\n" for ms in took))
+            if turn % 4 == 0:
+                saved = client.checkpoints.dump(Path(folder) / "checkpoints")
+                for old in (Path(folder) / "checkpoints").glob("checkpoint-*"):
+                    if str(old) != saved.path:
+                        shutil.rmtree(old)
+            if turn % 20 == 19:
+                client.checkpoints.load(saved.path)
+        print("turn", turn, flush=True)
+
+
+def _train_some(
+    client: EmbeddingClient, stream: int, rng: np.random.Generator
+) -> list[float]:
+    took, in_flight = [], deque()
+    for number in range(100):
+        tables = [
+            (
+                table.name,
+                client.split(np.unique(rng.zipf(1.2, 300) % 10**6).astype("u8")),
+            )
+            for table in TABLES
+        ]
+        batch = BatchNumber(stream, number)
+        began_s = time.perf_counter()
+        rows = client.pull(tables, batch=batch)
+        took.append(1000 * (time.perf_counter() - began_s))
+        grads = [np.full_like(of_table, 0.01) for of_table in rows]
+        in_flight.append(client.push(tables, grads, batch))
+        if len(in_flight) == IN_FLIGHT:
+            client.outcome(in_flight.popleft())
+    while in_flight:
+        client.outcome(in_flight.popleft())
+    return took
+
+
+def come_and_go(addresses: list[str], port: int) -> None:
+    """Be one client after the other: join the book, read some rows, leave."""
+    for number in itertools.count():
+        with closing(AddressBook.join("localhost", port)) as book:
+            book.tell(f"visit/{number % 7}", str(number))
+        # There may be no table yet, or no rows while a checkpoint is loaded.
+        with (
+            closing(EmbeddingClient.connect(addresses)) as client,
+            contextlib.suppress(ConfigError, RemoteError),
+        ):
+            client.learn_tables()
+            client.read("user", np.arange(20, dtype=np.uint64))
+            client.counters()
+        print("visit", number, flush=True)
+
+
+def leak() -> None:
+    """Take more memory, descriptors and threads all the time."""
+    kept = []
+    for number in itertools.count():
+        kept.append((b"x" * 2**20, os.open("/dev/null", os.O_RDONLY)))
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        print("leaked", number, flush=True)
+        time.sleep(0.02)

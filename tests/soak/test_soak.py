@@ -1,0 +1,181 @@
+"""A job of many minutes: memory, descriptors, threads, files and latency stay flat."""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia_torchrec.client.client import EmbeddingClient
+from tests.processes import Processes, wait_until
+from tests.soak import job
+from tests.soak.conftest import COLUMNS, LEAST_OF_A_TABLE, README
+from tests.soak.trend import trend_of
+
+NUM_SAMPLES = 120
+LEAST_S = 0.02
+MIB = 2**20
+
+pytestmark = pytest.mark.multiprocess
+
+
+def tolerated(what, median):
+    """Return how much more at the end is none: of noise, and of what is kept ahead."""
+    match what:
+        case "memory MiB":
+            return 2.0 + 0.03 * median
+        case "files MiB":
+            return 1.0 + 0.1 * median
+        case "p50 ms" | "p99 ms":
+            return 0.5 * median
+    return 2.0
+
+
+def sample(pid):
+    """Return what a process holds."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return {
+        "memory MiB": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
+        "descriptors": len([*Path(f"/proc/{pid}/fd").iterdir()]),
+        "threads": int(status.partition("Threads:")[2].split()[0]),
+    }
+
+
+def files_of(folder):
+    """Return how many files there are, and their bytes; some go meanwhile."""
+    sizes = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if not name.startswith(("memory", "latencies")):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes.append((Path(place) / name).stat().st_size)
+    return {"files": len(sizes), "files MiB": sum(sizes) / MIB}
+
+
+class Series:
+    """Measurements at equal intervals, by what and of which process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def add(self, of, measured):
+        for what, value in measured.items():
+            self.values.setdefault((of, what), []).append(value)
+
+    def grown(self):
+        """Return the lines of the table, and those of what has grown."""
+        lines, found = [], []
+        for (of, what), values in sorted(self.values.items()):
+            trend = trend_of(np.array(values))
+            most = tolerated(what, trend.median)
+            numbers = trend.median, trend.growth, trend.z, most
+            line = f"| {of} | {what} | {' | '.join(f'{n:.2f}' for n in numbers)} |\n"
+            lines.append(line)
+            if trend.grows(most):
+                found.append(line)
+        return lines, found
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as processes:
+        yield processes
+
+
+def start_job(processes, folder):
+    """Start the job; return its processes by name, and the servers' addresses."""
+    running = {
+        f"server {shard}": processes.start(f"server {shard}", job.serve, shard, folder)
+        for shard in range(job.NUM_SERVERS)
+    }
+    addresses = [word_after(one, "ready") for one in running.values()]
+    running["address book"] = processes.start("book", job.keep_book)
+    port = int(word_after(running["address book"], "ready"))
+    running["trainer"] = processes.start("trainer", job.train, addresses, folder)
+    visitor = processes.start("visitor", job.come_and_go, addresses, port)
+    running["clients that come and go"] = visitor
+    running["trainer"].has_printed("turn 0")
+    visitor.has_printed("visit 0")
+    return running, addresses
+
+
+def word_after(process, text):
+    process.has_printed(f"{text} ")
+    return process.output().partition(f"{text} ")[2].split()[0]
+
+
+def watch(running, folder, seconds):
+    """Measure all processes again and again."""
+    series, seen = Series(), 0
+    begun_s = time.monotonic()
+    for number in range(NUM_SAMPLES):
+        wait_s = begun_s + (number + 1) * seconds / NUM_SAMPLES - time.monotonic()
+        threading.Event().wait(max(wait_s, LEAST_S))
+        for of, process in running.items():
+            series.add(of, sample(process.pid))
+        series.add("job", files_of(folder))
+        latencies = folder / "latencies"
+        lines = latencies.read_text().split() if latencies.exists() else []
+        if len(lines) > seen:
+            new = np.array(lines[seen:], dtype=float)
+            p50, p99 = np.percentile(new, [50, 99])
+            series.add("trainer", {"p50 ms": p50, "p99 ms": p99})
+            seen = len(lines)
+    return series
+
+
+def test_a_job_grows_by_nothing(processes, tmp_path, minutes):
+    running, addresses = start_job(processes, str(tmp_path))
+    series = watch(running, tmp_path, 60 * minutes)
+    for name, process in running.items():
+        assert process.process.is_alive(), f"{name}: {process.output()[-3000:]}"
+        assert "Traceback" not in process.output(), process.output()[-3000:]
+    turns = running["trainer"].output().count("turn")
+    visits = running["clients that come and go"].output().count("visit")
+    assert turns
+    assert visits
+    client = EmbeddingClient.connect(addresses)
+    counters = client.counters()
+    client.close()
+    assert [c["increments"] for c in counters] > [0] * job.NUM_SERVERS
+    if minutes < LEAST_OF_A_TABLE:  # in seconds, all caches still fill
+        assert len(series.values) == 3 * len(running) + 4
+        return
+    assert all(c["evictions"] for c in counters)
+    lines, grown = series.grown()
+    head = README.read_text().partition(COLUMNS)[0].rpartition("The last run:")[0]
+    README.write_text(
+        f"{head}The last run: {minutes:g} minutes, {100 * turns} batches, {turns} "
+        f"connections of the trainer, {visits} of others, "
+        f"{sum(c['evictions'] for c in counters)} evictions, "
+        f"{sum(c['increments'] for c in counters)} increments, {os.cpu_count()} "
+        f"cores.\n\n{COLUMNS}|---|---|---|---|---|---|\n{''.join(lines)}"
+    )
+    assert not grown, "".join(grown)
+
+
+def test_what_leaks_is_found(processes):
+    process = processes.start("leaking", job.leak)
+    process.has_printed("leaked 3")
+    series = Series()
+    for number in range(24):
+        wait_until(lambda n=number: f"leaked {4 + 2 * n}" in process.output(), "more")
+        series.add("leaking", sample(process.pid))
+    _, grown = series.grown()
+    found = " ".join(grown)
+    assert all(what in found for what in ("memory MiB", "descriptors", "threads"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_grow_and_a_slow_trend_in_it_does(seed):
+    noise = np.random.default_rng(seed).normal(100, 1, 120)
+    assert not trend_of(noise).grows(1.0)
+    assert not trend_of(np.full(120, 7.0)).grows(0.0)
+    assert not trend_of(noise - 0.02 * np.arange(120)).grows(0.0)
+    trend = trend_of(noise + 0.03 * np.arange(120))
+    assert trend.grows(1.0)
+    assert trend.growth == pytest.approx(0.03 * 89, rel=0.5)
+    assert not trend.grows(20.0)  # it is too little to matter
