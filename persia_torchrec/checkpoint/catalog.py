@@ -371,6 +371,8 @@ def lines_of(logs: Iterable[Log]) -> list[Line]:
 def latest_lines(lines: Sequence[Line]) -> list[Line]:
     """Return the last line of each server, by shard; none if one has none."""
     num_shards = lines[-1].logs[0].num_shards if lines else 0
+    if num_shards > len(lines):
+        return []
     latest = []
     for shard in range(num_shards):
         latest += [line for line in lines if line.is_of(shard, num_shards)][-1:]

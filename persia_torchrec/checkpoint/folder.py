@@ -159,14 +159,14 @@ class Folder:
         """Open a file to read it from the front."""
         if self._roots is not None:
             _require_within(self.file_path(name), self._roots)
-        path = Path(self._within(name))
-        if self._is_local and path.exists() and not path.is_file():
-            raise CheckpointError(f"{path} must be a file. Received: something else.")
-        with (
-            named_errors("read", self.file_path(name)),
-            self._fs.open(self._within(name), "rb") as file,
-        ):
-            yield file
+        with named_errors("read", self.file_path(name)):
+            path = Path(self._within(name))
+            if self._is_local and path.exists() and not path.is_file():
+                raise CheckpointError(
+                    f"{path} must be a file. Received: something else."
+                )
+            with self._fs.open(self._within(name), "rb") as file:
+                yield file
 
     @contextlib.contextmanager
     def created(self, name: str) -> Iterator[IO[bytes]]:

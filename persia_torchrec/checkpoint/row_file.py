@@ -42,7 +42,7 @@ _BY_512, _BY_128 = (  # x to the power of so many bits, and 64 more, modulo CRC-
     (np.uint64(0x1751997D0), np.uint64(0x0CCAA009E)),
 )
 _MAX_JSON_BYTES = 2**28
-_MAX_SHARDS = 2**31
+_MAX_SHARDS = 2**16
 _MAX_BLOCK_BYTES = 2**28
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
