@@ -11,7 +11,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -37,6 +36,7 @@ from persia_torchrec.table import TableSpec
 from persia_torchrec.wire import messages
 from persia_torchrec.wire.address_book import AddressBook
 from persia_torchrec.wire.greeting import NO_JOB
+from persia_torchrec.wire.handshake import client_options
 from persia_torchrec.wire.messages import Header, Kind, Share, TableIds, encode_json
 from persia_torchrec.wire.service import Service
 from persia_torchrec.worker.process import IdBuffer, WorkerProcess
@@ -189,7 +189,7 @@ def http_requests() -> list[bytes]:
     for kind, body in (("octet-stream", batch.to_bytes()), ("json", text)):
         head = (
             f"POST /predict HTTP/1.0\r\nContent-Type: application/{kind}\r\n"
-            f"Authorization: Bearer {env.text('PERSIA_HTTP_TOKEN')}\r\n"
+            f"Authorization: Bearer {env.http_token() or ''}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         found.append(head.encode() + body)
@@ -217,7 +217,8 @@ class Dealer:
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        options = _proof(address.endswith("#book"))
+        is_book = address.endswith("#book")
+        options = client_options(env.job_token(), encrypts=is_book or env.encrypts())
         options |= {zmq.LINGER: 0, zmq.ROUTING_ID: NO_JOB.encode()}
         for option, value in options.items():
             self.socket.setsockopt(option, value)
@@ -239,16 +240,6 @@ class Dealer:
     def close(self) -> None:
         self.socket.close()
         self._context.term()
-
-
-def _proof(is_book: bool) -> dict[int, object]:
-    """Return the options of a socket that proves the job's token, if there is one."""
-    try:
-        handshake = import_module("persia_torchrec.wire.handshake")
-    except ModuleNotFoundError:
-        return {}
-    token, encrypts = env.job_token(), is_book or env.encrypts()
-    return dict(handshake.client_options(token, encrypts=encrypts))
 
 
 def fuzz_messages(

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -14,6 +13,8 @@ import msgspec
 import numpy as np
 
 from persia_torchrec import AdmitFrequency, Expiry
+from persia_torchrec.checkpoint import catalog
+from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import Adagrad
 from persia_torchrec.errors import ConfigError, RemoteError
@@ -71,12 +72,9 @@ def train(addresses: list[str], folder: str) -> None:
             with out.open("ab") as file:
                 file.write(b"".join(msgspec.json.encode(ms) + b"\n" for ms in took))
             if turn % 4 == 0:
-                saved = client.checkpoints.dump(Path(folder) / "checkpoints")
-                for old in (Path(folder) / "checkpoints").glob("checkpoint-*"):
-                    if str(old) != saved.path:
-                        shutil.rmtree(old)
-            if turn % 20 == 19:
-                client.checkpoints.load(saved.path)
+                run = Folder(f"{folder}/checkpoints")
+                client.checkpoints.dump(Path(run.url))
+                catalog.delete_older(run, 2)
         print("turn", turn, flush=True)
 
 
