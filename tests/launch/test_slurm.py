@@ -26,5 +26,7 @@ def test_the_adult_income_job_recovers_a_killed_server(slurm, tmp_path):
         (tmp_path / "go").touch()
         assert job.wait() == {"COMPLETED"}
         assert "SUCCEEDED" in job.torchx("status", job.handle)
+        token = (tmp_path / ".persia_torchrec/job_token").read_text().strip()
+        assert token not in job.output()  # which has Slurm's command line
         log = job.torchx("log", "--streams", "stdout", f"{job.handle}/trainer/0")
     assert float(re.search(r"test AUC (0\.\d+)", log)[1]) >= LEAST_AUC
