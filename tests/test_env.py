@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -254,3 +255,46 @@ def test_on_slurm_the_log_is_where_torchx_has_it(monkeypatch, tmp_path):
     assert env.slurm_log("server") == str(log)
     monkeypatch.setenv("TORCHX_JOB_ID", "local_cwd://torchx/17")
     assert env.slurm_log("server") == ""
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_token_that_others_can_read_is_rejected(monkeypatch, tmp_path, mode):
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef\n")
+    monkeypatch.setenv("PERSIA_JOB_TOKEN", "another that counts less")
+    monkeypatch.setenv("PERSIA_JOB_TOKEN_FILE", str(file))
+    file.chmod(mode)
+    message = (
+        rf"PERSIA_JOB_TOKEN_FILE must .*chmod 600.*Received: {file}, of mode {mode:o}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        env.job_token()
+    file.chmod(0o600)
+    assert env.job_token() == "0123456789abcdef"
+
+
+def test_a_token_that_cannot_be_is_rejected_and_not_shown(monkeypatch, tmp_path):
+    monkeypatch.delenv("PERSIA_JOB_TOKEN_FILE", raising=False)
+    for token in ("too short", "with a blank in it, anywhere", "x" * 256):
+        monkeypatch.setenv("PERSIA_JOB_TOKEN", token)
+        with pytest.raises(ConfigError, match=r"16 to 255 ASCII") as rejected:
+            env.job_token()
+        assert token not in str(rejected.value)
+    monkeypatch.setenv("PERSIA_JOB_TOKEN_FILE", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="must name a file with a token"):
+        env.job_token()
+
+
+def test_a_launcher_makes_one_token_for_a_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("PERSIA_JOB_TOKEN_FILE", "PERSIA_JOB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    path = env.token_file("PERSIA_JOB_TOKEN")
+    assert path == str(tmp_path / ".persia_torchrec/job_token")
+    token = Path(path).read_text()
+    assert env.token_file("PERSIA_JOB_TOKEN") == path
+    assert Path(path).read_text() == token
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+    assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("PERSIA_JOB_TOKEN", "inherited by processes")
+    assert env.token_file("PERSIA_JOB_TOKEN") is None

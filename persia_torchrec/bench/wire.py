@@ -8,6 +8,7 @@ redis   the same next to Redis (--redis PROGRAM): a row with its state is a valu
         (MSET). Ids in flight all differ: Redis would lose updates of shared ones.
 restarts  time without a server that was killed, and of new ones (restarts.py)
 survival  what memory that outlives a server costs it (restarts.py)
+encryption  what ``PERSIA_ENCRYPT=1`` costs, against connections that prove the token
 """
 
 import subprocess
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from persia_torchrec import env
 from persia_torchrec.bench import harness, restarts
 from persia_torchrec.bench.filled import IN_FLIGHT, Filled, FilledServer, filled_server
 from persia_torchrec.bench.harness import RATES, Benchmark, Table, Timings, interleave
@@ -140,6 +142,28 @@ def _staged(
         seconds[f"server: {stage}"] = (third - 2 * second + first) / 1e6
     neither = all_s - client_s - server_s
     return seconds | {"neither": neither, "copy": copy_s}, result
+
+
+@harness.per_dim
+def _encryption(settings: WireSettings, dim: int) -> Table:
+    num, ids = settings.in_flight_batches, settings.ids
+    with ExitStack() as stack:
+        servers: dict[str, FilledServer] = {}
+        for name, value in (("token", "0"), ("encrypted", "1")):
+            with env.set_within({"PERSIA_ENCRYPT": value}):
+                server = filled_server(settings.table(dim), settings.rows)
+                servers[name] = stack.enter_context(server)
+
+        def turn(timings: Timings) -> None:
+            one, *many = np.split(servers["token"].draw((1 + num) * ids), 1 + num)
+            for name, server in servers.items():
+                timings.add(f"one request | {name}", ids, sum(server.run(one)[0]))
+                timings.add(f"in flight | {name}", num * ids, server.stream(many))
+
+        timings = interleave(turn, settings.repeats)
+    rows = timings.rows(lambda key: f"{key.split(' | ')[0]} | token")
+    question = "What encryption costs: lookup + update, million unique rows/s."
+    return Table("encryption", question, f"{RATES} | of token", rows)
 
 
 class FilledRedis(Filled):
@@ -256,6 +280,7 @@ BENCHMARK = Benchmark(
         "redis": _redis,
         "restarts": restarts.measure_restarts,
         "survival": restarts.measure_survival,
+        "encryption": _encryption,
     },
     only_for={"redis": "redis"},
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from persia_torchrec import env
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import ConfigError
 from persia_torchrec.lookup.slots import SlotsLookup
@@ -274,3 +275,36 @@ def test_invalid_settings_are_rejected(serve):
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=r"able to listen on 127\.0\.0\.1"):
         serve(Model(), port=port)
+
+
+def test_only_a_client_with_the_token_is_answered(serve, monkeypatch):
+    monkeypatch.setenv("PERSIA_HTTP_TOKEN", "a-token-of-clients")
+    server, _ = serve(Model(), host="0.0.0.0")
+
+    def ask(path, token=None):
+        url = server.address.replace("0.0.0.0", "127.0.0.1") + path
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(url, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    assert ask("/healthz") == (200, b"ok")
+    assert ask("/health", "a-token-of-clients")[0] == 200
+    for token in (None, "another-token", "a-token-of-client"):
+        status, answer = ask("/health", token)
+        assert status == 401
+        assert b"PERSIA_HTTP_TOKEN" in answer
+        assert b"rows" not in answer
+
+
+def test_a_server_for_others_has_a_token_that_is_not_the_jobs(serve, monkeypatch):
+    monkeypatch.delenv("PERSIA_HTTP_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="PERSIA_HTTP_TOKEN_FILE, or PERSIA_HTTP_TOK"):
+        serve(Model(), host="0.0.0.0")
+    monkeypatch.setenv("PERSIA_HTTP_TOKEN", env.job_token())
+    with pytest.raises(ConfigError, match="must be another token than"):
+        serve(Model())
