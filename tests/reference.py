@@ -268,6 +268,7 @@ class ReferenceStore:
         self.counts: Counter[str] = Counter()
         self.num_updates: Counter[int] = Counter()
         self.seen: Counter[tuple[int, int]] = Counter()
+        self.waited: dict[tuple[int, int], int] = {}
 
     def lookup(
         self,
@@ -293,16 +294,22 @@ class ReferenceStore:
         for n in (n for n in places if known[n]):
             out[n] = self.rows[table, ids[n]].weights
         missing = [n for n in places if training and not known[n]]
-        admitted = []
+        admitted, waited = [], {}  # and how often the id had been seen before
         for n in missing:
-            is_admitted = admits_all or ids[n] in [ids[m] for m in admitted]
-            if is_admitted or self._admits(table, ids[n], counts[n]):
+            before = [m for m in admitted if ids[m] == ids[n]]
+            if admits_all or before or self._admits(table, ids[n], counts[n]):
                 admitted.append(n)
+                if before and not admits_all:
+                    waited[n] = waited[before[-1]] + counts[before[-1]]
+                else:
+                    waited[n] = self.waited.pop((table, ids[n]), 0)
         self.counts["rejected"] += len(missing) - len(admitted)
         for n in admitted:
             is_first = (table, ids[n]) not in self.rows
             if is_first:
                 self._make(table, ids[n])
+                if isinstance(spec.admission, AdmitFrequency):
+                    self.rows[table, ids[n]].frequency = waited[n]
             self._count(table, ids[n], counts[n], is_first=is_first)
             out[n] = self.rows[table, ids[n]].weights
         return out
@@ -394,7 +401,7 @@ class ReferenceStore:
                 self.seen[table, id_] += count
                 if self.seen[table, id_] < threshold:
                     return False
-                del self.seen[table, id_]
+                self.waited[table, id_] = self.seen.pop((table, id_)) - count
         return True
 
     def _why_it_leaves(self, table: int, row: Row) -> str | None:

@@ -51,7 +51,7 @@ from persia_torchrec.decoding import KeyPath, convert
 from persia_torchrec.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia_torchrec.errors import CheckpointError, ConfigError, PersiaError
 from persia_torchrec.logger import get_default_logger
-from persia_torchrec.store.row_moves import POSITION_BITS
+from persia_torchrec.store.memory import POSITION_BITS
 from persia_torchrec.table import TableSpec
 
 _NAME = "persia_torchrec.checkpoint.from_persia"

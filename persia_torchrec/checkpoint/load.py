@@ -43,6 +43,7 @@ from persia_torchrec.checkpoint.row_file import (
     ShardHead,
     Written,
 )
+from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.routing.shard import is_of_shard
@@ -90,6 +91,7 @@ class Increment:
     rows: Rows = field(default_factory=list)
     gone: list[tuple[int, Ids]] = field(default_factory=list)
     """Ids whose rows have left, or for which there is no room."""
+    seen: list[tuple[int, Sightings]] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Folder, number: int) -> "Increment":
@@ -101,6 +103,8 @@ class Increment:
             for table, block in reader.blocks():
                 if isinstance(block, RowColumns):
                     increment.rows.append((table, block))
+                elif isinstance(block, Sightings):
+                    increment.seen.append((table, block))
                 else:
                     increment.gone.append((table, block))
         return increment
@@ -120,21 +124,72 @@ class Increment:
         num_left_out = max(len(order_R) - target.capacity_rows, 0)
         left_out = _slices(tables, order_R[:num_left_out])
         gone = [*self.gone, *((table, rows.ids) for table, rows in left_out)]
-        return Increment(self.head, list(_slices(tables, order_R[num_left_out:])), gone)
+        kept = list(_slices(tables, order_R[num_left_out:]))
+        return Increment(self.head, kept, gone, self.seen)
+
+
+class SeenIds:
+    """What admissions remember, on its way into the store of one server.
+
+    It is collected from files, the oldest first, and then put in together: a store that
+    loads is empty after a crash.
+    """
+
+    def __init__(self, store: EmbeddingStore, target: Target) -> None:
+        self._store = store
+        self._target = target
+        self._found = {state.spec.name: [state.sightings()] for state in store.states}
+        self.forgotten: set[str] = set()
+        """Tables whose admission cannot continue with what was found."""
+
+    def add(self, saved: SavedTable, sightings: Sightings) -> None:
+        """Add what the admission of a table remembered."""
+        states = {state.spec.name: state for state in self._store.states}
+        admission = states[saved.name].spec.admission
+        if not admission.num_memory_words():
+            return
+        if not admission.counts_as(saved.spec.admission):
+            self.forgotten.add(saved.name)
+            return
+        if admission.has_ids_as_keys:
+            is_own_N = is_of_shard(sightings.keys, *self._target[:2])
+            sightings = Sightings(*(column[is_own_N] for column in sightings))
+        self._found.setdefault(saved.name, []).append(sightings)
+
+    def clear(self, shard: int, num_shards: int) -> None:
+        """Drop the ids of one of the servers that wrote the files."""
+        for state in self._store.states:
+            found = self._found.get(state.spec.name, [])
+            for at, sightings in enumerate(found):
+                if state.spec.admission.has_ids_as_keys:
+                    is_kept_N = ~is_of_shard(sightings.keys, shard, num_shards)
+                else:  # the filters of several servers cannot be told apart
+                    is_kept_N = np.full(
+                        len(sightings.keys), num_shards != self._target.num_shards
+                    )
+                found[at] = Sightings(*(column[is_kept_N] for column in sightings))
+
+    def put(self) -> None:
+        """Let the admissions remember it."""
+        for state in self._store.states:
+            found = self._found.get(state.spec.name, [])
+            if found and state.remembered.size:
+                seen = Sightings(*map(np.concatenate, zip(*found, strict=True)))
+                state.spec.admission.remember(state.remembered, seen)
 
 
 def apply_increment(
-    store: EmbeddingStore, increment: Increment, *, follows: bool
+    store: EmbeddingStore, increment: Increment, seen: SeenIds | None
 ) -> Iterator[int]:
     """Apply a server's part of an increment to its store; the store's owner runs it.
 
-    Yields how many rows each slice of the work has written. With ``follows``, the
-    store's tables take over what an id without a row reads.
+    Yields how many rows each slice of the work has written. ``seen`` is None if the
+    store follows a training: then its tables take over what an id without a row reads.
     """
     head = increment.head
     where = f"increment {head.number} of {head.log}"
     _require_same_rows(where, head.tables, store.tables)
-    numbers = _add_tables(store, head.tables, follows=follows)
+    numbers = _add_tables(store, head.tables, follows=seen is None)
     states = store.states
     for number in range(len(states)) if head.was_cleared else ():
         start: int | None = 0
@@ -144,6 +199,11 @@ def apply_increment(
             store.remove(number, found.ids[is_dropped_N])
             start = found.next_slot
             yield 0
+    if seen is not None:
+        if head.was_cleared:
+            seen.clear(head.shard, head.num_shards)
+        for table, sightings in increment.seen:
+            seen.add(head.tables[table], sightings)
     for table, ids_N in increment.gone:
         for first in range(0, len(ids_N), _SLICE_ROWS):
             store.remove(numbers[table], ids_N[first : first + _SLICE_ROWS])
@@ -164,12 +224,14 @@ def apply_increment(
 class Loaded(msgspec.Struct, frozen=True):
     """What a server has loaded: rows in its store, and increments applied to them.
 
-    For ``num_left_out`` rows, those that would be evicted first, there was no room.
+    For ``num_left_out`` rows, those that would be evicted first, there was no room. The
+    admissions of the tables in ``forgotten`` count from 0 again.
     """
 
     num_rows: int
     num_left_out: int
     num_increments: int
+    forgotten: list[str] = []
 
 
 class ShardLoad(BackgroundTask):
@@ -200,6 +262,7 @@ class ShardLoad(BackgroundTask):
         self._files: list[tuple[SavedShard, IO[bytes]]] = []
         self._opened = contextlib.ExitStack()
         self._num_read = self._num_to_read = 0
+        self._seen: list[tuple[int, Sightings]] = []  # with the index of their table
         self.result: Loaded | None = None
 
     @property
@@ -294,13 +357,18 @@ class ShardLoad(BackgroundTask):
             fitting = _with_metadata(rows, store.states[number])
             rows_in.add(number, fitting, is_own_N)
         rows_in.finish(max((shard.tick for shard in self.manifest.shards), default=0))
+        seen = SeenIds(store, self._target)
+        for index, sightings in self._seen:
+            seen.add(saved[index], sightings)
         for log, number in self._increments:
             self.require_not_cancelled()
             part = Increment.read(log, number).select(self._target)
-            for _ in apply_increment(store, part, follows=False):
+            for _ in apply_increment(store, part, seen):
                 pass
+        seen.put()
         num_left_out = len(self._uses) - rows_in.num_kept
-        self.result = Loaded(rows_in.num_kept, num_left_out, len(self._increments))
+        counts = rows_in.num_kept, num_left_out, len(self._increments)
+        self.result = Loaded(*counts, sorted(seen.forgotten))
 
     def _check_increments(self, logs: Folder) -> None:
         """Find and read all increments that follow the checkpoint."""
@@ -350,6 +418,7 @@ class ShardLoad(BackgroundTask):
         """Yield of all blocks the table's index, rows, and which are this server's."""
         specs = [table.spec for table in self.manifest.tables]
         index_of = {spec.name: index for index, spec in enumerate(specs)}
+        self._seen = []
         for saved, file in self._files:
             path = self._folder.file_path(saved.file)
             with named_errors("read", path):
@@ -357,12 +426,14 @@ class ShardLoad(BackgroundTask):
                 reader = RowFileReader(file, path, ShardHead)
                 _require_same_rows(path, reader.head.tables, specs, all_known=True)
                 previous = self._num_read
-                for number, rows in reader.blocks():
-                    assert isinstance(rows, RowColumns)  # by the kind of file
+                for number, block in reader.blocks():
                     self.require_not_cancelled()
                     self._num_read = previous + reader.num_bytes
-                    is_own_N = is_of_shard(rows.ids, *self._target[:2])
-                    yield index_of[reader.head.tables[number].name], rows, is_own_N
+                    index = index_of[reader.head.tables[number].name]
+                    if isinstance(block, RowColumns):
+                        yield index, block, is_of_shard(block.ids, *self._target[:2])
+                    elif isinstance(block, Sightings):
+                        self._seen.append((index, block))
                 expected = Written(saved.num_rows, saved.size_bytes, saved.checksum)
                 if reader.written != expected:
                     raise CheckpointError(

@@ -18,6 +18,7 @@ from persia_torchrec.checkpoint.catalog import Base, Line, LogPosition, Manifest
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import (
     Increment,
+    SeenIds,
     ShardLoad,
     Target,
     apply_increment,
@@ -150,6 +151,7 @@ def _apply(
 ) -> _Applied:
     """Apply the increments from a position on, as long as they can be read."""
     heads: list[IncrementHead] = []
+    seen = SeenIds(store, target)
     for name, first, stop in line.segments(position):
         log = logs.child(name)
         last = (
@@ -161,11 +163,13 @@ def _apply(
             except CheckpointError as exc:
                 logger.warning("this increment and later ones are left out: %s", exc)
                 place = LogPosition(name, number)
+                seen.put()
                 return _Applied(heads, place, is_all=False)
-            for _ in apply_increment(store, increment, follows=False):
+            for _ in apply_increment(store, increment, seen):
                 pass
             heads.append(increment.head)
         position = LogPosition(name, max(first, last + 1))
+    seen.put()
     return _Applied(heads, position, is_all=True)
 
 

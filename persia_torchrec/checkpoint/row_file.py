@@ -4,7 +4,8 @@
                                           `-- letters | table | N | CRC-32 | columns
 
 FORMAT.md has them to the byte. A block of ROWS holds rows of one table by column, see
-``RowColumns``; one of GONE the ids of rows that were evicted or have expired. Neither
+``RowColumns``; one of GONE the ids of rows that were evicted or have expired; one of
+SEEN what an admission remembers of ids, by column, see ``Sightings``. Neither
 writer nor reader holds more than one block in memory. Bytes that do not fit this layout
 raise a CheckpointError that names the file and the byte offset.
 """
@@ -13,7 +14,16 @@ import struct
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import IO, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import (
+    IO,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+)
 
 import msgspec
 import numpy as np
@@ -22,6 +32,7 @@ import numpy.typing as npt
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, read_only
 from persia_torchrec.decoding import parse_json
+from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError, ConfigError
 from persia_torchrec.routing.hashing import Ids
 from persia_torchrec.store.memory import MAX_TABLES, Words
@@ -29,12 +40,13 @@ from persia_torchrec.store.row_moves import RowColumns, RowShape
 from persia_torchrec.store.tables import TableState
 from persia_torchrec.table import TableSpec
 
-_VERSION = 1
+_VERSION = 2
+_READABLE = 1, 2
 _BEGIN = struct.Struct("<8sIII")
 _HEAD = struct.Struct("<4sIII")
 _END = struct.Struct("<4sIQ")
-_ROWS, _GONE, _ENDS = b"ROWS", b"GONE", b"ENDS"
-_ID_BYTES = 8
+_ROWS, _GONE, _SEEN, _ENDS = b"ROWS", b"GONE", b"SEEN", b"ENDS"
+_ID_BYTES, _SIGHTING_BYTES = 8, 24
 _FOLDED_BYTES = 64
 _FOLDED_FROM = 1024  # bytes; less is as fast without
 _BY_512, _BY_128 = (  # x to the power of so many bits, and 64 more, modulo CRC-32's
@@ -112,6 +124,8 @@ class IncrementHead(ShardHead, frozen=True, kw_only=True):
 
 
 Head = TypeVar("Head", bound=ShardHead)
+Block: TypeAlias = RowColumns | Ids | Sightings
+"""Rows of one table, ids whose rows are gone, or what its admission remembers."""
 
 
 def require_shard(shard: int, num_shards: int) -> None:
@@ -121,7 +135,7 @@ def require_shard(shard: int, num_shards: int) -> None:
 
 
 class Written(NamedTuple):
-    """What has been written; ``num_rows`` sums N of all blocks."""
+    """What has been written; ``num_rows`` sums N of all blocks but SEEN."""
 
     num_rows: int
     size_bytes: int
@@ -138,22 +152,19 @@ class RowFileWriter:
         self._write(_BEGIN.pack(head.magic, _VERSION, len(text), zlib.crc32(text)))
         self._write(text)
 
-    def write(self, table: int, block: RowColumns | Ids) -> None:
-        """Write rows of one table, or ids whose rows are gone; there may be none."""
-        if len(block) == 0:
+    def write(self, table: int, block: Block) -> None:
+        """Write a block of one table; it may be empty."""
+        kind, arrays = _columns(block)
+        num = len(arrays[0])
+        if num == 0:
             return
-        arrays: list[npt.NDArray[Any]]
-        if isinstance(block, RowColumns):
-            kind, arrays = _ROWS, block.columns()
-        else:
-            kind, arrays = _GONE, [block]
         columns = [column.data.cast("B") for column in arrays if column.size]
         checksum = 0
         for column in columns:
             checksum = crc32(column, checksum)
-        head = _HEAD.pack(kind, table, len(block), checksum)
+        head = _HEAD.pack(kind, table, num, checksum)
         self._checksum = zlib.crc32(head, self._checksum)
-        self._num_rows += len(block)
+        self._num_rows += num if kind != _SEEN else 0
         self._write(head)
         for column in columns:
             self._write(column)
@@ -183,9 +194,9 @@ class RowFileReader(Generic[Head]):
             raise CheckpointError(
                 f"{path} must begin with {head_type.magic!r}. Received: {magic!r}."
             )
-        if version != _VERSION:
+        if version not in _READABLE:
             raise CheckpointError(
-                f"{path}: the format's version must be {_VERSION}. Received: "
+                f"{path}: the format's version must be one of {_READABLE}. Received: "
                 f"{version}. Load it with the version of persia_torchrec that wrote it."
             )
         self._require(num_bytes <= _MAX_JSON_BYTES, f"a header of {num_bytes} bytes")
@@ -197,11 +208,12 @@ class RowFileReader(Generic[Head]):
         except ConfigError as exc:
             raise self._damaged(f"header: tables: {exc}") from exc
         self._row_bytes = {(_ROWS, i): s.row_bytes for i, s in enumerate(self._shapes)}
+        self._row_bytes |= {(_SEEN, i): _SIGHTING_BYTES for _, i in self._row_bytes}
         if isinstance(self.head, IncrementHead):
             self._row_bytes |= {(_GONE, i): _ID_BYTES for i in range(len(self._shapes))}
 
-    def blocks(self) -> Iterator[tuple[int, RowColumns | Ids]]:
-        """Yield the number of a table, and its rows or gone ids, of each block."""
+    def blocks(self) -> Iterator[tuple[int, Block]]:
+        """Yield the number of a table, and the block."""
         total = all_heads = 0
         while (head := self._take(_HEAD.size))[:4] != _ENDS:
             kind, table, num_rows, checksum = _HEAD.unpack(head)
@@ -213,10 +225,13 @@ class RowFileReader(Generic[Head]):
             payload = self._take(num_bytes)
             is_whole = crc32(payload) == checksum
             self._require(is_whole, "a block with another checksum")
-            total += num_rows
+            total += num_rows if kind != _SEEN else 0
             all_heads = zlib.crc32(head, all_heads)
             if kind == _ROWS:
                 yield table, self._shapes[table].view(payload)
+            elif kind == _SEEN:
+                columns = np.frombuffer(payload, dtype=np.uint64).reshape(3, -1)
+                yield table, Sightings(*columns)
             else:
                 yield table, np.frombuffer(payload, dtype=np.uint64)
         is_end = _END.unpack(head) == (_ENDS, all_heads, total)
@@ -243,6 +258,16 @@ class RowFileReader(Generic[Head]):
             )
         self.num_bytes += num_bytes
         return data
+
+
+def _columns(block: Block) -> tuple[bytes, list[npt.NDArray[Any]]]:
+    """Return the kind of a block, and its columns."""
+    match block:
+        case RowColumns():
+            return _ROWS, block.columns()
+        case Sightings():
+            return _SEEN, list(block)
+    return _GONE, [block]
 
 
 def crc32(data: bytes | memoryview, previous: int = 0) -> int:

@@ -51,8 +51,9 @@ _POLL_S = 0.2
 class SavedCheckpoint:
     """A complete checkpoint: its URL and step, the rows and bytes of all servers.
 
-    A load tells how many rows the servers had no room for, and how many files of
-    increments were put on it.
+    A load tells how many rows the servers had no room for, how many files of
+    increments were put on it, and whose tables' admissions count from 0 again, since
+    they were saved by another kind of admission, or with a filter of another size.
     """
 
     path: str
@@ -61,6 +62,7 @@ class SavedCheckpoint:
     size_bytes: int
     num_left_out: int = 0
     num_increments: int = 0
+    forgotten: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, folder: Folder, manifest: Manifest) -> "SavedCheckpoint":
@@ -222,6 +224,9 @@ class Checkpoints:
                 SavedCheckpoint.of(folder, manifest),
                 num_left_out=sum(loaded.num_left_out for loaded in results),
                 num_increments=sum(loaded.num_increments for loaded in results),
+                forgotten=tuple(
+                    sorted({t for found in results for t in found.forgotten})
+                ),
             )
 
         return Task("load", work)

@@ -18,13 +18,14 @@ import numpy.typing as npt
 from persia_torchrec.embedding import setting
 from persia_torchrec.embedding.kernel import (
     GOLDEN,
+    W,
     keep_words,
     mulhi,
     prefetch,
     splitmix64,
 )
+from persia_torchrec.embedding.setting import NO_SIGHTINGS, Sightings, Words
 
-Words = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 Links = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
@@ -63,6 +64,7 @@ def _admit_bloom(
     frequencies_N = count_in_bloom(memory, p, ids_N, counts_N)
     for i in range(len(ids_N)):
         is_admitted_N[i] = frequencies_N[i] >= p[0]
+        counts_N[i] = max(counts_N[i], np.int64(frequencies_N[i]))
 
 
 def count_in_bloom(
@@ -104,7 +106,7 @@ def count_in_bloom(
 #
 # Candidates stand in numbered cells 1, 2, ... of 32 bytes, two per cache line:
 #
-#     id (8 bytes) | count | next of the same hash | older | newer | unused    (4 each)
+#     id (8 bytes) | count | next of the same hash | older | newer (4 each) | use (8)
 #
 # The words of the memory are the cells (cell 0 holds no id), then the heads: for each
 # hash, the first cell of a chain of ids. ``older`` and ``newer`` make a ring of all
@@ -112,7 +114,8 @@ def count_in_bloom(
 #
 #     cell 0 --newer--> oldest --newer--> ... --newer--> newest --newer--> cell 0
 #
-# When every cell is taken, the oldest candidate gives its own to the next one.
+# When every cell is taken, the oldest candidate gives its own to the next one. A free
+# cell has no use.
 
 COUNT, CHAIN, OLDER, NEWER = 2, 3, 4, 5
 """Columns of the cells, of 4 bytes each."""
@@ -121,6 +124,8 @@ USED, FREE = 0, 1
 
 _CHUNK = 32
 _MOST = 2**32 - 1
+_USE = 3  # word of a cell
+_LAST_POSITION = 2**24 - 1
 _CELL_BYTES = np.uint64(32)
 _HEAD_BYTES = np.uint64(4)
 _CELL_WORDS = np.uint64(4)
@@ -136,6 +141,7 @@ def _admit_frequent(
     totals_N = count_candidates(memory, p, ids_N, counts_N)
     for i in range(len(ids_N)):
         is_admitted_N[i] = np.uint64(totals_N[i]) >= p[0]
+        counts_N[i] = totals_N[i]
     forget_candidates(memory, p, ids_N[is_admitted_N])
 
 
@@ -186,6 +192,7 @@ def count_candidates(memory: Words, p: Words, ids_N: Words, counts_N: Counts) ->
             cells[newest, NEWER] = cells[0, OLDER] = cell
             total = min(int(cells[cell, COUNT]) + min(counts_N[i], _MOST), _MOST)
             cells[cell, COUNT] = total
+            memory[4 * cell + _USE] = p[3] + np.uint64(min(i, _LAST_POSITION))
             totals_N[i] = total
     return totals_N
 
@@ -207,7 +214,7 @@ def _view(memory: Words, max_rows: np.uint64) -> tuple[Links, Links]:
     return cells, memory[4 * num :].view(np.uint32)[: 2 * (num - 1)]
 
 
-def _find_head(id_: np.uint64, heads: Links) -> np.uint64:
+def _find_head(id_: W, heads: Links) -> W:
     return mulhi(splitmix64(id_), np.uint64(len(heads)))
 
 
@@ -249,6 +256,7 @@ def _leave(cell: int, memory: Words, cells: Links, heads: Links, p: Words) -> No
         cells[before, CHAIN] = cells[cell, CHAIN]
     _leave_ring(cell, memory, cells, p)
     cells[cell, NEWER], cells[0, FREE] = cells[0, FREE], cell
+    memory[4 * cell + _USE] = 0
 
 
 def _leave_ring(cell: int, memory: Words, cells: Links, p: Words) -> None:
@@ -269,6 +277,49 @@ def _keep_head(head: np.uint64, memory: Words, p: Words) -> None:
     """Keep the head of a chain that is about to change, and its neighbour."""
     heads = np.uint64(memory.ctypes.data) + _CELL_BYTES * (p[1] + _ONE)
     keep_words(p[2], (heads + _HEAD_BYTES * head) & _WORD_AT, _ONE)
+
+
+def _list_candidates(words: Words) -> Sightings:
+    """Return the ids of cells, their counts and uses, in the order of the cells."""
+    cells = words.reshape(-1, 4)[1:]
+    cells = cells[cells[:, _USE] != 0]
+    counts = cells.view(np.uint32)[:, COUNT].astype(np.uint64)
+    return Sightings(cells[:, 0].copy(), counts, cells[:, _USE].copy())
+
+
+def _find_candidates(memory: Words, max_rows: int, ids_N: Words) -> Sightings:
+    cells, heads = _view(memory, np.uint64(max_rows))
+    found_N = heads[_find_head(ids_N, heads)]
+    words = memory[: 4 * len(cells)].reshape(-1, 4)
+    while (is_other_N := (found_N != 0) & (words[found_N, 0] != ids_N)).any():
+        found_N[is_other_N] = cells[found_N[is_other_N], CHAIN]
+    counts_N = np.where(found_N != 0, cells[found_N, COUNT], 0)
+    return Sightings(ids_N, counts_N.astype(np.uint64), words[found_N, _USE])
+
+
+def _set_candidates(memory: Words, max_rows: int, sightings: Sightings) -> None:
+    """Overwrite all; if there are too many, those that were seen last are kept."""
+    _, last = np.unique(sightings.keys[::-1], return_index=True)
+    last = len(sightings.keys) - 1 - last
+    last = last[sightings.values[last] > 0]
+    order = last[np.argsort(sightings.uses[last], kind="stable")][-max_rows:]
+    ids_K, values_K, uses_K = (column[order] for column in sightings)
+    cells, heads = _view(memory, np.uint64(max_rows))
+    num, num_before = len(ids_K), int(cells[0, USED])
+    heads[_find_head(memory[4 : 4 * num_before + 4 : 4], heads)] = 0
+    memory[: 4 * num_before + 4] = 0
+    own = np.arange(1, num + 1)
+    words = memory[: 4 * (num + 1)].reshape(-1, 4)
+    words[1:, 0], words[1:, _USE] = ids_K, uses_K
+    cells[own, COUNT] = np.minimum(values_K, _MOST)
+    cells[own, OLDER], cells[own, NEWER] = own - 1, (own + 1) % (num + 1)
+    cells[0, [OLDER, NEWER]] = num, min(num, 1)
+    cells[0, USED] = num
+    heads_K = _find_head(ids_K, heads)
+    by_head = np.argsort(heads_K, kind="stable")
+    is_same = heads_K[by_head[1:]] == heads_K[by_head[:-1]]
+    cells[own[by_head[:-1]], CHAIN] = np.where(is_same, own[by_head[1:]], 0)
+    heads[heads_K[by_head[::-1]]] = own[by_head[::-1]]  # of several, the first
 
 
 @dataclass(frozen=True)
@@ -334,6 +385,26 @@ class AdmitFrequency(setting.Admission):
         """Return the bytes of the cells and heads that an id may change."""
         return _MOST_KEPT * int(_CELL_BYTES + _HEAD_BYTES + _HEAD_BYTES)
 
+    def counts_as(self, other: setting.Admission) -> bool:
+        """Return whether the other one counts exactly, too."""
+        return isinstance(other, AdmitFrequency)
+
+    def num_used_words(self, memory: Words) -> int:
+        """Return the words of the cells that were ever used."""
+        return 4 * (1 + int(memory[:1].view(np.uint32)[USED])) if memory.size else 0
+
+    def sightings(self, words: Words) -> Sightings:
+        """Return the ids that wait, and their counts."""
+        return _list_candidates(words)
+
+    def sightings_of(self, memory: Words, ids_N: Words) -> Sightings:
+        """Return the counts of ids."""
+        return _find_candidates(memory, self.max_waiting_rows, ids_N)
+
+    def remember(self, memory: Words, sightings: Sightings) -> None:
+        """Let ids wait, those that were seen last if there are too many."""
+        _set_candidates(memory, self.max_waiting_rows, sightings)
+
 
 @dataclass(frozen=True)
 class AdmitBloom(setting.Admission):
@@ -354,8 +425,9 @@ class AdmitBloom(setting.Admission):
     (Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 1970; Fan
     et al., "Summary Cache", ToN 2000.) Counters never fall: an id whose row is evicted
     gets one at once when it returns, and more ids than expected raise the fraction of
-    those that come early. With 7 hashes, counting takes 45 ns per id in 10 MB of
-    counters, 90 ns in 96 MB (one core of a Xeon at 2.5 GHz).
+    those that come early. A new row begins with the frequency that the filter says.
+    With 7 hashes, counting takes 45 ns per id in 10 MB of counters, 90 ns in 96 MB (one
+    core of a Xeon at 2.5 GHz).
     """
 
     kind: ClassVar[str] = "bloom"
@@ -387,6 +459,42 @@ class AdmitBloom(setting.Admission):
     def num_kept_bytes(self) -> int:
         """Return the bytes of the counters that an id raises."""
         return 16 * self.num_hashes
+
+    has_ids_as_keys = False  # but positions of words of 8 counters
+
+    def counts_as(self, other: setting.Admission) -> bool:
+        """Return whether the other one has as many counters, and hashes per id."""
+        return isinstance(other, AdmitBloom) and (
+            (self.num_counters, self.num_hashes)
+            == (other.num_counters, other.num_hashes)
+        )
+
+    def num_used_words(self, memory: Words) -> int:
+        """Return the number of all words."""
+        return memory.size
+
+    def sightings(self, words: Words) -> Sightings:
+        """Return all words that are not 0."""
+        (keys,) = np.nonzero(words)
+        return Sightings(keys.astype(np.uint64), words[keys], np.zeros_like(keys, "u8"))
+
+    def sightings_of(self, memory: Words, ids_N: Words) -> Sightings:
+        """Return the words that hold counters of ids."""
+        hashes_N = splitmix64(ids_N)
+        steps_N = splitmix64(hashes_N + GOLDEN) | _ONE
+        found = [NO_SIGHTINGS.keys]
+        for _ in range(self.num_hashes):
+            found.append(mulhi(hashes_N, np.uint64(self.num_counters)) >> np.uint64(3))
+            hashes_N = hashes_N + steps_N
+        keys = np.unique(np.concatenate(found))
+        return Sightings(keys, memory[keys], np.zeros_like(keys))
+
+    def remember(self, memory: Words, sightings: Sightings) -> None:
+        """Set each counter to the largest value that it comes with."""
+        memory[np.nonzero(memory)] = 0
+        counters = memory.view(np.uint8).reshape(-1, 8)
+        values_N8 = np.ascontiguousarray(sightings.values).view(np.uint8).reshape(-1, 8)
+        np.maximum.at(counters, sightings.keys.astype(np.int64), values_N8)
 
 
 ADMISSIONS: setting.Registry[setting.Admission] = setting.Registry(

@@ -17,6 +17,8 @@ Pointer = npt.NDArray[np.float32]
 """Where float32 numbers begin. It has no length, and no negative indices."""
 
 F = TypeVar("F", bound=Callable[..., object])
+W = TypeVar("W", np.uint64, npt.NDArray[np.uint64])
+"""A word, in compiled code; or words, in plain code."""
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2**64 divided by the golden ratio: added to a word, it gives an unlike one."""
@@ -57,7 +59,7 @@ def sum_of_squares(x: Pointer, dim: int) -> np.float32:
     return total
 
 
-def splitmix64(word: np.uint64) -> np.uint64:
+def splitmix64(word: W) -> W:
     """Return 64 bits each of which depends on every bit of a word; one to one.
 
     The end of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
@@ -69,13 +71,14 @@ def splitmix64(word: np.uint64) -> np.uint64:
     return word ^ (word >> _S31)
 
 
-def mulhi(hash_: np.uint64, num: np.uint64) -> np.uint64:
+def mulhi(hash_: W, num: np.uint64) -> W:
     """Return ``hash_ * num // 2**64``: a number in ``[0, num)`` for a 64-bit hash."""
     hash_high, hash_low = hash_ >> _S32, hash_ & _LOW
     num_high, num_low = num >> _S32, num & _LOW
     middle = hash_high * num_low + ((hash_low * num_low) >> _S32)
     carried = hash_low * num_high + (middle & _LOW)
-    return hash_high * num_high + (middle >> _S32) + (carried >> _S32)
+    high: W = hash_high * num_high + (middle >> _S32) + (carried >> _S32)
+    return high
 
 
 # THE LOG OF WHAT CHANGES

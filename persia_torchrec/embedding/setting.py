@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    TypeVar,
+    get_type_hints,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +26,8 @@ import numpy.typing as npt
 from persia_torchrec.errors import ConfigError
 
 _FLOAT32_RANGE = 2.0**127
+
+Words = npt.NDArray[np.uint64]
 
 Kernel = Callable[..., Any]
 """A plain function that the store compiles; see ``kernel.py``."""
@@ -199,6 +209,21 @@ class Initializer(Setting, ABC):
         """Return ``p``, what the kernel needs, for rows of ``dim`` weights."""
 
 
+class Sightings(NamedTuple):
+    """What an admission remembers: uint64 ``(N,)`` each; what a key is, it says.
+
+    ``uses`` says when an id was seen last, as that of a row does: the tick of the
+    request, times ``2**24``, plus the id's position in it.
+    """
+
+    keys: Words
+    values: Words
+    uses: Words
+
+
+NO_SIGHTINGS = Sightings(*np.empty((3, 0), dtype=np.uint64))
+
+
 @dataclass(frozen=True)
 class Admission(Setting, ABC):
     """Describe which ids get a row.
@@ -216,7 +241,9 @@ class Admission(Setting, ABC):
         zero at first and keep what it writes, the numbers of the table (uint64), and
         for each id that has no row (uint64), how often the batch holds it (int64,
         ``>= 1``); it overwrites the last (bool). Repeats are decided one after the
-        other. An admitted id starts again if it loses its row.
+        other. If it counts, it overwrites ``counts_N`` with how often each id has been
+        seen, this time included: an admitted row begins with that frequency. An
+        admitted id starts again if it loses its row.
         """
         return None
 
@@ -230,7 +257,11 @@ class Admission(Setting, ABC):
         return self.kernel
 
     def kernel_numbers(self, seed: int) -> tuple[int, ...]:
-        """Return ``p``, what the kernel needs, for a table of this seed."""
+        """Return ``p``, what the kernel needs, for a table of this seed.
+
+        Two numbers follow them: that of ``keep_words``, see :meth:`num_kept_bytes`, and
+        the use of the first id; see :class:`Sightings`.
+        """
         return (seed,)
 
     def num_memory_words(self) -> int:
@@ -245,6 +276,30 @@ class Admission(Setting, ABC):
         0: a copy of the whole memory is kept with each request, up to 1 MiB.
         """
         return 0
+
+    # What a checkpoint keeps of the memory; nothing, unless these are overridden.
+
+    has_ids_as_keys: ClassVar[bool] = True
+    """Whether the keys of sightings are ids, each of which is of one server."""
+
+    def counts_as(self, other: "Admission") -> bool:
+        """Return whether this one can continue with the sightings of another."""
+        return False
+
+    def num_used_words(self, memory: Words) -> int:
+        """Return how many words at the beginning :meth:`sightings` needs."""
+        return 0
+
+    def sightings(self, words: Words) -> Sightings:
+        """Return all that the beginning of a memory remembers, in any order."""
+        return NO_SIGHTINGS
+
+    def sightings_of(self, memory: Words, ids_N: Words) -> Sightings:
+        """Return what a memory remembers of different ids; value 0: nothing."""
+        return NO_SIGHTINGS
+
+    def remember(self, memory: Words, sightings: Sightings) -> None:
+        """Overwrite a memory; of a key that comes twice the last value counts."""
 
 
 S = TypeVar("S", bound=Setting)

@@ -18,8 +18,8 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -29,6 +29,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import ShardLoad, Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.checkpoint.row_file import RowFileWriter, SavedTable, ShardHead
+from persia_torchrec.embedding.setting import Admission, Sightings, Words
 from persia_torchrec.errors import BusyError, CheckpointError, StoreError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.server.increments import Increments
@@ -42,7 +43,13 @@ _CPU_FRACTION = 0.05
 """Of a CPU that a dump takes while requests for rows arrive, its writing included."""
 
 _MAX_CHUNKS = 4
+_BLOCK_IDS = 2**20
 _CHECK_S = 0.1
+
+
+Remembered: TypeAlias = tuple[int, Admission, Words]
+"""A table, and a copy of what its admission remembers."""
+Chunk: TypeAlias = RawRows | Remembered
 
 
 class CheckpointRequest(msgspec.Struct, kw_only=True):
@@ -98,7 +105,8 @@ class ShardDump(BackgroundTask):
         self.log: LogPosition | None = None
         self._export = RowExport(store)
         self._tables = self._describe_tables()
-        self.chunks: queue.Queue[RawRows | None] = queue.Queue(_MAX_CHUNKS)
+        self._remembered = self._copy_remembered()
+        self.chunks: queue.Queue[Chunk | None] = queue.Queue(_MAX_CHUNKS)
         self._has_copied_all = False
         self._tick = 0
         self._writer_cpu_s = self._charged_cpu_s = 0.0
@@ -117,10 +125,14 @@ class ShardDump(BackgroundTask):
 
     def advance(self) -> float:
         """Copy a slice; return the seconds of a CPU that the writing took since."""
-        chunk = self._export.advance()
-        if chunk is not None:
-            self.chunks.put_nowait(chunk)
-        elif self._export.is_done:
+        rows = self._export.advance()
+        if rows is not None:
+            self.chunks.put_nowait(rows)
+        elif not self._export.is_done:
+            pass
+        elif (remembered := next(self._remembered, None)) is not None:
+            self.chunks.put_nowait(remembered)
+        else:
             self._tables = self._describe_tables()  # with their steps
             self._tick = self._store.tick
             self.chunks.put_nowait(None)
@@ -141,8 +153,11 @@ class ShardDump(BackgroundTask):
         with self._folder.created(self._name) as file:
             writer = RowFileWriter(file, head)
             while (chunk := self._next_chunk()) is not None:
-                for table, rows in split_by_table(chunk, self._export.tables):
-                    writer.write(table, rows)
+                if isinstance(chunk, RawRows):
+                    for table, rows in split_by_table(chunk, self._export.tables):
+                        writer.write(table, rows)
+                else:
+                    self._write_sightings(writer, *chunk)
                 del chunk
                 self._writer_cpu_s = time.thread_time()
             written = writer.end()
@@ -150,7 +165,23 @@ class ShardDump(BackgroundTask):
         saved = SavedShard(self._name, *written, self._tick, server, self.log)
         self.result = DumpResult(self._tables, saved)
 
-    def _next_chunk(self) -> RawRows | None:
+    def _copy_remembered(self) -> Iterator[Remembered]:
+        """Yield what the admission of each table remembers."""
+        for table in range(len(self._export.tables)):
+            state = self._store.states[table]
+            words = state.used_words()
+            if words.size:
+                yield table, state.spec.admission, words.copy()
+
+    def _write_sightings(
+        self, writer: RowFileWriter, table: int, admission: Admission, words: Words
+    ) -> None:
+        sightings = admission.sightings(words)
+        for start in range(0, len(sightings.keys), _BLOCK_IDS):
+            part = slice(start, start + _BLOCK_IDS)
+            writer.write(table, Sightings(*(column[part] for column in sightings)))
+
+    def _next_chunk(self) -> Chunk | None:
         while True:
             self.require_not_cancelled()
             with contextlib.suppress(queue.Empty):

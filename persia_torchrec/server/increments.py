@@ -41,19 +41,24 @@ from persia_torchrec.checkpoint import catalog
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
 from persia_torchrec.checkpoint.catalog import Base, Log, LogPosition
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.row_file import IncrementHead, RowFileWriter, SavedTable
+from persia_torchrec.checkpoint.row_file import (
+    Block,
+    IncrementHead,
+    RowFileWriter,
+    SavedTable,
+)
 from persia_torchrec.compiled import compiled
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.journal import ChangedSlots, Changes
-from persia_torchrec.store.memory import MISSING, Ids, Slots, Words
-from persia_torchrec.store.row_moves import POSITION_BITS, RowColumns, gather_rows
+from persia_torchrec.store.memory import MISSING, POSITION_BITS, Ids, Slots, Words
+from persia_torchrec.store.row_moves import find_sightings, gather_rows
 
 logger = logging.getLogger(__name__)
 
 Uses = npt.NDArray[np.uint64]
-Copy = Callable[[EmbeddingStore], RowColumns | Ids]
+Copy = Callable[[EmbeddingStore], Block]
 
 RETRY_S = 10.0  # how soon after a failure a new log begins
 _CPU_FRACTION = 0.06  # of a CPU for what could wait, the writing included
@@ -84,15 +89,16 @@ class DirtySet:
         self.num_noted = self._num_marked = 0
         self.left: list[tuple[int, Ids]] = []
         """Table and ids of rows that have left; some may be back."""
+        self.seen: list[tuple[int, Ids]] = []  # table, and ids that were counted
         self.was_cleared = False
 
     def __len__(self) -> int:
-        return self._num_marked + sum(len(ids) for _, ids in self.left)
+        return self._num_marked + sum(len(ids) for _, ids in self.left + self.seen)
 
     def add(self, changes: Changes) -> None:
         """Add what a journal noted next."""
         if changes.was_cleared:
-            self._notes, self._marks, self.left = [], {}, []
+            self._notes, self._marks, self.left, self.seen = [], {}, [], []
             self.num_noted = self._num_marked = 0
             self.was_cleared = True
         for note in changes.slots:
@@ -100,6 +106,7 @@ class DirtySet:
                 self._marks[note.arena] = np.zeros(self._num_words, dtype=np.uint64)
             self._num_marked += _mark(self._marks[note.arena], note.slots)
         self._notes += changes.slots
+        self.seen += changes.seen
         self.num_noted += changes.num_rows
         for left in changes.left:
             owners, ids_L = left[:, 1], left[:, 0]
@@ -125,6 +132,12 @@ class DirtySet:
         for table, ids in self.left:
             for part in _parts(len(ids), rows_a_slice[table]):
                 yield table, partial(_find_gone, table=table, ids_L=ids[part])
+        for table in {table for table, _ in self.seen}:
+            seen = np.unique(
+                np.concatenate([ids for t, ids in self.seen if t == table])
+            )
+            for part in _parts(len(seen), rows_a_slice[table]):
+                yield table, partial(find_sightings, table=table, ids_N=seen[part])
 
 
 def _parts(num: int, size: int) -> Iterator[slice]:
@@ -205,7 +218,7 @@ class IncrementWriter(BackgroundTask):
         self.dumps: deque[tuple[str, int]] = deque()
         self.ending = threading.Event()
         self._wanted: deque[tuple[int, Copy]] = deque()
-        self._copied: queue.SimpleQueue[tuple[int, RowColumns | Ids]]
+        self._copied: queue.SimpleQueue[tuple[int, Block]]
         self._copied = queue.SimpleQueue()
         self._dirty = DirtySet(config.capacity_rows)
         self._head: IncrementHead | None = None

@@ -354,7 +354,7 @@ class ServedCheckpoint:
         match event:
             case Increment():
                 self._created_s = event.head.created_s
-                self._increment = apply_increment(self._store, event, follows=True)
+                self._increment = apply_increment(self._store, event, None)
             case (store, folder):
                 names = [spec.name for spec in self._store.tables]
                 received = [spec.name for spec in store.tables]

@@ -286,14 +286,17 @@ class EmbeddingStore:
         if num_missing:
             missing = missing_N[:num_missing]
             self._requests.keep_admission(state, num_missing)
-            admitted = state.admit(ids_N, counts_N, missing, out_ND)
+            arrays = ids_N, counts_N, missing, out_ND
+            chosen = admitted, _ = state.admit(*arrays, self.tick)
             self.tally[memory.REJECTED] += len(missing) - len(admitted)
             self.make_room(table, len(admitted))
             layout[memory.NOW_S] = max(int(self.clock()), 0)
-            state.insert(state.at, ids_N, counts_N, admitted, out_ND, slots_N)
+            state.insert(state.at, ids_N, counts_N, chosen, out_ND, slots_N)
         if self.journal.is_on:
             used = ChangedSlots(table, int(layout[memory.ARENA]), self.tick, slots_N)
             self.journal.used(used, ids_N, missing, admitted)
+            if state.remembered.size:
+                self.journal.seen(table, ids_N[missing])
         self._requests.end()
         return slots_N
 
@@ -563,9 +566,12 @@ class EmbeddingStore:
     def _change_table(self, state: TableState, spec: TableSpec) -> TableState:
         """Return the state of a known table under new settings."""
         engine = self._engine_choice.choose(spec)
-        self._require_same_rows(state.spec, spec)
-        keeps = state.admits_as(spec)
-        remembered = state.remembered if keeps else self._remember(spec)
+        state.require_same_rows(spec, is_lfu=self.is_lfu)
+        counts_on, remembered = state.counts_as(spec), state.remembered
+        if remembered.size != spec.admission.num_memory_words() or not counts_on:
+            remembered = self._remember(spec)
+            if counts_on:
+                spec.admission.remember(remembered, state.sightings())
         return state.changed(spec, engine, remembered)
 
     def _remember(self, spec: TableSpec) -> Words:
@@ -574,19 +580,6 @@ class EmbeddingStore:
         if remembered.size:
             self.memory.commit(remembered, remembered.size)
         return remembered
-
-    def _require_same_rows(self, known: TableSpec, spec: TableSpec) -> None:
-        """Raise ConfigError if the rows of a known table would look otherwise."""
-        present, received = (
-            one.describe_rows(with_metadata=one.has_metadata and not self.is_lfu)
-            for one in (known, spec)
-        )
-        if present != received:
-            raise ConfigError(
-                f"Table {spec.name!r} has {present} on this server. Received: "
-                f"{received}. Use another table name, or restart the servers to clear "
-                "them."
-            )
 
     def _read_slots(self, table: int, slots_N: Slots) -> Floats:
         state = self.states[table]

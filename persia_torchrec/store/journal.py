@@ -6,6 +6,7 @@ which :meth:`ChangeJournal.cut` returns. The journal copies no row:
 
     lookup, write   tick, slots in the order of use     they were used, perhaps made
     update          slots                               their floats have changed
+    lookup          ids                                 an admission has counted them
     eviction, sweep (id, owner), one after the other    they have left
 
 A slot that has got another row since has a later note of that; the row before has left.
@@ -18,7 +19,7 @@ changed there, never less: a row that is copied without a change does no harm.
     token | previous token | head | tail | lacks | 0 0 0                8 words
     kind (3 bits), table (16), arena (13), K (32) | tick | K numbers    a note; others
 
-Slots take half a word each, the numbers of (id, owner) one.
+Slots take half a word each, the numbers of (id, owner) and ids one.
 """
 
 from collections import deque
@@ -42,7 +43,8 @@ _FIRST_ROOM = 4096
 _NO_SLOTS = np.empty(0, dtype=np.uint32)
 _TOKEN, _PREVIOUS, _HEAD, _TAIL, _LACKS = range(5)
 _HEADER_WORDS, _NOTE_WORDS = 8, 2
-_CHANGED, _LEFT, _CLEARED, _SKIPPED = range(1, 5)
+_CHANGED, _LEFT, _CLEARED, _SKIPPED, _SEEN = range(1, 6)
+_WORDS = _LEFT, _SEEN  # kinds whose numbers are of 64 bits
 
 
 class ChangedSlots(NamedTuple):
@@ -66,6 +68,8 @@ class Changes:
     """Of training lookups, writes and updates, in their order."""
     left: list[Words] = field(default_factory=list)
     """uint64 ``(K, 2)`` each: id, and number of the table plus one."""
+    seen: list[tuple[int, Ids]] = field(default_factory=list)
+    """Tables, and ids that their admissions have counted."""
     was_cleared: bool = False
     """Before all that, every row was dropped."""
     num_rows: int = 0
@@ -180,7 +184,7 @@ class Ring:
 
     def _numbers_at(self, kind: int, at: int, num: int) -> npt.NDArray[Any]:
         begin = at + _NOTE_WORDS
-        if kind == _LEFT:
+        if kind in _WORDS:
             return self._notes[begin : begin + num]
         return self._halves[2 * begin : 2 * begin + num]
 
@@ -247,6 +251,8 @@ class ChangeJournal:
                 changes.num_requests += tick == 0
             elif kind == _LEFT:
                 changes.left.append(numbers.reshape(-1, 2))
+            elif kind == _SEEN:
+                changes.seen.append((table, numbers))
             else:
                 changes = Changes(was_cleared=True)
             changes.num_rows += len(numbers)
@@ -285,6 +291,13 @@ class ChangeJournal:
         if len(missing_K):
             slots_N = slots_in_order(slots_N, missing_K, made_K)
         self.changed(slots._replace(slots=slots_N))
+
+    def seen(self, table: int, ids_K: Ids) -> None:
+        """Note ids that an admission has counted."""
+        if len(ids_K):
+            self.changes.seen.append((table, ids_K))
+            self.changes.num_rows += len(ids_K)
+            self._keep(_Note(_SEEN, ids_K, table))
 
     def is_noted(self, hints_N: Slots | None, ids_N: Ids) -> bool:
         """Return whether the lookup that returned hints is noted since the last cut."""
@@ -344,7 +357,7 @@ class ChangeJournal:
 
 def _num_words(kind: int, num: int) -> int:
     """Return the words of a note of so many numbers."""
-    return _NOTE_WORDS + (num if kind == _LEFT else (num + 1) // 2)
+    return _NOTE_WORDS + (num if kind in _WORDS else (num + 1) // 2)
 
 
 @compiled

@@ -262,10 +262,11 @@ def _confirm(
 
 @cache
 def build_insert(kernel: Kernel) -> Callable[..., None]:
-    """Compile the loop that makes the rows of the ids at ``chosen_K``, and uses them.
+    """Compile the loop that makes the rows of chosen ids, and uses them.
 
     Arguments as in :func:`lookup_training`, which has made room for N touches. A
-    repeated id gets one row.
+    repeated id gets one row. ``chosen`` are the offsets of the ids, and how often each
+    was seen before; never if that is empty.
     """
     begin_row = _build_begin_row(kernel)
 
@@ -273,12 +274,13 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         table: TableAt,
         ids_N: Ids,
         counts_N: Counts,
-        chosen_K: Indices,
+        chosen: tuple[Indices, Counts],
         out_ND: Floats,
         slots_N: Slots,
     ) -> None:
         ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
-        layout, chosen_K = cpu.unowned(table[0]), cpu.unowned(chosen_K)
+        layout, waited_K = cpu.unowned(table[0]), cpu.unowned(chosen[1])
+        chosen_K = cpu.unowned(chosen[0])
         store = memory.changing_store_at(layout, memory.log_address(table[1]))
         rows = memory.rows_at(store, layout)
         logs = np.uint64(store.logs.ctypes.data)
@@ -296,6 +298,8 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
                     store.tally[memory.INSERTED] += 1
                     begin_row(rows, layout, address, ids_N[i])
                     class_ = _ZERO
+                    if len(waited_K):
+                        count += np.uint64(waited_K[k])
                     if rows.has_metadata:
                         class_ = count_up(address, count, len(store.logs))
                     recency.touch(logs, class_, rows, address, slot, tick)

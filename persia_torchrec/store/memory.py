@@ -90,6 +90,9 @@ FREQUENCY, LAST_STEP, FIRST_STEP, LAST_S = (np.uint64(at) for at in (16, 20, 24,
 MISSING = np.uint32(2**32 - 1)
 """Slot of an id that has no row."""
 
+POSITION_BITS = 24
+"""Bits of a use that hold a row's, or an id's, position in its request."""
+
 OWNER_SHIFT = np.uint64(48)
 TICK_MASK = np.uint64(2**48 - 1)
 WORD = np.uint64(8)

@@ -37,7 +37,7 @@ from persia_torchrec.store.memory import (
 logger = logging.getLogger(__name__)
 
 MAGIC = int.from_bytes(b"PERSIAME", "little")
-VERSION = 3
+VERSION = 4
 
 MAGIC_AT, VERSION_AT, BOOT, CAPACITY, CLASSES, STATE = 0, 1, 2, 4, 5, 6
 PID, TIMES_OPENED, PUBLISHED, NUM_REGIONS, PARTITIONS, FIRST_AREA = range(7, 13)

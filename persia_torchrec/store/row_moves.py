@@ -37,10 +37,12 @@ import numpy.typing as npt
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.embedding.admission import AdmitAll
+from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.float16 import FP32
 from persia_torchrec.store.memory import (
+    POSITION_BITS,
     Floats,
     Ids,
     Layout,
@@ -56,9 +58,6 @@ from persia_torchrec.table import TableSpec
 
 Numbers = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
-
-POSITION_BITS = 24
-"""Bits of a use that hold the row's position in its request."""
 
 METADATA_WORDS = 4
 
@@ -148,10 +147,15 @@ class RowShape:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Slots of an arena, used and free, and the position of each in its last use."""
+    """Slots of an arena, used and free, and the position of each in its last use.
+
+    ``steps`` of all tables, and ``now_s``, are those when the first slot was copied.
+    """
 
     words: Words
     positions: Numbers
+    steps: list[int]
+    now_s: float
 
 
 class RowExport:
@@ -163,6 +167,7 @@ class RowExport:
     def __init__(self, store: EmbeddingStore) -> None:
         self.tables = list(store.states)
         self.is_done = False
+        self._clock = store.clock
         self._num_copied = 0
         self._directory = store.arenas.directory
         num_used = self._directory[:, memory.USED].tolist()
@@ -195,6 +200,7 @@ class RowExport:
             slice_rows = max(_SLICE_BYTES // words.strides[0], 1)
             for first in range(0, num_used, chunk_rows):
                 end = min(first + chunk_rows, num_used)
+                now = [table.num_updates for table in self.tables], self._clock()
                 copied = np.empty((end - first, words.shape[1]), dtype=np.uint64)
                 for start in range(first, end, slice_rows):
                     stop = min(start + slice_rows, end)
@@ -202,7 +208,7 @@ class RowExport:
                     self._num_copied += stop - start
                     if stop < end:
                         yield None
-                yield RawRows(copied, self._positions[arena][first:end])
+                yield RawRows(copied, self._positions[arena][first:end], *now)
 
     def _number_uses(self) -> Iterator[None]:
         """Write the positions of all rows, a few log records at a time."""
@@ -225,7 +231,8 @@ def split_by_table(
 ) -> list[tuple[int, RowColumns]]:
     """Return the rows of a chunk as columns, with the numbers of their tables.
 
-    Any thread may call it. Rows of tables that were added later are left out.
+    Any thread may call it. Rows of tables that were added later are left out, and those
+    that have expired.
     """
     owners_N = (chunk.words[:, 1] >> memory.OWNER_SHIFT).astype(np.uint16)
     order_N = np.argsort(owners_N, kind="stable")
@@ -238,8 +245,29 @@ def split_by_table(
         rows = RowShape(table.spec, table.has_metadata).empty(len(slots_K))
         positions_K = chunk.positions[slots_K]
         copy_columns(chunk.words, slots_K, positions_K, table.layout, rows.addresses())
+        if table.spec.expiry.is_on:
+            is_kept = ~_find_expired(rows, table.spec, chunk.steps[number], chunk.now_s)
+            rows = RowColumns(*(column[is_kept] for column in rows.columns()))
         split.append((number, rows))
     return split
+
+
+def _find_expired(rows: RowColumns, spec: TableSpec, step: int, now_s: float) -> Bools:
+    """Return which rows have expired by a step and a time."""
+    expiry, weights = spec.expiry, rows.weights
+    _, last_step, first_step, last_s = rows.metadata.T.astype(np.int64)
+    if spec.weight_dtype == "bf16":
+        weights = (weights.astype(np.uint32) << 16).view(np.float32)
+    elif spec.weight_dtype == "fp16":
+        weights = weights.view(np.float16)
+    norms = np.sqrt(np.square(weights, dtype=np.float64).sum(axis=1))
+    is_small = norms < expiry.min_l2_norm
+    is_expired: Bools = is_small & (step - first_step >= expiry.spared_steps)
+    if expiry.steps_to_live:
+        is_expired |= step - last_step > expiry.steps_to_live
+    if expiry.seconds_to_live:
+        is_expired |= now_s - last_s > expiry.seconds_to_live
+    return is_expired
 
 
 def gather_rows(
@@ -262,6 +290,12 @@ def initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
     weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
     store.lookup(table, ids_N, weights_ND, training=True)
     return store.read(table, ids_N)
+
+
+def find_sightings(store: EmbeddingStore, table: int, ids_N: Ids) -> Sightings:
+    """Return what a table's admission remembers of different ids."""
+    state = store.states[table]
+    return state.spec.admission.sightings_of(state.remembered, ids_N)
 
 
 def _copy_segments(

@@ -15,11 +15,12 @@ from persia_torchrec.compiled import (
     specialized,
 )
 from persia_torchrec.embedding.kernel import NO_LOG
-from persia_torchrec.embedding.setting import Admission, Kernel
-from persia_torchrec.errors import StoreError
+from persia_torchrec.embedding.setting import Admission, Kernel, Sightings
+from persia_torchrec.errors import ConfigError, StoreError
 from persia_torchrec.store import loops, memory
 from persia_torchrec.store.fbgemm_engine import FbgemmEngine
 from persia_torchrec.store.memory import (
+    POSITION_BITS,
     Counts,
     Floats,
     Ids,
@@ -35,9 +36,10 @@ Bools = npt.NDArray[np.bool_]
 ROW_COLUMNS = [memory.WEIGHTS, memory.STATE, memory.NUM_STATE]
 """Columns of a layout that say what the rows look like."""
 
-Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64]], Bools]
+Admit: TypeAlias = Callable[[Ids, npt.NDArray[np.int64], int], Bools]
 """Counts ids that have no row, and returns which of them get one. The second array is
-how often the batch holds each, ``>= 1``; repeats are decided one after the other."""
+how often the batch holds each, ``>= 1``; how often each has been seen overwrites it.
+Repeats are decided one after the other. The number is the request's tick."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -96,14 +98,14 @@ def build_admission(
     if kernel is None:
         return None
     loop = _build_admit(kernel)
-    p = *admission.kernel_numbers(seed), int(log)
-    numbers = read_only(np.array(p, dtype=np.uint64))
-    no_counts, none = read_only(_NO_INDICES), np.empty(0, dtype=np.bool_)
-    compile_for(loop, remembered, numbers, _NO_IDS, no_counts, none)
+    p = np.array([*admission.kernel_numbers(seed), int(log), 0], dtype=np.uint64)
+    numbers, none = read_only(p), np.empty(0, dtype=np.bool_)
+    compile_for(loop, remembered, numbers, _NO_IDS, _NO_INDICES, none)
 
-    def admit(ids_N: Ids, counts_N: npt.NDArray[np.int64]) -> Bools:
+    def admit(ids_N: Ids, counts_N: npt.NDArray[np.int64], tick: int) -> Bools:
         is_admitted_N = np.empty(len(ids_N), dtype=np.bool_)
-        loop(remembered, numbers, read_only(ids_N), read_only(counts_N), is_admitted_N)
+        p[-1] = tick << POSITION_BITS
+        loop(remembered, numbers, read_only(ids_N), counts_N, is_admitted_N)
         return is_admitted_N
 
     return admit
@@ -168,7 +170,7 @@ class TableState:
         no_rows, slots = np.empty((0, spec.dim), np.float32), _NO_COUNTS.copy()
         used = at, _NO_IDS, _NO_COUNTS
         compile_for(loops.lookup_training, *used, no_rows, slots, _NO_INDICES)
-        compile_for(self.insert, *used, _NO_INDICES, no_rows, slots)
+        compile_for(self.insert, *used, (_NO_INDICES, _NO_COUNTS), no_rows, slots)
         if engine is not None:
             self._update = engine.build_update(spec.optimizer, spec.dim)
         else:
@@ -185,18 +187,28 @@ class TableState:
         self.step[0] = self.layout[memory.STEP] = step
 
     def admit(
-        self, ids_N: Ids, counts_N: Counts, missing: loops.Indices, out_ND: Floats
-    ) -> loops.Indices:
-        """Return which of the missing ids get a row; write what the others read.
+        self,
+        ids_N: Ids,
+        counts_N: Counts,
+        missing: loops.Indices,
+        out_ND: Floats,
+        tick: int,
+    ) -> tuple[loops.Indices, Counts]:
+        """Return which of the missing ids get a row, and how often they had waited.
 
-        ``counts_N`` is how often each id is in the batch, or empty.
+        Writes what the others read. ``counts_N`` is how often each id is in the batch,
+        or empty. No ids have waited if the second array is empty.
         """
         if self.admission is None:
-            return missing
-        counts = counts_N[missing] if len(counts_N) else np.ones(len(missing))
-        is_admitted = self.admission(ids_N[missing], counts.astype(np.int64))
+            return missing, _NO_COUNTS
+        counts = (
+            counts_N[missing] if len(counts_N) else np.ones(len(missing), np.uint32)
+        )
+        seen = counts.astype(np.int64)
+        is_admitted = self.admission(ids_N[missing], seen, tick)
         out_ND[missing[~is_admitted]] = self.spec.admission.unadmitted_value
-        return missing[is_admitted]
+        waited = (seen - counts)[is_admitted].astype(np.uint32)
+        return missing[is_admitted], read_only(waited)
 
     def was_admitted(self, ids_N: Ids) -> Bools:
         """Return which ids were admitted when they were seen last."""
@@ -225,9 +237,31 @@ class TableState:
         at = self.layout.copy(), self.at[1]
         return TableState(spec, at, engine, step=self.step, remembered=remembered)
 
-    def admits_as(self, spec: TableSpec) -> bool:
-        """Return whether other settings may keep what the admission remembers."""
-        return (spec.admission, spec.seed) == (self.spec.admission, self.spec.seed)
+    def require_same_rows(self, spec: TableSpec, *, is_lfu: bool) -> None:
+        """Raise ConfigError if rows would look otherwise under other settings."""
+        present, received = (
+            one.describe_rows(with_metadata=one.has_metadata and not is_lfu)
+            for one in (self.spec, spec)
+        )
+        if present != received:
+            raise ConfigError(
+                f"Table {spec.name!r} has {present} on this server. Received: "
+                f"{received}. Use another table name, or restart the servers to clear "
+                "them."
+            )
+
+    def counts_as(self, spec: TableSpec) -> bool:
+        """Return whether other settings can continue with the sightings of these."""
+        return spec.admission.counts_as(self.spec.admission)
+
+    def used_words(self) -> Words:
+        """Return what the admission remembers, up to the last word that is used."""
+        num = self.spec.admission.num_used_words(self.remembered)
+        return self.remembered[:num]
+
+    def sightings(self) -> Sightings:
+        """Return what the admission remembers."""
+        return self.spec.admission.sightings(self.used_words())
 
     def describe(self, begin: Words) -> PublishedTable:
         """Describe the table, for a process that opens the memory later.

@@ -7,16 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia_torchrec import AdmitFrequency, Expiry
+from persia_torchrec import AdmitBloom, AdmitFrequency, Expiry
 from persia_torchrec.checkpoint.catalog import increment_name
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.checkpoint.load import Increment, Target, apply_increment
+from persia_torchrec.checkpoint.load import (
+    Increment,
+    SeenIds,
+    Target,
+    apply_increment,
+)
 from persia_torchrec.checkpoint.row_file import (
     IncrementHead,
     RowFileWriter,
     SavedTable,
 )
 from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.routing.shard import is_of_shard
 from persia_torchrec.server.increments import DirtySet
@@ -40,8 +46,9 @@ from tests.store.test_row_moves import (
 EXPIRING = TableSpec(
     name="g", dim=2, optimizer=SGD(0.5), expiry=Expiry(steps_to_live=2)
 )
-COUNTED = TableSpec(name="h", dim=2, optimizer=SGD(0.5), admission=AdmitFrequency(2))
-SPECS = [*TABLES, EXPIRING, COUNTED]
+COUNTED = TableSpec(name="h", dim=2, optimizer=SGD(0.5), admission=AdmitFrequency(3))
+FILTERED = replace(COUNTED, name="i", admission=AdmitBloom(3, expected_ids=40))
+SPECS = [*TABLES, EXPIRING, COUNTED, FILTERED]
 
 number_of_table = st.integers(0, len(SPECS) - 1)
 requests = st.lists(
@@ -105,8 +112,13 @@ class Journaled:
         increment = Increment(IncrementHead(was_cleared=dirty.was_cleared, **head))
         for table, copy in dirty.take([self.rows_a_slice] * len(states)):
             block = copy(store)
-            is_rows = isinstance(block, RowColumns)
-            (increment.rows if is_rows else increment.gone).append((table, block))
+            match block:
+                case RowColumns():
+                    increment.rows.append((table, block))
+                case Sightings():
+                    increment.seen.append((table, block))
+                case _:
+                    increment.gone.append((table, block))
             between()
         self.increments.append(increment)
         return increment
@@ -118,16 +130,27 @@ def write_increment(folder, increment):
         writer = RowFileWriter(file, increment.head)
         for table, rows in increment.rows:
             writer.write(table, rows)
-        for table, ids in increment.gone:
-            writer.write(table, ids)
+        for table, block in increment.gone + increment.seen:
+            writer.write(table, block)
         return writer.end()
 
 
 def put_in(store, increment, shard=0, num_shards=1):
     target = Target(shard, num_shards, store.capacity_rows, store.is_lfu)
-    for _ in apply_increment(store, increment.select(target), follows=True):
+    seen = SeenIds(store, target)
+    for _ in apply_increment(store, increment.select(target), seen):
         check_store(store)
+    seen.put()
     check_store(store)
+
+
+def waiting(store):
+    """Return what admissions remember: ids in their order, counters by position."""
+    found = []
+    for state in store.states:
+        of_table = list(zip(*map(np.ndarray.tolist, state.sightings()), strict=True))
+        found.append(sorted(of_table, key=lambda one: (one[2], one[0])))
+    return found
 
 
 @given(before=requests, after=requests, eviction=evictions)
@@ -137,6 +160,8 @@ def test_a_copy_with_all_increments_equals_the_store(before, after, eviction):
     for request in before:
         source.do(request)
     copy = copy_of(source.store, eviction=eviction, specs=SPECS)
+    for mine, other in zip(copy.states, source.store.states, strict=True):
+        mine.spec.admission.remember(mine.remembered, other.sightings())
     source.store.journal.cut()
     source.increments.clear()
     for request in after:
@@ -145,6 +170,7 @@ def test_a_copy_with_all_increments_equals_the_store(before, after, eviction):
     for increment in source.increments:
         put_in(copy, increment)
     assert_same(copy, source.store)
+    assert waiting(copy) == waiting(source.store)
     steps = [state.num_updates for state in source.store.states]
     assert [state.num_updates for state in copy.states] == steps
 
@@ -166,6 +192,7 @@ def test_increments_that_come_twice_change_nothing(done, eviction):
         of_table = [i for t, i in ids_oldest_first(copy) if t == number]
         mine, others = (s.read(number, ids_of(*of_table)) for s in (copy, source.store))
         assert mine.tobytes() == others.tobytes()
+    assert waiting(copy) == waiting(source.store)
 
 
 @given(done=requests, meanwhile=requests, eviction=evictions)
@@ -188,6 +215,7 @@ def test_what_happens_while_rows_are_gathered_comes_with_the_next(
     for increment in source.increments:
         put_in(copy, increment)
     assert_same(copy, source.store)
+    assert waiting(copy) == waiting(source.store)
 
 
 @given(done=requests, num_shards=st.integers(2, 4))
@@ -355,6 +383,9 @@ def test_a_file_gives_back_what_was_written(tmp_path):
     gone = {(t, i) for t, ids in increment.gone for i in ids.tolist()}
     assert {(t, i) for t, ids in found.gone for i in ids.tolist()} == gone
     assert len(gone) > 0
+    seen = [(t, [c.tolist() for c in columns]) for t, columns in increment.seen]
+    assert [(t, [c.tolist() for c in columns]) for t, columns in found.seen] == seen
+    assert {t for t, _ in seen} == {SPECS.index(COUNTED), SPECS.index(FILTERED)}
 
 
 @given(data=st.data())

@@ -149,8 +149,8 @@ def test_more_bytes_after_the_end_are_refused():
 
 def test_a_later_version_is_refused_with_what_to_do():
     data = bytearray(written([])[0])
-    data[8:12] = struct.pack("<I", 2)
-    with pytest.raises(CheckpointError, match=r"must be 1. Received: 2. Load it with"):
+    data[8:12] = struct.pack("<I", 3)
+    with pytest.raises(CheckpointError, match=r"Received: 3. Load it with"):
         read(bytes(data))
 
 

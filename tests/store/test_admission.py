@@ -20,7 +20,7 @@ def admitting(admission, seed):
 def admit(state, ids_, counts=None):
     counts = [1] * len(ids_) if counts is None else counts
     ids_N = np.array(ids_, dtype=np.uint64)
-    admitted = state(ids_N, np.array(counts, dtype=np.int64))
+    admitted = state(ids_N, np.array(counts, dtype=np.int64), 1)
     assert admitted.dtype == np.bool_
     return admitted.tolist()
 

@@ -21,6 +21,7 @@ from persia_torchrec.embedding.admission import (
     forget_candidates,
 )
 from persia_torchrec.embedding.kernel import NO_LOG
+from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.store.memory import reserve
 from tests import strategies
 
@@ -43,7 +44,8 @@ class Candidates:
 
     def __init__(self, max_rows):
         self.memory = reserve(AdmitFrequency(1, max_rows).num_memory_words())
-        self.numbers = np.array([1, max_rows, NO_LOG], dtype=np.uint64)
+        self.numbers = np.array([1, max_rows, NO_LOG, 0], dtype=np.uint64)
+        self.admission = AdmitFrequency(1, max_rows)
         self.cells = self.memory[: 4 * (max_rows + 1)].view(np.uint32).reshape(-1, 8)
         self.heads = self.memory[4 * (max_rows + 1) :].view(np.uint32)
         self.max_rows = max_rows
@@ -53,6 +55,7 @@ class Candidates:
         return len(self.oldest_first())
 
     def add(self, ids, counts):
+        self.numbers[-1] += np.uint64(2**24)  # the next request
         return run_count(self.memory, self.numbers, ids, counts)
 
     def forget(self, ids):
@@ -65,6 +68,11 @@ class Candidates:
             waiting.append((int(self.memory[4 * cell]), int(self.cells[cell, COUNT])))
             cell = int(self.cells[cell, NEWER])
         return waiting
+
+    def sightings(self):
+        return self.admission.sightings(
+            self.memory[: self.admission.num_used_words(self.memory)]
+        )
 
     def check(self):
         """Raise AssertionError if ring, chains and number do not agree."""
@@ -82,7 +90,7 @@ class Candidates:
 
 
 counted = st.tuples(
-    strategies.ids, st.sampled_from([0, 1, 1, 1, 2, 7, 2**31, 2**40, 2**63 - 1])
+    strategies.ids, st.sampled_from([1, 1, 1, 1, 2, 7, 2**31, 2**40, 2**63 - 1])
 )
 
 
@@ -128,6 +136,27 @@ class CandidateMachine(RuleBasedStateMachine):
     def same_ids_counts_and_order(self):
         assert self.fast.oldest_first() == list(self.slow.items())
         self.fast.check()
+
+    @rule(max_rows=st.integers(1, 12), data=st.data())
+    def remember(self, max_rows, data):
+        """Move all to another memory, in any order, or overwrite this one."""
+        sightings = self.fast.sightings()
+        order = data.draw(st.permutations(range(len(sightings.keys))))
+        number = self.fast.numbers[-1]
+        if data.draw(st.booleans()):
+            self.fast, self.max_rows = Candidates(max_rows), max_rows
+            self.fast.numbers[-1] = number
+        mixed = Sightings(*(column[order] for column in sightings))
+        self.fast.admission.remember(self.fast.memory, mixed)
+        while len(self.slow) > self.max_rows:
+            self.slow.popitem(last=False)
+
+    @rule(ids=strategies.id_arrays(10))
+    def find(self, ids):
+        ids = np.unique(ids)
+        found = self.fast.admission.sightings_of(self.fast.memory, ids)
+        assert found.keys.tolist() == ids.tolist()
+        assert found.values.tolist() == [self.slow.get(i, 0) for i in ids.tolist()]
 
 
 TestCandidates = CandidateMachine.TestCase

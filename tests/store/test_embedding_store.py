@@ -184,6 +184,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self):
         if getattr(self, "file", None) is not None:
             os.close(self.file)
+            self.fast = None  # of whose address space there is room for some
 
     @invariant()
     def same_rows_in_the_same_order(self):

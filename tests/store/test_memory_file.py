@@ -154,7 +154,7 @@ def test_memory_of_another_layout_is_refused(path):
     header = store.memory.area(memory.Area(0, 64))
     header[memory_file.VERSION_AT] += np.uint64(1)
     store.close()
-    with pytest.raises(StoreError, match=r"layout 3. Received: layout 4"):
+    with pytest.raises(StoreError, match=r"layout 4. Received: layout 5"):
         store_of(path=path)
 
 
