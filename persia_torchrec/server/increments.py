@@ -48,12 +48,13 @@ from persia_torchrec.checkpoint.row_file import (
     SavedTable,
 )
 from persia_torchrec.compiled import compiled
+from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.journal import ChangedSlots, Changes
 from persia_torchrec.store.memory import MISSING, POSITION_BITS, Ids, Slots, Words
-from persia_torchrec.store.row_moves import find_sightings, gather_rows
+from persia_torchrec.store.row_moves import gather_rows
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class DirtySet:
                 np.concatenate([ids for t, ids in self.seen if t == table])
             )
             for part in _parts(len(seen), rows_a_slice[table]):
-                yield table, partial(find_sightings, table=table, ids_N=seen[part])
+                yield table, partial(_find_sightings, table=table, ids_N=seen[part])
 
 
 def _parts(num: int, size: int) -> Iterator[slice]:
@@ -148,6 +149,12 @@ def _find_gone(store: EmbeddingStore, table: int, ids_L: Ids) -> Ids:
     """Return those ids that have no row."""
     gone: Ids = ids_L[store.find(table, ids_L) == MISSING]
     return gone
+
+
+def _find_sightings(store: EmbeddingStore, table: int, ids_N: Ids) -> Sightings:
+    """Return what the admission remembers of different ids."""
+    state = store.states[table]
+    return state.spec.admission.sightings_of(state.remembered, ids_N)
 
 
 @compiled

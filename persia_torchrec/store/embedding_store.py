@@ -83,9 +83,9 @@ class Metadata:
     """Metadata of N ids; all 0 for an id that has no row.
 
     ``frequency`` counts how often the id was in training batches since its row was
-    made, and while it waited for it, repeats included; it saturates. ``first_step`` and ``last_step`` are the
-    table's steps when the row was made and last updated, ``last_s`` the second (since
-    1970) of the latter.
+    made, and while it waited for that, repeats included; it saturates. ``first_step``
+    and ``last_step`` are the table's steps when the row was made and last updated,
+    ``last_s`` the second (since 1970) of the latter.
     """
 
     frequency: Counts

@@ -265,8 +265,7 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
     """Compile the loop that makes the rows of chosen ids, and uses them.
 
     Arguments as in :func:`lookup_training`, which has made room for N touches. A
-    repeated id gets one row. ``chosen`` are the offsets of the ids, and how often each
-    was seen before; never if that is empty.
+    repeated id gets one row. ``chosen``: offsets; sightings before, of each or of none.
     """
     begin_row = _build_begin_row(kernel)
 
@@ -279,12 +278,11 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
         slots_N: Slots,
     ) -> None:
         ids_N, counts_N = cpu.unowned(ids_N), cpu.unowned(counts_N)
-        layout, waited_K = cpu.unowned(table[0]), cpu.unowned(chosen[1])
-        chosen_K = cpu.unowned(chosen[0])
+        chosen_K, waited_K = cpu.unowned(chosen[0]), cpu.unowned(chosen[1])
+        layout = cpu.unowned(table[0])
         store = memory.changing_store_at(layout, memory.log_address(table[1]))
-        rows = memory.rows_at(store, layout)
+        rows, tick = memory.rows_at(store, layout), np.uint64(store.tally[memory.TICK])
         logs = np.uint64(store.logs.ctypes.data)
-        tick = np.uint64(store.tally[memory.TICK])
         target, row_bytes = np.uint64(out_ND.ctypes.data), np.uint64(4 * rows.dim)
         for start in range(0, len(chosen_K), CHUNK):
             stop = min(start + CHUNK, len(chosen_K))
@@ -298,9 +296,8 @@ def build_insert(kernel: Kernel) -> Callable[..., None]:
                     store.tally[memory.INSERTED] += 1
                     begin_row(rows, layout, address, ids_N[i])
                     class_ = _ZERO
-                    if len(waited_K):
-                        count += np.uint64(waited_K[k])
                     if rows.has_metadata:
+                        count += np.uint64(waited_K[k]) if len(waited_K) else _ZERO
                         class_ = count_up(address, count, len(store.logs))
                     recency.touch(logs, class_, rows, address, slot, tick)
                 elif rows.has_metadata:

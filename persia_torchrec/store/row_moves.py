@@ -37,7 +37,6 @@ import numpy.typing as npt
 from persia_torchrec import intrinsics as cpu
 from persia_torchrec.compiled import compiled, inlined, read_only
 from persia_torchrec.embedding.admission import AdmitAll
-from persia_torchrec.embedding.setting import Sightings
 from persia_torchrec.store import loops, memory, recency
 from persia_torchrec.store.embedding_store import EmbeddingStore
 from persia_torchrec.store.float16 import FP32
@@ -290,12 +289,6 @@ def initial_rows(spec: TableSpec, ids_N: Ids) -> Floats:
     weights_ND = np.empty((len(ids_N), spec.dim), dtype=np.float32)
     store.lookup(table, ids_N, weights_ND, training=True)
     return store.read(table, ids_N)
-
-
-def find_sightings(store: EmbeddingStore, table: int, ids_N: Ids) -> Sightings:
-    """Return what a table's admission remembers of different ids."""
-    state = store.states[table]
-    return state.spec.admission.sightings_of(state.remembered, ids_N)
 
 
 def _copy_segments(

@@ -216,7 +216,7 @@ class TableState:
         recall = build_admission(*rule, recalls=True)
         if recall is None:
             return np.ones(len(ids_N), dtype=np.bool_)
-        return recall(ids_N, np.zeros(len(ids_N), dtype=np.int64))
+        return recall(ids_N, np.zeros(len(ids_N), dtype=np.int64), 0)
 
     def step_rows(
         self, ids_N: Ids, hints_N: Slots, grads_ND: Floats, *, step: int, now_s: int
