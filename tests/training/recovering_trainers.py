@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from persia_torchrec import AdmitFrequency, TableSettings, env
+from persia_torchrec import env
 from persia_torchrec.ctx import TrainCtx
 from persia_torchrec.data import DataLoader
 from persia_torchrec.embedding import EmbeddingConfig
@@ -151,9 +151,7 @@ def run_torchrec(rank, addresses, folder: Path, dies_at: int) -> None:
     life = env.num_group_restarts()
     store = dist.FileStore(str(folder / f"process group {dies_at} {life}"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    waits = {"term": TableSettings(admission=AdmitFrequency(3))}
-    given = addresses, TorchRecModel, ADAM
-    with Trainer(*given, staleness=1, tables=waits) as trainer:
+    with Trainer(addresses, TorchRecModel, ADAM, staleness=1) as trainer:
         optimizer = torch.optim.Adam(trainer.model.parameters(), lr=0.05)
         schedules = {
             name: torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
