@@ -95,13 +95,13 @@ def add_flags(parser: argparse.ArgumentParser, kind: Any) -> None:
 def format_flags(**values: object) -> list[str]:
     """Return the words of a command line that give values to flags.
 
-    None and False are left out, as their flags' defaults. A list gives each value by a
-    flag of its own.
+    None and False are left out, as their flags' defaults. A list or tuple gives each
+    value by a flag of its own.
     """
     words = []
     for name, value in values.items():
         flag = "--" + name.rstrip("_").replace("_", "-")
-        if isinstance(value, list):
+        if isinstance(value, list | tuple):
             words += [word for one in value for word in (flag, str(one))]
         elif value is True:
             words.append(flag)

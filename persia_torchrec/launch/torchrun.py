@@ -3,7 +3,8 @@
     python -m persia_torchrec.launch.torchrun --nproc-per-node 2 -- train.py --epochs 2
 
 Each NN worker is a ``launch/script.py``. The agents of all machines meet at the first
-one's (c10d); where that is, a note in the address book says.
+one's (c10d); where that is, a note in the address book says. A single one has a file in
+place of that port, which would be open to all.
 
     what ends          what follows
     an NN worker       its agent restarts those of its machine. The other agents notice,
@@ -100,6 +101,7 @@ class Agent:
         try:
             with tempfile.TemporaryDirectory(prefix="torchrun") as logs:
                 config.logs_specs = DefaultLogsSpecs(log_dir=logs)
+                config.rdzv_endpoint = config.rdzv_endpoint or f"{logs}/store"
                 launch = elastic_launch(config, sys.executable)
                 launch("-m", "persia_torchrec.launch.script", "trainer", *script)
         except SignalException as exc:
@@ -141,7 +143,9 @@ class Agent:
     def _meet(self) -> LaunchConfig:
         """Return torchrun's settings; agents of several machines know the first one."""
         config, book = self._config, self._book
-        address, port, is_first = LOOPBACK, "0", config.node_rank == 0
+        address, is_first = LOOPBACK, config.node_rank == 0
+        endpoint = ""  # a file in a folder of its own
+        where: dict[str, object] = {"store_type": "file"}
         if config.nnodes > 1:
             book.claim_size(_MACHINE, config.node_rank, config.nnodes)
             own = secrets.token_hex(8)
@@ -156,9 +160,8 @@ class Agent:
             if is_first:  # the next agent of this machine takes the same port
                 book.claim_note(_MEETING, f"{address} {free_port(address)}")
             (meeting,) = book.ask([_MEETING])
-            host, _, port = meeting.rpartition(" ")
-        else:
-            host = address
+            endpoint = ":".join(meeting.rsplit(" ", 1))
+            where = {"is_host": is_first}
         return LaunchConfig(
             min_nodes=config.nnodes,
             max_nodes=config.nnodes,
@@ -166,11 +169,8 @@ class Agent:
             run_id=book.greeting.job_id,
             role="trainer",
             rdzv_backend="c10d",
-            rdzv_endpoint=f"{host}:{port}",
-            rdzv_configs={
-                "is_host": is_first,
-                "join_timeout": math.ceil(env.join_timeout_s()),
-            },
+            rdzv_endpoint=endpoint,
+            rdzv_configs={**where, "join_timeout": math.ceil(env.join_timeout_s())},
             max_restarts=config.max_restarts,
             local_addr=address,
             shutdown_timeout=_SHUTDOWN_S,

@@ -171,7 +171,7 @@ class Ring:
             if kind == _SKIPPED:
                 at += size - at % size
                 continue
-            fits = _CHANGED <= kind <= _CLEARED and _num_words(kind, num) <= size
+            fits = _CHANGED <= kind <= _SEEN and _num_words(kind, num) <= size
             memory.require_sound(fits, "notes")
             numbers = self._numbers_at(kind, at % size, num).copy()
             yield _Note(kind, numbers, word >> 45 & 0xFFFF, word >> 32 & 0x1FFF, tick)

@@ -1,4 +1,5 @@
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_every_role_has_the_address_of_the_job_and_its_index():
         assert role.env == {
             "PERSIA_STORE_PORT": "29400",
             "PERSIA_STORE_HOST_ENV": "${rank0_env}",
+            "PERSIA_JOB_TOKEN_FILE": os.environ["PERSIA_JOB_TOKEN_FILE"],
             "PERSIA_JOB_ID": "${app_id}",
             "PERSIA_JOIN_TIMEOUT_S": "600",
             "REPLICA_INDEX": "${replica_id}",

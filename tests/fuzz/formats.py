@@ -24,6 +24,7 @@ from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.from_persia import Conversion, convert_checkpoint
 from persia_torchrec.checkpoint.load import (
     Increment,
+    SeenIds,
     ShardLoad,
     Target,
     apply_increment,
@@ -218,9 +219,12 @@ def increments() -> Format:
     def check(data: bytes) -> None:
         file.write_bytes(data)
         increment = Increment.read(Folder(folder), 1)
-        part = increment.select(Target(0, 1, CAPACITY, False))
-        for _ in apply_increment(store, part, follows=False):
+        target = Target(0, 1, CAPACITY, False)
+        part = increment.select(target)
+        seen = SeenIds(store, target)
+        for _ in apply_increment(store, part, seen):
             pass
+        seen.put()
         try_store(store)
 
     return Format([row_file(head, rng) for head in heads], change_row_file, check)

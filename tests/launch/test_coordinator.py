@@ -293,7 +293,7 @@ def test_a_member_may_end_any_number_of_times_if_batches_are_trained_between(
 
 def test_a_coordinator_may_end_any_number_of_times_if_batches_are_trained_between():
     config = CoordinatorConfig(port=0, num_trainers=1, max_restarts=3)
-    with contextlib.closing(AddressBook.host(0, loopback=True)) as book:
+    with contextlib.closing(AddressBook.host(0)) as book:
         own = MemberRecord(book, "coordinator", 0)
         for progress in [*range(50), 49, 49]:
             book.put("progress/trainer/0", str(progress))

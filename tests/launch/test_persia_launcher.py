@@ -312,6 +312,7 @@ def test_nn_workers_of_two_nodes_rendezvous(tmp_path, monkeypatch):
                     "PATH": os.defpath,
                     "PYTHONPATH": str(ROOT),
                     "PERSIA_STORE_PORT": str(job.port),
+                    "PERSIA_JOB_TOKEN_FILE": os.environ["PERSIA_JOB_TOKEN_FILE"],
                     "OMP_NUM_THREADS": "1",
                 },
                 stdout=subprocess.PIPE,

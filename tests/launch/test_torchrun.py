@@ -58,6 +58,13 @@ def test_agents_meet_at_the_first_one_and_only_once(monkeypatch):
         assert meet(book, 0) == place  # that of an agent before it
 
 
+def test_the_agent_of_a_single_machine_opens_no_port():
+    with contextlib.closing(AddressBook.host(0)) as book:
+        config = torchrun.Agent(torchrun.AgentConfig(nnodes=1), book)._meet()
+    assert config.rdzv_endpoint == ""  # a file in the folder of its logs
+    assert config.rdzv_configs["store_type"] == "file"
+
+
 def test_a_job_waits_for_trainers_that_torchrun_starts_again(tmp_path):
     with Processes(tmp_path) as processes:
         job = Job(processes, trainer=2)

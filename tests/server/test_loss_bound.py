@@ -174,7 +174,7 @@ class Counted:
 
 @contextmanager
 def counted_job(folder, *flags):
-    book = AddressBook.host(0, loopback=True, recovery_s=DEADLINE_S)
+    book = AddressBook.host(0, recovery_s=DEADLINE_S)
     JobTimings(heartbeat_s=0.1, silent_s=30.0).publish(book)
     with closing(book), Processes(folder) as processes:
         job = Counted(processes, book, *flags)
