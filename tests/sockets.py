@@ -27,7 +27,10 @@ def raw_member(address, timeout_s):
     peer.sendall(b"\xff" + bytes(8) + b"\x7f\3\0PLAIN" + bytes(15 + 32))
     _send_command(peer, b"\5HELLO" + proof)
     welcome = 64 + len(b"\4\x08\7WELCOME")  # after the greeting
-    assert peer.recv(welcome, socket.MSG_WAITALL)[-7:] == b"WELCOME"
+    received = b""
+    while len(received) < welcome and (more := peer.recv(welcome - len(received))):
+        received += more
+    assert received[-7:] == b"WELCOME"
     _send_command(peer, b"\x08INITIATE\x0bSocket-Type\0\0\0\6DEALER")
     return peer
 
