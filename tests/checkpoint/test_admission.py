@@ -1,7 +1,7 @@
 """A training that is saved and loaded admits ids as one that was never stopped."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -242,6 +242,25 @@ def test_a_threshold_that_is_changed_keeps_the_counts(tmp_path):
     assert server.store.num_rows == 0
     server.train(ids, once, grads)
     assert server.store.metadata(0, ids).frequency.tolist() == [5]
+
+
+@dataclass(frozen=True)
+class AdmitOwn(AdmitFrequency):
+    """An admission of somebody else, which says nothing of what it remembers."""
+
+    kind = "own"
+
+    def counts_as(self, other):
+        return False
+
+
+@pytest.mark.parametrize("admission", [AdmitOwn(3), *FILTERS.values()])
+def test_the_same_settings_once_more_keep_what_is_remembered(tmp_path, admission):
+    spec = replace(SPEC, admission=admission)
+    [server] = Training(1, tmp_path, spec).servers
+    before = server.store.states[0].remembered
+    server.store.add_tables([spec])  # as each client does
+    assert server.store.states[0].remembered is before
 
 
 def test_an_increment_has_the_ids_that_wait_and_that_wait_no_more(tmp_path):
